@@ -1,0 +1,26 @@
+"""What each ATen operator does to channels.
+
+A rule takes the operator's own arguments, tensors replaced by `Labelled`, ties and fixes slots through the follower `f`
+and returns a `Result` for each tensor the operator returns (one for all, if it returns a single one).
+
+Exactness is measured against masking: a dead entry reads as zero. Matrix products, convolutions and sums over channels
+are therefore exact; means, maxima and softmaxes over channels are not and fix them.
+"""
+
+import torch
+from torch._ops import OpOverload
+
+from hgnp.neurons.rules import norms, products, reductions
+from hgnp.neurons.rules.entries import elementwise, filler, unknown
+from hgnp.neurons.rules.moves import mover, turns
+from hgnp.neurons.rules.registry import RULES, Rule, name_of
+
+__all__ = ["elementwise", "filler", "mover", "name_of", "norms", "products", "reductions", "rule_for", "turns"]
+
+
+def rule_for(op: OpOverload) -> Rule:
+    name = name_of(op)
+    rule = RULES.get(name) or RULES.get(name.removesuffix("_"))
+    if rule is not None:
+        return rule
+    return elementwise if torch.Tag.pointwise in op.tags else unknown

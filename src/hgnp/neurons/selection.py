@@ -1,0 +1,109 @@
+"""Which neurons are the least important."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Scores = Mapping[str, Tensor]
+"""Layer → one number a living neuron."""
+Coupling = Literal["coupled", "paper"]
+
+
+class Selection(dict[str, list[int]]):
+    """Layer → positions of neurons, as they are now; valid until the next removal."""
+
+    def __init__(
+        self, positions: Mapping[str, Sequence[int]], *, requested: int, version: int, coupling: Coupling
+    ) -> None:
+        super().__init__({layer: sorted(chosen) for layer, chosen in positions.items() if len(chosen)})
+        self.requested = requested
+        """How many neurons were asked for."""
+        self.version = version
+        self.coupling = coupling
+
+    @property
+    def taken(self) -> int:
+        """How many neurons these are: those of single layers, coupled ones each for itself."""
+        return sum(len(positions) for positions in self.values())
+
+    def __repr__(self) -> str:
+        short = f" of {self.requested} asked for" if self.taken < self.requested else ""
+        layers = ", ".join(f"{layer}: {len(positions)}" for layer, positions in self.items())
+        return f"Selection({self.taken} neurons{short}{'; ' + layers if layers else ''})"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Neurons that live and die together."""
+
+    members: tuple[tuple[str, int], ...]
+    """(layer, position now)"""
+
+    def importance(self, scores: Mapping[str, list[float]]) -> float:
+        """The mean over the members: what a unit costs for each neuron it frees."""
+        return sum(scores[layer][position] for layer, position in self.members) / len(self.members)
+
+
+def least_coupled(
+    units: Sequence[Unit], scores: Mapping[str, list[float]], n: int, room: Mapping[str, int]
+) -> list[Unit]:
+    """Units in order of importance, as long as no more than n neurons go and `room` (layer → how many may go) is left."""
+    left, chosen = dict(room), []
+    for unit in sorted(units, key=lambda unit: unit.importance(scores)):
+        sizes = Counter(layer for layer, _ in unit.members)
+        if len(unit.members) <= n and all(size <= left[layer] for layer, size in sizes.items()):
+            chosen.append(unit)
+            n -= len(unit.members)
+            for layer, size in sizes.items():
+                left[layer] -= size
+            if n == 0:
+                break
+    return chosen
+
+
+def least_paper(
+    families: Sequence[Sequence[Sequence[Unit]]], scores: Mapping[str, list[float]], n: int, room: Mapping[str, int]
+) -> list[Unit]:
+    """The paper's way with coupled layers: each loses the same number, the average of what each was due.
+
+    A family is a list of lanes, a lane the units of one of the coupled layers; a lane that is coupled to nothing is a family
+    of its own. What was due is read off the n least important units over the whole network; the average is rounded down, so
+    that no more than n neurons go.
+    """
+    due = {
+        id(unit) for unit in least_coupled([u for lanes in families for lane in lanes for u in lane], scores, n, room)
+    }
+    left, chosen = Counter(room), []
+    for lanes in families:
+        ranked = [sorted(lane, key=lambda unit: unit.importance(scores)) for lane in lanes]
+        count = sum(sum(id(unit) in due for unit in lane) for lane in lanes) // len(lanes)
+        while count and not _sizes(ranked, count) <= left:  # a lane that was due less may have less room
+            count -= 1
+        left -= _sizes(ranked, count)
+        chosen += [unit for lane in ranked for unit in lane[:count]]
+    return chosen
+
+
+def _sizes(lanes: Sequence[Sequence[Unit]], count: int) -> Counter[str]:
+    return Counter(layer for lane in lanes for unit in lane[:count] for layer, _ in unit.members)
+
+
+def as_lists(scores: Scores, alive: Mapping[str, int]) -> dict[str, list[float]]:
+    """Checked scores, as Python numbers."""
+    result = {}
+    for layer, values in scores.items():
+        if layer not in alive:
+            raise ValueError(f"scores: {layer!r} has no prunable neurons; those that do: {', '.join(alive) or 'none'}")
+        values = torch.as_tensor(values).detach()
+        if values.shape != (alive[layer],):
+            raise ValueError(
+                f"scores[{layer!r}] has shape {tuple(values.shape)}; {alive[layer]} living neurons want ({alive[layer]},)"
+            )
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError(f"scores[{layer!r}] has values that are not finite")
+        result[layer] = values.tolist()
+    return result

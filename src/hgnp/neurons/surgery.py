@@ -1,0 +1,146 @@
+"""Cut tensors, and everything that keeps a number for each of their entries, all or nothing.
+
+A removal has two phases. First everyone prepares: new tensors are made beside the old ones and anything may fail. Then
+everyone commits: ready tensors are put in place. Should even that fail, what was put in place is taken back.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hgnp.neurons.graph import tensors_of
+
+Slices = Mapping[int, Tensor]
+"""Dimension → the positions that stay."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What goes, told to every listener."""
+
+    slices: Mapping[str, Slices]
+    """Parameter or buffer name → dimension → the positions that stay. Tensors that keep their shape are not listed."""
+    widths: Mapping[str, Mapping[str, Any]]
+    """Module name → attributes that change, with their new values."""
+
+    def cut(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy of `tensor`, which is shaped like the parameter or buffer `name`, with what stays of it."""
+        return cut(tensor, self.slices.get(name, {}))
+
+
+Listener = Callable[[Removal], Callable[[], None]]
+"""Prepares (may raise) and returns a function that commits (only assigns)."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One assignment, ready to be made or taken back."""
+
+    make: Callable[[], None]
+    undo: Callable[[], None] = lambda: None
+
+
+def cut(tensor: Tensor, slices: Slices) -> Tensor:
+    """A copy with what stays, in the same memory format, on the same device."""
+    form = torch.preserve_format
+    if tensor.dim() in (4, 5):
+        last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+        if tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous():
+            form = last
+    result = tensor.detach()
+    for dim, stay in slices.items():
+        result = result.index_select(dim, stay.to(tensor.device))
+    return result.contiguous(memory_format=form) if form != torch.preserve_format else result
+
+
+def changes_to_net(net: nn.Module, removal: Removal) -> list[Change]:
+    changes = []
+    for name, tensor in tensors_of(net).items():
+        if name in removal.slices:
+            grad = None if tensor.grad is None else cut(tensor.grad, removal.slices[name])
+            changes.append(replace_data(tensor, removal.cut(name, tensor), grad))
+    modules = dict(net.named_modules())
+    for name, widths in removal.widths.items():
+        module = modules[name]
+        changes.append(set_attributes(module, widths))
+    return changes
+
+
+def changes_to_optimizer(net: nn.Module, optimizer: torch.optim.Optimizer, removal: Removal) -> list[Change]:
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(id(parameter) in names for parameter in held):
+        raise ValueError("optimizer holds none of the network's parameters")
+    changes = []
+    for parameter, state in optimizer.state.items():
+        name = names.get(id(parameter), "")
+        for key, value in state.items() if name in removal.slices else ():
+            new = _cut_state(
+                value, parameter, removal.slices[name], f"{type(optimizer).__name__}'s state {key!r} of {name}"
+            )
+            if new is not value:
+                changes.append(Change(_assign_item(state, key, new), _assign_item(state, key, value)))
+    return changes
+
+
+def _cut_state(value: Any, parameter: Tensor, slices: Slices, what: str) -> Any:
+    """The state with what stays. A factored optimizer keeps size 1 where it averaged; counters have no shape."""
+    if isinstance(value, list | tuple | dict) and any(
+        isinstance(v, Tensor) for v in (value.values() if isinstance(value, dict) else value)
+    ):
+        raise ValueError(f"{what} is a collection of tensors, which cannot be cut with the neurons")
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    fits = value.dim() == parameter.dim() and all(
+        mine in (1, full) for mine, full in zip(value.shape, parameter.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"{what} has shape {tuple(value.shape)} and cannot be cut with a parameter of shape {tuple(parameter.shape)}"
+        )
+    return cut(value, {dim: stay for dim, stay in slices.items() if value.shape[dim] == parameter.shape[dim]})
+
+
+def check_twin(net: nn.Module, twin: nn.Module, place: int) -> None:
+    """ValueError unless `twin` has the same tensors in the same shapes."""
+    mine, its = tensors_of(net), tensors_of(twin)
+    for name in [*mine, *its]:
+        if name not in mine or name not in its or mine[name].shape != its[name].shape:
+            found = tuple(its[name].shape) if name in its else "missing"
+            due = tuple(mine[name].shape) if name in mine else "absent"
+            raise ValueError(f"also[{place}] is not a network of the same shape: {name} is {found}, here {due}")
+
+
+def commit(changes: Iterable[Change]) -> None:
+    done: list[Change] = []
+    try:
+        for change in changes:
+            done.append(change)
+            change.make()
+    except BaseException:
+        for change in reversed(done):
+            change.undo()
+        raise
+
+
+def replace_data(tensor: Tensor, data: Tensor, grad: Tensor | None) -> Change:
+    old_data, old_grad = tensor.data, tensor.grad
+
+    def put(data: Tensor, grad: Tensor | None) -> None:
+        tensor.grad = None  # a gradient must fit its tensor at every moment
+        tensor.data = data
+        tensor.grad = grad
+
+    return Change(lambda: put(data, grad), lambda: put(old_data, old_grad))
+
+
+def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> Change:
+    before = {attribute: getattr(module, attribute) for attribute in attributes}
+    return Change(lambda: module.__dict__.update(attributes), lambda: module.__dict__.update(before))
+
+
+def _assign_item(mapping: Any, key: Any, value: Any) -> Callable[[], None]:
+    return lambda: mapping.__setitem__(key, value)

@@ -1,0 +1,59 @@
+"""Module attributes that state a width, and what they must say for given tensor shapes."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+Shape = tuple[int, ...]
+
+
+def weight_name(module: nn.Module) -> str:
+    """The name, inside the module, of the tensor that holds its weight's shape, whatever re-parametrises it."""
+    owned = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
+    # the second is weight norm's direction; the first of a pair is its magnitude
+    for name in (
+        "weight",
+        "parametrizations.weight.original1",
+        "parametrizations.weight.original",
+        "weight_v",
+        "weight_orig",
+    ):
+        if name in owned:
+            return name
+    return "weight"
+
+
+def stated_widths(
+    module: nn.Module, shape: Callable[[str], Shape | None], input_shape: Shape | None, groups: int | None
+) -> dict[str, Any]:
+    """Attribute → value, for the attributes of `module` that depend on widths.
+
+    `shape` gives the shape of one of its tensors, `input_shape` that of its first input and `groups` the number of its
+    groups left, where whole groups go.
+    """
+    weight = shape(weight_name(module))
+    if isinstance(module, nn.Linear) and weight:
+        return {"in_features": weight[1], "out_features": weight[0]}
+    if isinstance(module, _ConvTransposeNd) and weight:
+        groups = groups or module.groups
+        return {"in_channels": weight[0], "out_channels": weight[1] * groups, "groups": groups}
+    if isinstance(module, _ConvNd) and weight:
+        groups = groups or module.groups
+        return {"in_channels": weight[1] * groups, "out_channels": weight[0], "groups": groups}
+    if isinstance(module, _NormBase):
+        width = weight or shape("running_mean") or (input_shape[1:2] if input_shape else None)
+        return {"num_features": width[0]} if width else {}
+    if isinstance(module, nn.GroupNorm):
+        width = weight or (input_shape[1:2] if input_shape else None)
+        return {"num_channels": width[0], "num_groups": groups or module.num_groups} if width else {}
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        width = weight or (input_shape[-len(module.normalized_shape) :] if input_shape else None)
+        return {"normalized_shape": tuple(width)} if width else {}
+    if isinstance(module, nn.PReLU) and weight:
+        return {"num_parameters": weight[0]}
+    if isinstance(module, nn.Embedding) and weight:
+        return {"num_embeddings": weight[0], "embedding_dim": weight[1]}
+    return {}
