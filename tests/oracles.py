@@ -1,0 +1,131 @@
+"""Masking, done by hooks alone: what a removal must equal. Knows nothing of how hgnp follows channels."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+
+# Modules that turn zero into something else; a masked neuron reads as zero after them.
+ACTIVATIONS = (nn.Sigmoid, nn.Hardsigmoid, nn.Softplus, nn.LogSigmoid)
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def run(net: nn.Module, inputs: Inputs) -> Any:
+    return net(*inputs[0], **inputs[1])
+
+
+def flat(output: Any) -> Tensor:
+    """Every tensor of an output in one vector."""
+    leaves = torch.utils._pytree.tree_leaves(output)
+    return torch.cat([leaf.reshape(-1).double() for leaf in leaves if isinstance(leaf, Tensor)])
+
+
+class _NoKinks(TorchFunctionMode):
+    """Activations that can silence a whole channel by chance are left out, so that a zero channel is a masked one."""
+
+    KINKS = frozenset(
+        {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu6, F.hardtanh, F.hardtanh_}
+        | {F.hardswish, F.threshold, F.hardshrink, F.softshrink, torch.clamp, Tensor.clamp, Tensor.clamp_, F.elu}
+    )
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if function in self.KINKS else function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def masked(net: nn.Module, selection: Mapping[str, Sequence[int]], inputs: Inputs) -> Iterator[None]:
+    """Inside the block the selected neurons' outputs, after norm and activation, are zero."""
+    norms = [module for module in net.modules() if isinstance(module, (_NormBase, *ACTIVATIONS))]
+    already = _zero_channels(net, norms, inputs, {})
+    modules = dict(net.named_modules())
+    handles = []
+    for name, positions in selection.items():
+        handles.append(modules[name].register_forward_hook(_mask_layer(list(positions))))
+    silenced: dict[tuple[nn.Module, int], dict[int, Tensor]] = {}
+    try:
+        _zero_channels(net, norms, inputs, silenced, already)
+        calls: dict[nn.Module, int] = defaultdict(int)
+
+        def silence(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            masks = silenced.get((module, calls[module] % counts[module]), {})
+            calls[module] += 1
+            return _apply(output, masks)
+
+        counts: dict[nn.Module, int] = defaultdict(lambda: 1)
+        for module, call in silenced:
+            counts[module] = max(counts[module], call + 1)
+        handles += [module.register_forward_hook(silence) for module in norms]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _mask_layer(positions: list[int]) -> Any:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        dim = 1 if isinstance(module, _ConvNd) else output.dim() - 1
+        mask = torch.ones(output.shape[dim], dtype=output.dtype, device=output.device)
+        mask[positions] = 0
+        return output * mask.reshape([-1 if d == dim else 1 for d in range(output.dim())])
+
+    return hook
+
+
+def _zero_channels(
+    net: nn.Module,
+    norms: list[nn.Module],
+    inputs: Inputs,
+    silenced: dict[tuple[nn.Module, int], dict[int, Tensor]],
+    already: dict[tuple[nn.Module, int], dict[int, Tensor]] | None = None,
+) -> dict[tuple[nn.Module, int], dict[int, Tensor]]:
+    """Which channels are zero throughout as they enter each norm. With `already`, those that were not before are silenced."""
+    seen: dict[tuple[nn.Module, int], dict[int, Tensor]] = {}
+    calls: dict[nn.Module, int] = defaultdict(int)
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        key = module, calls[module]
+        calls[module] += 1
+        dims = {1} if isinstance(module, _NormBase) else {1 % args[0].dim(), args[0].dim() - 1}
+        seen[key] = {dim: _zero(args[0], dim) for dim in dims}
+        if already is None:
+            return output
+        silenced[key] = {dim: zero & ~already[key][dim] for dim, zero in seen[key].items()}
+        return _apply(output, silenced[key])
+
+    handles = [module.register_forward_hook(hook) for module in norms]
+    training = [(module, module.training) for module in net.modules()]
+    try:
+        net.eval()
+        with torch.no_grad(), _NoKinks():
+            run(net, inputs)
+    finally:
+        for module, mode in training:
+            module.training = mode
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _zero(x: Tensor, dim: int) -> Tensor:
+    return (x == 0).transpose(0, dim).reshape(x.shape[dim], -1).all(1)
+
+
+def _apply(output: Tensor, masks: Mapping[int, Tensor]) -> Tensor:
+    for dim, zero in masks.items():
+        if bool(zero.any()):
+            keep = (~zero).to(output.dtype).reshape([-1 if d == dim else 1 for d in range(output.dim())])
+            output = output * keep
+    return output
+
+
+def worst_error(pruned: Any, whole: Any) -> float:
+    """The largest difference, relative to the largest output."""
+    a, b = flat(pruned), flat(whole)
+    return float((a - b).detach().abs().max() / b.detach().abs().max().clamp_min(1e-30))
