@@ -95,7 +95,8 @@ def mlp() -> nn.Module:
 @case("7", example=lambda: torch.randn(6, 5, dtype=torch.double))
 def mlp_with_norms_and_odd_activations() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Sigmoid(), nn.Linear(7, 6), nn.Softplus(), nn.PReLU(6), nn.Dropout(0.0), nn.Linear(6, 3)
+        nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Sigmoid(), nn.Linear(7, 6), nn.Softplus(), nn.PReLU(6),
+        nn.Dropout(0.0), nn.Linear(6, 3),
     )  # fmt: skip
 
 
@@ -128,7 +129,8 @@ def transposed() -> nn.Module:
 @case("3.2")
 def instance_norm() -> nn.Module:
     return nn.Sequential(
-        conv(3, 6), nn.InstanceNorm2d(6, affine=True, track_running_stats=True), nn.Sequential(conv(6, 5), nn.InstanceNorm2d(5)), head(5)
+        conv(3, 6), nn.InstanceNorm2d(6, affine=True, track_running_stats=True),
+        nn.Sequential(conv(6, 5), nn.InstanceNorm2d(5)), head(5),
     )  # fmt: skip
 
 
@@ -137,7 +139,8 @@ def every_activation() -> nn.Module:
     return nn.Sequential(
         nn.Conv1d(3, 6, 3), nn.LeakyReLU(), nn.Conv1d(6, 6, 1), nn.Hardswish(), nn.Conv1d(6, 6, 1),
         nn.Sequential(nn.SiLU(), nn.Mish(), nn.ELU(), nn.CELU(), nn.SELU(), nn.Softsign(), nn.Tanhshrink(), nn.RReLU(0.2, 0.2)),
-        nn.Conv1d(6, 6, 1), nn.Sequential(nn.ReLU6(), nn.Hardtanh(), nn.Softshrink(0.1), nn.Hardshrink(0.1), nn.Threshold(0.1, 0.0)),
+        nn.Conv1d(6, 6, 1),
+        nn.Sequential(nn.ReLU6(), nn.Hardtanh(), nn.Softshrink(0.1), nn.Hardshrink(0.1), nn.Threshold(0.1, 0.0)),
         nn.Conv1d(6, 2, 1),
     )  # fmt: skip
 
@@ -595,7 +598,8 @@ def attention() -> nn.Module:
         return n.out(x + n.down(F.gelu(n.up(x))))
 
     return Net(
-        forward, attention=nn.MultiheadAttention(12, 3, batch_first=True), up=nn.Linear(12, 16), down=nn.Linear(16, 12), out=nn.Linear(12, 2)
+        forward, attention=nn.MultiheadAttention(12, 3, batch_first=True), up=nn.Linear(12, 16), down=nn.Linear(16, 12),
+        out=nn.Linear(12, 2),
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from hgnp.neurons.widths import stated_widths
 
 FORMAT = 1
 FILE = "model.safetensors"
+OUTPUTS = ("out_features", "out_channels", "num_features", "num_channels")
 Net = TypeVar("Net", bound=nn.Module)
 
 
@@ -172,6 +173,10 @@ def _width_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net:
         due = stated_widths(module, shapes.get, None, stored.get("groups", stored.get("num_groups")))
         if any(stored[key] != value for key, value in due.items()):
             raise ValueError(f"layer {name!r} has {stored}, but its tensors say {due}")
+        for key, shape in shapes.items():
+            width = next((stored[out] for out in OUTPUTS if out in stored), None)
+            if width is not None and len(shape) == 1 and shape != (width,):
+                raise ValueError(f"{name}.{key} has {shape[0]} entries, but the layer is {width} wide")
         changes.append(set_attributes(module, stored))
     return changes
 

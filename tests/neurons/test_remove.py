@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, conv
 from torch import Tensor, nn
 
+from cases import CASES, conv
 from hgnp import Neurons, Removal
 
 
@@ -98,7 +98,7 @@ def test_a_state_that_cannot_be_cut_is_named_and_nothing_has_changed() -> None:
     optimizer = torch.optim.LBFGS(net.parameters())
     step(net, optimizer)
     before = copy.deepcopy(net.state_dict())
-    with pytest.raises(ValueError, match="LBFGS's state .* of 0.weight"):
+    with pytest.raises(ValueError, match=r"LBFGS's state .* of 0.weight"):
         neurons.remove({"0": [1]}, optimizer)
     assert all(torch.equal(net.state_dict()[name], tensor) for name, tensor in before.items())
     assert neurons.version == 0
@@ -227,7 +227,7 @@ def test_members_of_a_group_go_together_whoever_is_named() -> None:
 
 
 def test_an_empty_selection_changes_nothing() -> None:
-    net, neurons = net_and_neurons()
+    _, neurons = net_and_neurons()
     assert neurons.remove({}) == {}
     assert neurons.remove({"0": []}) == {}
     assert neurons.version == 0

@@ -1,19 +1,20 @@
 """Which neurons `least` takes: the least important, whole groups, never more than asked, never a whole layer."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
-from cases import CASES, Net, block, conv, head
-from oracles import run
 from torch import Tensor, nn
 
+from cases import CASES, Net, block, conv, head
 from hgnp import Neurons
+from oracles import run
 
 
 def mlp(*widths: int) -> nn.Module:
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.Tanh()]
     return nn.Sequential(*layers)
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, Case
-from oracles import flat, masked, run, worst_error
 from torch import Tensor, nn
 
+from cases import CASES, Case
 from hgnp import Neurons, Removal, Selection
 from hgnp.neurons.graph import tensors_of
+from oracles import flat, masked, run, worst_error
 
 EXACT = [case for case in CASES.values() if not case.approximate]
 

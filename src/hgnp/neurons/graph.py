@@ -195,7 +195,8 @@ def quiet_norms(net: nn.Module) -> None:
 
 
 def kind_of(tensor: Tensor) -> Kind:
-    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
     return tensor.dtype, tensor.device, tuple(range(tensor.dim())) if tensor.is_contiguous() else tuple(order)
 
 

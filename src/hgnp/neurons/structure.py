@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from hgnp.neurons.follow import Followed, Follower
 from hgnp.neurons.graph import UNSEEN, Graph, Step, Value, kind_of, quiet_norms, record, tensors_of
 from hgnp.neurons.labels import Labelled, compact, varies
-from hgnp.neurons.rules import elementwise, filler, mover, name_of, rule_for, turns
+from hgnp.neurons.rules import RESHAPES, elementwise, filler, mover, name_of, rule_for, turns
 from hgnp.neurons.ties import Ties
 from hgnp.neurons.widths import Shape, stated_widths
 
@@ -177,11 +177,17 @@ class Structure:
         return None
 
     def _two_of_each(self, alive: Tensor) -> Tensor:
-        """The cut with something brought back wherever a single slot was left."""
+        """The cut with something brought back wherever a tensor was left with one entry along a dimension."""
         alive = alive.clone()
-        for slots in self.ties.slots.values():
-            if int(alive[slots].sum()) == 1:
-                alive[self.roots == self.roots[slots[~alive[slots]][0]]] = True
+        labels = [label for f in self.followers.values() for labelled in f.state for label in labelled.labels]
+        for label in labels:
+            left = alive[label]
+            for dim in varies(label):
+                stay = left.transpose(0, dim).reshape(label.shape[dim], -1).any(1)
+                if int(stay.sum()) == 1:
+                    dead = label.transpose(0, dim)[~stay].flatten()[0]
+                    alive[self.roots == self.roots[dead]] = True
+                    left = alive[label]
         return alive
 
     def macs(self, alive: Tensor) -> int:
@@ -218,18 +224,40 @@ def shape_after(labelled: Labelled, alive: Tensor) -> Shape:
 
 
 def _compare(before: Follower, graph: Graph, alive: Tensor, aligned: bool) -> Misfit | None:
-    trail = before.trail
-    for followed, step in zip(trail, graph.steps, strict=False):
+    trail = [followed for followed in before.trail if not _copies(followed.step)]
+    steps = [step for step in graph.steps if not _copies(step)]
+    old, new = _Names(before.graph.steps), _Names(graph.steps)
+    for followed, step in zip(trail, steps, strict=False):
         problem = _difference(before.graph, followed, step, graph, alive, aligned)
+        if problem is None and old.of(followed.step) != new.of(step):
+            problem = ANOTHER_PATH
         if problem is not None:
             return _misfit(followed, alive, problem)
     if graph.error is not None:
-        return _misfit(
-            trail[min(len(graph.steps), len(trail) - 1)], alive, f"the network's code: {_first_line(graph.error)}"
-        )
-    if len(graph.steps) != len(trail):
+        return _misfit(trail[min(len(steps), len(trail) - 1)], alive, f"the network's code: {_first_line(graph.error)}")
+    if len(steps) != len(trail):
         return _misfit(trail[-1], alive, ANOTHER_PATH)
     return None
+
+
+def _copies(step: Step) -> bool:
+    """Whether a step copies a tensor. Torch does so where the layout in memory asks for it, which may change with a width."""
+    return name_of(step.op) in ("clone", "contiguous")
+
+
+class _Names:
+    """Numbers for values in the order in which they appear, the same for a tensor and its copies."""
+
+    def __init__(self, steps: list[Step]) -> None:
+        self._original: dict[int, int] = {}
+        for step in steps:
+            if _copies(step):
+                self._original[step.writes[0]] = self._original.get(step.reads[0], step.reads[0])
+        self._number: dict[int, int] = {}
+
+    def of(self, step: Step) -> list[int]:
+        values = [self._original.get(index, index) for index in step.reads + step.writes]
+        return [self._number.setdefault(value, len(self._number)) for value in values]
 
 
 def _difference(
@@ -237,7 +265,7 @@ def _difference(
 ) -> str | None:
     """What is wrong with a step of the trial, if anything is."""
     was = followed.step
-    if step.op is not was.op or step.reads != was.reads or step.writes != was.writes:
+    if _kind(step) != _kind(was) or len(step.reads) != len(was.reads) or len(step.writes) != len(was.writes):
         return ANOTHER_PATH
     for labelled, index in zip(followed.writes, step.writes, strict=True):
         if labelled.aside or labelled.filler:
@@ -253,11 +281,19 @@ def _difference(
             for dim, (size, wanted) in enumerate(zip(found, due, strict=True))
         ):
             return f"the network's code fixes a size: {found} came out where {due} was due"
-    if _numbers(step) != _numbers(was) or not all(_same_constant(before.values[i], graph.values[i]) for i in was.reads):
+    constants = zip(was.reads, step.reads, strict=True)
+    if _numbers(step) != _numbers(was) or not all(
+        _same_constant(before.values[i], graph.values[j]) for i, j in constants
+    ):
         return "a number in the network's code depends on the width"
     if aligned and mover(was.op) and not turns(was.op) and not _all_alive(followed.reads[0], alive):
         return _misplaced(followed, step, graph, alive)
     return None
+
+
+def _kind(step: Step) -> str:
+    name = name_of(step.op)
+    return "view" if name in RESHAPES else str(step.op)
 
 
 def _misplaced(followed: Followed, step: Step, graph: Graph, alive: Tensor) -> str | None:

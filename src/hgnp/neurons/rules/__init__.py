@@ -12,10 +12,21 @@ from torch._ops import OpOverload
 
 from hgnp.neurons.rules import norms, products, reductions
 from hgnp.neurons.rules.entries import elementwise, filler, unknown
-from hgnp.neurons.rules.moves import move, mover, turns
+from hgnp.neurons.rules.moves import RESHAPES, move, mover, turns
 from hgnp.neurons.rules.registry import RULES, Rule, name_of
 
-__all__ = ["elementwise", "filler", "mover", "name_of", "norms", "products", "reductions", "rule_for", "turns"]
+__all__ = [
+    "RESHAPES",
+    "elementwise",
+    "filler",
+    "mover",
+    "name_of",
+    "norms",
+    "products",
+    "reductions",
+    "rule_for",
+    "turns",
+]
 
 
 def rule_for(op: OpOverload) -> Rule:

@@ -58,6 +58,19 @@ def group_norm(
     return [Result(met)] + [Result([], filler=False, aside=True)] * (len(f.step.writes) - 1)
 
 
+@rule("_weight_norm_interface")
+def weight_norm(f: "Follower", v: Labelled, g: Labelled, dim: int = 0) -> list[Result]:
+    """g · v / ‖v‖, the norm over all dimensions but one: entries along the others depend on each other."""
+    labels = []
+    for label in v.labels:
+        if varies(label) == (dim,):
+            labels.append(label)
+        else:
+            f.fix(label, "weight norm mixes its columns")
+    met = f.meet([replace(v, labels=tuple(labels)), g], len(v.shape))
+    return [Result(met), Result([], aside=True)]
+
+
 def _per_channel(entry: Labelled, ndim: int) -> Labelled:
     """A vector over channels, seen as (C, 1, …, 1) beside a tensor of `ndim` dimensions."""
     labels = tuple(vector(label, 0, ndim - 1) for label in entry.labels)
