@@ -160,7 +160,7 @@ class Structure:
         return self._try(alive, lambda before, graph: None if _alike(before, graph, alive) else found)
 
     def _try(self, alive: Tensor, judge: Callable[[Follower, Graph], Misfit | None]) -> Misfit | None:
-        shapes = self.shapes_after(alive)
+        shapes = self.shapes | self.shapes_after(alive)
         attributes = [(module, widths) for _, module, widths in self.widths_after(alive) if widths]
 
         def adjust() -> None:

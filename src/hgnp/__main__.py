@@ -1,0 +1,3 @@
+from hgnp.demo import main
+
+main()
