@@ -17,8 +17,8 @@ def unknown(f: "Follower", *args: Any, **kwargs: Any) -> Result:
     return Result([], filler=False)
 
 
-@rule("leaky_relu", "hardtanh", "native_dropout", "_to_copy", "detach", "alias", "lift_fresh", "contiguous", "hardswish", "_prelu_kernel",
-      "rrelu_with_noise", "rrelu_with_noise_functional", "log_sigmoid_forward", "tanhshrink", "bernoulli",
+@rule("leaky_relu", "hardtanh", "native_dropout", "_to_copy", "detach", "alias", "lift_fresh", "contiguous", "hardswish",
+      "_prelu_kernel", "rrelu_with_noise", "rrelu_with_noise_functional", "log_sigmoid_forward", "tanhshrink", "bernoulli",
       "floor_divide", "complex", "polar")  # fmt: skip
 def elementwise(f: "Follower", *args: Any, **kwargs: Any) -> Result:
     operands = tensors(args, kwargs)
