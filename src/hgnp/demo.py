@@ -102,7 +102,5 @@ def main() -> None:
     print(f"{'neurons':<24}{before.neurons:>12,}{after.neurons:>12,}")
     print(f"{'MACs a picture':<24}{before.macs // 2:>12,}{after.macs // 2:>12,}")
     print(f"{'ms for 256 pictures':<24}{slow * 1e3:>12.1f}{fast * 1e3:>12.1f}   {slow / fast:.1f} times faster")
-    print(
-        f"\nwrote {file} ({file.stat().st_size / 1024:.0f} KiB); a fresh network loaded from it gives equal outputs, bit for bit"
-    )
+    print(f"\nwrote {file} ({file.stat().st_size / 1024:.0f} KiB); a fresh network loaded from it gives equal bits")
     print(f"{time.perf_counter() - start:.0f} s in all")

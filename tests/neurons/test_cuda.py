@@ -1,0 +1,47 @@
+"""The zoo once more on a GPU, where other kernels and other operators are recorded."""
+
+import copy
+
+import pytest
+import torch
+from cases import CASES, Case
+from oracles import flat, masked, run, worst_error
+from torch.utils._pytree import tree_map
+
+from hgnp import Neurons
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES.values() if not case.approximate], ids=lambda case: case.name)
+def test_removing_equals_masking_and_training_goes_on(case: Case) -> None:
+    whole = case.net().cuda().eval()
+    inputs = tree_map(lambda leaf: leaf.cuda(), case.inputs())
+    small = copy.deepcopy(whole)
+    optimizer = torch.optim.AdamW(small.parameters(), lr=1e-3, fused=True)
+    flat(run(small.train(), inputs)).pow(2).mean().backward()
+    optimizer.step()
+    whole.load_state_dict(small.state_dict())
+    neurons = Neurons(small.eval(), inputs[0] or inputs[1])
+    assert {entry.name for entry in neurons.frozen} == case.frozen
+    draw = torch.Generator().manual_seed(0)
+    scores = {layer.name: torch.rand(layer.alive, generator=draw).cuda() for layer in neurons.layers}
+    removed = neurons.remove(neurons.least(scores, neurons.count // 2), optimizer)
+    with torch.no_grad(), masked(whole, removed, inputs):
+        expected = run(whole, inputs)
+    with torch.no_grad():
+        assert worst_error(run(small, inputs), expected) < 1e-10
+    assert {tensor.device.type for tensor in [*small.parameters(), *small.buffers()]} == {"cuda"}
+    optimizer.zero_grad()
+    flat(run(small.train(), inputs)).pow(2).mean().backward()
+    optimizer.step()
+
+
+def test_half_precision_channels_last() -> None:
+    case = CASES["residual"]
+    net = case.net().to(torch.bfloat16).cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = case.inputs()[0][0].to(torch.bfloat16).cuda().to(memory_format=torch.channels_last)
+    neurons = Neurons(net, x)
+    neurons.remove(neurons.least({layer.name: torch.rand(layer.alive) for layer in neurons.layers}, neurons.count // 2))
+    assert net.d2.weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr, operator]
+    assert net(x).dtype == torch.bfloat16
