@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from cases import CASES, Case
-from oracles import flat, masked, run, worst_error
 from torch.utils._pytree import tree_map
 
+from cases import CASES, Case
 from hgnp import Neurons
+from oracles import flat, masked, run, worst_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
