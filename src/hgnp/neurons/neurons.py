@@ -14,11 +14,11 @@ from torch.nn.modules.conv import _ConvNd
 from hgnp.neurons.confirm import confirm
 from hgnp.neurons.graph import tensors_of
 from hgnp.neurons.lanes import Lanes
+from hgnp.neurons.layers import as_inputs, inside, rows_of
 from hgnp.neurons.refuse import refuse
 from hgnp.neurons.selection import Coupling, Scores, Selection, Unit, as_lists, least_coupled, least_paper
-from hgnp.neurons.structure import Inputs, Structure
+from hgnp.neurons.structure import Structure
 from hgnp.neurons.surgery import Change, Listener, Removal, changes_to_net, changes_to_optimizer, check_twin, commit
-from hgnp.neurons.widths import weight_name
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Neurons:
         self.version = 0
         self.listeners: list[Listener] = []
         """Called with a `Removal` before tensors shrink; each prepares and returns a function that commits."""
-        self._inputs = _inputs(example_input)
-        self._protect = _protected(net, protect)
+        self._inputs = as_inputs(example_input)
+        self._protect = inside(net, protect)
         self._approximate = approximate
         self._parameters_at_start = sum(p.numel() for p in net.parameters())
         self._totals: dict[str, int] = {}
@@ -77,7 +77,7 @@ class Neurons:
 
     def _trace(self) -> None:
         self._structure = Structure(self.net, self._inputs, approximate=self._approximate)
-        self._rows = _rows(self.net, self._structure)
+        self._rows = rows_of(self.net, self._structure)
         layers = [name for name, module in self.net.named_modules() if isinstance(module, nn.Linear | _ConvNd)]
         self._single = [name for name in layers if name not in self._rows]
         ties = self._structure.ties
@@ -327,52 +327,3 @@ class Neurons:
 
 def _scored(units: Iterable[Unit], scores: Mapping[str, list[float]]) -> list[Unit]:
     return [unit for unit in units if all(layer in scores for layer, _ in unit.members)]
-
-
-def _inputs(example: Any) -> Inputs:
-    if isinstance(example, Tensor):
-        return (example,), {}
-    if isinstance(example, tuple | list):
-        return tuple(example), {}
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    raise TypeError(
-        f"example_input must be a tensor, a tuple or a dict of keyword arguments, not {type(example).__name__}"
-    )
-
-
-def _protected(net: nn.Module, protect: Iterable[str]) -> set[str]:
-    if isinstance(protect, str):
-        raise TypeError(f"protect must be a list of names: protect=[{protect!r}]")
-    names = [name for name, _ in net.named_modules()]
-    protected = set()
-    for entry in protect:
-        inside = {name for name in names if name == entry or name.startswith(f"{entry}.")}
-        if not inside:
-            close = difflib.get_close_matches(str(entry), names)
-            raise ValueError(
-                f"protect: no module {entry!r}{'; did you mean ' + ' or '.join(close) + '?' if close else ''}"
-            )
-        protected |= inside
-    return protected
-
-
-def _rows(net: nn.Module, structure: Structure) -> dict[str, Tensor]:
-    """Layer → the slots of its neurons.
-
-    Linear layers and convolutions, whether their own forward or a surrounding module's uses their weight; and any other
-    module without children that multiplies with exactly one weight of its own.
-    """
-    result: dict[str, Tensor] = {}
-    for name, module in net.named_modules():
-        seen = [rows for follower in structure.followers.values() for rows in follower.rows.get(name, [])]
-        plain = isinstance(module, nn.Linear | _ConvNd)
-        alone = not any(True for _ in module.children()) and all(torch.equal(rows, seen[0]) for rows in seen)
-        if seen and (plain or alone):
-            result[name] = seen[0]
-        elif plain:
-            dim = 1 if getattr(module, "transposed", False) else 0
-            slots = structure.ties.slots.get((f"{name}.{weight_name(module)}".removeprefix("."), dim))
-            if slots is not None:
-                result[name] = slots
-    return result

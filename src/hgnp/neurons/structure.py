@@ -8,31 +8,20 @@ constant that depends on the width is caught there.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from hgnp.neurons.follow import Followed, Follower
-from hgnp.neurons.graph import UNSEEN, Graph, Step, Value, kind_of, quiet_norms, record, tensors_of
-from hgnp.neurons.labels import Labelled, compact, varies
-from hgnp.neurons.rules import RESHAPES, elementwise, filler, mover, name_of, rule_for, turns
+from hgnp.neurons.graph import UNSEEN, Graph, kind_of, quiet_norms, record, tensors_of
+from hgnp.neurons.labels import compact, varies
+from hgnp.neurons.rules import name_of
 from hgnp.neurons.ties import Ties
+from hgnp.neurons.trial import ANOTHER_PATH, Misfit, alike, compare, first_line, shape_after
 from hgnp.neurons.widths import Shape, stated_widths
 
-ANOTHER_PATH = "the smaller network takes another path through its code"
-LAYOUT = ("clone", "contiguous", "alias", "detach", "mm", "bmm", "addmm", "baddbmm", "mv", "add", "add_")
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Misfit:
-    """Why a cut does not fit, and the dead slots that were there when it showed."""
-
-    reason: str
-    slots: Tensor
 
 
 class Structure:
@@ -48,7 +37,7 @@ class Structure:
             follower = self.followers[training] = Follower(graph, self.ties, approximate=approximate, lanes=lanes)
             if graph.error is not None:
                 everything = torch.arange(len(self.ties))
-                self.ties.fix(everything, f"the forward depends on its data ({_first_line(graph.error)})")
+                self.ties.fix(everything, f"the forward depends on its data ({first_line(graph.error)})")
             follower.run()
         self._fix_unused()
         self._make_rectangular()
@@ -68,7 +57,7 @@ class Structure:
             where = f" in {graph.where}" if graph.where else ""
             mode = "train" if training else "eval"
             raise ValueError(
-                f"net(example_input) failed{where} ({mode} mode): {_first_line(graph.error)}"
+                f"net(example_input) failed{where} ({mode} mode): {first_line(graph.error)}"
             ) from graph.error
         return graph
 
@@ -149,15 +138,15 @@ class Structure:
 
         `aligned=False` compares shapes alone, for cuts that knowingly put other channels side by side.
         """
-        found = self._try(alive, lambda before, graph: _compare(before, graph, alive, aligned))
+        found = self._try(alive, lambda before, graph: compare(before, graph, alive, aligned))
         if found is None or ANOTHER_PATH not in found.reason:
             return found
         # Torch itself takes other paths (fewer copies) when a width is down to one. Then the cut is tried with two left, and
         # at one the code must run, do the same kinds of things and end in the same shapes.
         wider = self._two_of_each(alive)
-        if torch.equal(wider, alive) or self._try(wider, lambda before, graph: _compare(before, graph, wider, aligned)):
+        if torch.equal(wider, alive) or self._try(wider, lambda before, graph: compare(before, graph, wider, aligned)):
             return found
-        return self._try(alive, lambda before, graph: None if _alike(before, graph, alive) else found)
+        return self._try(alive, lambda before, graph: None if alike(before, graph, alive) else found)
 
     def _try(self, alive: Tensor, judge: Callable[[Follower, Graph], Misfit | None]) -> Misfit | None:
         shapes = self.shapes | self.shapes_after(alive)
@@ -195,172 +184,6 @@ class Structure:
         return sum(_macs(followed, alive) for followed in self.followers[False].trail)
 
 
-def keep_masks(labelled: Labelled, alive: Tensor) -> list[Tensor | None]:
-    """Which places along each dimension are left; None where all are. ValueError if no rectangle is left."""
-    masks: list[Tensor | None] = [None] * len(labelled.shape)
-    for label in labelled.labels:
-        left = compact(alive[label])
-        if left.numel() == 1:
-            if not bool(left):
-                raise ValueError("nothing is left of a tensor")
-            continue
-        dims = varies(left)
-        outer = torch.ones((1,) * left.dim(), dtype=torch.bool)
-        for dim in dims:
-            others = tuple(d for d in dims if d != dim)
-            mask = left.any(others) if others else left
-            mask = mask.reshape(-1)
-            outer = outer & mask.reshape([-1 if d == dim else 1 for d in range(left.dim())])
-            current = masks[dim]
-            masks[dim] = mask if current is None else current & mask
-        if not torch.equal(outer.expand(left.shape), left):
-            raise ValueError("what is left of a tensor is no rectangle")
-    return masks
-
-
-def shape_after(labelled: Labelled, alive: Tensor) -> Shape:
-    masks = keep_masks(labelled, alive)
-    return tuple(size if mask is None else int(mask.sum()) for size, mask in zip(labelled.shape, masks, strict=True))
-
-
-def _compare(before: Follower, graph: Graph, alive: Tensor, aligned: bool) -> Misfit | None:
-    trail = [followed for followed in before.trail if not _copies(followed.step)]
-    steps = [step for step in graph.steps if not _copies(step)]
-    old, new = _Names(before.graph.steps), _Names(graph.steps)
-    for followed, step in zip(trail, steps, strict=False):
-        problem = _difference(before.graph, followed, step, graph, alive, aligned)
-        if problem is None and old.of(followed.step) != new.of(step):
-            problem = ANOTHER_PATH
-        if problem is not None:
-            return _misfit(followed, alive, problem)
-    if graph.error is not None:
-        return _misfit(trail[min(len(steps), len(trail) - 1)], alive, f"the network's code: {_first_line(graph.error)}")
-    if len(steps) != len(trail):
-        return _misfit(trail[-1], alive, ANOTHER_PATH)
-    return None
-
-
-def _copies(step: Step) -> bool:
-    """Whether a step copies a tensor. Torch does so where the layout in memory asks for it, which may change with a width."""
-    return name_of(step.op) in ("clone", "contiguous")
-
-
-class _Names:
-    """Numbers for values in the order in which they appear, the same for a tensor and its copies."""
-
-    def __init__(self, steps: list[Step]) -> None:
-        self._original: dict[int, int] = {}
-        for step in steps:
-            if _copies(step):
-                self._original[step.writes[0]] = self._original.get(step.reads[0], step.reads[0])
-        self._number: dict[int, int] = {}
-
-    def of(self, step: Step) -> list[int]:
-        values = [self._original.get(index, index) for index in step.reads + step.writes]
-        return [self._number.setdefault(value, len(self._number)) for value in values]
-
-
-def _difference(
-    before: Graph, followed: Followed, step: Step, graph: Graph, alive: Tensor, aligned: bool
-) -> str | None:
-    """What is wrong with a step of the trial, if anything is."""
-    was = followed.step
-    if _kind(step) != _kind(was) or len(step.reads) != len(was.reads) or len(step.writes) != len(was.writes):
-        return ANOTHER_PATH
-    for labelled, index in zip(followed.writes, step.writes, strict=True):
-        if labelled.aside or labelled.filler:
-            continue
-        try:
-            due = shape_after(labelled, alive)
-        except ValueError as error:
-            return str(error)
-        found = graph.values[index].shape
-        # one entry repeated fits whatever it is repeated for
-        if len(found) != len(due) or any(
-            size != wanted and not labelled.loose(dim)
-            for dim, (size, wanted) in enumerate(zip(found, due, strict=True))
-        ):
-            return f"the network's code fixes a size: {found} came out where {due} was due"
-    constants = zip(was.reads, step.reads, strict=True)
-    if _numbers(step) != _numbers(was) or not all(
-        _same_constant(before.values[i], graph.values[j]) for i, j in constants
-    ):
-        return "a number in the network's code depends on the width"
-    if aligned and mover(was.op) and not turns(was.op) and not _all_alive(followed.reads[0], alive):
-        return _misplaced(followed, step, graph, alive)
-    return None
-
-
-def _kind(step: Step) -> str:
-    name = name_of(step.op)
-    return "view" if name in RESHAPES else str(step.op)
-
-
-def _misplaced(followed: Followed, step: Step, graph: Graph, alive: Tensor) -> str | None:
-    """Whether the smaller tensor's entries go where the larger one's went."""
-    source, moved = followed.reads[0], mover(step.op)
-    assert moved is not None
-    sources = keep_masks(source, alive)
-    for label in source.labels:
-        cut = _cut(label, [m if label.shape[d] > 1 else None for d, m in enumerate(sources)])
-        now = moved(cut.expand(graph.values[step.reads[0]].shape), step.args[1:], step.kwargs)
-        then = moved(label.expand(source.shape), followed.step.args[1:], followed.step.kwargs)
-        for labelled, left, whole in zip(followed.writes, now, then, strict=True):
-            if not torch.equal(left, _cut(whole, keep_masks(labelled, alive))):
-                return "the network's code moves its channels to other places when there are fewer"
-    return None
-
-
-def _alike(before: Follower, graph: Graph, alive: Tensor) -> bool:
-    """Whether two forwards do the same kinds of things, however torch lays out the tensors in between."""
-
-    def kinds(steps: list[Step]) -> list[str]:
-        return [name_of(step.op) for step in steps if mover(step.op) is None and name_of(step.op) not in LAYOUT]
-
-    outputs = [shape_after(before.state[index], alive) for index in before.graph.outputs]
-    return (
-        graph.error is None
-        and kinds(before.graph.steps) == kinds(graph.steps)
-        and outputs == [graph.values[index].shape for index in graph.outputs]
-    )
-
-
-def _cut(tensor: Tensor, masks: list[Tensor | None]) -> Tensor:
-    for dim, mask in enumerate(masks):
-        if mask is not None:
-            tensor = tensor.index_select(dim, mask.nonzero().squeeze(1))
-    return tensor
-
-
-def _all_alive(labelled: Labelled, alive: Tensor) -> bool:
-    return all(bool(alive[label].all()) for label in labelled.labels)
-
-
-def _numbers(step: Step) -> list[int | float]:
-    """The numbers among a step's arguments that must not change with the width; sizes may."""
-    name = name_of(step.op)
-    if name in ("full", "new_full", "full_like", "fill", "fill_", "scalar_tensor"):
-        leaves = list(step.args[-1:])
-    elif rule_for(step.op) is elementwise or (not step.reads and rule_for(step.op) is not filler):
-        leaves = tree_leaves((step.args, step.kwargs))
-    else:
-        leaves = tree_leaves(step.kwargs)
-    return [leaf for leaf in leaves if isinstance(leaf, int | float)]
-
-
-def _same_constant(one: Value, other: Value) -> bool:
-    if one.constant is None or other.constant is None:
-        return one.constant is other.constant
-    return torch.equal(one.constant, other.constant)
-
-
-def _misfit(followed: Followed, alive: Tensor, problem: str) -> Misfit:
-    labels = [label.reshape(-1) for labelled in followed.reads + followed.writes for label in labelled.labels]
-    slots = torch.unique(torch.cat(labels)) if labels else torch.zeros(0, dtype=torch.long)
-    where = f" in {followed.step.module}" if followed.step.module else ""
-    return Misfit(f"{problem} ({name_of(followed.step.op)}{where})", slots[~alive[slots]])
-
-
 def _macs(followed: Followed, alive: Tensor) -> int:
     name = name_of(followed.step.op)
     if name == "convolution":
@@ -371,7 +194,3 @@ def _macs(followed: Followed, alive: Tensor) -> int:
         a, b = (shape_after(read, alive) for read in followed.reads[-2:])
         return math.prod(a) * (b[-1] if len(b) > 1 else 1)
     return 0
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
