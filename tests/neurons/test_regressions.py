@@ -33,3 +33,28 @@ def image() -> Tensor:
 def test_group_norm_with_a_group_for_each_channel_is_exact(image: Tensor) -> None:
     net = nn.Sequential(conv(3, 8), nn.InstanceNorm2d(8), conv(8, 8), nn.GroupNorm(8, 8, affine=False), conv(8, 4))
     assert_removal_equals_masking(net, image, {"0": [1, 4], "2": [0, 7]})
+
+
+def test_rows_of_a_weight_normed_layer_can_go_and_its_columns_stay(image: Tensor) -> None:
+    net = nn.Sequential(conv(3, 8), nn.utils.parametrizations.weight_norm(conv(8, 8)), nn.ReLU(), conv(8, 4))
+    frozen = {entry.name: entry.reason for entry in hgnp.Neurons(net.double(), image).frozen}
+    assert frozen.keys() == {"0", "3"}
+    assert "norm mixes" in frozen["0"]
+    assert_removal_equals_masking(net, image, {"1": [0, 3, 5]})
+
+
+class StandardisedConv(nn.Conv2d):
+    """Weights with mean 0 and variance 1 over each filter, as in NFNets and Big Transfer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.weight.reshape(1, len(self.weight), -1)
+        weight = nn.functional.batch_norm(rows, None, None, training=True).reshape_as(self.weight)
+        return self._conv_forward(x, weight, self.bias)
+
+
+def test_columns_of_a_standardised_weight_stay_and_the_reason_says_why(image: Tensor) -> None:
+    net = nn.Sequential(conv(3, 8), nn.ReLU(), StandardisedConv(8, 8, 3), nn.ReLU(), conv(8, 4))
+    frozen = {entry.name: entry.reason for entry in hgnp.Neurons(net.double(), image).frozen}
+    assert frozen.keys() == {"0", "4"}
+    assert "norm mixes" in frozen["0"]
+    assert_removal_equals_masking(net, image, {"2": [0, 3, 5]})
