@@ -58,3 +58,22 @@ def test_columns_of_a_standardised_weight_stay_and_the_reason_says_why(image: Te
     assert frozen.keys() == {"0", "4"}
     assert "norm mixes" in frozen["0"]
     assert_removal_equals_masking(net, image, {"2": [0, 3, 5]})
+
+
+class Conv1D(nn.Module):
+    """Hugging Face's linear layer with its weight the other way round, as GPT-2 has it."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view((*x.shape[:-1], self.nf))
+
+
+def test_hidden_units_of_gpt2s_mlp_can_go() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(Conv1D(16, 6), nn.GELU(), Conv1D(6, 16))
+    assert_removal_equals_masking(net, torch.randn(2, 5, 6, dtype=torch.double), {"0": [2, 3, 11]})
+    assert (net[0].nf, net[2].nx) == (16, 16)
