@@ -266,7 +266,6 @@ def _child(name: str, tool: str, path: Path) -> None:
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
-    torch.set_num_threads(1)
     row: Row = {"model": name, "tool": tool, "kind": cases()[name].kind}
     try:
         row |= MEASURES[tool](cases()[name])
@@ -299,7 +298,11 @@ def measure(name: str, tool: str, path: Path) -> None:
         why = f"not done after {LIMIT_S[tool]} s" if ended else f"killed (exit code {process.exitcode})"
         append(path, {"model": name, "tool": tool, "kind": cases()[name].kind, "crash": why})
     row = read(path)[name, tool]
-    shown = {key: row[key] for key in ("crash", "prunable", "total", "removed", "error", "trains", "loads", "exports", "build_s") if key in row}
+    shown = {
+        key: row[key]
+        for key in ("crash", "prunable", "total", "removed", "error", "trains", "loads", "exports", "build_s")
+        if key in row
+    }
     print(f"{name:28} {tool:14} {time.perf_counter() - start:6.1f} s  {shown}", flush=True)
 
 
@@ -312,6 +315,8 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.rows.parent.mkdir(parents=True, exist_ok=True)
     wanted = [name for name in cases() if not arguments.names or name.startswith(tuple(arguments.names))]
+    torch.set_num_threads(1)
+    exports(nn.Linear(1, 1).double(), ((torch.zeros(1, 1).double(),), {}))  # loads the exporter once, before any fork
     for tool in arguments.tool or MEASURES:
         for name in wanted:
             if (name, tool) not in read(arguments.rows):

@@ -1,1 +1,2 @@
-def render(rows): return ""
+def render(rows):
+    return ""

@@ -61,7 +61,7 @@ def _torchvision_cases() -> dict[str, Case]:
 
 TIMM = {
     "conv": "repvgg_a0 mobileone_s0 ghostnet_100 hrnet_w18_small res2net50_26w_4s dla34 cspresnet50 resnest26d "
-    "seresnext26d_32x4d mobilenetv4_conv_small eca_nfnet_l0 resnetv2_50 resnetv2_50d_gn convmixer_768_32 skresnet34 "
+    "seresnext26d_32x4d mobilenetv4_conv_small nf_resnet50 resnetv2_50x1_bit resnetv2_50 resnetv2_50d_gn convmixer_768_32 skresnet34 "
     "dpn68 xception41 vovnet39a selecsls42b inception_resnet_v2 rexnet_100 tresnet_m tinynet_e lcnet_050 darknet53 "
     "regnetz_b16 ecaresnet26t gcresnet33ts convnextv2_atto repvit_m0_9 fbnetc_100 hgnet_tiny",
     "transformer": "vit_tiny_patch16_224 deit3_small_patch16_224 cait_xxs24_224 xcit_nano_12_p16_224 pvt_v2_b0 "
