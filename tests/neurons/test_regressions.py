@@ -77,3 +77,24 @@ def test_hidden_units_of_gpt2s_mlp_can_go() -> None:
     net = nn.Sequential(Conv1D(16, 6), nn.GELU(), Conv1D(6, 16))
     assert_removal_equals_masking(net, torch.randn(2, 5, 6, dtype=torch.double), {"0": [2, 3, 11]})
     assert (net[0].nf, net[2].nx) == (16, 16)
+
+
+class PlacesAndToken(nn.Module):
+    """A vision transformer's beginning: an embedding of rows and columns is flattened and a token put in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.head = nn.Conv2d(3, 6, 2, 2), nn.Linear(6, 4)
+        self.place, self.token = nn.Parameter(torch.randn(1, 6, 4, 4)), nn.Parameter(torch.randn(1, 1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (self.patch(x) + self.place).flatten(2).transpose(1, 2)
+        return self.head(torch.cat([self.token.expand(len(x), -1, -1), x], 1))
+
+
+def test_a_token_in_front_of_flattened_places(image: Tensor) -> None:
+    net = PlacesAndToken()
+    with torch.no_grad():  # what a channel is learned to start from goes with it, and masking leaves that alone
+        net.place[:, [1, 2]] = 0
+        net.token[..., [1, 2]] = 0
+    assert_removal_equals_masking(net, image, {"patch": [1, 2]})
