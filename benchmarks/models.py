@@ -76,7 +76,7 @@ def _timm_cases() -> dict[str, Case]:
     for kind, names in TIMM.items():
         for name in names.split():
             side = timm.get_pretrained_cfg(name).input_size[-1]
-            side = 128 if kind == "conv" else 256 if name == "halonet26t" else side
+            side = 256 if name == "halonet26t" else side if kind != "conv" else 96 if "inception" in name else 64
             found[f"timm/{name}"] = Case(lambda name=name: timm.create_model(name), _images(side), kind)
     return found
 
