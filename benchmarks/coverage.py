@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from coverage_report import render
-from models import HIDDEN, Case, Inputs, cases
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
@@ -31,9 +29,11 @@ from torch.utils._pytree import tree_map
 from transformers.pytorch_utils import Conv1D
 
 import hgnp
+from coverage_report import render
+from models import HIDDEN, Case, Inputs, cases
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from oracles import flat, masked, run, worst_error  # noqa: E402
+from oracles import flat, masked, run, worst_error
 
 OUTPUT = "it is the network's output"
 LIMIT_S = {"hgnp": 900, "torch-pruning": 120}
@@ -149,9 +149,12 @@ def measure_hgnp(case: Case) -> Row:
     start = time.perf_counter()
     neurons = hgnp.Neurons(small.eval(), inputs[0] or inputs[1])
     row: Row = {"build_s": time.perf_counter() - start, **_shares(neurons, rows)}
+    if not neurons.count:
+        return row
     removed, errors, changed = Removed(rows), [], []
     count = neurons.count
-    for draw in (*(partial(_one_layer, seed=seed) for seed in range(1 if count > 20_000 else 3)), partial(_half, start=count)):
+    singles = [partial(_one_layer, seed=seed) for seed in range(1 if count > 20_000 else 3)]
+    for draw in (*singles, partial(_half, start=count)):
         selection = draw(neurons)
         start = time.perf_counter()
         gone = neurons.remove(selection, optimizer)

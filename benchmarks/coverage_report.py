@@ -16,11 +16,11 @@ INHERENT, TO_FOLLOW = "inherent", "still to be followed"
 KINDS: list[tuple[str, str, str, str]] = [
     # pattern of the reason, what it is called, verdict, why
     (r"a norm mixes its channels", "a norm over channels", INHERENT,
-     "LayerNorm, GroupNorm, weight norm and standardised weights compute statistics over the channels, which change when one goes; "
-     "`approximate=True` lets them go."),
+     "LayerNorm, GroupNorm, weight norm and standardised weights compute statistics over the channels, which change when "
+     "one goes; `approximate=True` lets them go."),
     (r"reduced to one value", "a mean or maximum over channels", INHERENT,
      "An RMSNorm, response norm or attention gate written out by hand: it divides by the number of channels."),
-    (r"shape '\[[\d, ]+, -1, \d+\]' is invalid|came out where .* was due \(view in \S*(attn|attention)", "attention heads of fixed size", TO_FOLLOW,
+    (r"shape '\[[\d, ]+, -1, \d+\]' is invalid|was due \(view in \S*(attn|attention)", "heads of fixed size", TO_FOLLOW,
      "The code states the size of a head and infers their number: whole heads could go."),
     (r"meets a tensor that cannot be cut \((bmm|add) in \S*(attn|attention|Attention)", "attention values", TO_FOLLOW,
      "A value's place in its head could go from all heads at once, where the code does not state the head's size."),
@@ -28,7 +28,7 @@ KINDS: list[tuple[str, str, str, str]] = [
      "Layers dropped at random in training (`if torch.rand([]) < p`): both paths could be recorded."),
     (r"^all of \S+ stands and falls together|stands and falls together", "everything tied by shuffling", INHERENT,
      "Split and shuffle, repeated, tie every channel of a stage to every other: none can go alone."),
-    (r"fixes a size|network's code: |takes another path|moves its channels|depends on the width", "a width stated in the code", INHERENT,
+    (r"fixes a size|network's code: |takes another path|moves its|on the width", "a width stated in the code", INHERENT,
      "The network's own code states a number of channels: a split, slice, view or group count that no longer fits."),
     (r"looked up by number", "a table of tokens", INHERENT, "A row is a word: removing it would renumber the vocabulary."),
     (r"cannot be cut \((add|mul)|kernel that cannot be cut", "met by something of fixed width", INHERENT,
@@ -107,12 +107,13 @@ def _table(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
         "",
         "Neurons: output rows of linear layers and convolutions, the network's own outputs left out. Error: the pruned network "
         "against the masked one, relative to the largest output, worst of several removals (single layers, then half of "
-        "everything). The next three columns are about the network pruned by half: a step with the SGD momentum from before, a "
-        "bit-equal load into a fresh instance, torch.export. TP: Torch-Pruning asked for half of all channels; what it removed, "
-        "whether the network runs, its error against masking (where it prunes through a LayerNorm, that is approximate by design), "
+        "everything). The next three are about the network pruned by half: a step with the SGD momentum from before, a "
+        "bit-equal load into a fresh instance, torch.export. TP: Torch-Pruning asked for half of all channels; what it took, "
+        "whether the network runs, its error against masking (through a LayerNorm that is approximate by design), "
         "whether the optimizer from before still trains it, whether a fresh instance takes its state dict, torch.export.",
         "",
-        "| network | neurons | prunable | build s | error | trains | loads | exports | TP removed | runs | error | trains | loads | exports |",
+        "| network | neurons | prunable | build s | error | trains | loads | exports "
+        "| TP removed | runs | error | trains | loads | exports |",
         "|---|--:|--:|--:|--:|---|---|---|--:|---|--:|---|---|---|",
     ]
     for name, row in ours.items():

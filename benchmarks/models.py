@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def _torchvision_cases() -> dict[str, Case]:
     found = {}
     for name in torchvision.models.list_models(module=torchvision.models):
         transformer = name.startswith(("vit", "swin", "maxvit"))
-        side = 112 if name.startswith("swin") else 224 if transformer else 128 if name == "inception_v3" else 64
+        side = 112 if name.startswith("swin") else 224 if transformer else 299 if name == "inception_v3" else 64
         kind = "other" if name == "maxvit_t" else "transformer" if transformer else "conv"
         found[name] = Case(lambda name=name: torchvision.models.get_model(name), _images(side), kind)
     return found
@@ -61,13 +62,13 @@ def _torchvision_cases() -> dict[str, Case]:
 
 TIMM = {
     "conv": "repvgg_a0 mobileone_s0 ghostnet_100 hrnet_w18_small res2net50_26w_4s dla34 cspresnet50 resnest26d "
-    "seresnext26d_32x4d mobilenetv4_conv_small nf_resnet50 resnetv2_50x1_bit resnetv2_50 resnetv2_50d_gn convmixer_768_32 skresnet34 "
-    "dpn68 xception41 vovnet39a selecsls42b inception_resnet_v2 rexnet_100 tresnet_m tinynet_e lcnet_050 darknet53 "
+    "seresnext26d_32x4d mobilenetv4_conv_small nf_resnet50 resnetv2_50x1_bit resnetv2_50 resnetv2_50d_gn convmixer_768_32 "
+    "skresnet34 dpn68 xception41 vovnet39a selecsls42b inception_resnet_v2 rexnet_100 tresnet_m tinynet_e lcnet_050 darknet53 "
     "regnetz_b16 ecaresnet26t gcresnet33ts convnextv2_atto repvit_m0_9 fbnetc_100 hgnet_tiny",
     "transformer": "vit_tiny_patch16_224 deit3_small_patch16_224 cait_xxs24_224 xcit_nano_12_p16_224 pvt_v2_b0 "
-    "eva02_tiny_patch14_224 beit_base_patch16_224 pit_ti_224 twins_pcpvt_small crossvit_9_240",
-    "other": "coat_tiny mixer_s32_224 gmlp_ti16_224 resmlp_12_224 efficientvit_b0 fastvit_t8 poolformer_s12 edgenext_xx_small "
-    "levit_128s mobilevit_xxs efficientformer_l1 visformer_tiny halonet26t",
+    "eva02_tiny_patch14_224 pit_ti_224 twins_pcpvt_small crossvit_9_240",
+    "other": "coat_tiny mixer_s32_224 gmlp_ti16_224 resmlp_12_224 efficientvit_b0 fastvit_t8 poolformer_s12 "
+    "edgenext_xx_small levit_128s mobilevit_xxs efficientformer_l1 visformer_tiny halonet26t",
 }
 
 
@@ -89,6 +90,10 @@ SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 def _tokens(count: int = 1) -> Callable[[], Inputs]:
     names = ("input_ids", "decoder_input_ids")[:count]
     return lambda: ((), {name: torch.randint(3, 90, (2, 9)) for name in names})
+
+
+def _sound() -> Inputs:
+    return (), {"input_values": torch.randn(2, 1200)}
 
 
 def _whisper_inputs() -> Inputs:
@@ -113,7 +118,6 @@ def _hugging_face_cases() -> dict[str, Case]:
     bert = hf.BertConfig(**SMALL, **text)
     vit = hf.ViTConfig(**SMALL, image_size=32, patch_size=8)
     resnet = hf.ResNetConfig(embedding_size=32, hidden_sizes=[64, 128], depths=[2, 2], layer_type="bottleneck")
-    sound = (lambda: ((), {"input_values": torch.randn(2, 1200)}))  # fmt: skip
     made = {
         "hf/bert": (lambda: hf.BertForSequenceClassification(bert), _tokens(), "transformer"),
         "hf/distilbert": (
@@ -132,7 +136,7 @@ def _hugging_face_cases() -> dict[str, Case]:
             "transformer",
         ),
         "hf/vit": (lambda: hf.ViTForImageClassification(vit), _images(32), "transformer"),
-        "hf/wav2vec2": (lambda: hf.Wav2Vec2ForCTC(wav2vec2), sound, "transformer"),
+        "hf/wav2vec2": (lambda: hf.Wav2Vec2ForCTC(wav2vec2), _sound, "transformer"),
         "hf/whisper": (lambda: hf.WhisperForConditionalGeneration(whisper), _whisper_inputs, "transformer"),
         "hf/resnet": (lambda: hf.ResNetForImageClassification(resnet), _images(64), "conv"),
     }
@@ -186,7 +190,7 @@ class PaddedBlock(nn.Module):
 def resnet56() -> nn.Module:
     """CIFAR's ResNet-56 with zero-padded shortcuts."""
     widths = [16] * 10 + [32] * 9 + [64] * 9
-    blocks = [PaddedBlock(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True)]
+    blocks = [PaddedBlock(a, b) for a, b in pairwise(widths)]
     stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from models import torchvision, vgg16_cifar
 from torch import nn
 
 import hgnp
+from models import torchvision, vgg16_cifar
 
 DATE = "2026-11-15"
 
@@ -90,8 +90,8 @@ def profile(net: nn.Module, x: torch.Tensor) -> None:
 def report(build: float, remove: float, step: float, removal: float) -> str:
     return (
         "# Surgery: how long it takes\n\n"
-        f"Measured {DATE} with `python benchmarks/surgery.py --out benchmarks/surgery.md`, {torch.get_num_threads()} threads of "
-        f"a shared two-core machine, Python {platform.python_version()}, torch {torch.__version__}; medians.\n\n"
+        f"Measured {DATE} with `python benchmarks/surgery.py --out benchmarks/surgery.md`, {torch.get_num_threads()} threads "
+        f"of a shared two-core machine, Python {platform.python_version()}, torch {torch.__version__}; medians.\n\n"
         "| what | measured | wanted |\n|---|--:|--:|\n"
         f"| `Neurons` for ResNet-50 at 224 px | {build:.2f} s | 6 s |\n"
         f"| removing half of its neurons | {remove:.2f} s | 1 s |\n"

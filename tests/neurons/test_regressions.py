@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from oracles import masked, worst_error
 from torch import Tensor, nn
 
 import hgnp
+from oracles import masked, worst_error
 
 
 def conv(inside: int, outside: int) -> nn.Conv2d:
