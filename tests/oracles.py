@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 # Modules that turn zero into something else; a masked neuron reads as zero after them.
+NORMS = (_NormBase, nn.GroupNorm)
 ACTIVATIONS = (nn.Sigmoid, nn.Hardsigmoid, nn.Softplus, nn.LogSigmoid)
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -42,7 +43,7 @@ class _NoKinks(TorchFunctionMode):
 @contextmanager
 def masked(net: nn.Module, selection: Mapping[str, Sequence[int]], inputs: Inputs) -> Iterator[None]:
     """Inside the block the selected neurons' outputs, after norm and activation, are zero."""
-    norms = [module for module in net.modules() if isinstance(module, (_NormBase, *ACTIVATIONS))]
+    norms = [module for module in net.modules() if isinstance(module, (*NORMS, *ACTIVATIONS))]
     already = _zero_channels(net, norms, inputs, {})
     modules = dict(net.named_modules())
     handles = []
@@ -92,7 +93,7 @@ def _zero_channels(
     def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         key = module, calls[module]
         calls[module] += 1
-        dims = {1} if isinstance(module, _NormBase) else {1 % args[0].dim(), args[0].dim() - 1}
+        dims = {1} if isinstance(module, NORMS) else {1 % args[0].dim(), args[0].dim() - 1}
         seen[key] = {dim: _zero(args[0], dim) for dim in dims}
         if already is None:
             return output
@@ -100,14 +101,13 @@ def _zero_channels(
         return _apply(output, silenced[key])
 
     handles = [module.register_forward_hook(hook) for module in norms]
-    training = [(module, module.training) for module in net.modules()]
+    statistics = {buffer: buffer.clone() for buffer in net.buffers()}
     try:
-        net.eval()
         with torch.no_grad(), _NoKinks():
             run(net, inputs)
     finally:
-        for module, mode in training:
-            module.training = mode
+        for buffer, value in statistics.items():
+            buffer.copy_(value)
         for handle in handles:
             handle.remove()
     return seen

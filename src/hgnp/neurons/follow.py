@@ -88,7 +88,7 @@ class Follower:
             weight=bool(solid) and all(read.weight for read in solid),
             filler=result.filler if result.filler is not None else bool(reads) and not solid,
             repeated=value.repeated,
-            aside=result.aside,
+            aside=result.aside or (bool(reads) and all(read.aside for read in reads)),
         )
         if index in self.step.reads:  # written in place
             others = [other for other in self._sharing[value.storage] if other != index]

@@ -5,6 +5,7 @@ operator. Python code, hooks and parametrisations take part as they would in tra
 the modules' attributes are left as found.
 """
 
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+Kind = tuple[torch.dtype, torch.device, tuple[int, ...]]
+"""Dtype, device, and the dimensions in the order in which they lie in memory."""
 UNSEEN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
@@ -92,7 +95,7 @@ class _Recorder(TorchDispatchMode):
 
     def value(self, tensor: Tensor, *, made: bool) -> int:
         index = self._index.get(id(tensor))
-        if index is None:
+        if index is None or self.graph.values[index].shape != tensor.shape:  # some operators reshape in place
             index = self._index[id(tensor)] = len(self.graph.values)
             self._alive.append(tensor)
             shape = tuple(int(n) for n in tensor.shape)
@@ -135,15 +138,16 @@ def record(
     *,
     training: bool,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    kinds: Mapping[str, Kind] | None = None,
     adjust: Callable[[], None] = lambda: None,
 ) -> Graph:
     """The forward of `net` in train or eval mode as a graph.
 
-    `shapes` gives some parameters and buffers another shape for this one forward and `adjust` sets module attributes to
-    match: that is how a removal is tried before anything is touched.
+    `shapes` and `kinds` give parameters and buffers another shape, dtype and device for this one forward and `adjust` sets
+    module attributes to match: that is how a removal is tried before anything is touched.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes, weights = _fake_weights(net, fake_mode, shapes or {})
+    fakes, weights = _fake_weights(net, fake_mode, shapes or {}, kinds or {})
     args, kwargs = tree_map(lambda leaf: fake_mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
     recorder = _Recorder(weights, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
     names = {id(module): name for name, module in net.named_modules()}
@@ -164,6 +168,9 @@ def record(
             for own in (module.__dict__["_parameters"], module.__dict__["_buffers"]):
                 own.update({key: fakes[id(tensor)] for key, tensor in own.items() if tensor is not None})
         hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+        log = logging.getLogger(FakeTensorMode.__module__)  # it reports every shape that does not fit; so do we
+        level = log.level
+        log.setLevel(logging.CRITICAL)
         fast_attention = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
@@ -174,6 +181,7 @@ def record(
             recorder.graph.error, recorder.graph.where = error, recorder.stack[-1] if recorder.stack else ""
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_attention)
+            log.setLevel(level)
             for hook in hooks:
                 hook.remove()
     return recorder.graph
@@ -186,23 +194,32 @@ def quiet_norms(net: nn.Module) -> None:
             module.training = False
 
 
+def kind_of(tensor: Tensor) -> Kind:
+    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))
+    return tensor.dtype, tensor.device, tuple(range(tensor.dim())) if tensor.is_contiguous() else tuple(order)
+
+
 def tensors_of(net: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer by its first name, shared ones once, buffers that are not saved included."""
     return {**dict(net.named_parameters()), **dict(net.named_buffers())}
 
 
 def _fake_weights(
-    net: nn.Module, fake_mode: FakeTensorMode, shapes: Mapping[str, tuple[int, ...]]
+    net: nn.Module, fake_mode: FakeTensorMode, shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, Kind]
 ) -> tuple[dict[int, Tensor], dict[int, str]]:
     """Fake counterparts by the id of the real tensor, and names by the id of the fake one."""
     fakes: dict[int, Tensor] = {}
     weights: dict[int, str] = {}
     for name, tensor in tensors_of(net).items():
-        fake: Tensor = fake_mode.from_tensor(tensor)
-        if name in shapes:
+        kind = kinds.get(name) or kind_of(tensor)
+        shape = shapes.get(name, tuple(tensor.shape))
+        if kind == kind_of(tensor) and shape == tensor.shape:
+            fake: Tensor = fake_mode.from_tensor(tensor)
+        else:
+            dtype, device, order = kind
             with fake_mode:
-                fake = torch.empty(shapes[name], dtype=tensor.dtype, device=tensor.device)
-            fake.requires_grad_(tensor.requires_grad)
+                fake = torch.empty([shape[dim] for dim in order], dtype=dtype, device=device)
+                fake = fake.permute([order.index(dim) for dim in range(len(order))])
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, tensor.requires_grad)
         fakes[id(tensor)] = fake

@@ -52,6 +52,10 @@ class Labelled:
         """Whether the entries along `dim` differ and so must be cut where a neighbour is cut."""
         return self.shape[dim] > 1 and not self.filler and not (self.repeated and self.repeated[dim])
 
+    def loose(self, dim: int) -> bool:
+        """Whether the size along `dim` says nothing: one entry repeated, without a label."""
+        return bool(self.repeated) and self.repeated[dim] and self.along(dim) is None
+
     def along(self, dim: int) -> Tensor | None:
         """The label that varies along `dim`, if there is one."""
         return next((label for label in self.labels if label.shape[dim] > 1), None)

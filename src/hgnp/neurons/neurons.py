@@ -78,6 +78,8 @@ class Neurons:
     def _trace(self) -> None:
         self._structure = Structure(self.net, self._inputs, approximate=self._approximate)
         self._rows = _rows(self.net, self._structure)
+        layers = [name for name, module in self.net.named_modules() if isinstance(module, nn.Linear | _ConvNd)]
+        self._single = [name for name in layers if name not in self._rows]
         ties = self._structure.ties
         for name, rows in self._rows.items():
             if name in self._protect:
@@ -102,11 +104,9 @@ class Neurons:
     def frozen(self) -> tuple[Frozen, ...]:
         """Neurons that stay, by layer and reason."""
         found: Counter[tuple[str, str]] = Counter()
-        for name in _layer_names(self.net):
-            rows = self._rows.get(name)
-            if rows is None:
-                found[name, "it has a single neuron"] += 1
-                continue
+        for name in self._single:
+            found[name, "it has a single neuron"] += 1
+        for name, rows in self._rows.items():
             for slot in rows[self._structure.fixed[rows] & self._alive[rows]].tolist():
                 found[name, str(self._structure.ties.reason(slot))] += 1
         return tuple(Frozen(name, reason, count) for (name, reason), count in found.items())
@@ -355,10 +355,6 @@ def _protected(net: nn.Module, protect: Iterable[str]) -> set[str]:
             )
         protected |= inside
     return protected
-
-
-def _layer_names(net: nn.Module) -> list[str]:
-    return [name for name, module in net.named_modules() if isinstance(module, nn.Linear | _ConvNd)]
 
 
 def _rows(net: nn.Module, structure: Structure) -> dict[str, Tensor]:

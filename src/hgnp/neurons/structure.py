@@ -7,7 +7,7 @@ constant that depends on the width is caught there.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hgnp.neurons.follow import Followed, Follower
-from hgnp.neurons.graph import UNSEEN, Graph, Step, Value, quiet_norms, record, tensors_of
+from hgnp.neurons.graph import UNSEEN, Graph, Step, Value, kind_of, quiet_norms, record, tensors_of
 from hgnp.neurons.labels import Labelled, compact, varies
 from hgnp.neurons.rules import elementwise, filler, mover, name_of, rule_for, turns
 from hgnp.neurons.ties import Ties
 from hgnp.neurons.widths import Shape, stated_widths
 
 ANOTHER_PATH = "the smaller network takes another path through its code"
+LAYOUT = ("clone", "contiguous", "alias", "detach", "mm", "bmm", "addmm", "baddbmm", "mv", "add", "add_")
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -38,6 +39,7 @@ class Structure:
     def __init__(self, net: nn.Module, inputs: Inputs, *, approximate: bool, lanes: bool = False) -> None:
         self.net, self.inputs = net, inputs
         self.shapes: dict[str, Shape] = {name: tuple(t.shape) for name, t in tensors_of(net).items()}
+        self.kinds = {name: kind_of(tensor) for name, tensor in tensors_of(net).items()}  # the network may move later
         self.ties = Ties(self.shapes)
         self.quiet = False
         self.followers: dict[bool, Follower] = {}
@@ -104,11 +106,10 @@ class Structure:
         }
         changed = bool(labels)
         while changed:
-            changed, roots = False, self.ties.roots()
-            for label in labels.values():
-                spread = compact(roots[label])
-                *outer, _ = varies(spread) or (0,)
-                for dim in outer:
+            changed = False
+            for label in labels.values():  # in the order of the forward: the split comes before what is made of it
+                spread = compact(self.ties.roots_of(label))
+                for dim in varies(spread)[:-1]:
                     first = spread.narrow(dim, 0, 1)
                     self.ties.tie(first, spread, "its channels are laid out in a way that cannot be cut")
                     spread, changed = first, True
@@ -148,6 +149,17 @@ class Structure:
 
         `aligned=False` compares shapes alone, for cuts that knowingly put other channels side by side.
         """
+        found = self._try(alive, lambda before, graph: _compare(before, graph, alive, aligned))
+        if found is None or ANOTHER_PATH not in found.reason:
+            return found
+        # Torch itself takes other paths (fewer copies) when a width is down to one. Then the cut is tried with two left, and
+        # at one the code must run, do the same kinds of things and end in the same shapes.
+        wider = self._two_of_each(alive)
+        if torch.equal(wider, alive) or self._try(wider, lambda before, graph: _compare(before, graph, wider, aligned)):
+            return found
+        return self._try(alive, lambda before, graph: None if _alike(before, graph, alive) else found)
+
+    def _try(self, alive: Tensor, judge: Callable[[Follower, Graph], Misfit | None]) -> Misfit | None:
         shapes = self.shapes_after(alive)
         attributes = [(module, widths) for _, module, widths in self.widths_after(alive) if widths]
 
@@ -158,11 +170,19 @@ class Structure:
                 quiet_norms(self.net)
 
         for training, follower in self.followers.items():
-            graph = record(self.net, self.inputs, training=training, shapes=shapes, adjust=adjust)
-            found = _compare(follower, graph, alive, aligned)
+            graph = record(self.net, self.inputs, training=training, shapes=shapes, kinds=self.kinds, adjust=adjust)
+            found = judge(follower, graph)
             if found is not None:
                 return found
         return None
+
+    def _two_of_each(self, alive: Tensor) -> Tensor:
+        """The cut with something brought back wherever a single slot was left."""
+        alive = alive.clone()
+        for slots in self.ties.slots.values():
+            if int(alive[slots].sum()) == 1:
+                alive[self.roots == self.roots[slots[~alive[slots]][0]]] = True
+        return alive
 
     def macs(self, alive: Tensor) -> int:
         """Multiply–accumulates of convolutions and matrix products in one eval forward of the example input."""
@@ -223,11 +243,16 @@ def _difference(
         if labelled.aside or labelled.filler:
             continue
         try:
-            expected = shape_after(labelled, alive)
+            due = shape_after(labelled, alive)
         except ValueError as error:
             return str(error)
-        if graph.values[index].shape != expected:
-            return f"the network's code fixes a size: {graph.values[index].shape} came out where {expected} was due"
+        found = graph.values[index].shape
+        # one entry repeated fits whatever it is repeated for
+        if len(found) != len(due) or any(
+            size != wanted and not labelled.loose(dim)
+            for dim, (size, wanted) in enumerate(zip(found, due, strict=True))
+        ):
+            return f"the network's code fixes a size: {found} came out where {due} was due"
     if _numbers(step) != _numbers(was) or not all(_same_constant(before.values[i], graph.values[i]) for i in was.reads):
         return "a number in the network's code depends on the width"
     if aligned and mover(was.op) and not turns(was.op) and not _all_alive(followed.reads[0], alive):
@@ -248,6 +273,20 @@ def _misplaced(followed: Followed, step: Step, graph: Graph, alive: Tensor) -> s
             if not torch.equal(left, _cut(whole, keep_masks(labelled, alive))):
                 return "the network's code moves its channels to other places when there are fewer"
     return None
+
+
+def _alike(before: Follower, graph: Graph, alive: Tensor) -> bool:
+    """Whether two forwards do the same kinds of things, however torch lays out the tensors in between."""
+
+    def kinds(steps: list[Step]) -> list[str]:
+        return [name_of(step.op) for step in steps if mover(step.op) is None and name_of(step.op) not in LAYOUT]
+
+    outputs = [shape_after(before.state[index], alive) for index in before.graph.outputs]
+    return (
+        graph.error is None
+        and kinds(before.graph.steps) == kinds(graph.steps)
+        and outputs == [graph.values[index].shape for index in graph.outputs]
+    )
 
 
 def _cut(tensor: Tensor, masks: list[Tensor | None]) -> Tensor:

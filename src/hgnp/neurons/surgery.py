@@ -131,6 +131,11 @@ def replace_data(tensor: Tensor, data: Tensor, grad: Tensor | None) -> Change:
 
     def put(data: Tensor, grad: Tensor | None) -> None:
         tensor.grad = None  # a gradient must fit its tensor at every moment
+        if tensor.requires_grad:
+            # A loss that is still alive keeps the node that accumulates this gradient, with the old shape. Torch makes a new
+            # one only when the dtype changes, so it changes for a moment.
+            other = torch.float32 if data.dtype != torch.float32 else torch.float64
+            tensor.data = data.new_empty(0, dtype=other)
         tensor.data = data
         tensor.grad = grad
 

@@ -64,6 +64,11 @@ class Ties:
         """Why the slot is fixed, or None if it may go."""
         return self._reason.get(self.find(slot))
 
+    def roots_of(self, slots: Tensor) -> Tensor:
+        """The same tensor with representatives for slots."""
+        unique, places = torch.unique(slots, return_inverse=True)
+        return torch.tensor([self.find(slot) for slot in unique.tolist()])[places]
+
     def roots(self) -> Tensor:
         """One representative for every slot: equal numbers live and die together."""
         return torch.tensor([self.find(slot) for slot in range(len(self._parent))])

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from hgnp.neurons.rules import norms, products, reductions
 from hgnp.neurons.rules.entries import elementwise, filler, unknown
-from hgnp.neurons.rules.moves import mover, turns
+from hgnp.neurons.rules.moves import move, mover, turns
 from hgnp.neurons.rules.registry import RULES, Rule, name_of
 
 __all__ = ["elementwise", "filler", "mover", "name_of", "norms", "products", "reductions", "rule_for", "turns"]
@@ -21,6 +21,8 @@ __all__ = ["elementwise", "filler", "mover", "name_of", "norms", "products", "re
 def rule_for(op: OpOverload) -> Rule:
     name = name_of(op)
     rule = RULES.get(name) or RULES.get(name.removesuffix("_"))
+    if rule is move and name.endswith("_"):  # reshapes its argument in place
+        return unknown
     if rule is not None:
         return rule
     return elementwise if torch.Tag.pointwise in op.tags else unknown

@@ -1,0 +1,156 @@
+"""Which neurons `least` takes: the least important, whole groups, never more than asked, never a whole layer."""
+
+import copy
+
+import pytest
+import torch
+from cases import CASES, Net, block, conv, head
+from oracles import run
+from torch import Tensor, nn
+
+from hgnp import Neurons
+
+
+def mlp(*widths: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(inputs, outputs), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def residual(width: int = 6) -> nn.Module:
+    def forward(n: nn.Module, x: Tensor) -> Tensor:
+        x = n.stem(x)  # type: ignore[operator]
+        x = torch.relu(n.norm(n.c2(n.c1(x))) + x)  # type: ignore[operator]
+        return n.head(x)  # type: ignore[operator]
+
+    return Net(
+        forward, stem=block(3, width), c1=block(width, 4), c2=conv(4, width), norm=nn.BatchNorm2d(width), head=head(width)
+    )  # fmt: skip
+
+
+PICTURE = torch.zeros(2, 3, 8, 8)
+
+
+def test_takes_the_least_important_over_the_whole_network() -> None:
+    neurons = Neurons(mlp(3, 4, 5, 2), torch.zeros(1, 3))
+    scores = {"0": torch.tensor([0.5, 0.1, 0.9, 0.8]), "2": torch.tensor([0.2, 0.3, 0.05, 0.7, 0.6])}
+    assert neurons.least(scores, 3) == {"0": [1], "2": [0, 2]}
+    assert neurons.least(scores, 0) == {}
+
+
+def test_a_group_is_as_important_as_its_members_on_average_and_counts_each() -> None:
+    neurons = Neurons(residual(), PICTURE)
+    one = torch.ones(6)
+    scores = {"stem.0": one.clone(), "c2": one.clone(), "c1.0": torch.full((4,), 0.6)}
+    scores["stem.0"][2], scores["c2"][2] = 0.0, 1.0  # mean 0.5: less than 0.6
+    assert neurons.least(scores, 2) == {"stem.0": [2], "c2": [2]}
+    assert neurons.least(scores, 1) == {"c1.0": [0]}  # the group does not fit into one
+    assert neurons.least(scores, 3) == {"stem.0": [2], "c2": [2], "c1.0": [0]}
+
+
+def test_never_takes_more_than_n_and_says_when_fewer_could_be_had() -> None:
+    neurons = Neurons(residual(), PICTURE)
+    scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
+    for n in range(20):
+        cut = neurons.least(scores, n)
+        assert cut.requested == n
+        assert cut.taken == sum(map(len, cut.values())) <= n
+    everything = neurons.least(scores, 10_000)
+    assert everything.taken == 5 + 5 + 3  # one of each layer stays
+    assert "of 10000 asked for" in repr(everything)
+    neurons.remove(everything)
+    assert all(layer.alive == 1 for layer in neurons.layers)
+
+
+def test_a_floor_for_all_layers_or_for_each() -> None:
+    neurons = Neurons(mlp(3, 6, 6, 2), torch.zeros(1, 3))
+    scores = {"0": torch.rand(6), "2": torch.rand(6)}
+    assert neurons.least(scores, 100, floor=4).taken == 4
+    assert {layer: len(cut) for layer, cut in neurons.least(scores, 100, floor={"2": 5}).items()} == {"0": 5, "2": 1}
+    with pytest.raises(ValueError, match="floor must be at least 1"):
+        neurons.least(scores, 1, floor=0)
+
+
+def test_layers_without_scores_keep_their_neurons() -> None:
+    neurons = Neurons(mlp(3, 4, 5, 2), torch.zeros(1, 3))
+    assert set(neurons.least({"2": torch.rand(5)}, 100)) == {"2"}
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ({"nope": [1.0]}, "scores: 'nope' has no prunable neurons; those that do: 0, 2"),
+        ({"0": torch.zeros(3)}, r"scores\['0'\] has shape \(3,\); 4 living neurons want \(4,\)"),
+        ({"0": torch.tensor([0.0, float("nan"), 0.0, 0.0])}, r"scores\['0'\] has values that are not finite"),
+    ],
+)
+def test_wrong_scores_are_named(scores: dict[str, Tensor], message: str) -> None:
+    neurons = Neurons(mlp(3, 4, 5, 2), torch.zeros(1, 3))
+    with pytest.raises(ValueError, match=message):
+        neurons.least(scores, 1)
+
+
+@pytest.mark.parametrize("n", [-1, 1.5, True])
+def test_n_is_a_number_of_neurons(n: object) -> None:
+    neurons = Neurons(mlp(3, 4, 2), torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="n must be a whole number of neurons"):
+        neurons.least({}, n)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="coupling must be"):
+        neurons.least({}, 1, coupling="loose")  # type: ignore[arg-type]
+
+
+def test_the_papers_coupling_takes_the_average_from_each_layer_at_its_own_places() -> None:
+    net = residual()
+    neurons = Neurons(net, PICTURE)
+    scores = {
+        "stem.0": torch.tensor([0.0, 0.1, 0.2, 0.3, 5, 6]),
+        "c2": torch.tensor([9, 8, 7, 6, 0.0, 0.1]),
+        "c1.0": torch.ones(4),
+    }
+    # of the six least, stem.0 is due four and c2 two: three each
+    cut = neurons.least(scores, 6, coupling="paper")
+    assert cut == {"stem.0": [0, 1, 2], "c2": [3, 4, 5]}
+    assert cut.taken == 6
+    before = copy.deepcopy(net)
+    assert neurons.remove(cut) == cut
+    assert torch.equal(net.stem[0].weight, before.stem[0].weight[[3, 4, 5]])  # type: ignore[index, union-attr]
+    assert torch.equal(net.stem[1].bias, before.stem[1].bias[[3, 4, 5]])  # type: ignore[index, union-attr]
+    assert torch.equal(net.c2.weight, before.c2.weight[[0, 1, 2]])  # type: ignore[union-attr]
+    assert torch.equal(net.norm.running_mean, before.norm.running_mean[[0, 1, 2]])  # type: ignore[union-attr]
+    # the columns of what reads the sum go with what entered it first: norm(c2)
+    assert torch.equal(net.head[2].weight, before.head[2].weight[:, [0, 1, 2]])  # type: ignore[index, union-attr]
+    # of what reads the stem alone, with the stem
+    assert torch.equal(net.c1[0].weight, before.c1[0].weight[:, [3, 4, 5]])  # type: ignore[index, union-attr]
+    assert [(layer.name, layer.alive, layer.total) for layer in neurons.layers] == [
+        ("stem.0", 3, 6),
+        ("c1.0", 4, 4),
+        ("c2", 3, 6),
+    ]
+    assert neurons.kept == sum(p.numel() for p in net.parameters()) / sum(p.numel() for p in before.parameters())
+    net(torch.randn(2, 3, 8, 8)).sum().backward()
+    again = neurons.remove(neurons.least({layer.name: torch.rand(layer.alive) for layer in neurons.layers}, 4))
+    assert again.taken in (3, 4)
+
+
+def test_the_papers_coupling_never_takes_more_and_leaves_something() -> None:
+    neurons = Neurons(residual(), PICTURE)
+    scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
+    for n in (0, 1, 3, 7, 100):
+        cut = neurons.least(scores, n, coupling="paper")
+        assert cut.taken <= n
+        assert len(cut.get("stem.0", [])) == len(cut.get("c2", [])) <= 5
+        assert len(cut.get("c1.0", [])) <= 3
+
+
+@pytest.mark.parametrize("name", ["residual", "depthwise", "squeeze_and_excite", "dense", "unet", "grouped_inside"])
+def test_the_papers_coupling_fits_every_kind_of_network(name: str) -> None:
+    case = CASES[name]
+    net = case.net()
+    neurons = Neurons(net, case.inputs()[0])
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        scores = {layer.name: torch.rand(layer.alive, generator=draw) for layer in neurons.layers}
+        removed = neurons.remove(neurons.least(scores, neurons.count // 3, coupling="paper"))
+        assert removed.taken
+        run(net.train(), case.inputs())
