@@ -198,7 +198,12 @@ def _one_layer(neurons: hgnp.Neurons, seed: int) -> hgnp.Selection:
     """About a third of one layer, with what hangs on it."""
     draw = torch.Generator().manual_seed(seed)
     layer = neurons.layers[int(torch.randint(len(neurons.layers), (1,), generator=draw))]
-    return {layer.name: torch.randperm(layer.alive, generator=draw)[: max(1, layer.alive // 3)].tolist()}
+    scores = {other.name: torch.rand(other.alive, generator=draw) + 10 for other in neurons.layers}
+    scores[layer.name] -= 10 * len(scores)  # units with a part in this layer come first
+    count = max(1, layer.alive // 3)
+    while not (selection := neurons.least(scores, count)) and count < neurons.count:
+        count *= 2
+    return selection
 
 
 def _half(neurons: hgnp.Neurons, start: int) -> hgnp.Selection:
