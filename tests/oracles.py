@@ -15,8 +15,6 @@ from torch.overrides import TorchFunctionMode
 # Modules that turn zero into something else; a masked neuron reads as zero after them.
 NORMS = (_NormBase, nn.GroupNorm)
 ACTIVATIONS = (nn.Sigmoid, nn.Hardsigmoid, nn.Softplus, nn.LogSigmoid)
-# Norms that shift each channel by itself; where a GroupNorm mixes channels, none of them can be masked alone.
-NORMS = (_NormBase, nn.GroupNorm)
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
