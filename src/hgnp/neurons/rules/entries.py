@@ -22,8 +22,7 @@ def unknown(f: "Follower", *args: Any, **kwargs: Any) -> Result:
       "floor_divide", "complex", "polar")  # fmt: skip
 def elementwise(f: "Follower", *args: Any, **kwargs: Any) -> Result:
     operands = tensors(args, kwargs)
-    met = f.meet(operands, max(len(operand.shape) for operand in operands))
-    return Result(met, aside=all(operand.aside for operand in operands))
+    return Result(f.meet(operands, max(len(operand.shape) for operand in operands)))
 
 
 @rule("copy_")
