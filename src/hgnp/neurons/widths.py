@@ -54,6 +54,8 @@ def stated_widths(
         return {"normalized_shape": tuple(width)} if width else {}
     if isinstance(module, nn.PReLU) and weight:
         return {"num_parameters": weight[0]}
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf") and weight:  # Hugging Face's transposed linear layer
+        return {"nf": weight[1]} | ({"nx": weight[0]} if hasattr(module, "nx") else {})
     if isinstance(module, nn.Embedding) and weight:
         return {"num_embeddings": weight[0], "embedding_dim": weight[1]}
     return {}

@@ -102,7 +102,10 @@ def cat(f: "Follower", parts: Sequence[Labelled], dim: int = 0) -> Result:
         piece = part.along(dim)
         piece = torch.full((1,) * ndim, FIXED) if piece is None else piece
         pieces.append(piece.expand((*piece.shape[:dim], part.shape[dim], *piece.shape[dim + 1 :])))
-        rest = tuple(label for label in part.labels if label is not part.along(dim))
+        for label in part.labels:
+            if label.shape[dim] > 1 and label is not part.along(dim):  # rows and columns of places, flattened
+                f.fix(label, "several of its dimensions are concatenated as one")
+        rest = tuple(label for label in part.labels if label.shape[dim] == 1)
         narrow = (*part.shape[:dim], 1, *part.shape[dim + 1 :])
         across.append(replace(part, shape=narrow, labels=rest))
     full = [max(piece.shape[d] for piece in pieces) for d in range(ndim)]

@@ -10,6 +10,8 @@ from hgnp.neurons.rules.registry import rule, tensors
 if TYPE_CHECKING:
     from hgnp.neurons.follow import Follower
 
+MIXES = "a norm mixes its channels; approximate=True lets them go"
+
 
 @rule("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit",
       "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training", "_batch_norm_with_update",
@@ -17,8 +19,14 @@ if TYPE_CHECKING:
 def batch_norm(f: "Follower", x: Labelled, *args: Any, **kwargs: Any) -> list[Result]:
     ndim = len(x.shape)
     entries = [_per_channel(entry, ndim) for entry in tensors(args, kwargs)]
-    labels = [f.collapse(label, (1,)) for label in x.labels]
-    met = f.meet([replace(x, labels=tuple(label for label in labels if label.shape[1] > 1)), *entries], ndim)
+    labels = []
+    for label in x.labels:
+        if label.shape[1] > 1:
+            label = f.collapse(label, (1,))
+        elif not f.approximate:  # normalised over: features of a sequence, the columns of a standardised weight
+            f.fix(label, MIXES)
+        labels.append(label)
+    met = f.meet([replace(x, labels=tuple(labels)), *entries], ndim)
     return [Result(met)] + [Result([], filler=False, aside=True)] * (len(f.step.writes) - 1)
 
 
@@ -31,7 +39,7 @@ def layer_norm(f: "Follower", x: Labelled, shape: Sequence[int], *args: Any) -> 
         if inside and set(varies(label)) - inside:
             label = f.collapse(label, tuple(d for d in varies(label) if d not in normalised))
         elif inside and not f.approximate:
-            f.fix(label, "a norm mixes its channels; approximate=True lets them go")
+            f.fix(label, MIXES)
         labels.append(label)
     met = f.meet([replace(x, labels=tuple(labels)), *tensors(args)], len(x.shape))
     return [Result(met)] + [Result([], filler=False, aside=True)] * (len(f.step.writes) - 1)
@@ -47,7 +55,7 @@ def group_norm(
         if label.shape[1] > 1:
             grid = label.reshape(groups, -1)
             if groups < channels and not f.approximate:
-                f.fix(label, "a norm mixes its channels; approximate=True lets them go")
+                f.fix(label, MIXES)
             elif groups > 1:
                 f.tie(grid[:, :1], grid)
                 f.blocks[f.step.module] = grid[:, 0]
@@ -59,16 +67,13 @@ def group_norm(
 
 
 @rule("_weight_norm_interface")
-def weight_norm(f: "Follower", v: Labelled, g: Labelled, dim: int = 0) -> list[Result]:
-    """g · v / ‖v‖, the norm over all dimensions but one: entries along the others depend on each other."""
-    labels = []
-    for label in v.labels:
-        if varies(label) == (dim,):
-            labels.append(label)
-        else:
-            f.fix(label, "weight norm mixes its columns")
-    met = f.meet([replace(v, labels=tuple(labels)), g], len(v.shape))
-    return [Result(met), Result([], aside=True)]
+def weight_norm(f: "Follower", direction: Labelled, magnitude: Labelled, dim: int = 0) -> list[Result]:
+    """Each slice along `dim` is scaled by the norm of its other entries: those stay, or its weights would change."""
+    for label in direction.labels:
+        if label.shape[dim] == 1 and not f.approximate:
+            f.fix(label, MIXES)
+    met = f.meet([direction, magnitude], len(direction.shape))
+    return [Result(met), Result([], filler=False, aside=True)]
 
 
 def _per_channel(entry: Labelled, ndim: int) -> Labelled:

@@ -1,0 +1,156 @@
+"""The coverage report: a summary, the table, and what is frozen and why, from measured rows."""
+
+import importlib.metadata
+import math
+import platform
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+Row = dict[str, Any]
+EXACT = 1e-10
+DATE = "2026-11-15"
+
+INHERENT, TO_FOLLOW = "inherent", "still to be followed"
+KINDS: list[tuple[str, str, str, str]] = [
+    # pattern of the reason, what it is called, verdict, why
+    (r"a norm mixes its channels", "a norm over channels", INHERENT,
+     "LayerNorm, GroupNorm, weight norm and standardised weights compute statistics over the channels, which change when "
+     "one goes; `approximate=True` lets them go."),
+    (r"reduced to one value", "a mean or maximum over channels", INHERENT,
+     "An RMSNorm, response norm or attention gate written out by hand: it divides by the number of channels."),
+    (r"shape '\[[\d, ]+, -1, \d+\]' is invalid|was due \(view in \S*(attn|attention)", "heads of fixed size", TO_FOLLOW,
+     "The code states the size of a head and infers their number: whole heads could go."),
+    (r"meets a tensor that cannot be cut \((bmm|add) in \S*(attn|attention|Attention)", "attention values", TO_FOLLOW,
+     "A value's place in its head could go from all heads at once, where the code does not state the head's size."),
+    (r"depends on its data", "a path chosen at random or by data", TO_FOLLOW,
+     "Layers dropped at random in training (`if torch.rand([]) < p`): both paths could be recorded."),
+    (r"^all of \S+ stands and falls together|stands and falls together", "everything tied by shuffling", INHERENT,
+     "Split and shuffle, repeated, tie every channel of a stage to every other: none can go alone."),
+    (r"fixes a size|network's code: |takes another path|moves its|on the width", "a width stated in the code", INHERENT,
+     "The network's own code states a number of channels: a split, slice, view or group count that no longer fits."),
+    (r"looked up by number", "a table of tokens", INHERENT, "A row is a word: removing it would renumber the vocabulary."),
+    (r"cannot be cut \((add|mul)|kernel that cannot be cut", "met by something of fixed width", INHERENT,
+     "Channels are added to zero padding of a fixed width or gated by a convolution that slides over the channels."),
+    (r"single neuron", "one neuron", INHERENT, "A layer of one neuron cannot lose it."),
+]  # fmt: skip
+
+
+def kind_of(reason: str) -> tuple[str, str, str]:
+    for pattern, title, verdict, why in KINDS:
+        if re.search(pattern, reason):
+            return title, verdict, why
+    return re.sub(r" in \S+\)", ")", reason), TO_FOLLOW, "Not analysed yet."
+
+
+def render(rows: Sequence[Row]) -> str:
+    ours = {row["model"]: row for row in rows if row["tool"] == "hgnp"}
+    theirs = {row["model"]: row for row in rows if row["tool"] == "torch-pruning"}
+    parts = [_head(), _summary(ours, theirs), _table(ours, theirs), _frozen(ours), _failures(ours)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _head() -> str:
+    packages = ("torch", "torchvision", "timm", "transformers", "torch-pruning")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    return (
+        "# Coverage: what can be pruned, and whether it comes out right\n\n"
+        f"Measured {DATE} with `python benchmarks/coverage.py --out benchmarks/coverage.md`, one thread of a shared two-core "
+        f"machine, Python {platform.python_version()}, {versions}. Random weights, float64, norms and biases drawn at random."
+    )
+
+
+def _summary(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
+    done = {name: row for name, row in ours.items() if "total" in row}
+    conv = [row for row in done.values() if row["kind"] == "conv"]
+    enough = [row for row in conv if _share(row) >= 0.8]
+    former = [row for row in ours.values() if row["kind"] == "transformer"]
+    whole = [row for row in former if row.get("hidden") and not row["hidden_stuck"]]
+    pruned = [row for row in done.values() if "error" in row]
+    wrong = [row["model"] for row in pruned if not row["error"] < EXACT]
+    passed = [row for row in pruned if row["trains"] and row["loads"] and row["exports"]]
+    exact = [row for row in theirs.values() if row.get("error", math.nan) < EXACT]
+    run = [row for row in theirs.values() if row.get("runs")]
+    lines = [
+        f"- Convolutional nets: {len(enough)} of {len(conv)} ({len(enough) / max(len(conv), 1):.0%}) have at least 80 % of "
+        "their neurons prunable.",
+        f"- Transformers: every hidden unit of every MLP is prunable in {len(whole)} of {len(former)}.",
+        f"- Wrong results: {len(wrong)}{' (' + ', '.join(wrong) + ')' if wrong else ''} of {len(pruned)} networks pruned; "
+        f"worst error {max((row['error'] for row in pruned), default=0):.1e}.",
+        f"- Pruned by half, {len(passed)} of {len(pruned)} train on with the optimizer from before, load bit-equal into a "
+        "fresh instance and export.",
+        f"- Torch-Pruning: of {len(theirs)} networks {len(run)} ran after pruning, {len(exact)} of them equal to masking; "
+        f"{sum(bool(row.get('trains')) for row in theirs.values())} went on training with their optimizer; "
+        f"{sum(bool(row.get('loads')) for row in theirs.values())} loaded into a fresh instance without pickle.",
+    ]
+    return "## Summary\n\n" + "\n".join(lines)
+
+
+def _share(row: Row) -> float:
+    return row["prunable"] / max(row["total"], 1)
+
+
+def _mark(row: Row, key: str) -> str:
+    return {True: "yes", False: "**no**"}.get(row.get(key), "–")
+
+
+def _error(row: Row) -> str:
+    if "error" not in row:
+        return "–"
+    return f"{row['error']:.0e}" if row["error"] < EXACT else f"**{row['error']:.0e}**"
+
+
+def _table(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
+    lines = [
+        "## Table",
+        "",
+        "Neurons: output rows of linear layers and convolutions, the network's own outputs left out. Error: the pruned network "
+        "against the masked one, relative to the largest output, worst of several removals (single layers, then half of "
+        "everything). The next three are about the network pruned by half: a step with the SGD momentum from before, a "
+        "bit-equal load into a fresh instance, torch.export. TP: Torch-Pruning asked for half of all channels; what it took, "
+        "whether the network runs, its error against masking (through a LayerNorm that is approximate by design), "
+        "whether the optimizer from before still trains it, whether a fresh instance takes its state dict, torch.export.",
+        "",
+        "| network | neurons | prunable | build s | error | trains | loads | exports "
+        "| TP removed | runs | error | trains | loads | exports |",
+        "|---|--:|--:|--:|--:|---|---|---|--:|---|--:|---|---|---|",
+    ]
+    for name, row in ours.items():
+        other = theirs.get(name, {})
+        mine = (
+            [f"{row['total']:,}", f"{_share(row):.1%}", f"{row['build_s']:.1f}", _error(row)]
+            + [_mark(row, key) for key in ("trains", "loads", "exports")]
+            if "total" in row
+            else ["**failed**"] + ["–"] * 6
+        )
+        removed = f"{other['removed']:.0%}" if "removed" in other else "**failed**" if other else "–"
+        its = [removed, _mark(other, "runs"), _error(other)] + [_mark(other, k) for k in ("trains", "loads", "exports")]
+        lines.append(f"| {' | '.join([name, *mine, *its])} |")
+    return "\n".join(lines)
+
+
+def _frozen(ours: dict[str, Row]) -> str:
+    found: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for name, row in ours.items():
+        shares: dict[tuple[str, str, str], int] = defaultdict(int)
+        for reason, count in row.get("reasons", {}).items():
+            shares[kind_of(reason)] += count
+        for kind, count in shares.items():
+            if count > 0.05 * row["total"]:
+                found[kind].append(f"{name} {count / row['total']:.0%}")
+    lines = ["## What is frozen and why", "", "Every reason that covers more than 5 % of a network's neurons.", ""]
+    for (title, verdict, why), where in sorted(found.items(), key=lambda item: (item[0][1], -len(item[1]))):
+        lines.append(f"- **{title}** ({verdict}). {why} {'; '.join(where)}.")
+    return "\n".join(lines)
+
+
+def _failures(ours: dict[str, Row]) -> str:
+    lines = ["## What failed", ""]
+    for name, row in ours.items():
+        if "crash" in row:
+            lines.append(f"- {name}: {row['crash']}")
+        lines += [f"- {name}, {key.removesuffix('_error')}: {row[key]}" for key in row if key.endswith("_error")]
+        if row.get("hidden_stuck"):
+            lines.append(f"- {name}: hidden units frozen in {len(row['hidden_stuck'])} of {row['hidden']} MLP layers")
+    return "\n".join(lines if len(lines) > 2 else [*lines, "Nothing."])

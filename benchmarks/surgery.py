@@ -1,0 +1,122 @@
+"""How long finding and removing neurons takes.
+
+    python benchmarks/surgery.py [--out benchmarks/surgery.md] [--profile MODEL]
+
+Three figures: building `Neurons` for ResNet-50 at 224 px, removing half its neurons, and removing 100 neurons from VGG-16
+against one training step of batch 128 on CIFAR-size images. The last is a ratio of two times from the same run, so that it
+holds on a slow or busy machine too. `--profile` says where the time goes instead.
+"""
+
+import argparse
+import copy
+import cProfile
+import platform
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hgnp
+from models import torchvision, vgg16_cifar
+
+DATE = "2026-11-15"
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def half(neurons: hgnp.Neurons) -> hgnp.Selection:
+    return neurons.least({layer.name: torch.rand(layer.alive) for layer in neurons.layers}, neurons.count // 2)
+
+
+def resnet50(repeats: int) -> tuple[float, float]:
+    """Median seconds to build `Neurons` and to remove half."""
+    x = torch.randn(1, 3, 224, 224)
+    build, remove = [], []
+    whole = torchvision.models.resnet50()
+    for _ in range(repeats):
+        net = copy.deepcopy(whole)
+        build.append(seconds(lambda net=net: hgnp.Neurons(net, x)))
+        neurons = hgnp.Neurons(net, x)
+        selection = half(neurons)
+        remove.append(seconds(lambda neurons=neurons, selection=selection: neurons.remove(selection)))
+    return statistics.median(build), statistics.median(remove)
+
+
+def vgg16(repeats: int) -> tuple[float, float]:
+    """Median seconds of one training step of batch 128 and of removing 100 neurons, taken in turns."""
+    net = vgg16_cifar()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    x, y = torch.randn(128, 3, 32, 32), torch.randint(10, (128,))
+    neurons = hgnp.Neurons(net, x[:2])
+    steps, removals = [], []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+
+    def remove() -> None:
+        scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
+        neurons.remove(neurons.least(scores, 100), optimizer)
+
+    step()
+    for _ in range(repeats):
+        steps.append(seconds(step))
+        removals.append(seconds(remove))
+    return statistics.median(steps), statistics.median(removals)
+
+
+def profile(net: nn.Module, x: torch.Tensor) -> None:
+    """Print where building and removing spend their time."""
+    for title in ("Neurons(…)", "remove(half)"):
+        profiler = cProfile.Profile()
+        if title == "Neurons(…)":
+            neurons = profiler.runcall(hgnp.Neurons, net, x)
+        else:
+            profiler.runcall(neurons.remove, half(neurons))
+        print(f"\n{type(net).__name__}: {title}")
+        pstats.Stats(profiler).sort_stats("cumulative").print_stats(r"hgnp|unique|tree_map|_dispatch_impl", 28)
+
+
+def report(build: float, remove: float, step: float, removal: float) -> str:
+    return (
+        "# Surgery: how long it takes\n\n"
+        f"Measured {DATE} with `python benchmarks/surgery.py --out benchmarks/surgery.md`, {torch.get_num_threads()} threads "
+        f"of a shared two-core machine, Python {platform.python_version()}, torch {torch.__version__}; medians.\n\n"
+        "| what | measured | wanted |\n|---|--:|--:|\n"
+        f"| `Neurons` for ResNet-50 at 224 px | {build:.2f} s | 6 s |\n"
+        f"| removing half of its neurons | {remove:.2f} s | 1 s |\n"
+        f"| removing 100 neurons from VGG-16 (32 px), selection included | {removal:.2f} s | |\n"
+        f"| one training step of it, batch 128 | {step:.2f} s | |\n"
+        f"| removing / training step | {removal / step:.2f} | 1 |\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the report here")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--profile", metavar="MODEL", help="a torchvision model to profile instead")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    if arguments.profile:
+        profile(torchvision.models.get_model(arguments.profile), torch.randn(1, 3, 224, 224))
+        return
+    text = report(*resnet50(arguments.repeats), *vgg16(arguments.repeats))
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
