@@ -46,7 +46,7 @@ class Structure:
     def settle(self) -> None:
         """Take note of what has been tied and fixed."""
         self.roots = self.ties.roots()
-        self.fixed = torch.tensor([self.ties.reason(slot) is not None for slot in range(len(self.ties))])
+        self.fixed = self.ties.fixed(self.roots)
 
     def _record(self, training: bool) -> Graph:
         graph = record(self.net, self.inputs, training=training)

@@ -71,4 +71,13 @@ class Ties:
 
     def roots(self) -> Tensor:
         """One representative for every slot: equal numbers live and die together."""
-        return torch.tensor([self.find(slot) for slot in range(len(self._parent))])
+        parent = torch.tensor(self._parent)
+        while not torch.equal(parent, above := parent[parent]):
+            parent = above
+        return parent
+
+    def fixed(self, roots: Tensor) -> Tensor:
+        """For every slot, given its representative, whether it is fixed."""
+        mask = torch.zeros(len(self), dtype=torch.bool)
+        mask[list(self._reason)] = True
+        return mask[roots]
