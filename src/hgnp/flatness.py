@@ -128,13 +128,11 @@ class Flatness:
     def _apart(self, inputs: Any, target: Any, scale: float | Tensor) -> Tensor:
         """C and q are of two functions: two passes, with the same dropout masks and one update of the buffers."""
         before = RandomState(*self.net.parameters())
-        loss = self.loss(self._run(inputs), target)
-        self._autograd(loss * scale)
-        after = RandomState(*self.net.parameters())
-        before.restore()
         _, q = self._penalised(inputs, target, scale, traceless=True)
         self._autograd(self.mu * self._hinge(q) * scale)
-        after.restore()
+        before.restore()
+        loss = self.loss(self._run(inputs), target)
+        self._autograd(loss * scale)
         return loss.detach()
 
     def _penalised(

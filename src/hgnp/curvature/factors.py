@@ -77,8 +77,9 @@ class Rows(_Powers):
             return super().advance(x, steps)
         K = self.rows @ self.rows.mT
         K = K + 1 if self.bias else K
-        for _ in range(4):
-            K = K / torch.linalg.matrix_norm(K, keepdim=True).clamp_min(torch.finfo(K.dtype).tiny)
+        for squaring in range(max(4, (steps - 1).bit_length())):
+            if squaring % 4 == 0:  # K¹⁶ of a matrix of norm 1 is in range, K²⁵⁶ is not
+                K = K / torch.linalg.matrix_norm(K, keepdim=True).clamp_min(torch.finfo(K.dtype).tiny)
             K = K @ K
         return unit(self._adjoint((K @ self._apply(x).unsqueeze(2)).squeeze(2)))
 
@@ -188,20 +189,21 @@ class GammaMoments:
         self.positions = 0
 
     @torch.no_grad()
-    def add(self, g: Tensor) -> None:
-        """g = N·∂C/∂s of one call."""
+    def add(self, g: Tensor, factor: float | Tensor = 1.0) -> None:
+        """factor·g = N·∂C/∂s of one call; the factor is applied to what is left of g."""
         g = per_position(wide(g), self.samples, self.block)  # (N, T, C)
-        g = g if self.scale is None else g * self.scale
         self.positions += g.shape[1]
         groups, side = self.block.gamma_shape
+        factor = factor if self.scale is None else factor * self.scale
         if self.reduce:
-            self.rows.append(g.sum(1))
+            self.rows.append(g.sum(1) * factor)
             return
         flat = g.reshape(-1, groups, side).transpose(0, 1)  # (G, N·T, side)
         if flat.shape[1] <= side:
-            self.rows.append(g.reshape(-1, groups * side))
+            self.rows.append(g.reshape(-1, groups * side) * factor)
         else:
-            outer = flat.mT @ flat
+            root = torch.ones_like(g[0, 0]).mul_(factor).view(groups, 1, side)
+            outer = flat.mT @ flat * root * root.mT
             self.matrix = outer if self.matrix is None else self.matrix + outer
 
     def factor(self) -> Factor:
@@ -258,8 +260,8 @@ def output_lengths(a: Tensor, conv: dict[str, Any], weight: Tensor) -> torch.Siz
 
 def patch_sums(a: Tensor, conv: dict[str, Any], weight: Tensor, lengths: torch.Size) -> Tensor:
     """Σ_t of the patches, (N, C_in, *kernel): one small matrix a spatial dimension picks what each kernel tap meets."""
-    for dim, (length, k) in enumerate(zip(lengths, weight.shape[2:], strict=True)):
-        size = a.shape[2 + dim]
+    for dim in reversed(range(len(lengths))):
+        length, k, size = lengths[dim], weight.shape[2 + dim], a.shape[2 + dim]
         tap = torch.arange(k, device=a.device).unsqueeze(1) * conv["dilation"][dim] - conv["padding"][dim]
         offset = torch.arange(size, device=a.device).unsqueeze(0) - tap  # position·stride, (k, size)
         stride = conv["stride"][dim]

@@ -139,16 +139,21 @@ class BatchNormDual(torch.autograd.Function):
         y, mean, inv = torch.native_batch_norm(s, weight, bias, running_mean, running_var, True, momentum, eps)
         dy, sum_nds, sum_ds = _backward(ds, s, weight, mean, inv, eps)
         ctx.save_for_backward(s, ds, weight, mean, inv, sum_nds, sum_ds)
+        ctx.set_materialize_grads(False)
         ctx.eps = eps
         return y, dy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, Y: Tensor, Z: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, Y: Tensor | None, Z: Tensor | None) -> tuple[Tensor | None, ...]:
         s, ds, weight, mean, inv, sum_nds, sum_ds = ctx.saved_tensors
-        count = s.numel() // s.shape[1]
-        grad_s, sum_nY, sum_Y = _backward(Y, s, weight, mean, inv, ctx.eps)
+        rest = (None,) * 4
+        Y = torch.zeros_like(s) if Y is None else Y
+        grad_s, grad_weight, grad_bias = _backward(Y, s, weight, mean, inv, ctx.eps)
+        if Z is None:  # C alone: no tangent is touched
+            return grad_s, None, grad_weight, grad_bias, *rest
         grad_ds, sum_nZ, sum_Z = _backward(Z, s, weight, mean, inv, ctx.eps)
+        count = s.numel() // s.shape[1]
         dims = [d for d in range(s.dim()) if d != 1]
         a, b, z, d = sum_nZ / count, sum_nds / count, sum_Z / count, sum_ds / count
         c = (Z * ds).sum(dims, dtype=inv.dtype) / count - z * d
@@ -158,8 +163,7 @@ class BatchNormDual(torch.autograd.Function):
         for k, x in ((k_s, s), (k_Z, Z), (k_ds, ds)):
             grad_s.addcmul_(x, k.to(x.dtype).view(_shape(s)), value=-1)
         grad_s.add_(const.to(grad_s.dtype).view(_shape(s)))
-        grad_weight = None if weight is None else sum_nY + inv * count * (c - a * b)
-        return grad_s, grad_ds, grad_weight, sum_Y if ctx.needs_input_grad[3] else None, None, None, None, None
+        return grad_s, grad_ds, grad_weight + inv * count * (c - a * b), grad_bias, *rest
 
 
 def _backward(

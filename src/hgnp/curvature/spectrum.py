@@ -64,10 +64,9 @@ class Observer:
 
         def sink(g: Tensor) -> None:
             if self._factor is not None:
-                g = wide(g) * self._factor
-                self.gamma[block.name].add(g)
+                self.gamma[block.name].add(g, self._factor)
                 if self.keep:
-                    self.calls.setdefault(block.name, []).append((options, g))
+                    self.calls.setdefault(block.name, []).append((options, wide(g) * self._factor))
 
         probed: Tensor = _Probe.apply(out, self._anchor, sink)
         return probed
