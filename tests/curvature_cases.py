@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 torch.set_num_threads(1)
 
@@ -71,7 +72,8 @@ def loss_of_block(net: nn.Module, names: list[str], x: Tensor, y: Tensor, loss=F
     def output(flat: Tensor) -> Tensor:
         parts = flat.split([s.numel() for s in shapes.values()])
         moved = {k: part.view(s) for (k, s), part in zip(shapes.items(), parts, strict=True)}
-        return torch.func.functional_call(net, fixed | moved | {k: v.clone() for k, v in buffers.items()}, (x,))
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.func.functional_call(net, fixed | moved | {k: v.clone() for k, v in buffers.items()}, (x,))
 
     start = torch.cat([fixed[k].flatten() for k in names])
     return start, output, lambda flat: loss(output(flat), y)
@@ -133,7 +135,7 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.body(x))
-        gate = F.relu(self.squeeze(y.mean((2, 3))))
+        gate = F.leaky_relu(self.squeeze(y.mean((2, 3))))
         return self.head((y * gate[:, :, None, None]).mean((2, 3)))
 
 

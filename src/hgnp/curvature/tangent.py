@@ -11,6 +11,7 @@ refused, never guessed.
 import contextlib
 import functools
 import inspect
+import warnings
 import weakref
 from typing import Any
 
@@ -115,6 +116,7 @@ class Tangent(Forward):
 
         state = RandomState(args[0]) if writes else None
         with sdpa_kernel(SDPBackend.MATH) if name in FUSED else contextlib.nullcontext():
+            _load_jvp()
             primals, outs = torch.func.jvp(call, tuple(duals.values()), tangents)
         if writes:
             assert state is not None
@@ -132,6 +134,14 @@ class Tangent(Forward):
             return value
 
         return map_tensors(structure[0], place)
+
+
+@functools.cache
+def _load_jvp() -> None:
+    """PyTorch loads what jvp needs at its first call, and warns of its own use of torch.jit.script then."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.zeros(()),))
 
 
 @functools.cache
