@@ -83,7 +83,9 @@ def flat_direction(direction: dict[str, Tensor]) -> Tensor:
     return torch.cat([d.flatten() for d in direction.values()])
 
 
-def hessian_quotient(net: nn.Module, direction: dict[str, Tensor], x: Tensor, y: Tensor, loss=F.cross_entropy) -> Tensor:
+def hessian_quotient(
+    net: nn.Module, direction: dict[str, Tensor], x: Tensor, y: Tensor, loss=F.cross_entropy
+) -> Tensor:
     """vᵀHv from the dense Hessian of the block."""
     start, _, value = loss_of_block(net, list(direction), x, y, loss)
     v = flat_direction(direction)

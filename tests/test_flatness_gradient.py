@@ -101,7 +101,9 @@ def test_gradient_for_a_grouped_and_the_last_block(curvature, block):
     check_against_differences(flat, net, step, x, y)
 
 
-@pytest.mark.parametrize(("curvature", "reading", "norm", "mode"), [c[:2] + c[3:] for c in COMBINATIONS if c[2] == "plain"])
+@pytest.mark.parametrize(
+    ("curvature", "reading", "norm", "mode"), [c[:2] + c[3:] for c in COMBINATIONS if c[2] == "plain"]
+)
 def test_curvature_equals_dense_algebra(curvature, reading, norm, mode):
     """vᵀHv from the dense Hessian, or from the dense Jacobian and the loss's Hessian."""
     net = convnet(norm).train(mode == "train")
@@ -145,7 +147,11 @@ def test_multihead_attention_module(curvature):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed, self.attend, self.head = nn.Linear(12, 4), nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+            self.embed, self.attend, self.head = (
+                nn.Linear(12, 4),
+                nn.MultiheadAttention(4, 2, batch_first=True),
+                nn.Linear(4, 3),
+            )
 
         def forward(self, x):
             y = self.embed(x.transpose(1, 2).flatten(2))

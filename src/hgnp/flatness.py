@@ -97,7 +97,9 @@ class Flatness:
             labels=labels, ranking=ranking,
         )  # fmt: skip
         if not find_blocks(net):
-            raise ValueError("net: it has no Linear or Conv1d/2d/3d layer with a trained weight, so no block to flatten")
+            raise ValueError(
+                "net: it has no Linear or Conv1d/2d/3d layer with a trained weight, so no block to flatten"
+            )
         if self.choices.norm == "frozen":
             _refuse_untracked(net)
         self._pairs: dict[str, Pair] = {}

@@ -82,7 +82,9 @@ def explicit(layer: nn.Module, x: Tensor, g: Tensor, convention: str) -> tuple[T
         kept = layer.weight.clone(), layer.bias
         layer.bias = None
         for k in range(side):
-            layer.weight.copy_(torch.zeros_like(layer.weight).flatten(1).index_fill(1, torch.tensor([k]), 1.0).view_as(layer.weight))
+            layer.weight.copy_(
+                torch.zeros_like(layer.weight).flatten(1).index_fill(1, torch.tensor([k]), 1.0).view_as(layer.weight)
+            )
             patches.append(layer(x).detach())  # entry k of each patch, once for every output of the group
         layer.weight.copy_(kept[0])
         layer.bias = kept[1]
@@ -120,7 +122,9 @@ def test_factors_and_eigenpairs_equal_dense_algebra(kind, convention):
         factor = moments.factor()
         torch.testing.assert_close(factor.dense(), want, rtol=1e-10, atol=1e-12)
         vector = torch.randn(want.shape[:2], dtype=torch.float64)
-        torch.testing.assert_close(factor.product(vector), (want @ vector.unsqueeze(2)).squeeze(2), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            factor.product(vector), (want @ vector.unsqueeze(2)).squeeze(2), rtol=1e-10, atol=1e-12
+        )
         pair, oracle = top(factor, unit(vector), 400), top_dense(factor)
         torch.testing.assert_close(pair.value, torch.linalg.eigvalsh(want)[:, -1], rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(oracle.value, pair.value, rtol=1e-9, atol=1e-12)

@@ -34,7 +34,9 @@ class Choices:
         for field in fields(self):
             given = getattr(self, field.name)
             if given not in ALLOWED[field.name]:
-                raise ValueError(f"{field.name}: {given!r} was given; one of {', '.join(map(repr, ALLOWED[field.name]))}")
+                raise ValueError(
+                    f"{field.name}: {given!r} was given; one of {', '.join(map(repr, ALLOWED[field.name]))}"
+                )
 
 
 BUNDLES = {

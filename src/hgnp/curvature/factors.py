@@ -259,12 +259,27 @@ def output_lengths(a: Tensor, conv: dict[str, Any], weight: Tensor) -> torch.Siz
 
 
 def patch_sums(a: Tensor, conv: dict[str, Any], weight: Tensor, lengths: torch.Size) -> Tensor:
-    """Σ_t of the patches, (N, C_in, *kernel): one small matrix a spatial dimension picks what each kernel tap meets."""
-    for dim in reversed(range(len(lengths))):
-        length, k, size = lengths[dim], weight.shape[2 + dim], a.shape[2 + dim]
-        tap = torch.arange(k, device=a.device).unsqueeze(1) * conv["dilation"][dim] - conv["padding"][dim]
-        offset = torch.arange(size, device=a.device).unsqueeze(0) - tap  # position·stride, (k, size)
-        stride = conv["stride"][dim]
-        met = (offset >= 0) & (offset < length * stride) & (offset % stride == 0)
-        a = torch.matmul(a.movedim(2 + dim, -1), met.to(a.dtype).T).movedim(-1, 2 + dim)
+    """Σ_t of the patches, (N, C_in, *kernel), one spatial dimension after the other."""
+    for dim in range(len(lengths)):
+        options = (conv[key][dim] for key in ("stride", "padding", "dilation"))
+        a = _tap_sums(a, 2 + dim, weight.shape[2 + dim], lengths[dim], *options)
     return a
+
+
+def _tap_sums(a: Tensor, dim: int, taps: int, length: int, stride: int, padding: int, dilation: int) -> Tensor:
+    """Along one dimension, the sum of what each kernel tap meets. With stride 1 a tap meets all but an edge, so that
+    the whole is summed once."""
+    size = a.shape[dim]
+    total = a.sum(dim) if stride == 1 and taps > 1 else None
+    sums = []
+    for tap in range(taps):
+        first = tap * dilation - padding
+        start = first if first >= 0 else first + stride * -(first // stride)
+        stop = min(first + stride * (length - 1) + 1, size)
+        if total is not None and 2 * (stop - start) > size:
+            left, right = a.narrow(dim, 0, start), a.narrow(dim, stop, size - stop)
+            sums.append(total - left.sum(dim) - right.sum(dim))
+        else:
+            met = [slice(None)] * dim + [slice(start, max(stop, start), stride)]
+            sums.append(a[tuple(met)].sum(dim))
+    return torch.stack(sums, dim)

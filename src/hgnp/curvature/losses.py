@@ -118,6 +118,8 @@ def loss_curvature(loss: Loss) -> LossCurvature | None:
     if func not in known:
         return None
     if (reduction := options.pop("reduction", "mean")) != "mean":
-        raise ValueError(f"loss: reduction={reduction!r} was given, but radius and bound refer to the mean loss: 'mean'")
+        raise ValueError(
+            f"loss: reduction={reduction!r} was given, but radius and bound refer to the mean loss: 'mean'"
+        )
     make, allowed = known[func]
     return make(**options) if set(options) <= allowed else None

@@ -1,6 +1,5 @@
 """Random state of the CPU and of the devices that tensors live on: taken, and put back."""
 
-
 import torch
 from torch import Tensor
 
@@ -10,7 +9,6 @@ class RandomState:
         self._cpu = torch.get_rng_state()
         devices = {x.device for x in tensors if x.is_cuda}
         self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
-
 
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)

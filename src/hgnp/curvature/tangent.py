@@ -32,9 +32,7 @@ FUSED = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward
 class Tangent(Forward):
     """Runs the network and carries tangents from `seeds`, pairs of a parameter and its direction."""
 
-    def __init__(
-        self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None = None, frozen: bool = False
-    ) -> None:
+    def __init__(self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None = None, frozen: bool = False) -> None:
         super().__init__(watch=watch, frozen=frozen)
         self._records: dict[int, tuple[weakref.ref[Tensor], Tensor | None, int]] = {}
         for parameter, direction in seeds:
@@ -69,9 +67,7 @@ class Tangent(Forward):
             self.record(base, None)
 
     def compute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled() or all(
-            self._depends(x, func) is None for x in tensors_in((args, kwargs))
-        ):
+        if not torch.is_grad_enabled() or all(self._depends(x, func) is None for x in tensors_in((args, kwargs))):
             return self.primal(func, args, kwargs)
         name = name_of(func)
         if name == "__get__":
@@ -110,7 +106,9 @@ class Tangent(Forward):
 
         def call(*values: Tensor) -> tuple[Tensor, ...]:
             now = {key: value.clone() if writes else value for key, value in zip(duals, values, strict=True)}
-            out = body(*map_tensors(args, lambda x: now.get(id(x), x)), **map_tensors(kwargs, lambda x: now.get(id(x), x)))
+            out = body(
+                *map_tensors(args, lambda x: now.get(id(x), x)), **map_tensors(kwargs, lambda x: now.get(id(x), x))
+            )
             structure.append(out)
             return tuple(x for x in tensors_in(out) if differentiable(x)) or (values[0],)
 
