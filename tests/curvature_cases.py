@@ -142,7 +142,7 @@ class Gated(nn.Module):
 
 
 class Residual(nn.Module):
-    """Additions, concatenation, pooling, grouped convolution, in-place ReLU: piecewise linear throughout in eval mode."""
+    """Additions, concatenation, pooling, grouped convolution, in-place ReLU: piecewise linear in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+
 from curvature_cases import (
     LOSSES,
     NORMS,
@@ -21,8 +23,6 @@ from curvature_cases import (
     images,
     shaken,
 )
-from torch import nn
-
 from hgnp import Flatness
 from hgnp.curvature.blocks import find_blocks
 
@@ -203,11 +203,9 @@ def test_a_loss_of_ones_own_takes_the_hessian_route():
 
 def both_routes(net, inputs, y, block):
     results = []
+    state = start(net, inputs, y, block)[0].state_dict() | {"block": block}
     for curvature in ("ggn", "hessian"):
-        flat, step, _ = start(net, inputs, y, block, curvature=curvature)
-        if results:
-            flat.load_state_dict(state)
-        state = flat.state_dict() | {"block": block}
+        flat = Flatness(net, mu=1.0, bound=OPEN, curvature=curvature)
         flat.load_state_dict(state)
         net.zero_grad()
         flat.backward(inputs, y)

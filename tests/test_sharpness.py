@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from curvature_cases import Attention, convnet, images, shaken
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from curvature_cases import Attention, convnet, images, shaken
 from hgnp import sharpness
 
 

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from hgnp.curvature import hessian
 from hgnp.curvature.bends import Bends, Reasons
 from hgnp.curvature.blocks import Block, find_blocks
+from hgnp.curvature.check import check_tangent
 from hgnp.curvature.choices import choose
-from hgnp.curvature.factors import unit, wide
+from hgnp.curvature.eigen import arbitrary
+from hgnp.curvature.factors import wide
 from hgnp.curvature.forward import Forward, UnfitError, layer_of
 from hgnp.curvature.losses import Loss, loss_curvature
 from hgnp.curvature.operations import tensors_in
@@ -168,7 +170,7 @@ class Flatness:
         u = torch.zeros_like(z) if u is None else u
         with _autocast_off(z):
             if (block.name, self.net.training) not in self._checked:
-                _check_tangent(block, z, u, seeds)
+                check_tangent(block, z, u, seeds)
                 self._checked.add((block.name, self.net.training))
             return self._loss_curvature.quotient(z, u, target)
 
@@ -213,7 +215,8 @@ class Flatness:
         """The network on a tensor, a tuple or list (positional) or a dictionary (keywords), through `output`.
 
         A traceless run works on copies of the buffers."""
-        args, kwargs = (inputs,), {}
+        args: tuple[Any, ...] = (inputs,)
+        kwargs: dict[str, Any] = {}
         if isinstance(inputs, dict):
             args, kwargs = (), inputs
         elif isinstance(inputs, (tuple, list)):
@@ -247,7 +250,7 @@ class Flatness:
 
     def _autograd(self, total: Tensor) -> None:
         with _autocast_off(total):
-            total.backward()  # type: ignore[no-untyped-call]
+            total.backward()
 
     def _start(self, block: Block) -> tuple[Tensor, Tensor]:
         """The last eigenvectors, or the same arbitrary ones for every run."""
@@ -256,9 +259,7 @@ class Flatness:
         if pair is not None and (pair.psi.vector.shape, pair.gamma.vector.shape) == shapes:
             return pair.psi.vector, pair.gamma.vector
         dtype = wide(block.weight.detach()[:0]).dtype
-        generator = torch.Generator().manual_seed(0)
-        fresh = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-        psi, gamma = (unit(x.to(device=block.weight.device, dtype=dtype)) for x in fresh)
+        psi, gamma = (arbitrary(side, dtype, block.weight.device).expand(groups, side) for groups, side in shapes)
         return psi, gamma
 
     def _draws(self, device: torch.device) -> torch.Generator:
@@ -337,8 +338,8 @@ class Flatness:
             pair = Pair.of_state({key: value.to(block.weight.device) for key, value in tensors.items()})
             if (pair.psi.vector.shape, pair.gamma.vector.shape) != (block.psi_shape, block.gamma_shape):
                 raise ValueError(
-                    f"state: layer {name!r} has factors of shapes {block.psi_shape} and {block.gamma_shape}, the state's "
-                    f"are {tuple(pair.psi.vector.shape)} and {tuple(pair.gamma.vector.shape)}"
+                    f"state: layer {name!r} has factors of shapes {block.psi_shape} and {block.gamma_shape}, "
+                    f"the state's are {tuple(pair.psi.vector.shape)} and {tuple(pair.gamma.vector.shape)}"
                 )
             pairs[name] = pair
         self._pairs = pairs
@@ -374,27 +375,3 @@ def _refuse_untracked(net: nn.Module) -> None:
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is None:
             raise ValueError(f"layer {name!r}: it keeps no running statistics, so norm='frozen' has none to freeze; "
                              "use norm='batch'")  # fmt: skip
-
-
-def _check_tangent(block: Block, z: Tensor, u: Tensor, seeds: list[tuple[Tensor, Tensor]]) -> None:
-    """⟨c, u⟩ = ⟨∂⟨c, z⟩/∂W, V⟩ for an arbitrary c, once for each block: an operation that PyTorch does not show (a
-    custom autograd.Function, a scripted module) would otherwise lose its tangent in silence."""
-    with torch.no_grad():
-        c = torch.cos(torch.arange(z.numel(), device=z.device, dtype=torch.float32)).view(z.shape).to(z.dtype)
-    parameters = [parameter for parameter, _ in seeds]
-    grads = torch.autograd.grad(z, parameters, c, retain_graph=True, allow_unused=True)
-    reverse = sum((wide(g) * wide(d.detach())).sum() for g, (_, d) in zip(grads, seeds, strict=True) if g is not None)
-    forward = (wide(c) * wide(u.detach())).sum()
-    size = torch.linalg.vector_norm(wide(c)) * torch.linalg.vector_norm(wide(u.detach()))
-    size = size + sum(
-        torch.linalg.vector_norm(wide(g)) * torch.linalg.vector_norm(wide(d.detach()))
-        for g, (_, d) in zip(grads, seeds, strict=True)
-        if g is not None
-    )
-    loose = {torch.float64: 1e-8, torch.float32: 1e-3}.get(z.dtype, 5e-2)
-    if torch.isfinite(size) and (forward - reverse).abs() > loose * size:
-        raise ValueError(
-            f"layer {block.name!r}: its tangent does not reach the output unharmed ({forward:.3g} forward, {reverse:.3g} "
-            "in reverse): an operation after it, such as a custom autograd.Function or a scripted module, cannot be "
-            "followed; use curvature='hessian'"
-        )

@@ -51,7 +51,7 @@ def sharpness(
         raise ValueError(f"k: {k} was given; a whole number of at least 1 would do")
     if iter(data) is data:
         raise ValueError("data: a generator can be gone through once only; a list or a DataLoader would do")
-    parameters = [p for p in net.parameters() if p.requires_grad]
+    parameters: list[Tensor] = [p for p in net.parameters() if p.requires_grad]
     size = sum(p.numel() for p in parameters)
     if not size:
         raise ValueError("net: it has no trained parameter")

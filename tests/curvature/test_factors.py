@@ -5,12 +5,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from curvature_cases import Siamese, convnet, images
 from torch import Tensor, nn
 
+from curvature_cases import Siamese, convnet, images
 from hgnp.curvature.blocks import find_blocks
 from hgnp.curvature.eigen import kronecker_residual, top, top_dense
-from hgnp.curvature.factors import unit
+from hgnp.curvature.factors import Rows, unit
 from hgnp.curvature.forward import Forward
 from hgnp.curvature.spectrum import Observer
 
@@ -267,3 +267,14 @@ def test_rows_that_do_not_fit_the_batch_are_refused_by_name():
     observer = Observer(find_blocks(net), 4, convention="reduce", scale_invariant=False, keep=False)
     with pytest.raises(ValueError, match="layer '1' was called on 6 rows"), Forward(watch=observer):
         net(torch.randn(2, 3, 4, dtype=torch.float64))
+
+
+def test_a_start_in_the_null_space_comes_back_and_a_dead_factor_has_no_eigenvalue():
+    rows = torch.tensor([[[1.0, 0.0, 0.0], [2.0, 0.0, 0.0]]], dtype=torch.float64)
+    lost = torch.tensor([[0.0, 1.0, 0.0]], dtype=torch.float64)
+    factor = Rows(rows, 2.0)
+    assert top(factor, top(factor, lost, 1).vector, 1).value.item() == pytest.approx(2.5)
+    dead = top(Rows(torch.zeros_like(rows), 2.0), lost, 4)
+    assert dead.value.item() == 0
+    assert dead.residual.item() == 0
+    assert dead.vector.norm().item() == pytest.approx(1)

@@ -35,7 +35,7 @@ class Choices:
             given = getattr(self, field.name)
             if given not in ALLOWED[field.name]:
                 raise ValueError(
-                    f"{field.name}: {given!r} was given; one of {', '.join(map(repr, ALLOWED[field.name]))}"
+                    f"{field.name}: {given!r} was given; one of {', '.join(map(repr, ALLOWED[field.name]))} would do"
                 )
 
 
@@ -48,5 +48,5 @@ BUNDLES = {
 def choose(bundle: str, **given: str | None) -> Choices:
     """The bundle's choices with those given by name in their place."""
     if bundle not in BUNDLES:
-        raise ValueError(f"flatness: {bundle!r} was given; one of {', '.join(map(repr, BUNDLES))}")
+        raise ValueError(f"flatness: {bundle!r} was given; one of {', '.join(map(repr, BUNDLES))} would do")
     return replace(BUNDLES[bundle], **{name: value for name, value in given.items() if value is not None})

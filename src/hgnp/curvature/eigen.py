@@ -4,6 +4,7 @@ One step turns the direction x into F^k x / ‖·‖ and measures λ = vᵀFv an
 is what is used. The error of λ is at most the residual squared over the relative gap, or the residual itself.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -20,14 +21,25 @@ class Eigenpair:
 
 
 def top(factor: Factor, start: Tensor, steps: int) -> Eigenpair:
-    """The pair after `steps` products from `start`, each group by itself; a vanished factor keeps its direction."""
+    """The pair after `steps` products from `start`, each group by itself.
+
+    An overflow keeps `start`; a product that vanishes (a dead layer, or a start in the factor's null space) gives way
+    to an arbitrary direction, or the pair would never come back."""
     v = factor.advance(start, steps)
-    alive = torch.isfinite(v).all(1, keepdim=True) & (v.abs().amax(1, keepdim=True) > 0)
-    v = unit(torch.where(alive, v, start))
+    size = v.abs().amax(1, keepdim=True)
+    v = torch.where(torch.isfinite(size), v, start)
+    v = unit(torch.where(size == 0, arbitrary(start.shape[1], start.dtype, start.device), v))
     y = factor.product(v)
     value = (v * y).sum(1)
     rest = torch.linalg.vector_norm(y - value.unsqueeze(1) * v, dim=1)
     return Eigenpair(value, v, rest / value.clamp_min(torch.finfo(v.dtype).tiny))
+
+
+@functools.cache
+def arbitrary(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same unit vector for every run, (1, side), without zeros or symmetry."""
+    generator = torch.Generator().manual_seed(0)
+    return unit(torch.randn(1, side, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype))
 
 
 def top_dense(factor: Factor) -> Eigenpair:

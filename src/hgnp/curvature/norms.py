@@ -111,6 +111,12 @@ def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     return F.relu6(input + 3) / 6
 
 
+def glu(input: Tensor, dim: int = -1) -> Tensor:
+    """PyTorch's forward derivative of it cannot be differentiated again."""
+    a, b = input.chunk(2, dim)
+    return a * torch.sigmoid(b)
+
+
 # InstanceNorm's modules and the functional ones end here; torch.* spellings take other arguments and are not common.
 PRIMITIVE: dict[Any, Callable[..., Tensor]] = {
     F.batch_norm: batch_norm,
@@ -118,6 +124,7 @@ PRIMITIVE: dict[Any, Callable[..., Tensor]] = {
     F.layer_norm: layer_norm,
     F.group_norm: group_norm,
     F.hardsigmoid: hardsigmoid,
+    F.glu: glu,
 }
 
 
@@ -147,11 +154,11 @@ class BatchNormDual(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, Y: Tensor | None, Z: Tensor | None) -> tuple[Tensor | None, ...]:
         s, ds, weight, mean, inv, sum_nds, sum_ds = ctx.saved_tensors
-        rest = (None,) * 4
+        needs_weight, needs_bias = ctx.needs_input_grad[2:4]
         Y = torch.zeros_like(s) if Y is None else Y
         grad_s, grad_weight, grad_bias = _backward(Y, s, weight, mean, inv, ctx.eps)
         if Z is None:  # C alone: no tangent is touched
-            return grad_s, None, grad_weight, grad_bias, *rest
+            return grad_s, None, grad_weight if needs_weight else None, grad_bias if needs_bias else None, *_REST
         grad_ds, sum_nZ, sum_Z = _backward(Z, s, weight, mean, inv, ctx.eps)
         count = s.numel() // s.shape[1]
         dims = [d for d in range(s.dim()) if d != 1]
@@ -163,7 +170,11 @@ class BatchNormDual(torch.autograd.Function):
         for k, x in ((k_s, s), (k_Z, Z), (k_ds, ds)):
             grad_s.addcmul_(x, k.to(x.dtype).view(_shape(s)), value=-1)
         grad_s.add_(const.to(grad_s.dtype).view(_shape(s)))
-        return grad_s, grad_ds, grad_weight + inv * count * (c - a * b), grad_bias, *rest
+        grad_weight = grad_weight + inv * count * (c - a * b) if needs_weight else None
+        return grad_s, grad_ds, grad_weight, grad_bias if needs_bias else None, *_REST
+
+
+_REST = (None,) * 4  # statistics, momentum and eps have no derivative
 
 
 def _backward(

@@ -16,20 +16,20 @@ SAME = frozenset(
     """view reshape flatten unflatten permute transpose movedim swapaxes t squeeze unsqueeze expand expand_as repeat
     repeat_interleave contiguous clone mean sum neg roll flip __getitem__ chunk split unbind select narrow index_select
     view_as reshape_as avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-    upsample interpolate pixel_shuffle pixel_unshuffle channel_shuffle unfold fold cumsum tril triu diagonal float double
-    half bfloat16 to type_as gather diff""".split()
+    upsample interpolate pixel_shuffle pixel_unshuffle channel_shuffle unfold fold cumsum tril triu diagonal float
+    double half bfloat16 to type_as gather diff""".split()  # noqa: SIM905
 )
-SUMS = frozenset("add sub __rsub__ subtract cat concat concatenate stack hstack vstack".split())
+SUMS = frozenset("add sub __rsub__ subtract cat concat concatenate stack hstack vstack".split())  # noqa: SIM905
 SELECTIONS = frozenset(
     """relu relu6 leaky_relu prelu hardtanh clamp clamp_min clamp_max clip threshold abs rrelu max_pool1d max_pool2d
     max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d amax amin max min maximum minimum topk sort
     masked_fill where pad dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout
-    index_copy index_add scatter scatter_add masked_select lerp""".split()
+    index_copy index_add scatter scatter_add masked_select lerp""".split()  # noqa: SIM905
 )
 LINEAR = SAME | SUMS | SELECTIONS
 BILINEAR = frozenset(
     """mul multiply matmul __rmatmul__ mm bmm mv dot outer linear bilinear conv1d conv2d conv3d conv_transpose1d
-    conv_transpose2d conv_transpose3d einsum addmm baddbmm addmv addbmm embedding tensordot""".split()
+    conv_transpose2d conv_transpose3d einsum addmm baddbmm addmv addbmm embedding tensordot""".split()  # noqa: SIM905
 )
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 
@@ -40,7 +40,7 @@ PASSIVE = frozenset(
     isfinite bool long int short logical_not logical_and logical_or sign zeros_like ones_like empty_like full_like
     rand_like randn_like new_zeros new_ones new_empty new_full new_tensor type register_hook retain_grad
     is_same_size is_set_to __contains__ nonzero count_nonzero bernoulli multinomial _set_grad_enabled requires_grad_
-    record_stream is_pinned is_shared is_nonzero is_inference is_conj is_neg ndimension numpy has_names""".split()
+    record_stream is_pinned is_shared is_nonzero is_inference is_conj is_neg ndimension numpy has_names""".split()  # noqa: SIM905
 )
 
 

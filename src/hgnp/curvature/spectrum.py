@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from hgnp.curvature.blocks import Block
-from hgnp.curvature.eigen import Eigenpair, kronecker_residual, top
+from hgnp.curvature.eigen import Eigenpair, arbitrary, kronecker_residual, top
 from hgnp.curvature.factors import GammaMoments, PsiMoments, per_position, plain_convolution, unit, wide
 
 COLD_STEPS = 60
-WARM_STEPS = 2
+WARM_STEPS = 4
 
 
 class _Probe(torch.autograd.Function):
@@ -182,10 +182,14 @@ class Pair:
             taps = psi[:, :d].view(psi.shape[0], block.weight.shape[1], -1)[:, inputs.to(psi.device)]
             psi = torch.cat([taps.flatten(1), psi[:, d:]], 1)
         return Pair(
-            Eigenpair(value["psi"], unit(psi), residual["psi"]),
-            Eigenpair(value["gamma"], unit(gamma), residual["gamma"]),
+            Eigenpair(value["psi"], _unit_or_arbitrary(psi), residual["psi"]),
+            Eigenpair(value["gamma"], _unit_or_arbitrary(gamma), residual["gamma"]),
             group,
         )
+
+
+def _unit_or_arbitrary(v: Tensor) -> Tensor:
+    return unit(torch.where(v.abs().amax(1, keepdim=True) == 0, arbitrary(v.shape[1], v.dtype, v.device), v))
 
 
 def solve(

@@ -115,7 +115,10 @@ class Tangent(Forward):
         state = RandomState(args[0]) if writes else None
         with sdpa_kernel(SDPBackend.MATH) if name in FUSED else contextlib.nullcontext():
             _load_jvp()
-            primals, outs = torch.func.jvp(call, tuple(duals.values()), tangents)
+            try:
+                primals, outs = torch.func.jvp(call, tuple(duals.values()), tangents)  # type: ignore[misc]
+            except NotImplementedError as error:
+                raise UnfitError(f"{name} has no forward derivative in PyTorch") from error
         if writes:
             assert state is not None
             state.restore()
