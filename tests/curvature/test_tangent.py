@@ -1,4 +1,4 @@
-"""Tangents of a zoo of operations against torch.func.jvp of the whole network, and their gradients against reverse mode."""
+"""Tangents of a zoo of operations, and their gradients, against reverse mode over reverse mode."""
 
 import pytest
 import torch

@@ -26,6 +26,6 @@ def check_tangent(block: Block, z: Tensor, u: Tensor, seeds: list[tuple[Tensor, 
     if torch.isfinite(size) and (forward - reverse).abs() > loose * size:
         raise ValueError(
             f"layer {block.name!r}: its tangent does not reach the output unharmed ({forward:.3g} forward, "
-            f"{reverse:.3g} in reverse): an operation after it cannot be followed, such as a custom autograd.Function or a "
-            "scripted module; use curvature='hessian'"
+            f"{reverse:.3g} in reverse): an operation after it cannot be followed, such as a custom autograd.Function "
+            "or a scripted module; use curvature='hessian'"
         )

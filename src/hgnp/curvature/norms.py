@@ -170,8 +170,8 @@ class BatchNormDual(torch.autograd.Function):
         for k, x in ((k_s, s), (k_Z, Z), (k_ds, ds)):
             grad_s.addcmul_(x, k.to(x.dtype).view(_shape(s)), value=-1)
         grad_s.add_(const.to(grad_s.dtype).view(_shape(s)))
-        grad_weight = grad_weight + inv * count * (c - a * b) if needs_weight else None
-        return grad_s, grad_ds, grad_weight, grad_bias if needs_bias else None, *_REST
+        grad_weight = grad_weight + inv * count * (c - a * b)
+        return grad_s, grad_ds, grad_weight if needs_weight else None, grad_bias if needs_bias else None, *_REST
 
 
 _REST = (None,) * 4  # statistics, momentum and eps have no derivative
