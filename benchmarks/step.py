@@ -9,6 +9,7 @@ every block, then a triple backward. Medians over interleaved repeats; memory is
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -27,8 +28,9 @@ from nets import NETS
 Step = Callable[[], object]
 
 
-def peak(step: Step, device: torch.device) -> float:
-    """Peak memory of a step in MiB above what is held before it."""
+def peak(step: Step, net: nn.Module, device: torch.device) -> float:
+    """Peak memory of a step in MiB above what is held before it, gradients not among that."""
+    net.zero_grad()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -36,16 +38,11 @@ def peak(step: Step, device: torch.device) -> float:
         held = torch.cuda.memory_allocated()
         step()
         return (torch.cuda.max_memory_allocated() - held) / 2**20
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # forgets the peak
-    held = status("VmRSS")
-    step()
-    return (status("VmHWM") - held) / 2**10
-
-
-def status(field: str) -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(field))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = [0, *itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))]
+    return max(held) / 2**20
 
 
 def timed(step: Step, device: torch.device) -> float:
@@ -122,7 +119,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
         for label, step in steps.items():
             if label != "naive" or repeat == 0:
                 times[label].append(timed(step, device))
-    memory = {label: peak(step, device) for label, step in steps.items()}
+    memory = {label: peak(step, net, device) for label, step in steps.items()}
     base = statistics.median(times["plain"])
     for label in steps:
         seconds = statistics.median(times[label])

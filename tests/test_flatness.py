@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import types
+import warnings
 
 import pytest
 import torch
@@ -529,6 +530,34 @@ def test_nets_without_a_block_and_norms_without_statistics_are_refused():
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False))
     with pytest.raises(ValueError, match="layer '1'"):
         Flatness(net, norm="frozen")
+
+
+class Direct(nn.Module):
+    def forward(self, x):
+        return torch.layer_norm(x, (5,))
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+def test_where_neither_route_would_be_right_the_layer_is_named(curvature):
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
+    with pytest.raises(ValueError, match=r"layer '1': torch.layer_norm is called directly"):
+        Flatness(net_with(Direct()), curvature=curvature).backward(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.ReLU())
+    with pytest.raises(ValueError, match="layer '1': it is scripted"):
+        Flatness(net_with(scripted), curvature=curvature)
+
+
+def test_a_failed_step_leaves_the_random_stream_and_buffers_alone():
+    net = convnet("batch", dropout=0.4)
+    net.append(Direct())
+    x, y = images()
+    state, buffers = torch.get_rng_state(), [b.clone() for b in net.buffers()]
+    with pytest.raises(ValueError, match="layer '10'"):
+        Flatness(net).backward(x, y)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(net.buffers(), buffers, strict=True))
 
 
 def test_the_paper_is_a_bundle_whose_parts_can_be_replaced():

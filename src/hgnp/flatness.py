@@ -102,6 +102,7 @@ class Flatness:
             raise ValueError(
                 "net: it has no Linear or Conv1d/2d/3d layer with a trained weight, so no block to flatten"
             )
+        _refuse_unseen(net)
         if self.choices.norm == "frozen":
             _refuse_untracked(net)
         self._pairs: dict[str, Pair] = {}
@@ -131,10 +132,9 @@ class Flatness:
 
     def _apart(self, inputs: Any, target: Any, scale: float | Tensor) -> Tensor:
         """C and q are of two functions: two passes, with the same dropout masks and one update of the buffers."""
-        before = RandomState(*self.net.parameters())
-        _, q = self._penalised(inputs, target, scale, traceless=True)
-        self._autograd(self.mu * self._hinge(q) * scale)
-        before.restore()
+        with RandomState(*self.net.parameters()):
+            _, q = self._penalised(inputs, target, scale, traceless=True)
+            self._autograd(self.mu * self._hinge(q) * scale)
         loss = self.loss(self._run(inputs), target)
         self._autograd(loss * scale)
         return loss.detach()
@@ -156,7 +156,7 @@ class Flatness:
         else:
             z = self._run(inputs, hessian.Primitive(watch=observer, frozen=self._frozen), traceless=traceless)
             loss = self.loss(z, target)
-            with _autocast_off(z):
+            with _autocast_off(loss):
                 q = hessian.quotient(loss, seeds)
         self._seen = _Seen(block, seeds, pair.value, pair.residual, q.detach())
         if observer is not None:
@@ -180,10 +180,9 @@ class Flatness:
     def _look(self, inputs: Any, target: Any, scale: float | Tensor) -> None:
         """v of this batch from a pass that leaves no trace."""
         observer = self._observer(inputs)
-        before = RandomState(*self.net.parameters())
-        z = self._run(inputs, Forward(watch=observer, frozen=self._frozen), traceless=True)
-        self._solve(observer, self.loss(z, target), z, target, scale, cold=self._chosen is None)
-        before.restore()
+        with RandomState(*self.net.parameters()):
+            z = self._run(inputs, Forward(watch=observer, frozen=self._frozen), traceless=True)
+            self._solve(observer, self.loss(z, target), z, target, scale, cold=self._chosen is None)
 
     def _solve(
         self, observer: Observer, loss: Tensor, z: Any, target: Any, scale: float | Tensor, *, cold: bool
@@ -231,8 +230,7 @@ class Flatness:
                 return out if self.output is None else self.output(out)
         except UnfitError as error:
             name = layer_of(self.net, error)
-            raise ValueError(f"layer {name!r}: {error}; the Gauss–Newton route cannot carry this, "
-                             "curvature='hessian' can") from error  # fmt: skip
+            raise ValueError(f"layer {name!r}: {error}") from error
 
     def _observer(self, inputs: Any) -> Observer:
         samples = next(tensors_in(inputs)).shape[0]
@@ -242,11 +240,9 @@ class Flatness:
         )  # fmt: skip
 
     def _trace(self, inputs: Any) -> Reasons:
-        before = RandomState(*self.net.parameters())
         mode = Bends(find_blocks(self.net), frozen=self._frozen)
-        z = self._run(inputs, mode, traceless=True)
-        before.restore()
-        return mode.reasons(z)
+        with RandomState(*self.net.parameters()):
+            return mode.reasons(self._run(inputs, mode, traceless=True))
 
     def _autograd(self, total: Tensor) -> None:
         with _autocast_off(total):
@@ -368,6 +364,13 @@ class Flatness:
 
 def _autocast_off(like: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(like.device.type, enabled=False)
+
+
+def _refuse_unseen(net: nn.Module) -> None:
+    for name, layer in net.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule) or hasattr(layer, "_orig_mod"):
+            raise ValueError(f"layer {name!r}: it is scripted or compiled, so that its operations cannot be seen and "
+                             "neither route would be right; give the plain module")  # fmt: skip
 
 
 def _refuse_untracked(net: nn.Module) -> None:

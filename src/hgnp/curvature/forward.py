@@ -15,6 +15,11 @@ from torch.overrides import TorchFunctionMode
 from hgnp.curvature.operations import CONVOLUTIONS, name_of
 
 Func = Callable[..., Any]
+# the same norms by names beneath torch.nn.functional, where fused third derivatives would slip in unseen
+_HIDDEN_NORMS = frozenset(
+    """batch_norm layer_norm instance_norm native_batch_norm native_layer_norm _native_batch_norm_legit
+    cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index""".split()  # noqa: SIM905
+)
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
@@ -44,6 +49,10 @@ class Forward(TorchFunctionMode):
     def __torch_function__(
         self, func: Func, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _HIDDEN_NORMS and func not in (F.batch_norm, F.layer_norm, F.instance_norm):
+            raise UnfitError(f"torch.{name} is called directly, and PyTorch's third derivative of it is wrong; "
+                             "call it as torch.nn.functional has it")  # fmt: skip
         if self.frozen and func in (F.batch_norm, F.instance_norm):
             args, kwargs = frozen_statistics(func, args, kwargs or {})
         return self.compute(func, args, kwargs or {})

@@ -10,6 +10,12 @@ class RandomState:
         devices = {x.device for x in tensors if x.is_cuda}
         self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
 
+    def __enter__(self) -> "RandomState":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)
         for device, state in self._cuda.items():

@@ -51,10 +51,10 @@ class Tangent(Forward):
         found = self._records.get(id(x))
         if found is None:
             if x._is_view() and id(x._base) in self._records and differentiable(x):
-                raise UnfitError("a view made before its base was written to is used afterwards")
+                raise _unfit("a view made before its base was written to is used afterwards")
             return None
         if found[2] != x._version or found[1] is None:
-            raise UnfitError("a tensor is used after it was written to through another view of it")
+            raise _unfit("a tensor is used after it was written to through another view of it")
         return found[1]
 
     def written(self, x: Tensor, tangent: Tensor) -> None:
@@ -75,7 +75,7 @@ class Tangent(Forward):
         if name in PASSIVE:
             return self.primal(func, args, kwargs)
         if kwargs.get("out") is not None:
-            raise UnfitError(f"{name}(out=…) writes into a tensor that already exists")
+            raise _unfit(f"{name}(out=…) writes into a tensor that already exists")
         rule = RULES.get(name)
         if rule is not None:
             out = rule(self, func, args, kwargs)
@@ -98,7 +98,7 @@ class Tangent(Forward):
         name = name_of(func)
         writes = in_place(func, args, kwargs)
         if writes and name == "__setitem__":
-            raise UnfitError("an indexed assignment cannot be followed")
+            raise _unfit("an indexed assignment cannot be followed")
         duals = {id(x): x for x in tensors_in((args, kwargs)) if self.tangent(x) is not None}
         tangents = tuple(self.tangent(x) for x in duals.values())
         body = PRIMITIVE.get(func, func)
@@ -118,7 +118,7 @@ class Tangent(Forward):
             try:
                 primals, outs = torch.func.jvp(call, tuple(duals.values()), tangents)  # type: ignore[misc]
             except NotImplementedError as error:
-                raise UnfitError(f"{name} has no forward derivative in PyTorch") from error
+                raise _unfit(f"{name} has no forward derivative in PyTorch") from error
         if writes:
             assert state is not None
             state.restore()
@@ -135,6 +135,10 @@ class Tangent(Forward):
             return value
 
         return map_tensors(structure[0], place)
+
+
+def _unfit(reason: str) -> UnfitError:
+    return UnfitError(f"{reason}; the Gauss–Newton route cannot carry this, curvature='hessian' can")
 
 
 @functools.cache
