@@ -277,9 +277,8 @@ def _tap_sums(a: Tensor, dim: int, taps: int, length: int, stride: int, padding:
         start = first if first >= 0 else first + stride * -(first // stride)
         stop = min(first + stride * (length - 1) + 1, size)
         if total is not None and 2 * (stop - start) > size:
-            left, right = a.narrow(dim, 0, start), a.narrow(dim, stop, size - stop)
-            sums.append(total - left.sum(dim) - right.sum(dim))
+            met = total - a.narrow(dim, 0, start).sum(dim) if start > 0 else total
+            sums.append(met - a.narrow(dim, stop, size - stop).sum(dim) if stop < size else met)
         else:
-            met = [slice(None)] * dim + [slice(start, max(stop, start), stride)]
-            sums.append(a[tuple(met)].sum(dim))
+            sums.append(a[(slice(None),) * dim + (slice(start, max(stop, start), stride),)].sum(dim))
     return torch.stack(sums, dim)
