@@ -14,6 +14,8 @@ from torch import nn
 from curvature_cases import Attention, convnet, gradients, images, shaken
 from hgnp import Flatness
 from hgnp.curvature.blocks import find_blocks
+from hgnp.curvature.eigen import top_dense
+from hgnp.curvature.forward import Forward
 
 CHOICES = {
     "default": {},
@@ -322,14 +324,78 @@ def test_the_block_and_its_direction_belong_to_the_batch_that_was_asked_for():
             assert flat.radius == pytest.approx(radius, rel=1e-5)
 
 
-def test_the_empirical_ranking_can_choose_another_block():
-    x, y = images(6)
-    chosen = {}
-    for ranking in ("kfac", "empirical"):
-        flat = Flatness(convnet("none"), ranking=ranking, convention="expand")
+@pytest.mark.parametrize("convention", ["reduce", "expand"])
+def test_the_block_is_the_one_with_the_largest_score(convention):
+    """By dense eigenvalues, and by per-sample gradients along each v; over some nets the two rankings must part."""
+    parted = 0
+    for seed in range(6):
+        net = convnet("none")
+        with torch.no_grad():
+            net[0].weight.mul_(0.5)
+            net[9].weight.mul_(2.0)
+        torch.manual_seed(seed)
+        x, y = torch.randn(6, 2, 6, 6).double() + 1, torch.randint(0, 3, (6,))
+        flat = Flatness(net, convention=convention, ranking="empirical", v_from="this_batch")
         flat.backward(x, y)
-        chosen[ranking] = flat.block
-    assert chosen["empirical"] in {"0", "4", "9"}
+        empirical = flat.block
+        observer = flat._observer(x)
+        with Forward(watch=observer):
+            z = net(x)
+        observer.pull(F.cross_entropy(z, y), None, 1.0)
+        scores, quotients = {}, {}
+        for block in find_blocks(net):
+            psi, gamma = (top_dense(m[block.name].factor()) for m in (observer.psi, observer.gamma))
+            scores[block.name] = (psi.value * gamma.value).max().item()
+            quotients[block.name] = observer.empirical(block, psi.vector, gamma.vector).max().item()
+        assert empirical == max(quotients, key=quotients.get)
+        kfac = Flatness(net, convention=convention, v_from="this_batch")
+        kfac.backward(x, y)
+        assert kfac.block == max(scores, key=scores.get)
+        assert kfac.radius == pytest.approx(max(scores.values()), rel=1e-3)
+        parted += kfac.block != empirical
+    assert parted
+
+
+def test_sampled_labels_come_from_the_networks_own_output():
+    x, y = images(6)
+    net = convnet("batch")
+    flat = Flatness(net, labels="sampled", v_from="this_batch")
+    flat.backward(x, y)
+    observer = flat._observer(x)
+    net.train()
+    with Forward(watch=observer):
+        z = net(x)
+    label = torch.multinomial(z.softmax(1), 1, generator=torch.Generator().manual_seed(0)).squeeze(1)
+    observer.pull(F.cross_entropy(z, label), None, 1.0)
+    name = flat.block
+    psi, gamma = (top_dense(m[name].factor()) for m in (observer.psi, observer.gamma))
+    assert flat.radius == pytest.approx((psi.value * gamma.value).max().item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+def test_dropout_inside_attention_is_drawn_once(curvature):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Linear(12, 4), nn.Linear(4, 3)
+            self.attend = nn.MultiheadAttention(4, 2, dropout=0.4, batch_first=True)
+
+        def forward(self, x):
+            y = self.embed(x.transpose(1, 2).flatten(2))
+            y = y + self.attend(y, y, y, need_weights=False)[0]
+            return self.head(F.scaled_dot_product_attention(y, y, y, dropout_p=0.3).mean(1))
+
+    torch.manual_seed(0)
+    net = Net().double()
+    x, y = images()
+    flat = Flatness(net, curvature=curvature)
+    for _ in range(2):
+        torch.manual_seed(2)
+        want = F.cross_entropy(net(x), y).item()
+        stream = torch.get_rng_state()
+        torch.manual_seed(2)
+        assert flat.backward(x, y).item() == pytest.approx(want, rel=1e-12)
+        assert torch.equal(torch.get_rng_state(), stream)
 
 
 def digits():
@@ -359,9 +425,6 @@ def test_the_warm_started_eigenvalue_follows_the_dense_one_in_training(conventio
         loss = flat.backward(x[index], y[index])
         if step >= 10:
             observer = dense._observer(x[index])
-            from hgnp.curvature.eigen import top_dense
-            from hgnp.curvature.forward import Forward
-
             before = {k: b.clone() for k, b in net.named_buffers()}
             with Forward(watch=observer):
                 out = net(x[index])
@@ -558,6 +621,17 @@ def test_a_failed_step_leaves_the_random_stream_and_buffers_alone():
         Flatness(net).backward(x, y)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(net.buffers(), buffers, strict=True))
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+def test_a_batch_too_small_for_its_norm_is_pytorchs_to_refuse(curvature):
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    flat = Flatness(net, curvature=curvature)
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
+    flat.backward(x, y)
+    flat.load_state_dict(flat.state_dict() | {"block": "0"})
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        flat.backward(x[:1], y[:1])
 
 
 def test_the_paper_is_a_bundle_whose_parts_can_be_replaced():

@@ -124,7 +124,7 @@ class Flatness:
             self._bends[self.net.training] = self._trace(inputs)
         if self._chosen is None or self.choices.v_from == "this_batch":
             self._look(inputs, target, scale)
-        if self.choices.norm == "frozen" and self.net.training:
+        if self._frozen and any(layer.training for layer in _tracked(self.net)):
             return self._apart(inputs, target, scale)
         loss, q = self._penalised(inputs, target, scale)
         self._autograd((loss + self.mu * self._hinge(q)) * scale)
@@ -371,6 +371,12 @@ def _refuse_unseen(net: nn.Module) -> None:
         if isinstance(layer, torch.jit.ScriptModule) or hasattr(layer, "_orig_mod"):
             raise ValueError(f"layer {name!r}: it is scripted or compiled, so that its operations cannot be seen and "
                              "neither route would be right; give the plain module")  # fmt: skip
+
+
+def _tracked(net: nn.Module) -> list[nn.Module]:
+    """The norms with running statistics."""
+    norms = [layer for layer in net.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)]
+    return [layer for layer in norms if layer.running_mean is not None]
 
 
 def _refuse_untracked(net: nn.Module) -> None:

@@ -9,7 +9,9 @@ from hgnp.curvature.forward import UnfitError
 from hgnp.curvature.norms import BatchNormDual, batch_norm
 from hgnp.curvature.operations import LINEAR, SAME
 from hgnp.curvature.rules import RULES
-from hgnp.curvature.tangent import Tangent
+from hgnp.curvature.tangent import Tangent, load_jvp
+
+load_jvp()
 
 
 def views(x):

@@ -60,8 +60,10 @@ def batch_norm(
 ) -> Tensor:
     if not training and running_mean is not None:  # an affine map: PyTorch's is right
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-    n, mean, var = _normalise(input, tuple(d for d in range(input.dim()) if d != 1), eps)
     count = input.numel() // input.shape[1]
+    if count == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
+    n, mean, var = _normalise(input, tuple(d for d in range(input.dim()) if d != 1), eps)
     _track(running_mean, mean.flatten(), momentum)
     _track(running_var, var.flatten() * (count / max(count - 1, 1)), momentum)
     return _affine(n, weight, bias, _shape(input)).to(input.dtype)

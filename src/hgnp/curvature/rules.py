@@ -197,7 +197,7 @@ def batch_norm(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, eps = options["input"], options["eps"]
     if options["training"] or options["running_mean"] is None:
         if x.numel() == x.shape[1]:
-            return NotImplemented  # PyTorch's own words for a batch too small
+            return mode.primal(func, args, kwargs)  # refuses a batch too small
         out, tangent = BatchNormDual.apply(
             x, tangent, options["weight"], options["bias"], options["running_mean"], options["running_var"],
             options["momentum"], eps,

@@ -114,7 +114,7 @@ class Tangent(Forward):
 
         state = RandomState(args[0]) if writes else None
         with sdpa_kernel(SDPBackend.MATH) if name in FUSED else contextlib.nullcontext():
-            _load_jvp()
+            load_jvp()
             try:
                 primals, outs = torch.func.jvp(call, tuple(duals.values()), tangents)  # type: ignore[misc]
             except NotImplementedError as error:
@@ -142,7 +142,7 @@ def _unfit(reason: str) -> UnfitError:
 
 
 @functools.cache
-def _load_jvp() -> None:
+def load_jvp() -> None:
     """PyTorch loads what jvp needs at its first call, and warns of its own use of torch.jit.script then."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
