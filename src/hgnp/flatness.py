@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from hgnp.curvature import hessian
 from hgnp.curvature.bends import Bends, Reasons
 from hgnp.curvature.blocks import Block, find_blocks
-from hgnp.curvature.check import check_tangent
+from hgnp.curvature.check import check_tangent, refuse_unseen, refuse_untracked, tracked
 from hgnp.curvature.choices import choose
 from hgnp.curvature.eigen import arbitrary
 from hgnp.curvature.factors import wide
-from hgnp.curvature.forward import Forward, UnfitError, layer_of
+from hgnp.curvature.forward import Forward, UnfitError, layer_of, run
 from hgnp.curvature.losses import Loss, loss_curvature
 from hgnp.curvature.operations import tensors_in
 from hgnp.curvature.random import RandomState
@@ -47,7 +47,7 @@ class _Seen:
     """What a step penalised."""
 
     block: Block
-    seeds: list[tuple[Tensor, Tensor]]
+    direction: list[Tensor]
     radius: Tensor
     residual: Tensor
     curvature: Tensor
@@ -102,9 +102,9 @@ class Flatness:
             raise ValueError(
                 "net: it has no Linear or Conv1d/2d/3d layer with a trained weight, so no block to flatten"
             )
-        _refuse_unseen(net)
+        refuse_unseen(net)
         if self.choices.norm == "frozen":
-            _refuse_untracked(net)
+            refuse_untracked(net)
         self._pairs: dict[str, Pair] = {}
         self._chosen: Chosen | None = None
         self._seen: _Seen | None = None
@@ -124,7 +124,7 @@ class Flatness:
             self._bends[self.net.training] = self._trace(inputs)
         if self._chosen is None or self.choices.v_from == "this_batch":
             self._look(inputs, target, scale)
-        if self._frozen and any(layer.training for layer in _tracked(self.net)):
+        if self._frozen and any(layer.training for layer in tracked(self.net)):
             return self._apart(inputs, target, scale)
         loss, q = self._penalised(inputs, target, scale)
         self._autograd((loss + self.mu * self._hinge(q)) * scale)
@@ -158,7 +158,8 @@ class Flatness:
             loss = self.loss(z, target)
             with _autocast_off(loss):
                 q = hessian.quotient(loss, seeds)
-        self._seen = _Seen(block, seeds, pair.value, pair.residual, q.detach())
+        parts = [direction.detach() for _, direction in seeds]
+        self._seen = _Seen(block, parts, pair.value, pair.residual, q.detach())
         if observer is not None:
             self._solve(observer, loss, z, target, scale, cold=False)
         return loss, q
@@ -211,26 +212,13 @@ class Flatness:
         return self.choices.norm == "frozen"
 
     def _run(self, inputs: Any, mode: Forward | None = None, *, traceless: bool = False) -> Any:
-        """The network on a tensor, a tuple or list (positional) or a dictionary (keywords), through `output`.
-
-        A traceless run works on copies of the buffers."""
-        args: tuple[Any, ...] = (inputs,)
-        kwargs: dict[str, Any] = {}
-        if isinstance(inputs, dict):
-            args, kwargs = (), inputs
-        elif isinstance(inputs, (tuple, list)):
-            args = tuple(inputs)
+        """The network's output; a traceless run works on copies of the buffers."""
+        buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers()} if traceless else None
         try:
             with mode or contextlib.nullcontext():
-                if traceless:
-                    buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers()}
-                    out = torch.func.functional_call(self.net, buffers, args, kwargs)
-                else:
-                    out = self.net(*args, **kwargs)
-                return out if self.output is None else self.output(out)
+                return run(self.net, inputs, output=self.output, buffers=buffers)
         except UnfitError as error:
-            name = layer_of(self.net, error)
-            raise ValueError(f"layer {name!r}: {error}") from error
+            raise ValueError(f"layer {layer_of(self.net, error)!r}: {error}") from error
 
     def _observer(self, inputs: Any) -> Observer:
         samples = next(tensors_in(inputs)).shape[0]
@@ -245,8 +233,15 @@ class Flatness:
             return mode.reasons(self._run(inputs, mode, traceless=True))
 
     def _autograd(self, total: Tensor) -> None:
-        with _autocast_off(total):
-            total.backward()
+        try:
+            with _autocast_off(total):
+                total.backward()
+        except RuntimeError as error:
+            if "is not implemented" in str(error):
+                raise ValueError(
+                    f"net: PyTorch has no further derivative of one of its operations ({error})"
+                ) from error
+            raise
 
     def _start(self, block: Block) -> tuple[Tensor, Tensor]:
         """The last eigenvectors, or the same arbitrary ones for every run."""
@@ -292,7 +287,7 @@ class Flatness:
         if self._seen is None:
             return {}
         names = [f"{self._seen.block.name}.{kind}".lstrip(".") for kind in ("weight", "bias")]
-        return {name: seed.detach() for name, (_, seed) in zip(names, self._seen.seeds, strict=False)}
+        return dict(zip(names, self._seen.direction, strict=False))
 
     @property
     def routes(self) -> dict[str, str]:
@@ -364,23 +359,3 @@ class Flatness:
 
 def _autocast_off(like: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(like.device.type, enabled=False)
-
-
-def _refuse_unseen(net: nn.Module) -> None:
-    for name, layer in net.named_modules():
-        if isinstance(layer, torch.jit.ScriptModule) or hasattr(layer, "_orig_mod"):
-            raise ValueError(f"layer {name!r}: it is scripted or compiled, so that its operations cannot be seen and "
-                             "neither route would be right; give the plain module")  # fmt: skip
-
-
-def _tracked(net: nn.Module) -> list[nn.Module]:
-    """The norms with running statistics."""
-    norms = [layer for layer in net.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)]
-    return [layer for layer in norms if layer.running_mean is not None]
-
-
-def _refuse_untracked(net: nn.Module) -> None:
-    for name, layer in net.named_modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is None:
-            raise ValueError(f"layer {name!r}: it keeps no running statistics, so norm='frozen' has none to freeze; "
-                             "use norm='batch'")  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hgnp.curvature.blocks import find_blocks
+from hgnp.curvature.forward import run
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.operations import tensors_in
 
@@ -92,10 +93,7 @@ def _product(
         parts = [x * d for x, d in zip(parts, metric, strict=True)]
     total, samples = torch.zeros_like(v), 0
     for inputs, target in data:
-        args, kwargs = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
-        args = tuple(inputs) if isinstance(inputs, (tuple, list)) else args
-        out = net(*args, **kwargs)
-        value = loss(out if output is None else output(out), target)
+        value = loss(run(net, inputs, output=output), target)
         grads = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
         products = torch.autograd.grad(grads, parameters, parts, materialize_grads=True)
         n = next(tensors_in(inputs)).shape[0]

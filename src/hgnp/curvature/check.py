@@ -1,7 +1,7 @@
-"""One comparison of the tangent pass with reverse mode, made once for every block."""
+"""What is refused before a wrong number can come of it: layers by their kind, tangents by one comparison a block."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hgnp.curvature.blocks import Block
 from hgnp.curvature.factors import wide
@@ -29,3 +29,23 @@ def check_tangent(block: Block, z: Tensor, u: Tensor, seeds: list[tuple[Tensor, 
             f"{reverse:.3g} in reverse): an operation after it cannot be followed, such as a custom autograd.Function "
             "or a scripted module; use curvature='hessian'"
         )
+
+
+def refuse_unseen(net: nn.Module) -> None:
+    for name, layer in net.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule) or hasattr(layer, "_orig_mod"):
+            raise ValueError(f"layer {name!r}: it is scripted or compiled, so that its operations cannot be seen and "
+                             "neither route would be right; give the plain module")  # fmt: skip
+
+
+def tracked(net: nn.Module) -> list[nn.Module]:
+    """The norms with running statistics."""
+    norms = [layer for layer in net.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)]
+    return [layer for layer in norms if layer.running_mean is not None]
+
+
+def refuse_untracked(net: nn.Module) -> None:
+    for name, layer in net.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is None:
+            raise ValueError(f"layer {name!r}: it keeps no running statistics, so norm='frozen' has none to freeze; "
+                             "use norm='batch'")  # fmt: skip

@@ -89,6 +89,25 @@ def frozen_statistics(
     return (), options
 
 
+def run(
+    net: nn.Module,
+    inputs: Any,
+    *,
+    output: Callable[[Any], Any] | None = None,
+    buffers: dict[str, Tensor] | None = None,
+) -> Any:
+    """The network on a tensor, a tuple or list (positional) or a dictionary (keywords), on these buffers if given;
+    then `output` of what it returns."""
+    args: tuple[Any, ...] = (inputs,)
+    kwargs: dict[str, Any] = {}
+    if isinstance(inputs, dict):
+        args, kwargs = (), inputs
+    elif isinstance(inputs, (tuple, list)):
+        args = tuple(inputs)
+    out = net(*args, **kwargs) if buffers is None else torch.func.functional_call(net, buffers, args, kwargs)
+    return out if output is None else output(out)
+
+
 def layer_of(net: nn.Module, error: BaseException) -> str:
     """The innermost layer of the network that an error was raised in, by name."""
     names = {id(module): name for name, module in net.named_modules()}
