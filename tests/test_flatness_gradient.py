@@ -21,11 +21,14 @@ from curvature_cases import (
     gradients,
     hessian_quotient,
     images,
+    loss_of_block,
     shaken,
 )
 from hgnp import Flatness
 from hgnp.curvature.blocks import find_blocks
+from hgnp.curvature.tangent import load_jvp
 
+load_jvp()
 OPEN = -1e3  # a bound that keeps the hinge open
 
 
@@ -121,6 +124,18 @@ def test_curvature_equals_dense_algebra(curvature, reading, norm, mode):
         want = oracle(net, direction, x, y).item()
         net.train(mode == "train")
         assert q == pytest.approx(want, rel=1e-10, abs=1e-13)
+
+
+def test_hessian_quotient_equals_torch_func_hessian():
+    """Without norms, whose forward-mode derivatives PyTorch gets wrong, torch.func can be the oracle."""
+    net = convnet("none")
+    x, y = images()
+    flat, step, _ = start(net, x, y, "0", curvature="hessian")
+    q = step()
+    names = list(flat.direction)
+    point, _, loss = loss_of_block(net, names, x, y)
+    v = torch.cat([flat.direction[name].flatten() for name in names])
+    assert q == pytest.approx((v @ torch.func.hessian(loss)(point) @ v).item(), rel=1e-10)
 
 
 def transformer():

@@ -14,7 +14,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,15 +31,8 @@ from hgnp.curvature.forward import Forward, UnfitError, layer_of, run
 from hgnp.curvature.losses import Loss, loss_curvature
 from hgnp.curvature.operations import tensors_in
 from hgnp.curvature.random import RandomState
-from hgnp.curvature.spectrum import Chosen, Observer, Pair, solve
+from hgnp.curvature.spectrum import Chosen, Observer, Pair, Removal, solve
 from hgnp.curvature.tangent import Tangent
-
-
-class Removal(Protocol):
-    """What is told when neurons go: full parameter name → dimension → positions kept, where a dimension shrinks."""
-
-    @property
-    def slices(self) -> dict[str, dict[int, Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -98,10 +91,6 @@ class Flatness:
             flatness, curvature=curvature, norm=norm, scaling=scaling, v_from=v_from, convention=convention,
             labels=labels, ranking=ranking,
         )  # fmt: skip
-        if not find_blocks(net):
-            raise ValueError(
-                "net: it has no Linear or Conv1d/2d/3d layer with a trained weight, so no block to flatten"
-            )
         refuse_unseen(net)
         if self.choices.norm == "frozen":
             refuse_untracked(net)
@@ -264,17 +253,20 @@ class Flatness:
     @property
     def radius(self) -> float:
         """λ of the pair that the last step penalised; not a number before the first."""
-        return math.nan if self._seen is None else self._seen.radius.item()
+        return self._number("radius")
 
     @property
     def curvature(self) -> float:
         """q = vᵀHv of the last step."""
-        return math.nan if self._seen is None else self._seen.curvature.item()
+        return self._number("curvature")
 
     @property
     def residual(self) -> float:
         """‖(Ψ ⊗ Γ)v − λv‖/λ of that pair."""
-        return math.nan if self._seen is None else self._seen.residual.item()
+        return self._number("residual")
+
+    def _number(self, name: str) -> float:
+        return math.nan if self._seen is None else getattr(self._seen, name).item()
 
     @property
     def block(self) -> str | None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from hgnp.curvature.blocks import Block
+from hgnp.curvature.blocks import Block, find_blocks
 from hgnp.curvature.factors import wide
 
 
@@ -32,6 +32,8 @@ def check_tangent(block: Block, z: Tensor, u: Tensor, seeds: list[tuple[Tensor, 
 
 
 def refuse_unseen(net: nn.Module) -> None:
+    if not find_blocks(net):
+        raise ValueError("net: it has no Linear or Conv1d/2d/3d layer with a trained weight, so no block to flatten")
     for name, layer in net.named_modules():
         if isinstance(layer, torch.jit.ScriptModule) or hasattr(layer, "_orig_mod"):
             raise ValueError(f"layer {name!r}: it is scripted or compiled, so that its operations cannot be seen and "

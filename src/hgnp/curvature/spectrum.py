@@ -6,7 +6,7 @@ zero everywhere else. `Observer` is what a forward pass shows its layers to: it 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,13 @@ from hgnp.curvature.factors import GammaMoments, PsiMoments, per_position, plain
 
 COLD_STEPS = 60
 WARM_STEPS = 4
+
+
+class Removal(Protocol):
+    """What is told when neurons go: full parameter name → dimension → positions kept, where a dimension shrinks."""
+
+    @property
+    def slices(self) -> dict[str, dict[int, Tensor]]: ...
 
 
 class _Probe(torch.autograd.Function):

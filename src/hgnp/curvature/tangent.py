@@ -67,7 +67,7 @@ class Tangent(Forward):
             self.record(base, None)
 
     def compute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled() or all(self._depends(x, func) is None for x in tensors_in((args, kwargs))):
+        if not torch.is_grad_enabled() or all(self.tangent(x) is None for x in tensors_in((args, kwargs))):
             return self.primal(func, args, kwargs)
         name = name_of(func)
         if name == "__get__":
@@ -82,9 +82,6 @@ class Tangent(Forward):
             if out is not NotImplemented:
                 return out
         return self._by_jvp(func, args, kwargs)
-
-    def _depends(self, x: Tensor, func: Func) -> Tensor | None:
-        return None if name_of(func) == "detach" else self.tangent(x)
 
     def _attribute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
