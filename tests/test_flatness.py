@@ -526,6 +526,22 @@ def test_eigenvectors_are_sliced_with_the_neurons():
     assert flat.curvature > 0
 
 
+def test_a_net_changed_without_a_word_is_met_with_a_fresh_start():
+    """A layer replaced by a smaller one, and the penalised layer frozen."""
+    net = convnet("batch")
+    x, y = images(6)
+    flat = Flatness(net, bound=-1.0)
+    flat.backward(x, y)
+    flat.load_state_dict(flat.state_dict() | {"block": "9"})
+    net[9] = nn.Sequential(nn.Linear(36, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    flat.backward(x, y)
+    assert flat.curvature > 0
+    net[int(flat.block.split(".")[0])].requires_grad_(False)
+    frozen = flat.block
+    flat.backward(x, y)
+    assert flat.block != frozen
+
+
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 

@@ -92,7 +92,8 @@ class Flatness:
             labels=labels, ranking=ranking,
         )  # fmt: skip
         refuse_unseen(net)
-        if self.choices.norm == "frozen":
+        self._frozen = self.choices.norm == "frozen"
+        if self._frozen:
             refuse_untracked(net)
         self._pairs: dict[str, Pair] = {}
         self._chosen: Chosen | None = None
@@ -100,8 +101,6 @@ class Flatness:
         self._bends: dict[bool, Reasons] = {}
         self._checked: set[tuple[str, bool]] = set()
         self._generator: torch.Generator | None = None
-
-    # --- a step -------------------------------------------------------------------------------------------------
 
     def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
         """Adds scale·∇(C + μ·max(0, q − B)) to `.grad` and returns C, which is not scaled."""
@@ -111,7 +110,7 @@ class Flatness:
             return loss.detach()
         if self.net.training not in self._bends:
             self._bends[self.net.training] = self._trace(inputs)
-        if self._chosen is None or self.choices.v_from == "this_batch":
+        if self._penalised_block() is None or self.choices.v_from == "this_batch":
             self._look(inputs, target, scale)
         if self._frozen and any(layer.training for layer in tracked(self.net)):
             return self._apart(inputs, target, scale)
@@ -132,8 +131,8 @@ class Flatness:
         self, inputs: Any, target: Any, scale: float | Tensor, *, traceless: bool = False
     ) -> tuple[Tensor, Tensor]:
         """C and q of one pass along the v known so far; the next v is solved for on the way."""
-        assert self._chosen is not None
-        block = self._chosen.block()
+        block = self._penalised_block()
+        assert block is not None
         pair = self._pairs[block.name]
         seeds = pair.direction(block, scale_invariant=self.choices.scaling == "scale_invariant")
         observer = self._observer(inputs) if self.choices.v_from == "last_batch" else None
@@ -172,7 +171,7 @@ class Flatness:
         observer = self._observer(inputs)
         with RandomState(*self.net.parameters()):
             z = self._run(inputs, Forward(watch=observer, frozen=self._frozen), traceless=True)
-            self._solve(observer, self.loss(z, target), z, target, scale, cold=self._chosen is None)
+            self._solve(observer, self.loss(z, target), z, target, scale, cold=self._penalised_block() is None)
 
     def _solve(
         self, observer: Observer, loss: Tensor, z: Any, target: Any, scale: float | Tensor, *, cold: bool
@@ -193,12 +192,6 @@ class Flatness:
                 empirical = self.choices.ranking == "empirical"
                 pairs, self._chosen = solve(observer, blocks, start, empirical=empirical, cold=cold)
                 self._pairs |= pairs
-
-    # --- the pieces of a pass ------------------------------------------------------------------------------------
-
-    @property
-    def _frozen(self) -> bool:
-        return self.choices.norm == "frozen"
 
     def _run(self, inputs: Any, mode: Forward | None = None, *, traceless: bool = False) -> Any:
         """The network's output; a traceless run works on copies of the buffers."""
@@ -232,14 +225,20 @@ class Flatness:
                 ) from error
             raise
 
+    def _penalised_block(self) -> Block | None:
+        """The block that was chosen, unless it is gone, frozen or of another shape by now."""
+        name = None if self._chosen is None else self._chosen.block().name
+        found = next((block for block in find_blocks(self.net) if block.name == name), None)
+        return found if found is not None and self._pairs[found.name].fits(found) else None
+
     def _start(self, block: Block) -> tuple[Tensor, Tensor]:
         """The last eigenvectors, or the same arbitrary ones for every run."""
-        shapes = (block.psi_shape, block.gamma_shape)
         pair = self._pairs.get(block.name)
-        if pair is not None and (pair.psi.vector.shape, pair.gamma.vector.shape) == shapes:
+        if pair is not None and pair.fits(block):
             return pair.psi.vector, pair.gamma.vector
-        dtype = wide(block.weight.detach()[:0]).dtype
-        psi, gamma = (arbitrary(side, dtype, block.weight.device).expand(groups, side) for groups, side in shapes)
+        like = wide(block.weight.detach()[:0])
+        shapes = (block.psi_shape, block.gamma_shape)
+        psi, gamma = (arbitrary(side, like.dtype, like.device).expand(groups, side) for groups, side in shapes)
         return psi, gamma
 
     def _draws(self, device: torch.device) -> torch.Generator:
@@ -247,8 +246,6 @@ class Flatness:
         if self._generator is None:
             self._generator = torch.Generator(device).manual_seed(0)
         return self._generator
-
-    # --- what was seen --------------------------------------------------------------------------------------------
 
     @property
     def radius(self) -> float:
@@ -301,8 +298,6 @@ class Flatness:
         )
         return "\n".join([head, *(f"  {name}: {route}" for name, route in self.routes.items())])
 
-    # --- state ----------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Eigenpairs, the chosen block and the stream of sampled labels: tensors, strings and None alone."""
         return {
@@ -319,7 +314,7 @@ class Flatness:
                 raise ValueError(f"state: it has an eigenpair for {name!r}, which is no block of this network")
             block = blocks[name]
             pair = Pair.of_state({key: value.to(block.weight.device) for key, value in tensors.items()})
-            if (pair.psi.vector.shape, pair.gamma.vector.shape) != (block.psi_shape, block.gamma_shape):
+            if not pair.fits(block):
                 raise ValueError(
                     f"state: layer {name!r} has factors of shapes {block.psi_shape} and {block.gamma_shape}, "
                     f"the state's are {tuple(pair.psi.vector.shape)} and {tuple(pair.gamma.vector.shape)}"

@@ -157,6 +157,9 @@ class Pair:
             seeds.append((block.bias, bias.to(block.bias.dtype)))
         return seeds
 
+    def fits(self, block: Block) -> bool:
+        return (self.psi.vector.shape, self.gamma.vector.shape) == (block.psi_shape, block.gamma_shape)
+
     def state(self) -> dict[str, Tensor]:
         kinds = {"psi": self.psi, "gamma": self.gamma}
         parts = {f"{kind}.{key}": value for kind, pair in kinds.items() for key, value in vars(pair).items()}
