@@ -542,6 +542,36 @@ def test_a_net_changed_without_a_word_is_met_with_a_fresh_start():
     assert flat.block != frozen
 
 
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.head, self.which = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 3), "left"
+
+    def forward(self, x):
+        return self.head(torch.tanh(getattr(self, self.which)(x)))
+
+
+@pytest.mark.parametrize("norm", ["batch", "frozen"])
+@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+def test_a_block_that_this_batch_does_not_use_has_no_curvature(curvature, norm):
+    torch.manual_seed(0)
+    net = Branches().double()
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
+    flat = Flatness(net, bound=-1.0, curvature=curvature, norm=norm)
+    flat.backward(x, y)
+    flat.load_state_dict(flat.state_dict() | {"block": "left"})
+    net.which = "right"
+    net.zero_grad()
+    flat.backward(x, y)
+    assert flat.block == "left"
+    assert flat.curvature == 0
+    assert net.left.weight.grad is None
+    want = torch.autograd.grad(F.cross_entropy(net(x), y), net.right.weight)[0]
+    torch.testing.assert_close(net.right.weight.grad, want, rtol=1e-12, atol=1e-15)
+    flat.backward(x, y)
+    assert flat.block != "left"
+
+
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 

@@ -29,8 +29,11 @@ def quotient(loss: Tensor, seeds: list[tuple[Tensor, Tensor]]) -> Tensor:
     """VᵀHV, differentiable; seeds are the block's parameters with their directions."""
     parameters = [parameter for parameter, _ in seeds]
     directions = [direction for _, direction in seeds]
-    gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+    curved = [(g, d) for g, d in zip(gradients, directions, strict=True) if g is not None and g.requires_grad]
+    if not curved:  # C is linear in the block, or does not depend on it
+        return loss * 0.0
     products = torch.autograd.grad(
-        gradients, parameters, grad_outputs=directions, create_graph=True, materialize_grads=True
+        [g for g, _ in curved], parameters, [d for _, d in curved], create_graph=True, materialize_grads=True
     )
     return torch.stack([(p * d).sum() for p, d in zip(products, directions, strict=True)]).sum()
