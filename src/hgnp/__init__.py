@@ -1,8 +1,11 @@
 """hgnp trains a neural network and prunes whole neurons from it at once, steered to a flat minimum."""
 
-from hgnp.neurons import Neurons, Removal, Selection
+from hgnp.flatness import Flatness
+from hgnp.neurons import Neurons, Selection
+from hgnp.removal import Removal
+from hgnp.sharpness import Sharpness, sharpness
 from hgnp.storage import load, save
 
 __version__ = "0.1.0"
 
-__all__ = ["Neurons", "Removal", "Selection", "load", "save"]
+__all__ = ["Flatness", "Neurons", "Removal", "Selection", "Sharpness", "load", "save", "sharpness"]

@@ -2,6 +2,5 @@
 
 from hgnp.neurons.neurons import Frozen, Layer, Neurons, Preview
 from hgnp.neurons.selection import Scores, Selection
-from hgnp.neurons.surgery import Listener, Removal
 
-__all__ = ["Frozen", "Layer", "Listener", "Neurons", "Preview", "Removal", "Scores", "Selection"]
+__all__ = ["Frozen", "Layer", "Neurons", "Preview", "Scores", "Selection"]

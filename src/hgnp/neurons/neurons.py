@@ -18,7 +18,8 @@ from hgnp.neurons.layers import as_inputs, inside, rows_of
 from hgnp.neurons.refuse import refuse
 from hgnp.neurons.selection import Coupling, Scores, Selection, Unit, as_lists, least_coupled, least_paper
 from hgnp.neurons.structure import Structure
-from hgnp.neurons.surgery import Change, Listener, Removal, changes_to_net, changes_to_optimizer, check_twin, commit
+from hgnp.neurons.surgery import Change, changes_to_net, changes_to_optimizer, check_twin, commit
+from hgnp.removal import Listener, Removal, listeners_of
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Neurons:
         self.net = net
         self.version = 0
         self.listeners: list[Listener] = []
-        """Called with a `Removal` before tensors shrink; each prepares and returns a function that commits."""
+        """Called with a `Removal` before tensors shrink; each prepares and returns a function that commits. Objects made
+        for this network, such as `Flatness`, listen by themselves."""
         self._inputs = as_inputs(example_input)
         self._protect = inside(net, protect)
         self._approximate = approximate
@@ -210,7 +212,7 @@ class Neurons:
             changes += changes_to_net(twin, removal)
         if optimizer is not None:
             changes += changes_to_optimizer(self.net, optimizer, removal)
-        commits = [listener(removal) for listener in self.listeners]
+        commits = [listener(removal) for listener in [*listeners_of(self.net), *self.listeners]]
         commit([*changes, *(Change(make) for make in commits)])
         self._alive = alive
         self.version += 1

@@ -12,27 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hgnp.neurons.graph import tensors_of
-
-Slices = Mapping[int, Tensor]
-"""Dimension → the positions that stay."""
-
-
-@dataclass(frozen=True)
-class Removal:
-    """What goes, told to every listener."""
-
-    slices: Mapping[str, Slices]
-    """Parameter or buffer name → dimension → the positions that stay. Tensors that keep their shape are not listed."""
-    widths: Mapping[str, Mapping[str, Any]]
-    """Module name → attributes that change, with their new values."""
-
-    def cut(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy of `tensor`, which is shaped like the parameter or buffer `name`, with what stays of it."""
-        return cut(tensor, self.slices.get(name, {}))
-
-
-Listener = Callable[[Removal], Callable[[], None]]
-"""Prepares (may raise) and returns a function that commits (only assigns)."""
+from hgnp.removal import Removal, Slices, cut
 
 
 @dataclass(frozen=True)
@@ -41,19 +21,6 @@ class Change:
 
     make: Callable[[], None]
     undo: Callable[[], None] = lambda: None
-
-
-def cut(tensor: Tensor, slices: Slices) -> Tensor:
-    """A copy with what stays, in the same memory format, on the same device."""
-    form = torch.preserve_format
-    if tensor.dim() in (4, 5):
-        last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
-        if tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous():
-            form = last
-    result = tensor.detach()
-    for dim, stay in slices.items():
-        result = result.index_select(dim, stay.to(tensor.device))
-    return result.contiguous(memory_format=form) if form != torch.preserve_format else result
 
 
 def changes_to_net(net: nn.Module, removal: Removal) -> list[Change]:

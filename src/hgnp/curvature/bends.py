@@ -1,0 +1,85 @@
+"""Where Gauss–Newton and Hessian part: for each block, the first operation after it that bends its tangent.
+
+vᵀHv − q_ggn = Σ ∂C/∂z·z̈ with z̈ the output's second derivative along v. It vanishes identically when every path from
+the block to the output is piecewise linear in the block's parameters. One pass follows all blocks at once.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hgnp.curvature.blocks import Block
+from hgnp.curvature.forward import Forward, Func, batch_norm_options, layer_options
+from hgnp.curvature.operations import BILINEAR, CONVOLUTIONS, LINEAR, PASSIVE, name_of, tensors_in
+
+Reasons = dict[str, str | None]
+
+
+class Bends(Forward):
+    """Runs the network; `reasons(output)` then names, for each block the output depends on, what bends it, or None."""
+
+    def __init__(self, blocks: list[Block], *, frozen: bool = False) -> None:
+        super().__init__(frozen=frozen)
+        self._records: dict[int, tuple[weakref.ref[Tensor], Reasons]] = {}
+        for block in blocks:
+            for parameter in (block.weight, block.bias):
+                if parameter is not None:
+                    self._record(parameter, {block.name: None})
+
+    def _record(self, x: Tensor, reasons: Reasons) -> None:
+        key = id(x)
+        self._records[key] = (weakref.ref(x, lambda _: self._records.pop(key, None)), reasons)
+
+    def reasons(self, x: Any) -> Reasons:
+        found = self._records.get(id(x))
+        return {} if found is None else found[1]
+
+    def compute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = name_of(func)
+        inputs = [self.reasons(x) for x in tensors_in((args, kwargs))]
+        out = self.primal(func, args, kwargs)
+        if not any(inputs) or name in PASSIVE or not torch.is_grad_enabled():
+            return out
+        if name == "linear" or name in CONVOLUTIONS:
+            options = layer_options(name, args, kwargs)
+            factors = [self.reasons(options["input"]), self.reasons(options["weight"])]
+            merged = _product(factors, "a layer reused in series")
+            merged = _sum([merged, self.reasons(options["bias"])])
+        elif name in BILINEAR:
+            merged = _product(inputs, f"{name} of two tensors that depend on it")
+        elif self._straight(func, name, args, kwargs):
+            merged = _sum(inputs)
+        else:
+            merged = {block: why or name for reasons in inputs for block, why in reasons.items()}
+        for x in tensors_in(out if name != "__setitem__" else args[0]):
+            self._record(x, merged)
+        return out
+
+    def _straight(self, func: Func, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if name in ("div", "true_divide"):
+            return not any(self.reasons(x) for x in tensors_in((args[1:], kwargs)))
+        if func is F.batch_norm:
+            options = batch_norm_options(args, kwargs)
+            return not options["training"] and options["running_mean"] is not None
+        if name in ("dropout", "__get__", "__setitem__"):
+            return True
+        return name in LINEAR
+
+
+def _sum(parts: list[Reasons]) -> Reasons:
+    merged: Reasons = {}
+    for reasons in parts:
+        for block, why in reasons.items():
+            merged[block] = merged.get(block) or why
+    return merged
+
+
+def _product(factors: list[Reasons], name: str) -> Reasons:
+    merged = _sum(factors)
+    for block, why in merged.items():
+        if why is None and sum(block in reasons for reasons in factors) > 1:
+            merged[block] = name
+    return merged

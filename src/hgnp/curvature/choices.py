@@ -1,0 +1,52 @@
+"""The named, independent choices of the flatness term. docs/flatness.md gives the reason for each default."""
+
+from dataclasses import dataclass, fields, replace
+
+ALLOWED = {
+    "curvature": ("ggn", "hessian"),
+    "norm": ("batch", "frozen"),
+    "scaling": ("plain", "scale_invariant"),
+    "v_from": ("last_batch", "this_batch"),
+    "convention": ("reduce", "expand"),
+    "labels": ("batch", "sampled"),
+    "ranking": ("kfac", "empirical"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    curvature: str = "ggn"
+    """Term: q from Gauss–Newton, or from the full Hessian."""
+    norm: str = "batch"
+    """Term: BatchNorm differentiated through the batch's statistics, or the evaluation-mode function."""
+    scaling: str = "plain"
+    """Scaling: v as it is, or each filter's part times the filter's norm."""
+    v_from: str = "last_batch"
+    """Direction: the v of the batch before (one pass), or of this batch (two passes, the paper's order)."""
+    convention: str = "reduce"
+    """Direction: how Ψ and Γ treat output positions."""
+    labels: str = "batch"
+    """Direction: Γ from the batch's labels, or from labels drawn from the network's own output."""
+    ranking: str = "kfac"
+    """Direction: the block with the largest λ^Ψ λ^Γ, or the largest empirical quotient along its v."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            given = getattr(self, field.name)
+            if given not in ALLOWED[field.name]:
+                raise ValueError(
+                    f"{field.name}: {given!r} was given; one of {', '.join(map(repr, ALLOWED[field.name]))} would do"
+                )
+
+
+BUNDLES = {
+    "default": Choices(),
+    "paper": Choices(curvature="hessian", v_from="this_batch", convention="expand"),
+}
+
+
+def choose(bundle: str, **given: str | None) -> Choices:
+    """The bundle's choices with those given by name in their place."""
+    if bundle not in BUNDLES:
+        raise ValueError(f"flatness: {bundle!r} was given; one of {', '.join(map(repr, BUNDLES))} would do")
+    return replace(BUNDLES[bundle], **{name: value for name, value in given.items() if value is not None})

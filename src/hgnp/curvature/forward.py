@@ -1,0 +1,120 @@
+"""The network's forward pass, seen operation by operation.
+
+`Forward` runs every operation as it is, except that a block's layer is shown to a `watch` and that the frozen reading
+gives norms their running statistics. The routes override `compute`.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hgnp.curvature.operations import CONVOLUTIONS, name_of
+
+Func = Callable[..., Any]
+# the same norms by names beneath torch.nn.functional, where fused third derivatives would slip in unseen
+_HIDDEN_NORMS = frozenset(
+    """batch_norm layer_norm instance_norm native_batch_norm native_layer_norm _native_batch_norm_legit
+    cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index""".split()  # noqa: SIM905
+)
+_CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+
+
+class UnfitError(ValueError):
+    """An operation that the chosen route cannot carry."""
+
+
+class Watch(Protocol):
+    def layer(self, options: dict[str, Any], out: Tensor) -> Tensor:
+        """Sees a layer's call (input, weight, bias and a convolution's options) and may tie a probe to its output."""
+
+
+def layer_options(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a linear or convolution call by name."""
+    if name == "linear":
+        return {"bias": None} | dict(zip(_CONV, args, strict=False)) | kwargs
+    return _CONV_DEFAULTS | dict(zip(_CONV, args, strict=False)) | kwargs
+
+
+class Forward(TorchFunctionMode):
+    def __init__(self, *, watch: Watch | None = None, frozen: bool = False) -> None:
+        super().__init__()
+        self.watch = watch
+        self.frozen = frozen
+
+    def __torch_function__(
+        self, func: Func, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _HIDDEN_NORMS and func not in (F.batch_norm, F.layer_norm, F.instance_norm):
+            raise UnfitError(f"torch.{name} is called directly, and PyTorch's third derivative of it is wrong; "
+                             "call it as torch.nn.functional has it")  # fmt: skip
+        if self.frozen and func in (F.batch_norm, F.instance_norm):
+            args, kwargs = frozen_statistics(func, args, kwargs or {})
+        return self.compute(func, args, kwargs or {})
+
+    def compute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.primal(func, args, kwargs)
+
+    def primal(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        if self.watch is not None:
+            name = name_of(func)
+            if (name == "linear" or name in CONVOLUTIONS) and torch.is_grad_enabled():
+                return self.watch.layer(layer_options(name, args, kwargs), out)
+        return out
+
+
+_BATCH = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_INSTANCE = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
+
+
+def batch_norm_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    defaults = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+    return defaults | dict(zip(_BATCH, args, strict=False)) | kwargs
+
+
+def frozen_statistics(
+    func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the same norm in evaluation mode."""
+    names, switch = (_BATCH, "training") if func is F.batch_norm else (_INSTANCE, "use_input_stats")
+    options = dict(zip(names, args, strict=False)) | kwargs
+    if options.get("running_mean") is not None:
+        options[switch] = False
+    return (), options
+
+
+def run(
+    net: nn.Module,
+    inputs: Any,
+    *,
+    output: Callable[[Any], Any] | None = None,
+    buffers: dict[str, Tensor] | None = None,
+) -> Any:
+    """The network on a tensor, a tuple or list (positional) or a dictionary (keywords), on these buffers if given;
+    then `output` of what it returns."""
+    args: tuple[Any, ...] = (inputs,)
+    kwargs: dict[str, Any] = {}
+    if isinstance(inputs, dict):
+        args, kwargs = (), inputs
+    elif isinstance(inputs, (tuple, list)):
+        args = tuple(inputs)
+    out = net(*args, **kwargs) if buffers is None else torch.func.functional_call(net, buffers, args, kwargs)
+    return out if output is None else output(out)
+
+
+def layer_of(net: nn.Module, error: BaseException) -> str:
+    """The innermost layer of the network that an error was raised in, by name."""
+    names = {id(module): name for name, module in net.named_modules()}
+    found = ""
+    trace = error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        found = names.get(id(owner), found) if isinstance(owner, nn.Module) else found
+        trace = trace.tb_next
+    return found

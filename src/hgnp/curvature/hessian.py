@@ -1,0 +1,39 @@
+"""The full Hessian along v: q = VᵀHV by two reverse passes over a forward whose norms are primitive operations.
+
+V may depend on the weights (the scale-invariant direction does): it enters as a cotangent, so that H is never applied
+to its derivative and q's own derivative still sees it.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hgnp.curvature.forward import Forward, Func
+from hgnp.curvature.norms import PRIMITIVE
+from hgnp.curvature.operations import name_of
+from hgnp.curvature.tangent import FUSED
+
+
+class Primitive(Forward):
+    """Runs the network with every operation replaced whose higher derivatives PyTorch gets wrong or lacks."""
+
+    def compute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with sdpa_kernel(SDPBackend.MATH) if name_of(func) in FUSED else contextlib.nullcontext():
+            return self.primal(PRIMITIVE.get(func, func), args, kwargs)
+
+
+def quotient(loss: Tensor, seeds: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """VᵀHV, differentiable; seeds are the block's parameters with their directions."""
+    parameters = [parameter for parameter, _ in seeds]
+    directions = [direction for _, direction in seeds]
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+    curved = [(g, d) for g, d in zip(gradients, directions, strict=True) if g is not None and g.requires_grad]
+    if not curved:  # C is linear in the block, or does not depend on it
+        return loss * 0.0
+    products = torch.autograd.grad(
+        [g for g, _ in curved], parameters, [d for _, d in curved], create_graph=True, materialize_grads=True
+    )
+    return torch.stack([(p * d).sum() for p, d in zip(products, directions, strict=True)]).sum()

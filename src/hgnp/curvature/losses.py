@@ -1,0 +1,125 @@
+"""The loss at the network's output z: its curvature along u and draws from its Fisher information.
+
+A `LossCurvature` knows, for the mean loss C(z), the Gauss–Newton quotient uᵀ(∂²C/∂z²)u and cotangents ξ at z with
+E[ξξᵀ] = N·∂²C/∂z² per sample (the gradient of C at labels drawn from the network itself). With p = softmax(z):
+
+    cross-entropy  Σ_i ω_i (Σ_k p u² − (Σ_k p u)²) / Σ_i w(y_i),  ω_i = Σ_k t_ik w_k, t the smoothed target
+    MSE            2·Σ u² / numel
+    BCE            Σ w (1 + (w₊ − 1) y) σ(1 − σ) u² / numel
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class LossCurvature(Protocol):
+    def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor: ...
+
+    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator) -> Tensor: ...
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+class CrossEntropy:
+    def __init__(self, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
+        self.weight, self.ignore_index, self.smoothing = weight, ignore_index, label_smoothing
+
+    def _weights(self, z: Tensor, target: Tensor) -> Tensor:
+        """ω_i over the normaliser of the mean, shaped as z without its class dimension."""
+        classes = z.shape[1]
+        w = z.new_ones(classes) if self.weight is None else self.weight.to(z)
+        if target.is_floating_point():
+            t = target * (1 - self.smoothing) + self.smoothing / classes
+            return torch.einsum("nk...,k->n...", t.to(z), w) * (classes / z.numel())
+        counted = target != self.ignore_index
+        own = w[torch.where(counted, target, 0)] * counted
+        smooth = (1 - self.smoothing) * own + self.smoothing * w.mean() * counted
+        return smooth / own.sum()
+
+    def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor:
+        z, u = _wide(z), _wide(u)
+        p = z.softmax(1)
+        mean = (p * u).sum(1, keepdim=True)
+        return ((p * (u - mean) ** 2).sum(1) * self._weights(z, target)).sum()
+
+    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
+        z = _wide(z)
+        p = z.softmax(1).movedim(1, -1)
+        label = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator).view(p.shape[:-1])
+        xi = p - F.one_hot(label, p.shape[-1])
+        # N·mean loss has curvature N·ω per entry; the cotangent of the mean loss itself is 1/N of its root
+        n = z.shape[0]
+        return (xi.movedim(-1, 1) * (self._weights(z, target) * n).sqrt().unsqueeze(1)) / n
+
+
+class SquaredError:
+    def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor:
+        return 2 * (_wide(u) ** 2).mean()
+
+    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
+        z = _wide(z)
+        noise = torch.empty_like(z).normal_(generator=generator)
+        return noise * (2 * z.shape[0] / z.numel()) ** 0.5 / z.shape[0]
+
+
+class BinaryCrossEntropy:
+    def __init__(self, weight: Tensor | None = None, pos_weight: Tensor | None = None) -> None:
+        self.weight, self.pos_weight = weight, pos_weight
+
+    def _weights(self, z: Tensor, target: Tensor) -> Tensor:
+        w = torch.ones_like(z) / z.numel()
+        w = w if self.weight is None else w * self.weight.to(z)
+        return w if self.pos_weight is None else w * (1 + (self.pos_weight.to(z) - 1) * target)
+
+    def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor:
+        z, u = _wide(z), _wide(u)
+        p = z.sigmoid()
+        return (self._weights(z, target) * p * (1 - p) * u**2).sum()
+
+    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
+        z = _wide(z)
+        p, n = z.sigmoid(), z.shape[0]
+        return (p - torch.bernoulli(p, generator=generator)) * (self._weights(z, target) * n).sqrt() / n
+
+
+def loss_curvature(loss: Loss) -> LossCurvature | None:
+    """What is known of the loss, or None: then only the Hessian route is open.
+
+    F.cross_entropy, F.mse_loss and F.binary_cross_entropy_with_logits, their functools.partial with keywords, and the
+    modules nn.CrossEntropyLoss, nn.MSELoss and nn.BCEWithLogitsLoss are known. Radius, curvature and bound refer to the
+    mean loss, so any other reduction is refused.
+    """
+    options: dict[str, Any] = {}
+    func: Any = loss
+    if isinstance(loss, functools.partial) and not loss.args:
+        func, options = loss.func, dict(loss.keywords)
+    elif type(loss) is nn.CrossEntropyLoss:
+        func = F.cross_entropy
+        options = {k: getattr(loss, k) for k in ("weight", "ignore_index", "reduction", "label_smoothing")}
+    elif type(loss) is nn.MSELoss:
+        func, options = F.mse_loss, {"reduction": loss.reduction}
+    elif type(loss) is nn.BCEWithLogitsLoss:
+        func = F.binary_cross_entropy_with_logits
+        options = {k: getattr(loss, k) for k in ("weight", "pos_weight", "reduction")}
+    known: dict[Any, tuple[Callable[..., LossCurvature], set[str]]] = {
+        F.cross_entropy: (CrossEntropy, {"weight", "ignore_index", "label_smoothing"}),
+        F.mse_loss: (SquaredError, set()),
+        F.binary_cross_entropy_with_logits: (BinaryCrossEntropy, {"weight", "pos_weight"}),
+    }
+    if func not in known:
+        return None
+    if (reduction := options.pop("reduction", "mean")) != "mean":
+        raise ValueError(
+            f"loss: reduction={reduction!r} was given, but radius and bound refer to the mean loss: 'mean'"
+        )
+    make, allowed = known[func]
+    return make(**options) if set(options) <= allowed else None

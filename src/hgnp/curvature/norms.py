@@ -1,0 +1,189 @@
+"""Normalisation with derivatives that can be trusted.
+
+PyTorch's fused BatchNorm (train mode), LayerNorm and InstanceNorm give silently wrong third derivatives: their saved
+statistics carry no history. `PRIMITIVE` holds the same functions in primitive operations, right to any order.
+`BatchNormDual` is the fast way for one direction: value and tangent of a train-mode BatchNorm with their exact first
+derivatives. With n = (s − m)·inv, P(z) = z − mean z − n·mean(n z) and γ, β the affine map,
+
+    y = γ n + β,    ẏ = γ·inv·P(ṡ).
+
+Given adjoints Y of y and Z of ẏ, and a = mean(nZ), b = mean(nṡ), c = mean(Zṡ) − mean Z·mean ṡ,
+
+    adjoint of ṡ = γ·inv·P(Z)
+    adjoint of s = γ·inv·P(Y) − γ·inv²·[n(c − 3ab) + b(Z − mean Z) + a(ṡ − mean ṡ)]
+    adjoint of γ = Σ nY + Σ inv·Z·P(ṡ),    adjoint of β = Σ Y.
+
+ẏ is what BatchNorm's own backward makes of ṡ, because its Jacobian is symmetric: one fused kernel serves all three P.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return (1, -1) + (1,) * (x.dim() - 2)
+
+
+def _normalise(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    var = (centred * centred).mean(dims, keepdim=True)
+    return centred * torch.rsqrt(var + eps), mean, var
+
+
+def _affine(n: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    n = n if weight is None else n * weight.view(shape)
+    return n if bias is None else n + bias.view(shape)
+
+
+def _track(running: Tensor | None, seen: Tensor, momentum: float) -> None:
+    if running is not None:
+        with torch.no_grad():
+            running.lerp_(seen.to(running.dtype), momentum)
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not training and running_mean is not None:  # an affine map: PyTorch's is right
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    count = input.numel() // input.shape[1]
+    if count == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
+    n, mean, var = _normalise(input, tuple(d for d in range(input.dim()) if d != 1), eps)
+    _track(running_mean, mean.flatten(), momentum)
+    _track(running_var, var.flatten() * (count / max(count - 1, 1)), momentum)
+    return _affine(n, weight, bias, _shape(input)).to(input.dtype)
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not use_input_stats:
+        return F.instance_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    n, mean, var = _normalise(input, tuple(range(2, input.dim())), eps)
+    count = input[0, 0].numel()
+    _track(running_mean, mean.mean(0).flatten(), momentum)
+    _track(running_var, var.mean(0).flatten() * (count / max(count - 1, 1)), momentum)
+    return _affine(n, weight, bias, _shape(input)).to(input.dtype)
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: list[int] | tuple[int, ...] | torch.Size,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    dims = tuple(range(-len(normalized_shape), 0))
+    out = _affine(_normalise(input, dims, eps)[0], weight, bias, tuple(normalized_shape))
+    return out if torch.is_autocast_enabled(input.device.type) else out.to(input.dtype)
+
+
+def group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    grouped = input.reshape(input.shape[0], num_groups, -1)
+    out = _affine(_normalise(grouped, (2,), eps)[0].reshape(input.shape), weight, bias, _shape(input))
+    return out if torch.is_autocast_enabled(input.device.type) else out.to(input.dtype)
+
+
+def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    """PyTorch's has no second derivative formula at all."""
+    return F.relu6(input + 3) / 6
+
+
+def glu(input: Tensor, dim: int = -1) -> Tensor:
+    """PyTorch's forward derivative of it cannot be differentiated again."""
+    a, b = input.chunk(2, dim)
+    return a * torch.sigmoid(b)
+
+
+# InstanceNorm's modules and the functional ones end here; torch.* spellings take other arguments and are not common.
+PRIMITIVE: dict[Any, Callable[..., Tensor]] = {
+    F.batch_norm: batch_norm,
+    F.instance_norm: instance_norm,
+    F.layer_norm: layer_norm,
+    F.group_norm: group_norm,
+    F.hardsigmoid: hardsigmoid,
+    F.glu: glu,
+}
+
+
+class BatchNormDual(torch.autograd.Function):
+    """(s, ṡ, γ, β) → (y, ẏ) with batch statistics; running statistics are updated as BatchNorm would."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        s: Tensor,
+        ds: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        y, mean, inv = torch.native_batch_norm(s, weight, bias, running_mean, running_var, True, momentum, eps)
+        dy, sum_nds, sum_ds = _backward(ds, s, weight, mean, inv, eps)
+        ctx.save_for_backward(s, ds, weight, mean, inv, sum_nds, sum_ds)
+        ctx.set_materialize_grads(False)
+        ctx.eps = eps
+        return y, dy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, Y: Tensor | None, Z: Tensor | None) -> tuple[Tensor | None, ...]:
+        s, ds, weight, mean, inv, sum_nds, sum_ds = ctx.saved_tensors
+        needs_weight, needs_bias = ctx.needs_input_grad[2:4]
+        Y = torch.zeros_like(s) if Y is None else Y
+        grad_s, grad_weight, grad_bias = _backward(Y, s, weight, mean, inv, ctx.eps)
+        if Z is None:  # C alone: no tangent is touched
+            return grad_s, None, grad_weight if needs_weight else None, grad_bias if needs_bias else None, *_REST
+        grad_ds, sum_nZ, sum_Z = _backward(Z, s, weight, mean, inv, ctx.eps)
+        count = s.numel() // s.shape[1]
+        dims = [d for d in range(s.dim()) if d != 1]
+        a, b, z, d = sum_nZ / count, sum_nds / count, sum_Z / count, sum_ds / count
+        c = (Z * ds).sum(dims, dtype=inv.dtype) / count - z * d
+        scale = inv * inv if weight is None else inv * inv * weight.to(inv.dtype)
+        k_s, k_Z, k_ds = scale * inv * (c - 3 * a * b), scale * b, scale * a
+        const = k_s * mean + k_Z * z + k_ds * d
+        for k, x in ((k_s, s), (k_Z, Z), (k_ds, ds)):
+            grad_s.addcmul_(x, k.to(x.dtype).view(_shape(s)), value=-1)
+        grad_s.add_(const.to(grad_s.dtype).view(_shape(s)))
+        grad_weight = grad_weight + inv * count * (c - a * b)
+        return grad_s, grad_ds, grad_weight if needs_weight else None, grad_bias if needs_bias else None, *_REST
+
+
+_REST = (None,) * 4  # statistics, momentum and eps have no derivative
+
+
+def _backward(
+    z: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """γ·inv·P(z), Σ n z and Σ z."""
+    out: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward(
+        z, s, weight, None, None, mean, inv, True, eps, [True, True, True]
+    )
+    return out

@@ -1,0 +1,83 @@
+"""How each operation of a network bends: linear, bilinear or curved, by the name PyTorch gives it.
+
+Along a direction v a tensor is *straight* when its second derivative along v vanishes. A `LINEAR` operation (piecewise
+linear and affine ones among them) keeps straight tensors straight. A `BILINEAR` one does so while at most one of its
+factors depends on v. Everything else is taken to bend, and is named as the reason.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# T(x) is the same operation on the tangent of the first argument
+SAME = frozenset(
+    """view reshape flatten unflatten permute transpose movedim swapaxes t squeeze unsqueeze expand expand_as repeat
+    repeat_interleave contiguous clone mean sum neg roll flip __getitem__ chunk split unbind select narrow index_select
+    view_as reshape_as avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    upsample interpolate pixel_shuffle pixel_unshuffle channel_shuffle unfold fold cumsum tril triu diagonal float
+    double half bfloat16 to type_as gather diff""".split()  # noqa: SIM905
+)
+SUMS = frozenset("add sub __rsub__ subtract cat concat concatenate stack hstack vstack".split())  # noqa: SIM905
+SELECTIONS = frozenset(
+    """relu relu6 leaky_relu prelu hardtanh clamp clamp_min clamp_max clip threshold abs rrelu max_pool1d max_pool2d
+    max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d amax amin max min maximum minimum topk sort
+    masked_fill where pad dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout
+    index_copy index_add scatter scatter_add masked_select lerp""".split()  # noqa: SIM905
+)
+LINEAR = SAME | SUMS | SELECTIONS
+BILINEAR = frozenset(
+    """mul multiply matmul __rmatmul__ mm bmm mv dot outer linear bilinear conv1d conv2d conv3d conv_transpose1d
+    conv_transpose2d conv_transpose3d einsum addmm baddbmm addmv addbmm embedding tensordot""".split()  # noqa: SIM905
+)
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+
+# Their results do not depend on their argument's value, or not differentiably.
+PASSIVE = frozenset(
+    """dim size numel nelement stride is_contiguous is_floating_point is_complex get_device element_size data_ptr
+    __len__ __bool__ __repr__ __format__ __hash__ item tolist detach argmax argmin argsort eq ne lt gt le ge isnan isinf
+    isfinite bool long int short logical_not logical_and logical_or sign zeros_like ones_like empty_like full_like
+    rand_like randn_like new_zeros new_ones new_empty new_full new_tensor type register_hook retain_grad
+    is_same_size is_set_to __contains__ nonzero count_nonzero bernoulli multinomial _set_grad_enabled requires_grad_
+    record_stream is_pinned is_shared is_nonzero is_inference is_conj is_neg ndimension numpy has_names""".split()  # noqa: SIM905
+)
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """The operation's name without the marks of an in-place or a reflected spelling: add_, __iadd__, __radd__ → add."""
+    name: str = getattr(func, "__name__", "?")
+    if name in ("__get__", "__getitem__", "__setitem__", "__rsub__", "__rmatmul__"):
+        return name
+    if name.startswith("__") and name.endswith("__"):
+        bare = name[2:-2]
+        return bare[1:] if bare in ("iadd", "isub", "imul", "radd", "rmul", "itruediv") else name
+    return name[:-1] if name.endswith("_") else name
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def map_tensors(value: Any, fn: Callable[[Tensor], Any]) -> Any:
+    """The same nesting with fn applied to every tensor."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(item, fn) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, fn) for key, item in value.items()}
+    return value
+
+
+def differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or torch.is_complex(value))

@@ -1,0 +1,22 @@
+"""Random state of the CPU and of the devices that tensors live on: taken, and put back."""
+
+import torch
+from torch import Tensor
+
+
+class RandomState:
+    def __init__(self, *tensors: Tensor) -> None:
+        self._cpu = torch.get_rng_state()
+        devices = {x.device for x in tensors if x.is_cuda}
+        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
+
+    def __enter__(self) -> "RandomState":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        for device, state in self._cuda.items():
+            torch.cuda.set_rng_state(state, device)

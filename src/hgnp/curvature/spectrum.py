@@ -1,0 +1,220 @@
+"""Each block's top eigenpair, kept from batch to batch, and the block they point to.
+
+λ_l = λ^Ψ λ^Γ and v_l = v^Ψ ⊗ v^Γ (equation 4), for every group of every block; v is the one with the largest score and
+zero everywhere else. `Observer` is what a forward pass shows its layers to: it gathers Ψ on the way and Γ in `pull`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hgnp.curvature.blocks import Block
+from hgnp.curvature.eigen import Eigenpair, arbitrary, kronecker_residual, top
+from hgnp.curvature.factors import GammaMoments, PsiMoments, per_position, plain_convolution, unit, wide
+
+COLD_STEPS = 60
+WARM_STEPS = 4
+
+
+class _Probe(torch.autograd.Function):
+    """The identity on a layer's output; its backward shows the derivative there. `anchor` makes autograd go by it."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor, anchor: Tensor, sink: Any) -> Tensor:
+        ctx.sink = sink
+        ctx.mark_dirty(s)
+        return s
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.sink(grads[0])
+        return grads[0], None, None
+
+
+class Observer:
+    """Gathers the factors of every block that a forward pass calls."""
+
+    def __init__(
+        self, blocks: Iterable[Block], samples: int, *, convention: str, scale_invariant: bool, keep: bool
+    ) -> None:
+        self._blocks = {id(block.weight): block for block in blocks}
+        self.samples, self.convention, self.keep = samples, convention, keep
+        self.scale_invariant = scale_invariant
+        self.psi: dict[str, PsiMoments] = {}
+        self.gamma: dict[str, GammaMoments] = {}
+        self.calls: dict[str, list[tuple[dict[str, Any], Tensor]]] = {}
+        self._anchor: Tensor | None = None
+        self._factor: float | Tensor | None = None  # N / scale while Γ is being gathered
+
+    def layer(self, options: dict[str, Any], out: Tensor) -> Tensor:
+        block = self._blocks.get(id(options["weight"]))
+        if block is None or not out.requires_grad:
+            return out
+        with torch.autocast(out.device.type, enabled=False):
+            if block.name not in self.psi:
+                scale = wide(block.filter_norms().detach()) if self.scale_invariant else None
+                self.psi[block.name] = PsiMoments(block, self.samples, self.convention)
+                self.gamma[block.name] = GammaMoments(block, self.samples, self.convention, scale)
+            self.psi[block.name].add(options)
+        if self._anchor is None:
+            self._anchor = torch.zeros((), device=out.device, requires_grad=True)
+
+        def sink(g: Tensor) -> None:
+            if self._factor is not None:
+                self.gamma[block.name].add(g, self._factor)
+                if self.keep:
+                    self.calls.setdefault(block.name, []).append((options, wide(g) * self._factor))
+
+        probed: Tensor = _Probe.apply(out, self._anchor, sink)
+        return probed
+
+    def pull(self, output: Tensor, cotangent: Tensor | None, scale: float | Tensor) -> None:
+        """Γ from the derivatives of `output` (C itself, or the logits with a drawn cotangent): a backward pass for
+        activations alone. `scale` keeps them in a half-precision range and is divided out again."""
+        assert self._anchor is not None
+        cotangent = torch.ones_like(output) if cotangent is None else cotangent.to(output.dtype)
+        self._factor = self.samples / scale
+        try:
+            torch.autograd.grad(output, self._anchor, cotangent * scale, retain_graph=True, allow_unused=True)
+        finally:
+            self._factor = None
+
+    def empirical(self, block: Block, psi: Tensor, gamma: Tensor) -> Tensor:
+        """mean_i (Σ_t (v^Ψ·ã_it)(v^Γ·g_it))² of each group, (G,): the quotient of the block's own Fisher matrix."""
+        groups, side = block.gamma_shape
+        total = torch.zeros(self.samples, groups, dtype=psi.dtype, device=psi.device)
+        d = block.weight[0].numel()
+        shift = psi[:, d] if block.bias is not None else None
+        for options, g in self.calls.get(block.name, []):
+            a = wide(options["input"].detach())
+            if "stride" in options:
+                a, conv = plain_convolution(a, options, block.weight.dim() - 2)
+                filters = psi[:, :d].reshape(groups, *block.weight.shape[1:])
+                zeros = [0] * len(conv["stride"])
+                along = torch.convolution(a, filters, shift, conv["stride"], conv["padding"], conv["dilation"], False, zeros, groups)  # fmt: skip # noqa: E501
+            else:
+                along = torch.nn.functional.linear(a, psi[:, :d], shift)
+            g = per_position(g, self.samples, block)
+            scale = self.gamma[block.name].scale
+            g = g if scale is None else g * scale
+            along_g = (g.unflatten(2, (groups, side)) * gamma).sum(3)  # (N, T, G)
+            total += (per_position(along, self.samples, block) * along_g).sum(1)
+        return total.square().mean(0)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The block with the largest score, its group, and what was measured of its pair."""
+
+    index: Tensor  # into `blocks`, on the host; ready once `wait` returns
+    ready: torch.cuda.Event | None
+    blocks: list[Block]
+
+    @classmethod
+    def known(cls, block: Block) -> "Chosen":
+        return cls(torch.tensor(0), None, [block])
+
+    def block(self) -> Block:
+        if self.ready is not None:
+            self.ready.synchronize()  # waits for this one number of the last batch, not for the device
+        return self.blocks[int(self.index)]
+
+
+@dataclass(frozen=True)
+class Pair:
+    psi: Eigenpair
+    gamma: Eigenpair
+    group: Tensor  # index of the best group
+
+    @property
+    def value(self) -> Tensor:
+        return (self.psi.value * self.gamma.value).gather(0, self.group.view(1)).squeeze(0)
+
+    @property
+    def residual(self) -> Tensor:
+        both = kronecker_residual(self.psi.residual, self.gamma.residual)
+        return both.gather(0, self.group.view(1)).squeeze(0)
+
+    def direction(self, block: Block, *, scale_invariant: bool) -> list[tuple[Tensor, Tensor]]:
+        """The block's parameters with their parts of v, or of V = diag(n)·v, through whose n derivatives pass."""
+        one = torch.zeros_like(self.psi.value).scatter(0, self.group.view(1), 1.0).unsqueeze(1)
+        gamma = self.gamma.vector * one
+        if scale_invariant:
+            gamma = gamma * block.filter_norms().view(gamma.shape)
+        weight, bias = block.spread(self.psi.vector.to(gamma.dtype), gamma)
+        seeds = [(block.weight, weight.to(block.weight.dtype))]
+        if block.bias is not None and bias is not None:
+            seeds.append((block.bias, bias.to(block.bias.dtype)))
+        return seeds
+
+    def fits(self, block: Block) -> bool:
+        return (self.psi.vector.shape, self.gamma.vector.shape) == (block.psi_shape, block.gamma_shape)
+
+    def state(self) -> dict[str, Tensor]:
+        kinds = {"psi": self.psi, "gamma": self.gamma}
+        parts = {f"{kind}.{key}": value for kind, pair in kinds.items() for key, value in vars(pair).items()}
+        return parts | {"group": self.group}
+
+    @classmethod
+    def of_state(cls, state: dict[str, Tensor]) -> "Pair":
+        psi, gamma = (
+            Eigenpair(**{key: state[f"{kind}.{key}"] for key in ("value", "vector", "residual")})
+            for kind in ("psi", "gamma")
+        )
+        return cls(psi, gamma, state["group"])
+
+    def sliced(self, block: Block, outputs: Tensor | None, inputs: Tensor | None) -> "Pair":
+        """The pair after the block's weight keeps these positions of its dimensions 0 and 1 (None: all).
+
+        Whole groups may go with their outputs, as in depthwise convolutions."""
+        psi, gamma = self.psi.vector, self.gamma.vector
+        group, value = self.group, {"psi": self.psi.value, "gamma": self.gamma.value}
+        residual = {"psi": self.psi.residual, "gamma": self.gamma.residual}
+        if outputs is not None:
+            outputs = outputs.to(gamma.device)
+            alive = torch.unique(torch.div(outputs, gamma.shape[1], rounding_mode="floor"))
+            gamma = gamma.flatten()[outputs].view(len(alive), -1)
+            psi, group = psi[alive], torch.searchsorted(alive, group).clamp_max(len(alive) - 1)
+            value = {kind: x[alive] for kind, x in value.items()}
+            residual = {kind: x[alive] for kind, x in residual.items()}
+        if inputs is not None:
+            d = block.weight[0].numel()
+            taps = psi[:, :d].view(psi.shape[0], block.weight.shape[1], -1)[:, inputs.to(psi.device)]
+            psi = torch.cat([taps.flatten(1), psi[:, d:]], 1)
+        return Pair(
+            Eigenpair(value["psi"], _unit_or_arbitrary(psi), residual["psi"]),
+            Eigenpair(value["gamma"], _unit_or_arbitrary(gamma), residual["gamma"]),
+            group,
+        )
+
+
+def _unit_or_arbitrary(v: Tensor) -> Tensor:
+    return unit(torch.where(v.abs().amax(1, keepdim=True) == 0, arbitrary(v.shape[1], v.dtype, v.device), v))
+
+
+def solve(
+    observer: Observer, blocks: list[Block], start: dict[str, tuple[Tensor, Tensor]], *, empirical: bool, cold: bool
+) -> tuple[dict[str, Pair], Chosen]:
+    """The eigenpairs of every block that was seen, from `start`, and the block to penalise."""
+    steps = COLD_STEPS if cold else WARM_STEPS
+    pairs: dict[str, Pair] = {}
+    scores: list[Tensor] = []
+    seen = [block for block in blocks if block.name in observer.psi and observer.gamma[block.name].positions]
+    for block in seen:
+        psi = top(observer.psi[block.name].factor(), start[block.name][0], steps)
+        gamma = top(observer.gamma[block.name].factor(), start[block.name][1], steps)
+        score = observer.empirical(block, psi.vector, gamma.vector) if empirical else psi.value * gamma.value
+        score = torch.nan_to_num(score, nan=-1.0, posinf=-1.0)  # an overflow of half precision is no curvature
+        best = score.max(0)
+        pairs[block.name] = Pair(psi, gamma, best.indices)
+        scores.append(best.values.to(torch.float64 if psi.value.dtype == torch.float64 else torch.float32))
+    index = torch.stack(scores).argmax()
+    if not index.is_cuda:
+        return pairs, Chosen(index, None, seen)
+    host = torch.empty((), dtype=index.dtype, pin_memory=True).copy_(index, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record()
+    return pairs, Chosen(host, ready, seen)

@@ -1,0 +1,168 @@
+"""The forward tangent pass: beside every tensor x that depends on the block, ẋ = its derivative along v.
+
+Operations before the block run untouched. After it, the common ones have rules written in differentiable operations,
+so that an ordinary backward through (outputs, tangents) gives exact derivatives of both; every other operation is
+differentiated by `torch.func.jvp`, norms through their primitive form. The rules are in `rules`.
+
+Tangents are kept beside tensors, not in them. A tensor changed through an alias is noticed by its version counter and
+refused, never guessed.
+"""
+
+import contextlib
+import functools
+import inspect
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hgnp.curvature.forward import Forward, Func, UnfitError, Watch
+from hgnp.curvature.norms import PRIMITIVE
+from hgnp.curvature.operations import PASSIVE, differentiable, map_tensors, name_of, tensors_in
+from hgnp.curvature.random import RandomState
+from hgnp.curvature.rules import RULES
+
+# fused attention kernels have no second derivatives; PyTorch's own formula in plain operations has
+FUSED = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
+
+
+class Tangent(Forward):
+    """Runs the network and carries tangents from `seeds`, pairs of a parameter and its direction."""
+
+    def __init__(self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None = None, frozen: bool = False) -> None:
+        super().__init__(watch=watch, frozen=frozen)
+        self._records: dict[int, tuple[weakref.ref[Tensor], Tensor | None, int]] = {}
+        for parameter, direction in seeds:
+            self.record(parameter, direction)
+
+    def record(self, x: Tensor, tangent: Tensor | None) -> None:
+        """ẋ for x as it is now; None marks x as no longer known."""
+        key = id(x)
+        if tangent is not None and tangent.dtype != x.dtype:
+            tangent = tangent.to(x.dtype)
+        self._records[key] = (weakref.ref(x, lambda _: self._records.pop(key, None)), tangent, x._version)
+
+    def tangent(self, x: Any) -> Tensor | None:
+        if not isinstance(x, Tensor):
+            return None
+        found = self._records.get(id(x))
+        if found is None:
+            if x._is_view() and id(x._base) in self._records and differentiable(x):
+                raise _unfit("a view made before its base was written to is used afterwards")
+            return None
+        if found[2] != x._version or found[1] is None:
+            raise _unfit("a tensor is used after it was written to through another view of it")
+        return found[1]
+
+    def written(self, x: Tensor, tangent: Tensor) -> None:
+        """x was returned, changed in place perhaps: its base, if it has no tangent, is then no longer known."""
+        found = self._records.get(id(x))
+        changed = found is None or found[2] != x._version
+        self.record(x, tangent)
+        base = x._base
+        if changed and base is not None and id(base) not in self._records:
+            self.record(base, None)
+
+    def compute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled() or all(self.tangent(x) is None for x in tensors_in((args, kwargs))):
+            return self.primal(func, args, kwargs)
+        name = name_of(func)
+        if name == "__get__":
+            return self._attribute(func, args, kwargs)
+        if name in PASSIVE:
+            return self.primal(func, args, kwargs)
+        if kwargs.get("out") is not None:
+            raise _unfit(f"{name}(out=…) writes into a tensor that already exists")
+        rule = RULES.get(name)
+        if rule is not None:
+            out = rule(self, func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        return self._by_jvp(func, args, kwargs)
+
+    def _attribute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if attribute in ("T", "mT", "H", "mH") and (tangent := self.tangent(args[0])) is not None:
+            self.record(out, func(tangent))
+        return out
+
+    def _by_jvp(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Value and tangent at once by forward-mode differentiation of this one operation."""
+        name = name_of(func)
+        writes = in_place(func, args, kwargs)
+        if writes and name == "__setitem__":
+            raise _unfit("an indexed assignment cannot be followed")
+        duals = {id(x): x for x in tensors_in((args, kwargs)) if self.tangent(x) is not None}
+        tangents = tuple(self.tangent(x) for x in duals.values())
+        body = PRIMITIVE.get(func, func)
+        structure: list[Any] = []
+
+        def call(*values: Tensor) -> tuple[Tensor, ...]:
+            now = {key: value.clone() if writes else value for key, value in zip(duals, values, strict=True)}
+            out = body(
+                *map_tensors(args, lambda x: now.get(id(x), x)), **map_tensors(kwargs, lambda x: now.get(id(x), x))
+            )
+            structure.append(out)
+            return tuple(x for x in tensors_in(out) if differentiable(x)) or (values[0],)
+
+        state = RandomState(args[0]) if writes else None
+        with sdpa_kernel(SDPBackend.MATH) if name in FUSED else contextlib.nullcontext():
+            load_jvp()
+            try:
+                primals, outs = torch.func.jvp(call, tuple(duals.values()), tangents)  # type: ignore[misc]
+            except NotImplementedError as error:
+                raise _unfit(f"{name} has no forward derivative in PyTorch") from error
+        if writes:
+            assert state is not None
+            state.restore()
+            out = func(*args, **kwargs)
+            self.written(args[0], outs[0])
+            return out
+        results = iter(zip(primals, outs, strict=True))
+
+        def place(x: Tensor) -> Tensor:
+            if not differentiable(x):
+                return torch._C._functorch.get_unwrapped(x) if torch._C._functorch.is_functorch_wrapped_tensor(x) else x
+            value, tangent = next(results)
+            self.record(value, tangent)
+            return value
+
+        return map_tensors(structure[0], place)
+
+
+def _unfit(reason: str) -> UnfitError:
+    return UnfitError(f"{reason}; the Gauss–Newton route cannot carry this, curvature='hessian' can")
+
+
+@functools.cache
+def load_jvp() -> None:
+    """PyTorch loads what jvp needs at its first call, and warns of its own use of torch.jit.script then."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.zeros(()),))
+
+
+@functools.cache
+def _inplace_position(func: Func) -> int | None:
+    try:
+        names = list(inspect.signature(func).parameters)
+    except (ValueError, TypeError):
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Does the call write into its first argument?"""
+    name: str = getattr(func, "__name__", "")
+    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        return True
+    if name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__"):
+        return True
+    if "inplace" in kwargs:
+        return bool(kwargs["inplace"])
+    position = _inplace_position(func)
+    return position is not None and len(args) > position and bool(args[position])

@@ -1,0 +1,137 @@
+"""How flat a solution is: the top eigenvalues of the true Hessian over a data set.
+
+Lanczos with full reorthogonalisation on v ↦ Hv, H the Hessian of the mean loss over all samples in evaluation mode.
+A Ritz pair (θ, y) of the k-step tridiagonal T has the exact residual ‖Hy − θy‖ = β_k |last entry of T's eigenvector|;
+it is converged once that is below `tolerance`·|θ_max|. The scale-invariant variant is the Hessian of the same loss in
+the metric D = diag(n), n_j = ‖w_j‖ for the filter j that a weight or bias of a Linear or convolution belongs to.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hgnp.curvature.blocks import find_blocks
+from hgnp.curvature.forward import run
+from hgnp.curvature.losses import Loss
+from hgnp.curvature.operations import tensors_in
+
+TOLERANCE = 1e-4
+MAX_STEPS = 200
+
+
+@dataclass(frozen=True)
+class Sharpness:
+    eigenvalues: tuple[float, ...]
+    """The k algebraically largest, in descending order."""
+    residuals: tuple[float, ...]
+    """‖Hy − θy‖ of each; some eigenvalue of H lies at most that far from it."""
+    steps: int
+    """Products with the Hessian, each a pass over the data."""
+    converged: bool
+    """Every residual is below 1e-4 of the largest eigenvalue's size."""
+
+
+def sharpness(
+    net: nn.Module,
+    data: Iterable[tuple[Any, Any]],
+    *,
+    loss: Loss = F.cross_entropy,
+    k: int = 1,
+    scale_invariant: bool = False,
+    output: Callable[[Any], Any] | None = None,
+) -> Sharpness:
+    """The k top eigenvalues of the Hessian of the mean loss over `data`, an iterable of (inputs, target) batches that
+    is gone through once for every product: a list or a loader, not a generator. The network's mode, buffers, gradients
+    and random state are left as found."""
+    if k < 1:
+        raise ValueError(f"k: {k} was given; a whole number of at least 1 would do")
+    if iter(data) is data:
+        raise ValueError("data: a generator can be gone through once only; a list or a DataLoader would do")
+    parameters: list[Tensor] = [p for p in net.parameters() if p.requires_grad]
+    size = sum(p.numel() for p in parameters)
+    if not size:
+        raise ValueError("net: it has no trained parameter")
+    metric = _metric(net, parameters) if scale_invariant else None
+    modes = {module: module.training for module in net.modules()}
+    net.eval()
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            return _lanczos(lambda v: _product(net, data, loss, output, parameters, metric, v), parameters, size, k)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _metric(net: nn.Module, parameters: list[Tensor]) -> list[Tensor]:
+    """n_j for every entry that belongs to filter j of a block, 1 elsewhere."""
+    scales = {}
+    for block in find_blocks(net):
+        n = block.filter_norms().detach()
+        scales[id(block.weight)] = n.view(-1, *[1] * (block.weight.dim() - 1))
+        if block.bias is not None:
+            scales[id(block.bias)] = n
+    return [scales.get(id(p), torch.ones((), dtype=p.dtype, device=p.device)) for p in parameters]
+
+
+def _product(
+    net: nn.Module,
+    data: Iterable[tuple[Any, Any]],
+    loss: Loss,
+    output: Callable[[Any], Any] | None,
+    parameters: list[Tensor],
+    metric: list[Tensor] | None,
+    v: Tensor,
+) -> Tensor:
+    """Hv, or DHDv: two reverse passes a batch, weighted by its number of samples."""
+    parts = [x.view_as(p) for x, p in zip(v.split([p.numel() for p in parameters]), parameters, strict=True)]
+    if metric is not None:
+        parts = [x * d for x, d in zip(parts, metric, strict=True)]
+    total, samples = torch.zeros_like(v), 0
+    for inputs, target in data:
+        value = loss(run(net, inputs, output=output), target)
+        grads = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
+        products = torch.autograd.grad(grads, parameters, parts, materialize_grads=True)
+        n = next(tensors_in(inputs)).shape[0]
+        total += n * torch.cat([p.flatten() for p in products])
+        samples += n
+    if not samples:
+        raise ValueError("data: it has no batch")
+    if metric is not None:
+        scale = torch.cat([d.expand_as(p).flatten() for d, p in zip(metric, parameters, strict=True)])
+        total = total * scale
+    return total / samples
+
+
+def _lanczos(product: Callable[[Tensor], Tensor], parameters: list[Tensor], size: int, k: int) -> Sharpness:
+    k = min(k, size)
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(size, generator=generator, dtype=torch.float64).to(parameters[0])
+    basis = [v / v.norm()]
+    alphas: list[float] = []
+    betas: list[float] = []
+    while True:
+        w = product(basis[-1])
+        alphas.append((w @ basis[-1]).item())
+        stacked = torch.stack(basis)
+        for _ in range(2):  # once leaves what the first subtraction rounds away
+            w = w - stacked.T @ (stacked @ w)
+        beta = w.norm().item()
+        T = torch.diag(torch.tensor(alphas, dtype=torch.float64))
+        if betas:
+            off = torch.tensor(betas, dtype=torch.float64)
+            T = T + torch.diag(off, 1) + torch.diag(off, -1)
+        values, vectors = torch.linalg.eigh(T)
+        residuals = beta * vectors[-1].abs()
+        scale = values.abs().max().item()
+        done = len(alphas) >= k and bool((residuals[-k:] <= TOLERANCE * scale).all())
+        exhausted = len(alphas) == size or beta <= 1e-12 * scale
+        if done or exhausted or len(alphas) == MAX_STEPS:
+            top = values.flip(0)[:k].tolist()
+            return Sharpness(tuple(top), tuple(residuals.flip(0)[:k].tolist()), len(alphas), done or exhausted)
+        betas.append(beta)
+        basis.append(w / beta)

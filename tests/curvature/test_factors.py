@@ -1,0 +1,280 @@
+"""Ψ and Γ against curvlinops, against explicit patches, and against what theory says they equal."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from curvature_cases import Siamese, convnet, images
+from hgnp.curvature.blocks import find_blocks
+from hgnp.curvature.eigen import kronecker_residual, top, top_dense
+from hgnp.curvature.factors import Rows, unit
+from hgnp.curvature.forward import Forward
+from hgnp.curvature.spectrum import Observer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # a dependency of curvlinops scripts a function on import
+    from curvlinops import FisherType, KFACLinearOperator, KFACType
+
+CONVENTIONS = ("expand", "reduce")
+
+
+def observe(net, inputs, y, convention, *, loss=F.cross_entropy, scale_invariant=False, scale=1.0):
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    observer = Observer(
+        find_blocks(net), inputs[0].shape[0], convention=convention, scale_invariant=scale_invariant, keep=True
+    )
+    with Forward(watch=observer):
+        z = net(*inputs)
+    observer.pull(loss(z, y), None, scale)
+    return observer
+
+
+def dense(observer, name):
+    return observer.psi[name].factor().dense(), observer.gamma[name].factor().dense()
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_factors_equal_curvlinops(convention):
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.ReLU(inplace=True), nn.Conv2d(3, 4, (2, 3), dilation=(1, 1)),
+        nn.Tanh(), nn.Flatten(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3),
+    ).double()  # fmt: skip
+    x, y = images(6)
+    kfac = KFACLinearOperator(
+        net, nn.CrossEntropyLoss(), list(net.parameters()), [(x, y)], fisher_type=FisherType.EMPIRICAL,
+        kfac_approx=getattr(KFACType, convention.upper()), separate_weight_and_bias=False, check_deterministic=False,
+    )  # fmt: skip
+    kfac.compute_kronecker_factors()
+    observer = observe(net, x, y, convention)
+    for block in find_blocks(net):
+        psi, gamma = dense(observer, block.name)
+        if convention == "expand":  # curvlinops divides Ψ by T, the bias entry of ours, and not Γ
+            psi, gamma = psi / psi[0, -1, -1], gamma * psi[0, -1, -1]
+        torch.testing.assert_close(psi[0], kfac._input_covariances[block.name], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(gamma[0], kfac._gradient_covariances[block.name], rtol=1e-10, atol=1e-12)
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(4, 6), (3, 4)),
+    "linear, positions": (lambda: nn.Linear(4, 6), (3, 5, 4)),
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1), (3, 4, 9)),
+    "conv1d, groups": (lambda: nn.Conv1d(4, 6, 3, padding="same", groups=2), (3, 4, 9)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=2, dilation=2), (3, 4, 7, 8)),
+    "conv2d, no bias": (lambda: nn.Conv2d(4, 6, (1, 2), bias=False), (3, 4, 5, 6)),
+    "conv2d, same": (lambda: nn.Conv2d(4, 6, 4, dilation=2, padding="same"), (3, 4, 8, 7)),
+    "conv2d, circular": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (3, 4, 6, 5)),
+    "conv2d, groups": (lambda: nn.Conv2d(4, 6, 3, padding=1, groups=2), (3, 4, 5, 6)),
+    "conv2d, depthwise": (lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4), (3, 4, 5, 6)),
+    "conv3d": (lambda: nn.Conv3d(2, 4, 2, padding=1, groups=2), (3, 2, 3, 4, 3)),
+}
+
+
+def explicit(layer: nn.Module, x: Tensor, g: Tensor, convention: str) -> tuple[Tensor, Tensor]:
+    """Both factors from patches found by applying the layer to every basis filter."""
+    groups = getattr(layer, "groups", 1)
+    side = layer.weight[0].numel()
+    patches = []
+    with torch.no_grad():
+        kept = layer.weight.clone(), layer.bias
+        layer.bias = None
+        for k in range(side):
+            layer.weight.copy_(
+                torch.zeros_like(layer.weight).flatten(1).index_fill(1, torch.tensor([k]), 1.0).view_as(layer.weight)
+            )
+            patches.append(layer(x).detach())  # entry k of each patch, once for every output of the group
+        layer.weight.copy_(kept[0])
+        layer.bias = kept[1]
+    if layer.weight.dim() == 2:
+        a, g = torch.stack([p[..., 0] for p in patches], -1), g
+        a = a.reshape(x.shape[0], -1, 1, side)
+        g = g.reshape(x.shape[0], -1, 1, g.shape[-1])
+    else:
+        per = layer.weight.shape[0] // groups
+        a = torch.stack([p.flatten(2)[:, ::per] for p in patches], -1).transpose(1, 2)  # (N, T, G, side)
+        g = g.flatten(2).transpose(1, 2).unflatten(2, (groups, per))
+    if layer.bias is not None:
+        a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
+    n, t = a.shape[:2]
+    if convention == "expand":
+        return torch.einsum("ntgi,ntgj->gij", a, a) / n, torch.einsum("ntgi,ntgj->gij", g, g) / (n * t)
+    a, g = a.mean(1), g.sum(1)
+    return torch.einsum("ngi,ngj->gij", a, a) / n, torch.einsum("ngi,ngj->gij", g, g) / n
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_factors_and_eigenpairs_equal_dense_algebra(kind, convention):
+    make, shape = LAYERS[kind]
+    torch.manual_seed(0)
+    layer, x = make().double(), torch.randn(shape, dtype=torch.float64)
+    weights = torch.randn_like(layer(x))
+    net = nn.Sequential(layer)
+    loss = lambda z, y: (weights * torch.tanh(z)).sum() / z.shape[0]  # noqa: E731
+    observer = observe(net, x, None, convention, loss=loss)
+    s = layer(x)
+    g = torch.autograd.grad(loss(s, None), s)[0] * x.shape[0]
+    expected = explicit(layer, x, g, convention)
+    for moments, want in zip((observer.psi["0"], observer.gamma["0"]), expected, strict=True):
+        factor = moments.factor()
+        torch.testing.assert_close(factor.dense(), want, rtol=1e-10, atol=1e-12)
+        vector = torch.randn(want.shape[:2], dtype=torch.float64)
+        torch.testing.assert_close(
+            factor.product(vector), (want @ vector.unsqueeze(2)).squeeze(2), rtol=1e-10, atol=1e-12
+        )
+        pair, oracle = top(factor, unit(vector), 400), top_dense(factor)
+        torch.testing.assert_close(pair.value, torch.linalg.eigvalsh(want)[:, -1], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(oracle.value, pair.value, rtol=1e-9, atol=1e-12)
+        overlap = (pair.vector * oracle.vector).sum(1).abs()
+        torch.testing.assert_close(overlap, torch.ones_like(overlap), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_a_batch_given_twice_has_the_same_factors(convention):
+    net = convnet("none", nn.Tanh)
+    x, y = images(4)
+    once, twice = observe(net, x, y, convention), observe(net, torch.cat([x, x]), torch.cat([y, y]), convention)
+    for block in find_blocks(net):
+        for a, b in zip(dense(once, block.name), dense(twice, block.name), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_one_sample_one_position_has_the_squared_gradient_norm():
+    """λ = ‖∂C/∂W‖² for N = T = 1, grouped convolutions included (one group at a time)."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(6, 3)).double()
+    x, y = torch.randn(1, 4, 3, 3, dtype=torch.float64), torch.tensor([1])
+    F.cross_entropy(net(x), y).backward()
+    for convention in CONVENTIONS:
+        observer = observe(net, x, y, convention)
+        for block in find_blocks(net):
+            psi, gamma = (torch.linalg.eigvalsh(f)[:, -1] for f in dense(observer, block.name))
+            grads = block.weight.grad.flatten(1).square().sum(1) + block.bias.grad.square()
+            torch.testing.assert_close(psi * gamma, grads.view(block.groups, -1).sum(1), rtol=1e-10, atol=0)
+
+
+def test_kfac_is_the_gauss_newton_block_of_a_deep_linear_net():
+    """MSE and a linear net: Γ of the true Fisher is constant, so Ψ ⊗ Γ is exact."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 3, bias=False), nn.Linear(3, 2, bias=False)).double()
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    for index, block in enumerate(find_blocks(net)):
+        # Γ by type-2 sampling: each output unit's root of the loss curvature, one backward each
+        gamma = torch.zeros(block.weight.shape[0], block.weight.shape[0], dtype=torch.float64)
+        for unit_ in range(2):
+            observer = Observer(find_blocks(net), 6, convention="expand", scale_invariant=False, keep=False)
+            with Forward(watch=observer):
+                z = net(x)
+            cotangent = torch.zeros_like(z)
+            cotangent[:, unit_] = (2 / 2) ** 0.5 / 6
+            observer.pull(z, cotangent, 1.0)
+            gamma += observer.gamma[block.name].factor().dense()[0]
+        psi = observer.psi[block.name].factor().dense()[0]
+
+        def loss(flat, index=index, block=block):
+            a = x
+            for k, layer in enumerate(net):
+                a = a @ (flat.view_as(block.weight) if k == index else layer.weight).T
+            return F.mse_loss(a, y)
+
+        H = torch.autograd.functional.hessian(loss, block.weight.detach().flatten())
+        torch.testing.assert_close(torch.kron(gamma, psi), H, rtol=1e-9, atol=1e-11)
+
+
+def test_a_shared_layer_has_the_positions_of_all_its_calls():
+    torch.manual_seed(0)
+    net = Siamese().double()
+    left, right = torch.randn(2, 5, 4, dtype=torch.float64)
+    y = torch.randint(0, 3, (5,))
+    for convention in CONVENTIONS:
+        psi, gamma = dense(observe(net, (left, right), y, convention), "tower")
+        both = torch.stack([left, right], 1)
+        a = torch.cat([both, torch.ones_like(both[..., :1])], 2)
+        want = torch.einsum("nti,ntj->ij", a, a) / 5 if convention == "expand" else a.mean(1).T @ a.mean(1) / 5
+        torch.testing.assert_close(psi[0], want, rtol=1e-10, atol=1e-12)
+        one, two = net.tower(left), net.tower(right)
+        g = torch.stack(torch.autograd.grad(F.cross_entropy(net.head(F.relu(one) + F.relu(two)), y), (one, two)), 1) * 5
+        want = torch.einsum("nti,ntj->ij", g, g) / 10 if convention == "expand" else g.sum(1).T @ g.sum(1) / 5
+        torch.testing.assert_close(gamma[0], want, rtol=1e-10, atol=1e-12)
+
+
+def test_in_place_activations_do_not_hide_the_derivative_at_the_layer():
+    x, y = images()
+    nets = [convnet("none", lambda inplace=inplace: nn.ReLU(inplace)) for inplace in (False, True)]
+    plain, inplace = (observe(net, x, y, "expand") for net in nets)
+    for block in find_blocks(nets[0]):
+        torch.testing.assert_close(dense(plain, block.name), dense(inplace, block.name), rtol=1e-12, atol=0)
+
+
+def test_the_residual_is_that_of_the_kronecker_product():
+    torch.manual_seed(0)
+    net = convnet("none")
+    observer = observe(net, *images(), "expand")
+    factors = observer.psi["0"].factor(), observer.gamma["0"].factor()
+    pairs = [top(f, unit(torch.randn_like(f.dense()[..., 0])), 1) for f in factors]
+    whole = torch.kron(factors[0].dense()[0], factors[1].dense()[0])
+    v = torch.kron(pairs[0].vector[0], pairs[1].vector[0])
+    value = pairs[0].value * pairs[1].value
+    residual = torch.linalg.vector_norm(whole @ v - value * v) / value
+    assert residual.item() > 1e-4
+    torch.testing.assert_close(kronecker_residual(pairs[0].residual, pairs[1].residual), residual, rtol=1e-9, atol=0)
+
+
+def test_the_scale_invariant_factor_is_scaled_on_both_sides():
+    net = convnet("none")
+    x, y = images()
+    for convention in CONVENTIONS:
+        plain = observe(net, x, y, convention)
+        scaled = observe(net, x, y, convention, scale_invariant=True)
+        for block in find_blocks(net):
+            n = block.filter_norms().detach().view(block.gamma_shape)
+            want = n.unsqueeze(2) * dense(plain, block.name)[1] * n.unsqueeze(1)
+            torch.testing.assert_close(dense(scaled, block.name)[1], want, rtol=1e-12, atol=0)
+
+
+def test_a_gradient_scale_is_divided_out():
+    net = convnet("none")
+    x, y = images()
+    for convention in CONVENTIONS:
+        plain, scaled = observe(net, x, y, convention), observe(net, x, y, convention, scale=1024.0)
+        torch.testing.assert_close(dense(plain, "0"), dense(scaled, "0"), rtol=1e-12, atol=0)
+
+
+def test_the_empirical_quotient_is_that_of_the_block_of_per_sample_gradients():
+    net = convnet("none")
+    x, y = images()
+    observer = observe(net, x, y, "reduce")
+    for block in find_blocks(net):
+        psi = unit(torch.randn(block.psi_shape, dtype=torch.float64))
+        gamma = unit(torch.randn(block.gamma_shape, dtype=torch.float64))
+        weight, bias = block.spread(psi, gamma)
+        quotients = []
+        for i in range(len(x)):
+            params = [p for p in (block.weight, block.bias) if p is not None]
+            grads = torch.autograd.grad(F.cross_entropy(net(x[i : i + 1]), y[i : i + 1]), params)
+            inner = (grads[0] * weight).flatten(1).sum(1)
+            inner = inner if bias is None else inner + grads[1] * bias
+            quotients.append(inner.view(block.gamma_shape).sum(1).square())
+        want = torch.stack(quotients).mean(0)
+        torch.testing.assert_close(observer.empirical(block, psi, gamma), want, rtol=1e-10, atol=0)
+
+
+def test_rows_that_do_not_fit_the_batch_are_refused_by_name():
+    net = nn.Sequential(nn.Flatten(0, 1), nn.Linear(4, 3)).double()
+    observer = Observer(find_blocks(net), 4, convention="reduce", scale_invariant=False, keep=False)
+    with pytest.raises(ValueError, match="layer '1' was called on 6 rows"), Forward(watch=observer):
+        net(torch.randn(2, 3, 4, dtype=torch.float64))
+
+
+def test_a_start_in_the_null_space_comes_back_and_a_dead_factor_has_no_eigenvalue():
+    rows = torch.tensor([[[1.0, 0.0, 0.0], [2.0, 0.0, 0.0]]], dtype=torch.float64)
+    lost = torch.tensor([[0.0, 1.0, 0.0]], dtype=torch.float64)
+    factor = Rows(rows, 2.0)
+    assert top(factor, top(factor, lost, 1).vector, 1).value.item() == pytest.approx(2.5)
+    dead = top(Rows(torch.zeros_like(rows), 2.0), lost, 4)
+    assert dead.value.item() == 0
+    assert dead.residual.item() == 0
+    assert dead.vector.norm().item() == pytest.approx(1)

@@ -1,0 +1,61 @@
+"""The loss's curvature along u, and the Fisher draws, against the dense Hessian at the output."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hgnp.curvature.losses import loss_curvature
+
+torch.manual_seed(0)
+W = torch.tensor([0.5, 2.0, 1.3], dtype=torch.float64)
+INDEX = torch.tensor([0, 2, 1, -100, 2])
+SOFT = torch.rand(5, 3, dtype=torch.float64)
+MAP = torch.randint(0, 3, (5, 2, 2))
+BITS = torch.randint(0, 2, (5, 3)).double()
+CASES = {
+    "cross-entropy": (F.cross_entropy, INDEX.abs() % 3, (5, 3)),
+    "ignored": (F.cross_entropy, INDEX, (5, 3)),
+    "ignored by choice": (nn.CrossEntropyLoss(ignore_index=2), MAP[:, 0, 0], (5, 3)),
+    "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.2), INDEX, (5, 3)),
+    "weighted": (functools.partial(F.cross_entropy, weight=W), INDEX, (5, 3)),
+    "weighted, smoothed": (functools.partial(F.cross_entropy, weight=W, label_smoothing=0.3), INDEX, (5, 3)),
+    "soft labels": (functools.partial(F.cross_entropy, weight=W, label_smoothing=0.1), SOFT, (5, 3)),
+    "a map": (functools.partial(F.cross_entropy, weight=W), MAP, (5, 3, 2, 2)),
+    "mse": (F.mse_loss, torch.randn(5, 3, dtype=torch.float64), (5, 3)),
+    "mse module": (nn.MSELoss(), torch.randn(5, 2, 3, dtype=torch.float64), (5, 2, 3)),
+    "bce": (F.binary_cross_entropy_with_logits, BITS, (5, 3)),
+    "bce, weights": (nn.BCEWithLogitsLoss(weight=W, pos_weight=W.flip(0)), BITS, (5, 3)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_quotient_is_that_of_the_dense_hessian(case):
+    loss, target, shape = CASES[case]
+    z, u = torch.randn(2, *shape, dtype=torch.float64)
+    H = torch.autograd.functional.hessian(lambda flat: loss(flat.view(shape), target), z.flatten())
+    want = u.flatten() @ H @ u.flatten()
+    torch.testing.assert_close(loss_curvature(loss).quotient(z, u, target), want, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_draws_have_the_hessian_as_their_second_moment(case):
+    """g = N·cotangent has E[g gᵀ] = N·(the sample's part of the Hessian of the mean loss)."""
+    loss, target, shape = CASES[case]
+    z = torch.randn(shape, dtype=torch.float64)
+    H = torch.autograd.functional.hessian(lambda flat: loss(flat.view(shape), target), z.flatten())
+    generator = torch.Generator().manual_seed(1)
+    curvature = loss_curvature(loss)
+    draws = torch.stack([curvature.draw(z, target, generator).flatten() for _ in range(6000)]) * shape[0]
+    moment = draws.T @ draws / len(draws)
+    per_entry = H.shape[0] // shape[0]
+    blocks = torch.block_diag(*[torch.ones(per_entry, per_entry, dtype=torch.float64)] * shape[0])
+    assert (moment * blocks - shape[0] * H).norm() < 0.06 * shape[0] * H.norm()
+
+
+def test_losses_that_are_not_known():
+    assert loss_curvature(F.l1_loss) is None
+    assert loss_curvature(lambda z, y: z.sum()) is None
+    assert loss_curvature(functools.partial(F.mse_loss, weight=W)) is None

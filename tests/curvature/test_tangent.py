@@ -1,0 +1,218 @@
+"""Tangents of a zoo of operations, and their gradients, against reverse mode over reverse mode."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hgnp.curvature.forward import UnfitError
+from hgnp.curvature.norms import BatchNormDual, batch_norm
+from hgnp.curvature.operations import LINEAR, SAME
+from hgnp.curvature.rules import RULES
+from hgnp.curvature.tangent import Tangent, load_jvp
+
+load_jvp()
+
+
+def views(x):
+    y = x.view(x.shape[0], 2, 2, -1).transpose(1, 2).reshape(x.shape)
+    a, b = y.chunk(2, 1)
+    c, d = torch.split(b, 2, dim=2)[0], a[:, :, 1:3]
+    return torch.stack([c, d], 1).flatten(1, 2).unsqueeze(-1).squeeze(-1).permute(0, 2, 1, 3).contiguous().movedim(1, 2)
+
+
+def inplace(x):
+    y = x * 1.0
+    y += 0.5
+    y.mul_(2.0)
+    y.sub_(x)
+    y.div_(3.0)
+    y = F.relu(y, inplace=True) * x
+    y = F.silu(y, True)
+    z = y.view(y.shape[0], -1)
+    z = F.leaky_relu(z, 0.1, inplace=True)
+    return z.view(x.shape)
+
+
+def arithmetic(x):
+    return (1 - x) / 2 + 3 * x - x / (2 + x * x) + 2 / (x.exp() + 1) + (-x) ** 3 - x.abs().sqrt().mean() + x.mT.mT
+
+
+def reductions(x):
+    mean = x.mean((2, 3), keepdim=True)
+    return x - mean + x.var(1, keepdim=True) + x.amax(1, keepdim=True) + x.max(1, keepdim=True)[0] * x.norm()
+
+
+def products(x):
+    y = x.flatten(2)
+    scores = torch.bmm(y, y.transpose(1, 2)).softmax(-1)
+    return torch.einsum("nij,njk->nik", scores, y).view_as(x) + (scores @ y).view_as(x) + torch.matmul(x, x.mT)
+
+
+def choices(x):
+    mask = x > 0.1
+    y = x.masked_fill(mask, 0.3) + torch.where(mask, x, x * x) + x.clamp(-0.4, 0.6)
+    return y + torch.cat([x[:, 2:], torch.zeros_like(x[:, 2:])], 1) + torch.gather(x, 1, torch.ones_like(x).long())
+
+
+def constants(x):
+    with torch.no_grad():
+        scale = x.norm()
+    return x * scale + x.detach() * x + x.data + torch.ones_like(x) * x.shape[0] * x.size(1) * x.dim()
+
+
+ZOO = {
+    "views": views,
+    "in place": inplace,
+    "arithmetic": arithmetic,
+    "reductions": reductions,
+    "products": products,
+    "choices": choices,
+    "constants": constants,
+    "pools": lambda x: (
+        F.max_pool2d(x, 2) + F.avg_pool2d(x, 2) + F.adaptive_max_pool2d(x, 2) + F.adaptive_avg_pool2d(x, 2)
+    ),
+    "strided pools": lambda x: F.max_pool2d(F.pad(x, (1, 1, 0, 2), value=5.0), 3, stride=2, padding=1, ceil_mode=True),
+    "pool with indices": lambda x: F.max_pool2d(x, 2, return_indices=True)[0],
+    "pools 1d 3d": lambda x: (F.max_pool1d(x.flatten(2), 3).sum(), F.max_pool3d(x.unsqueeze(1), 2).sum())[0] * x,
+    "resize": lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear") + F.interpolate(x, scale_factor=2.0),
+    "pixel shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "reflect": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "gates": lambda x: F.glu(x, 1) * F.hardswish(x[:, :2]) + F.softplus(x[:, 2:]),
+    "hardsigmoid": lambda x: x * F.hardsigmoid(x),
+    "layer norm": lambda x: (
+        F.layer_norm(x, x.shape[2:]) + F.group_norm(x, 2) + F.instance_norm(x) + F.rms_norm(x, (4,))
+    ),
+    "normalise": lambda x: F.normalize(x, dim=1) * F.cosine_similarity(x, x.flip(1)).unsqueeze(1),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "unfold": lambda x: F.unfold(x, 2).view(x.shape[0], 4, 4, 9),
+    "topk": lambda x: x.topk(2, 1)[0] + x.sort(1)[0][:, 1:3],
+    "transposed convolution": lambda x: F.conv_transpose2d(x, torch.ones(4, 2, 2, 2, dtype=x.dtype)),
+    "batch norm, no affine": lambda x: F.batch_norm(x, None, None, training=True),
+    "to and back": lambda x: x.float().to(torch.float64) + x.type_as(x),
+}
+
+
+class Zoo(nn.Module):
+    def __init__(self, middle):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle = nn.Conv2d(2, 4, 3, padding=1).double(), middle
+
+    def forward(self, x):
+        return self.middle(torch.tanh(self.first(x))).flatten(1)
+
+
+@pytest.mark.parametrize("case", ZOO)
+def test_tangents_and_their_gradients(case):
+    net = Zoo(ZOO[case])
+    torch.manual_seed(1)
+    x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
+    weight, bias = net.first.weight, net.first.bias
+    vw, vb = torch.randn_like(weight), torch.randn_like(bias)
+    with Tangent([(weight, vw), (bias, vb)]) as mode:
+        z = net(x)
+    u = mode.tangent(z)
+    torch.testing.assert_close(z, net(x), rtol=1e-6, atol=1e-7)
+    # reverse over reverse: u = ∂/∂c ⟨∂⟨c, z⟩/∂W, v⟩, with primitive norms for their sake
+    from hgnp.curvature.hessian import Primitive
+
+    with Primitive():
+        plain = net(x)
+    c = torch.zeros_like(plain, requires_grad=True)
+    g = torch.autograd.grad(plain, (weight, bias), c, create_graph=True)
+    want = torch.autograd.grad((g[0] * vw).sum() + (g[1] * vb).sum(), c, create_graph=True)[0]
+    loose = {"rtol": 1e-5, "atol": 1e-6} if case == "to and back" else {"rtol": 1e-9, "atol": 1e-10}
+    torch.testing.assert_close(u, want, **loose)
+    probe = torch.randn_like(u)
+    ours = torch.autograd.grad((probe * u).sum(), (weight, bias), allow_unused=True, materialize_grads=True)
+    theirs = torch.autograd.grad((probe * want).sum(), (weight, bias), allow_unused=True, materialize_grads=True)
+    torch.testing.assert_close(ours, theirs, **loose)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5), (3, 3, 2, 4), (2, 3, 2, 2, 3)])
+def test_batch_norm_with_its_tangent(shape, affine):
+    """Value, tangent, buffers and every adjoint against the primitive norm."""
+    torch.manual_seed(0)
+    s, ds, Y, Z = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(4))
+    weight, bias = (
+        (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2)) if affine else (None, None)
+    )
+    leaves = [s, ds, *([weight, bias] if affine else [])]
+    stats = [(torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)) for _ in range(2)]
+    y, dy = BatchNormDual.apply(s, ds, weight, bias, *stats[0], 0.3, 1e-2)
+
+    def norm(s):
+        return batch_norm(s, None, None, weight, bias, True, 0.3, 1e-2)
+
+    wy, wdy = torch.func.jvp(norm, (s,), (ds,))
+    batch_norm(s, *stats[1], weight, bias, True, 0.3, 1e-2)
+    torch.testing.assert_close((y, dy), (wy, wdy), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(stats[0], stats[1], rtol=1e-12, atol=1e-13)
+    ours = torch.autograd.grad((Y.detach() * y + Z.detach() * dy).sum(), leaves, retain_graph=True)
+    want = torch.autograd.grad((Y.detach() * wy + Z.detach() * wdy).sum(), leaves, retain_graph=True)
+    torch.testing.assert_close(ours, want, rtol=1e-10, atol=1e-11)
+    for part, other in ((y, wy), (dy, wdy)):  # each by itself: the other's adjoint is then missing, not zero
+        ours = torch.autograd.grad(part.square().sum(), leaves, retain_graph=True, materialize_grads=True)
+        want = torch.autograd.grad(other.square().sum(), leaves, retain_graph=True, materialize_grads=True)
+        torch.testing.assert_close(ours, want, rtol=1e-10, atol=1e-11)
+
+
+def stale_view(x):
+    part = x[:, :1]
+    x.mul_(2.0)
+    return x + part
+
+
+def base_after_view(x):
+    y = torch.zeros_like(x)
+    y[:, :2].add_(x[:, :2])
+    return y * x
+
+
+def view_before_base(x):
+    y = torch.zeros_like(x)
+    part = y[:, :2]
+    y.add_(x)
+    return x[:, :2] * part
+
+
+def indexed(x):
+    y = torch.zeros_like(x)
+    y[:, 0] = x[:, 0]
+    return y
+
+
+def into_out(x):
+    return torch.mul(x, 2.0, out=torch.empty_like(x, requires_grad=False))
+
+
+@pytest.mark.parametrize("middle", [stale_view, base_after_view, view_before_base, indexed, into_out])
+def test_what_cannot_be_followed_is_refused(middle):
+    net = Zoo(middle)
+    with pytest.raises((UnfitError, RuntimeError)), Tangent([(net.first.weight, torch.ones_like(net.first.weight))]):
+        net(torch.randn(3, 2, 4, 4, dtype=torch.float64))
+
+
+def test_dropout_draws_one_mask_for_value_and_tangent():
+    for module in (nn.Dropout(0.5), nn.Dropout(0.5, inplace=True), nn.Dropout2d(0.5)):
+        net = Zoo(module)
+        torch.manual_seed(1)
+        x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
+        v = torch.randn_like(net.first.weight)
+        torch.manual_seed(2)
+        plain, stream = net(x), torch.get_rng_state()
+        torch.manual_seed(2)
+        with Tangent([(net.first.weight, v)]) as mode:
+            z = net(x)
+        assert torch.equal(torch.get_rng_state(), stream)
+        assert torch.equal(z, plain)
+        mask = (plain != 0) * 2.0
+        slope = (1 - torch.tanh(net.first(x)) ** 2).flatten(1)
+        torch.testing.assert_close(mode.tangent(z), F.conv2d(x, v, padding=1).flatten(1) * slope * mask)
+
+
+def test_every_rule_is_for_an_operation_that_is_known_to_bend_or_not():
+    assert SAME <= LINEAR
+    assert set(RULES) >= SAME

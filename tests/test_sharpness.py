@@ -1,0 +1,99 @@
+"""Lanczos on the true Hessian, against the dense one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from curvature_cases import Attention, convnet, images, shaken
+from hgnp import sharpness
+
+
+def dense_hessian(net, batches):
+    params = dict(net.named_parameters())
+    shapes = {k: p.shape for k, p in params.items()}
+
+    def loss(flat):
+        parts = flat.split([s.numel() for s in shapes.values()])
+        moved = {k: x.view(s) for (k, s), x in zip(shapes.items(), parts, strict=True)}
+        losses = [F.cross_entropy(torch.func.functional_call(net, moved, (x,)), y) * len(x) for x, y in batches]
+        return sum(losses) / sum(len(x) for x, _ in batches)
+
+    return torch.autograd.functional.hessian(loss, torch.cat([p.detach().flatten() for p in params.values()]))
+
+
+def batches_of(net):
+    x, y = images(7)
+    return [(x[:4], y[:4]), (x[4:], y[4:])]
+
+
+def test_top_eigenvalues_equal_the_dense_ones_and_nothing_is_left_behind():
+    net = convnet("batch", dropout=0.3).train()
+    net[1].eval()
+    data = batches_of(net)
+    buffers = {k: b.clone() for k, b in net.named_buffers()}
+    state, modes = torch.get_rng_state(), [m.training for m in net.modules()]
+    found = sharpness(net, data, k=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [m.training for m in net.modules()] == modes
+    assert all(torch.equal(b, buffers[k]) for k, b in net.named_buffers())
+    assert all(p.grad is None for p in net.parameters())
+    want = torch.linalg.eigvalsh(dense_hessian(net.eval(), data)).flip(0)[:3]
+    assert found.converged
+    assert found.steps < 60
+    torch.testing.assert_close(torch.tensor(found.eigenvalues, dtype=torch.float64), want, rtol=1e-6, atol=1e-8)
+    assert max(found.residuals) <= 1e-4 * found.eigenvalues[0]
+
+
+def test_the_scale_invariant_variant_is_the_scaled_hessian_and_ignores_filter_scales():
+    net = convnet("batch").eval()
+    data = batches_of(net)
+    n = {0: net[0].weight.flatten(1).norm(dim=1), 4: net[4].weight.flatten(1).norm(dim=1), 9: net[9].weight.norm(dim=1)}
+    scale = [
+        n[int(k.split(".")[0])].detach().view(-1, *[1] * (p.dim() - 1)).expand_as(p).flatten()
+        if int(k.split(".")[0]) in n
+        else torch.ones(p.numel(), dtype=torch.float64)
+        for k, p in net.named_parameters()
+    ]
+    d = torch.cat(scale)
+    want = torch.linalg.eigvalsh(d[:, None] * dense_hessian(net, data) * d)[-1]
+    found = sharpness(net, data, scale_invariant=True)
+    assert found.eigenvalues[0] == pytest.approx(want.item(), rel=1e-6)
+    plain = sharpness(net, data).eigenvalues[0]
+    with torch.no_grad():  # a filter and its statistics, rescaled: the same function
+        net[0].weight.mul_(0.2)
+        net[0].bias.mul_(0.2)
+        net[1].running_mean.mul_(0.2)
+        net[1].running_var.mul_(0.04).sub_(0.96 * net[1].eps)
+    again = sharpness(net, data, scale_invariant=True).eigenvalues[0]
+    assert again == pytest.approx(want.item(), rel=1e-6)
+    assert abs(sharpness(net, data).eigenvalues[0] / plain - 1) > 0.05
+
+
+def test_attention():
+    torch.manual_seed(0)
+    net = shaken(Attention().double())
+    data = batches_of(net)
+    with sdpa_kernel(SDPBackend.MATH):
+        want = torch.linalg.eigvalsh(dense_hessian(net, data))[-1].item()
+    assert sharpness(net, data).eigenvalues[0] == pytest.approx(want, rel=1e-6)
+
+
+def test_one_parameter_is_exact_in_one_step():
+    net = nn.Linear(1, 1, bias=False).double()
+    x = torch.tensor([[2.0], [1.0]], dtype=torch.float64)
+    found = sharpness(net, [(x, torch.zeros(2, 1, dtype=torch.float64))], loss=F.mse_loss, k=4)
+    assert found.eigenvalues == (pytest.approx(5.0),)
+    assert found.steps == 1
+    assert found.converged
+
+
+def test_what_cannot_work_is_said():
+    net = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="generator"):
+        sharpness(net, (b for b in []))
+    with pytest.raises(ValueError, match="no batch"):
+        sharpness(net, [])
+    with pytest.raises(ValueError, match="k: 0"):
+        sharpness(net, [], k=0)
