@@ -412,7 +412,9 @@ def scaled_by_width() -> nn.Module:
 def weighted_by_place() -> nn.Module:
     def forward(n: Any, x: Tensor) -> Tensor:
         x = n.a(x)
-        return n.out(n.b(x * torch.linspace(0, 1, x.size(1), dtype=x.dtype).view(1, -1, 1, 1)).mean((2, 3)))
+        return n.out(
+            n.b(x * torch.linspace(0, 1, x.size(1), dtype=x.dtype, device=x.device).view(1, -1, 1, 1)).mean((2, 3))
+        )
 
     return Net(forward, a=conv(3, 6), b=block(6, 5), out=nn.Linear(5, 2))
 

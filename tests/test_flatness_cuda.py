@@ -69,6 +69,25 @@ def test_autocast_with_a_gradient_scaler(dtype: torch.dtype) -> None:
     assert float(losses[-1]) < float(losses[0])
 
 
+@pytest.mark.parametrize("choices", [{}, {"curvature": "hessian"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_under_autocast(dtype: torch.dtype, choices: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    net = nn.Sequential(nn.Linear(6, 16), layer, nn.Flatten(), nn.Linear(80, 3)).cuda()
+    x, y = torch.randn(8, 5, 6, device="cuda"), torch.randint(3, (8,), device="cuda")
+    curvatures = []
+    for enabled in (True, False):
+        flat = Flatness(net, mu=0.1, bound=-1.0, **choices)  # type: ignore[arg-type]
+        for _ in range(3):
+            net.zero_grad()
+            with torch.autocast("cuda", dtype, enabled=enabled):
+                flat.backward(x, y)
+        assert all(bool(torch.isfinite(p.grad).all()) for p in net.parameters())  # type: ignore[arg-type]
+        curvatures.append(flat.curvature)
+    assert curvatures[0] == pytest.approx(curvatures[1], rel=0.1)
+
+
 def test_sharpness_on_a_gpu() -> None:
     torch.manual_seed(0)
     net = convnet().double()

@@ -100,17 +100,25 @@ class Tangent(Forward):
         tangents = tuple(self.tangent(x) for x in duals.values())
         body = PRIMITIVE.get(func, func)
         structure: list[Any] = []
+        lowered = _autocast_dtype(args) if name in FUSED else None
 
         def call(*values: Tensor) -> tuple[Tensor, ...]:
             now = {key: value.clone() if writes else value for key, value in zip(duals, values, strict=True)}
-            out = body(
-                *map_tensors(args, lambda x: now.get(id(x), x)), **map_tensors(kwargs, lambda x: now.get(id(x), x))
-            )
+
+            def given(x: Tensor) -> Tensor:
+                x = now.get(id(x), x)
+                return x.to(lowered) if lowered is not None and x.is_floating_point() else x
+
+            out = body(*map_tensors(args, given), **map_tensors(kwargs, given))
             structure.append(out)
             return tuple(x for x in tensors_in(out) if differentiable(x)) or (values[0],)
 
         state = RandomState(args[0]) if writes else None
-        with sdpa_kernel(SDPBackend.MATH) if name in FUSED else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if name in FUSED:
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if lowered is not None:  # inside, autocast would take the softmax to float32 and break its own backward
+                stack.enter_context(torch.autocast(args[0].device.type, enabled=False))
             load_jvp()
             try:
                 primals, outs = torch.func.jvp(call, tuple(duals.values()), tangents)  # type: ignore[misc]
@@ -132,6 +140,11 @@ class Tangent(Forward):
             return value
 
         return map_tensors(structure[0], place)
+
+
+def _autocast_dtype(args: tuple[Any, ...]) -> torch.dtype | None:
+    device = next(tensors_in(args)).device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _unfit(reason: str) -> UnfitError:
