@@ -7,6 +7,7 @@ the modules' attributes are left as found.
 
 import logging
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -185,7 +186,13 @@ def record(
         fast_attention = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), fake_mode, recorder:
+            with (
+                warnings.catch_warnings(action="ignore"),
+                torch.enable_grad(),
+                sdpa_kernel(SDPBackend.MATH),
+                fake_mode,
+                recorder,
+            ):
                 output = net(*args, **kwargs)
             recorder.graph.outputs = tuple(recorder.value(t, made=False) for t in _tensors(output))
         except Exception as error:
