@@ -25,6 +25,7 @@ from hgnp.neurons.widths import stated_widths
 FORMAT = 1
 FILE = "model.safetensors"
 OUTPUTS = ("out_features", "out_channels", "num_features", "num_channels")
+PER_OUTPUT = ("weight", "bias", "running_mean", "running_var")
 Net = TypeVar("Net", bound=nn.Module)
 
 
@@ -40,6 +41,9 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> Path:
                 f"layer {name!r} ({type(module).__name__}) keeps extra state, which cannot be saved without pickle"
             )
     tensors = {name: tensor.detach().cpu() for name, tensor in tensors_of(net).items()}
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.complex128:
+            raise TypeError(f"{name} is {tensor.dtype}, which safetensors cannot hold; complex64 would do")
     about: dict[str, Any] = {
         "format": FORMAT,
         "class": type(net).__qualname__,
@@ -173,10 +177,10 @@ def _width_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net:
         due = stated_widths(module, shapes.get, None, stored.get("groups", stored.get("num_groups")))
         if any(stored[key] != value for key, value in due.items()):
             raise ValueError(f"layer {name!r} has {stored}, but its tensors say {due}")
-        for key, shape in shapes.items():
-            width = next((stored[out] for out in OUTPUTS if out in stored), None)
-            if width is not None and len(shape) == 1 and shape != (width,):
-                raise ValueError(f"{name}.{key} has {shape[0]} entries, but the layer is {width} wide")
+        width = next((stored[out] for out in OUTPUTS if out in stored), None)
+        for key in PER_OUTPUT if width is not None else ():
+            if len(shapes.get(key, ())) == 1 and shapes[key] != (width,):
+                raise ValueError(f"{name}.{key} has {shapes[key][0]} entries, but the layer is {width} wide")
         changes.append(set_attributes(module, stored))
     return changes
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from hgnp.neurons.graph import Graph, Ref, Step
 from hgnp.neurons.labels import Labelled, Result, tail, tidy, varies, vector
-from hgnp.neurons.rules import name_of, rule_for
+from hgnp.neurons.rules import KEEP_FILLER, name_of, rule_for
 from hgnp.neurons.ties import Ties
 
 
@@ -67,13 +67,13 @@ class Follower:
             if isinstance(results, Result):
                 results = [results] * len(step.writes)
             for index, result in zip(step.writes, results, strict=True):
-                self._put(index, result, reads)
+                self._put(index, result, reads, inherits=rule in KEEP_FILLER)
             self.trail.append(Followed(step, reads, tuple(self.state[index] for index in step.writes)))
         for index in self.graph.outputs:
             for label in self.state[index].labels:
                 self.ties.fix(label, "it is the network's output")
 
-    def _put(self, index: int, result: Result, reads: tuple[Labelled, ...]) -> None:
+    def _put(self, index: int, result: Result, reads: tuple[Labelled, ...], *, inherits: bool) -> None:
         value, before = self.graph.values[index], self.state[index]
         labels = []
         for label in tidy([tail(label, len(value.shape)) for label in result.labels]):
@@ -86,7 +86,7 @@ class Follower:
             value.shape,
             tuple(labels),
             weight=bool(solid) and all(read.weight for read in solid),
-            filler=result.filler if result.filler is not None else bool(reads) and not solid,
+            filler=result.filler if result.filler is not None else inherits and bool(reads) and not solid,
             repeated=value.repeated,
             aside=result.aside or (bool(reads) and all(read.aside for read in reads)),
         )

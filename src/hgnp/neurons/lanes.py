@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
+from hgnp.neurons.graph import Inputs
 from hgnp.neurons.selection import Unit
-from hgnp.neurons.structure import Inputs, Structure
+from hgnp.neurons.structure import Structure
 
 
 class Lanes:

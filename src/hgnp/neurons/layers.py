@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from hgnp.neurons.structure import Inputs, Structure
+from hgnp.neurons.graph import Inputs
+from hgnp.neurons.structure import Structure
 from hgnp.neurons.widths import weight_name
 
 

@@ -1,6 +1,7 @@
 """`Neurons`: every neuron of a network, which belong together, and their removal."""
 
 import difflib
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from hgnp.neurons.graph import tensors_of
 from hgnp.neurons.lanes import Lanes
 from hgnp.neurons.layers import as_inputs, inside, rows_of
 from hgnp.neurons.refuse import refuse
-from hgnp.neurons.selection import Coupling, Scores, Selection, Unit, as_lists, least_coupled, least_paper
+from hgnp.neurons.selection import Coupling, Scores, Selection, Unit, as_lists, floors_of, least_coupled, least_paper
 from hgnp.neurons.structure import Structure
 from hgnp.neurons.surgery import Change, changes_to_net, changes_to_optimizer, check_twin, commit
 from hgnp.removal import Listener, Removal, listeners_of
@@ -88,6 +89,7 @@ class Neurons:
                 ties.fix(rows, "it is protected")
         confirm(self._structure, torch.cat([*self._rows.values(), torch.zeros(0, dtype=torch.long)]))
         self._alive = torch.ones(len(ties), dtype=torch.bool)
+        self._tried: Tensor | None = None
         for name, rows in self._rows.items():
             self._totals.setdefault(name, len(rows))
         self._prunable = tuple(n for n, rows in self._rows.items() if not bool(self._structure.fixed[rows].all()))
@@ -151,38 +153,62 @@ class Neurons:
         `coupling="paper"` instead takes the same number from each of the layers that are added together, the average of what
         each was due, at different places: removing that is no longer the same as masking.
         """
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        if isinstance(n, bool) or not hasattr(n, "__index__") or operator.index(n) < 0:
             raise ValueError(f"n must be a whole number of neurons, 0 or more, not {n!r}")
+        n = operator.index(n)
         if coupling not in ("coupled", "paper"):
             raise ValueError(f"coupling must be 'coupled' or 'paper', not {coupling!r}")
         alive = {layer.name: layer.alive for layer in self.layers}
         values = as_lists(scores, alive)
-        floors = dict.fromkeys(alive, floor) if isinstance(floor, int) else {name: floor.get(name, 1) for name in alive}
-        if min(floors.values(), default=1) < 1:
-            raise ValueError(f"floor must be at least 1: no layer is emptied; got {min(floors.values())}")
-        room = {name: max(alive[name] - floors[name], 0) for name in alive}
+        floors = floors_of(floor, alive)
         if coupling == "paper":
-            families = self._lanes.families(self._units(self._structure.roots), self._rows, self._alive)
+            room = {name: max(alive[name] - floors[name], 0) for name in alive}
+            families = self._lanes.families(list(self._units().values()), self._rows, self._alive)
             families = [[_scored(lane, values) for lane in lanes] for lanes in families]
-            chosen = least_paper([lanes for lanes in families if all(lanes)], values, n, room)
-        else:
-            chosen = least_coupled(_scored(self._units(self._structure.roots), values), values, n, room)
+            return self._selected(least_paper([f for f in families if all(f)], values, n, room), n, coupling)
+        units = self._units()
+        while True:
+            room = {name: max(alive[name] - floors[name], 0) for name in alive}
+            cut = self._selected(least_coupled(_scored(units.values(), values), values, n, room), n, coupling)
+            if not cut:
+                return cut
+            after = self._after(cut)
+            found = self._structure.misfit(after)
+            if found is None:
+                self._tried = after
+                return cut
+            # Some cuts do not fit though their like did. Leave the layers concerned one neuron more, or the units alone.
+            guilty = [units.pop(root) for root in set(self._structure.roots[found.slots].tolist()) & units.keys()]
+            tight = {
+                layer
+                for unit in guilty
+                for layer, _ in unit.members
+                if alive[layer] - len(cut.get(layer, ())) <= floors[layer]
+            }
+            if tight and floors[min(tight)] == floors_of(floor, alive)[min(tight)]:
+                floors |= {layer: floors[layer] + 1 for layer in tight}
+                units = self._units()
+            elif not guilty:
+                return self._selected([], n, coupling)
+
+    def _selected(self, units: Iterable[Unit], n: int, coupling: Coupling) -> Selection:
         positions: dict[str, list[int]] = defaultdict(list)
-        for unit in chosen:
+        for unit in units:
             for layer, position in unit.members:
                 positions[layer].append(position)
         return Selection(positions, requested=n, version=self.version, coupling=coupling)
 
-    def _units(self, roots: Tensor) -> list[Unit]:
+    def _units(self) -> dict[int, Unit]:
+        """Living neurons that may go, by what they hang on."""
         members: dict[int, list[tuple[str, int]]] = defaultdict(list)
         for name, rows in self._rows.items():
             living = rows[self._alive[rows]]
-            for position, (root, fixed) in enumerate(
-                zip(roots[living].tolist(), self._structure.fixed[living].tolist(), strict=True)
+            free = ~self._structure.fixed[living]
+            for position, root in zip(
+                free.nonzero().squeeze(1).tolist(), self._structure.roots[living[free]].tolist(), strict=True
             ):
-                if not fixed:
-                    members[root].append((name, position))
-        return [Unit(tuple(unit)) for unit in members.values()]
+                members[root].append((name, position))
+        return {root: Unit(tuple(unit)) for root, unit in members.items()}
 
     # Removing
 
@@ -251,7 +277,10 @@ class Neurons:
                 f"selection: no layer {layer!r} with neurons; did you mean {' or '.join(known) or 'another network'}?"
             )
         living = self._rows[layer][self._alive[self._rows[layer]]]
-        chosen = torch.as_tensor(positions)
+        try:
+            chosen = torch.as_tensor(list(positions))
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(f"{layer}: positions must be a list of whole numbers, not {positions!r}") from None
         if chosen.dim() != 1 or (len(chosen) and (chosen.is_floating_point() or chosen.dtype == torch.bool)):
             raise ValueError(f"{layer}: positions must be a list of whole numbers, not {positions!r}")
         chosen = chosen.long().cpu()
@@ -280,7 +309,8 @@ class Neurons:
                 raise ValueError(
                     f"{name} has shape {tuple(tensor.shape)}; the network was changed after Neurons was made"
                 )
-        found = self._structure_for(gone).misfit(alive, aligned=gone.coupling == "coupled")
+        known = self._tried is not None and torch.equal(alive, self._tried)  # `least` has just been there
+        found = None if known else self._structure_for(gone).misfit(alive, aligned=gone.coupling == "coupled")
         if found is not None:
             raise ValueError(f"these neurons cannot be removed together ({', '.join(gone)}): {found.reason}")
         slices: dict[str, dict[int, Tensor]] = defaultdict(dict)

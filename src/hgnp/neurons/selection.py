@@ -94,6 +94,8 @@ def _sizes(lanes: Sequence[Sequence[Unit]], count: int) -> Counter[str]:
 
 def as_lists(scores: Scores, alive: Mapping[str, int]) -> dict[str, list[float]]:
     """Checked scores, as Python numbers."""
+    if not isinstance(scores, Mapping):
+        raise TypeError(f"scores must map layer names to one number a neuron, not {type(scores).__name__}")
     result = {}
     for layer, values in scores.items():
         if layer not in alive:
@@ -107,3 +109,15 @@ def as_lists(scores: Scores, alive: Mapping[str, int]) -> dict[str, list[float]]
             raise ValueError(f"scores[{layer!r}] has values that are not finite")
         result[layer] = values.tolist()
     return result
+
+
+def floors_of(floor: int | Mapping[str, int], alive: Mapping[str, int]) -> dict[str, int]:
+    """How many neurons each layer keeps, checked."""
+    for name in floor if isinstance(floor, Mapping) else ():
+        if name not in alive:
+            raise ValueError(f"floor: {name!r} has no prunable neurons; those that do: {', '.join(alive) or 'none'}")
+    floors = {name: floor.get(name, 1) if isinstance(floor, Mapping) else floor for name in alive}
+    for name, least in floors.items():
+        if isinstance(least, bool) or not isinstance(least, int) or least < 1:
+            raise ValueError(f"floor must be at least 1, a whole number: no layer is emptied; got {least!r} for {name}")
+    return floors

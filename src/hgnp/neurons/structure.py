@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from hgnp.neurons.follow import Followed, Follower
-from hgnp.neurons.graph import UNSEEN, Graph, kind_of, quiet_norms, record, tensors_of
+from hgnp.neurons.graph import Graph, Inputs, kind_of, tensors_of
 from hgnp.neurons.labels import compact, varies
+from hgnp.neurons.record import UNSEEN, quiet_norms, record
 from hgnp.neurons.rules import name_of
 from hgnp.neurons.ties import Ties
-from hgnp.neurons.trial import ANOTHER_PATH, Misfit, alike, compare, first_line, shape_after
+from hgnp.neurons.trial import Misfit, alike, compare, first_line, shape_after
 from hgnp.neurons.widths import Shape, stated_widths
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Structure:
@@ -139,8 +138,8 @@ class Structure:
         `aligned=False` compares shapes alone, for cuts that knowingly put other channels side by side.
         """
         found = self._try(alive, lambda before, graph: compare(before, graph, alive, aligned))
-        if found is None or ANOTHER_PATH not in found.reason:
-            return found
+        if found is None:
+            return None
         # Torch itself takes other paths (fewer copies) when a width is down to one. Then the cut is tried with two left, and
         # at one the code must run, do the same kinds of things and end in the same shapes.
         wider = self._two_of_each(alive)

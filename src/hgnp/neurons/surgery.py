@@ -43,11 +43,11 @@ def changes_to_optimizer(net: nn.Module, optimizer: torch.optim.Optimizer, remov
         raise ValueError("optimizer holds none of the network's parameters")
     changes = []
     for parameter, state in optimizer.state.items():
-        name = names.get(id(parameter), "")
-        for key, value in state.items() if name in removal.slices else ():
-            new = _cut_state(
-                value, parameter, removal.slices[name], f"{type(optimizer).__name__}'s state {key!r} of {name}"
-            )
+        name = names.get(id(parameter))
+        # also where the parameter keeps its shape: LBFGS keeps the state of all parameters with the first
+        for key, value in state.items() if name is not None else ():
+            what = f"{type(optimizer).__name__}'s state {key!r} of {name}"
+            new = _cut_state(value, parameter, removal.slices.get(str(name), {}), what)
             if new is not value:
                 changes.append(Change(_assign_item(state, key, new), _assign_item(state, key, value)))
     return changes
@@ -68,17 +68,20 @@ def _cut_state(value: Any, parameter: Tensor, slices: Slices, what: str) -> Any:
         raise ValueError(
             f"{what} has shape {tuple(value.shape)} and cannot be cut with a parameter of shape {tuple(parameter.shape)}"
         )
+    if not slices:
+        return value
     return cut(value, {dim: stay for dim, stay in slices.items() if value.shape[dim] == parameter.shape[dim]})
 
 
 def check_twin(net: nn.Module, twin: nn.Module, place: int) -> None:
     """ValueError unless `twin` has the same tensors in the same shapes."""
+    hint = "; pass its .module" if isinstance(getattr(twin, "module", None), nn.Module) else ""
     mine, its = tensors_of(net), tensors_of(twin)
     for name in [*mine, *its]:
         if name not in mine or name not in its or mine[name].shape != its[name].shape:
             found = tuple(its[name].shape) if name in its else "missing"
             due = tuple(mine[name].shape) if name in mine else "absent"
-            raise ValueError(f"also[{place}] is not a network of the same shape: {name} is {found}, here {due}")
+            raise ValueError(f"also[{place}] is not a network of the same shape: {name} is {found}, here {due}{hint}")
 
 
 def commit(changes: Iterable[Change]) -> None:

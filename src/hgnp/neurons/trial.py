@@ -4,7 +4,9 @@ A trial is the network's own code run at smaller shapes. Every step must be the 
 the old result with the dead entries left out, in the old order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +15,10 @@ from torch.utils._pytree import tree_leaves
 from hgnp.neurons.follow import Followed, Follower
 from hgnp.neurons.graph import Graph, Step, Value
 from hgnp.neurons.labels import Labelled, compact, varies
-from hgnp.neurons.rules import RESHAPES, elementwise, filler, mover, name_of, rule_for, turns
+from hgnp.neurons.rules import KEEP_FILLER, RESHAPES, filler, mover, name_of, rule_for, turns
 
 ANOTHER_PATH = "the smaller network takes another path through its code"
+SIZED = (*RESHAPES, "expand", "repeat", "native_group_norm", "native_layer_norm", "_fused_rms_norm", "constant_pad_nd")
 LAYOUT = ("clone", "contiguous", "alias", "detach", "mm", "bmm", "addmm", "baddbmm", "mv", "add", "add_")
 
 
@@ -113,9 +116,12 @@ def _difference(
             for dim, (size, wanted) in enumerate(zip(found, due, strict=True))
         ):
             return f"the network's code fixes a size: {found} came out where {due} was due"
-    constants = zip(was.reads, step.reads, strict=True)
-    if _numbers(step) != _numbers(was) or not all(
-        _same_constant(before.values[i], graph.values[j]) for i, j in constants
+    read = [graph.values[index] for index in step.reads]
+    constants = zip((before.values[index] for index in was.reads), read, strict=True)
+    if (
+        _numbers(step, followed) != _numbers(was, followed)
+        or not all(_same_constant(old, new) for old, new in constants)
+        or (rule_for(was.op) not in (*KEEP_FILLER, filler) and any(map(_stretched, followed.reads, read)))
     ):
         return "a number in the network's code depends on the width"
     if aligned and mover(was.op) and not turns(was.op) and not _all_alive(followed.reads[0], alive):
@@ -168,22 +174,35 @@ def _all_alive(labelled: Labelled, alive: Tensor) -> bool:
     return all(bool(alive[label].all()) for label in labelled.labels)
 
 
-def _numbers(step: Step) -> list[int | float]:
+def _numbers(step: Step, followed: Followed) -> list[int | float]:
     """The numbers among a step's arguments that must not change with the width; sizes may."""
     name = name_of(step.op)
+    args: Sequence[Any] = step.args
     if name in ("full", "new_full", "full_like", "fill", "fill_", "scalar_tensor"):
-        leaves = list(step.args[-1:])
-    elif rule_for(step.op) is elementwise or (not step.reads and rule_for(step.op) is not filler):
-        leaves = tree_leaves((step.args, step.kwargs))
-    else:
-        leaves = tree_leaves(step.kwargs)
-    return [leaf for leaf in leaves if isinstance(leaf, int | float)]
+        args = args[-1:]
+    elif name in ("slice", "select", "split", "split_with_sizes"):
+        place = 2 if name.startswith("split") else 1
+        dim = args[place] if len(args) > place else 0
+        args = args if followed.reads[0].along(dim) is None else []
+    elif name == "convolution":
+        args = args[3:8]
+    elif name in SIZED or rule_for(step.op) is filler:
+        args = []
+    return [leaf for leaf in tree_leaves((args, step.kwargs)) if isinstance(leaf, int | float)]
+
+
+def _stretched(labelled: Labelled, value: Value) -> bool:
+    """Whether a tensor that fits whatever width it is given was given another one."""
+    return any(
+        size != old and (labelled.filler or labelled.loose(dim))
+        for dim, (old, size) in enumerate(zip(labelled.shape, value.shape, strict=False))
+    )
 
 
 def _same_constant(one: Value, other: Value) -> bool:
-    if one.constant is None or other.constant is None:
+    if one.constant is other.constant or one.constant is None or other.constant is None:
         return one.constant is other.constant
-    return torch.equal(one.constant, other.constant)
+    return one.constant.shape == other.constant.shape and torch.equal(one.constant, other.constant)
 
 
 def _misfit(followed: Followed, alive: Tensor, problem: str) -> Misfit:

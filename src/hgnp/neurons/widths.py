@@ -18,8 +18,8 @@ def weight_name(module: nn.Module) -> str:
         "weight",
         "parametrizations.weight.original1",
         "parametrizations.weight.original",
-        "weight_v",
         "weight_orig",
+        "weight_v",
     ):
         if name in owned:
             return name

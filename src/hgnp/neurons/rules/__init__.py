@@ -11,8 +11,8 @@ import torch
 from torch._ops import OpOverload
 
 from hgnp.neurons.rules import norms, products, reductions
-from hgnp.neurons.rules.entries import elementwise, filler, unknown
-from hgnp.neurons.rules.moves import RESHAPES, move, mover, turns
+from hgnp.neurons.rules.entries import elementwise, fill, filler, unknown
+from hgnp.neurons.rules.moves import RESHAPES, move, mover, split, turns
 from hgnp.neurons.rules.registry import RULES, Rule, name_of
 
 __all__ = [
@@ -27,6 +27,10 @@ __all__ = [
     "rule_for",
     "turns",
 ]
+
+
+KEEP_FILLER: tuple[Rule, ...] = (elementwise, move, split, fill)
+"""One value everywhere stays so entry by entry and when moved about; a sum over it depends on how many there are."""
 
 
 def rule_for(op: OpOverload) -> Rule:

@@ -136,28 +136,34 @@ def stack(f: "Follower", parts: Sequence[Labelled], dim: int = 0) -> Result:
 def index(f: "Follower", x: Labelled, indices: Sequence[Labelled | None]) -> Result:
     looked_up = [dim for dim, entry in enumerate(indices) if entry is not None]
     zeros = [None if entry is None else torch.zeros(entry.shape, dtype=torch.long) for entry in indices]
-    for entry in tensors(indices):
-        for label in entry.labels:
-            f.fix(label, "it holds places, not channels")
+    _fix_places(f, tensors(indices))
     kept = _keep_outside(f, x, looked_up)
     return Result([torch.ops.aten.index.Tensor(label.expand(x.shape), zeros) for label in kept.labels])
 
 
 @rule("index_select")
 def index_select(f: "Follower", x: Labelled, dim: int, entries: Labelled) -> Result:
+    _fix_places(f, [entries])
     return Result(list(_keep_outside(f, x, [dim % len(x.shape)]).labels))
 
 
 @rule("gather")
 def gather(f: "Follower", x: Labelled, dim: int, entries: Labelled, **kwargs: Any) -> Result:
     dims = [d for d in range(len(x.shape)) if d == dim % len(x.shape) or entries.shape[d] != x.shape[d]]
-    return Result(list(_keep_outside(f, x, dims).labels))
+    return Result(f.meet([_keep_outside(f, x, dims), _keep_outside(f, entries, dims)], len(x.shape)))
 
 
 @rule("embedding")
 def embedding(f: "Follower", table: Labelled, entries: Labelled, *args: Any, **kwargs: Any) -> Result:
     ndim = len(entries.shape) + 1
+    _fix_places(f, [entries])
     return Result([vector(label.reshape(-1), ndim - 1, ndim) for label in _keep_outside(f, table, [0]).labels])
+
+
+def _fix_places(f: "Follower", indices: Sequence[Labelled]) -> None:
+    for entry in indices:
+        for label in entry.labels:
+            f.fix(label, "it holds places, not channels")
 
 
 def _keep_outside(f: "Follower", x: Labelled, dims: Sequence[int]) -> Labelled:

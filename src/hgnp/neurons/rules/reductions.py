@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from hgnp.neurons.labels import Labelled, Result, varies, vector
 from hgnp.neurons.rules.entries import elementwise
-from hgnp.neurons.rules.registry import Rule, positive, rule
+from hgnp.neurons.rules.registry import Rule, positive, rule, tensors
 
 if TYPE_CHECKING:
     from hgnp.neurons.follow import Follower
@@ -36,6 +36,11 @@ def vector_norm(
 ) -> Result:
     exact = isinstance(order, int | float) and 0 < order < float("inf")
     return _reduce(f, x, positive(dim, len(x.shape)), keepdim, exact=exact, norm=False)
+
+
+@rule("norm")
+def norm(f: "Follower", x: Labelled, order: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Result:
+    return vector_norm(f, x, 2 if order is None else order, dim, keepdim)  # type: ignore[return-value]
 
 
 @rule("mean", "var", "std", "var_mean", "std_mean")
@@ -75,6 +80,8 @@ def mixed(f: "Follower", x: Labelled, dim: int = -1, *args: Any, **kwargs: Any) 
 def _spatial(dims: int) -> Rule:
     def channelwise(f: "Follower", x: Labelled, *args: Any, **kwargs: Any) -> Result:
         space = range(len(x.shape) - dims, len(x.shape))
+        for label in [label for other in tensors(args, kwargs) for label in other.labels]:
+            f.fix(label, "it holds places, not channels")
         labels = []
         for label in x.labels:
             if set(varies(label)) <= set(space):

@@ -1,0 +1,294 @@
+"""Record what a network really does, operator by operator, without computing anything.
+
+The network's own forward runs once on fake tensors (shapes without data) while a dispatch mode writes down every ATen
+operator. Python code, hooks and parametrisations take part as they would in training; weights, buffers, random state and
+the modules' attributes are left as found.
+"""
+
+import gc
+import logging
+import random
+import threading
+import warnings
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from hgnp.neurons.graph import Graph, Inputs, Kind, Ref, Step, Value, kind_of, tensors_of
+
+
+class UnseenError(Exception):
+    """One forward does not show what others would do."""
+
+
+UNSEEN = (UnseenError, DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, weights: Mapping[int, str], inputs: list[Tensor]) -> None:
+        super().__init__()
+        self.graph = Graph()
+        self.stack: list[str] = []
+        self._weights = weights
+        self._index: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # keeps id() unique for the length of the recording
+        for tensor in inputs:
+            self.value(tensor, made=False)
+
+    def value(self, tensor: Tensor, *, made: bool) -> int:
+        index = self._index.get(id(tensor))
+        if index is None or self.graph.values[index].shape != tensor.shape:  # some operators reshape in place
+            index = self._index[id(tensor)] = len(self.graph.values)
+            self._alive.append(tensor)
+            shape, named = tuple(int(n) for n in tensor.shape), self._weights.get(id(tensor))
+            strided = tensor.layout == torch.strided
+            self.graph.values.append(
+                Value(
+                    shape=shape,
+                    repeated=tuple(n > 1 and s == 0 for n, s in zip(shape, tensor.stride(), strict=True))
+                    if strided
+                    else (False,) * len(shape),
+                    storage=tensor.untyped_storage()._cdata if strided else -1 - index,
+                    name=named,
+                    made=made,
+                    constant=None if named else tensor.constant if isinstance(tensor, FakeTensor) else tensor,
+                )
+            )
+        return index
+
+    def made(self) -> list["weakref.ref[Tensor]"]:
+        values = zip(self._alive, self.graph.values, strict=True)
+        return [weakref.ref(tensor) for tensor, value in values if value.made]
+
+    def __torch_dispatch__(
+        self, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves, _ = tree_flatten((args, kwargs))
+        reads = tuple(self.value(leaf, made=False) for leaf in leaves if isinstance(leaf, Tensor))
+        result = _batch_norm(*args) if op is torch.ops.aten.native_batch_norm.default else op(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if made:
+            refs = tree_map(
+                lambda leaf: Ref(self._index[id(leaf)]) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+            )
+            writes = tuple(self.value(tensor, made=True) for tensor in made)
+            module = self.stack[-1] if self.stack else ""
+            self.graph.steps.append(Step(op, refs[0], refs[1], reads, writes, module))
+        return result
+
+
+def _batch_norm(
+    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: Any
+) -> tuple[Tensor, ...]:
+    """The shapes of a batch norm. Fake tensors get them from twenty smaller operators, most of the time of a recording."""
+    channels = x.shape[1]
+    for entry in (weight, bias, mean, var):
+        if entry is not None and entry.shape[0] != channels:
+            raise RuntimeError(f"a batch norm of {entry.shape[0]} channels is given {channels}")
+    return torch.empty_like(x), *(x.new_empty(channels if training else 0) for _ in range(2))
+
+
+def record(
+    net: nn.Module,
+    inputs: Inputs,
+    *,
+    training: bool,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    kinds: Mapping[str, Kind] | None = None,
+    adjust: Callable[[], None] = lambda: None,
+) -> Graph:
+    """The forward of `net` in train or eval mode as a graph.
+
+    `shapes` and `kinds` give parameters and buffers another shape, dtype and device for this one forward and `adjust` sets
+    module attributes to match: that is how a removal is tried before anything is touched.
+    """
+    with torch.inference_mode(False):
+        graph, made = _record(net, inputs, training, shapes or {}, kinds or {}, adjust)
+    if shapes is None and graph.error is None and any(tensor() is not None for tensor in made):
+        gc.collect()
+        if any(tensor() is not None for tensor in made):
+            warnings.warn("a hook or cache outside the network's modules kept tensors of a forward that computed nothing: "
+                          "empty it before it is read", stacklevel=2)  # fmt: skip
+    return graph
+
+
+def _record(
+    net: nn.Module,
+    inputs: Inputs,
+    training: bool,
+    shapes: Mapping[str, tuple[int, ...]],
+    kinds: Mapping[str, Kind],
+    adjust: Callable[[], None],
+) -> tuple[Graph, list["weakref.ref[Tensor]"]]:
+    """The graph, and references to the tensors made on the way, which ought to be gone by now."""
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes, weights = _fake_weights(net, fake_mode, shapes, kinds)
+    args, kwargs = tree_map(lambda leaf: fake_mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
+    recorder = _Recorder(weights, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+    graph = recorder.graph
+    with (
+        _left_as_found(net),
+        _named_modules(net, recorder),
+        _plain_attention(),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        net.train(training)
+        adjust()
+        for module in net.modules():
+            for own in (module.__dict__["_parameters"], module.__dict__["_buffers"]):
+                own.update({key: fakes[id(tensor)] for key, tensor in own.items() if tensor is not None})
+        try:
+            chance = _chance()
+            with torch.enable_grad(), fake_mode, recorder:
+                output = net(*args, **kwargs)
+            graph.outputs = tuple(recorder.value(tensor, made=False) for tensor in _tensors(output))
+            if _chance() != chance:
+                raise UnseenError("it draws from Python's or NumPy's random numbers")
+            if not graph.outputs:
+                raise TypeError(f"its output, a {type(output).__name__}, holds no tensor that can be found")
+        except Exception as error:
+            graph.error, graph.where = error, recorder.stack[-1] if recorder.stack else ""
+    return graph, recorder.made()
+
+
+@contextmanager
+def _named_modules(net: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """Let the recorder know which module is running."""
+    names = {id(module): name for name, module in net.named_modules()}
+    thread = threading.get_ident()  # these hooks are everybody's
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if threading.get_ident() == thread:
+            name = names.get(id(module), recorder.stack[-1] if recorder.stack else "")
+            recorder.stack.append(name)
+            if args and isinstance(args[0], Tensor):
+                recorder.graph.calls.append((name, recorder.value(args[0], made=False)))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == thread:
+            recorder.stack.pop()
+
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Attention in operators that can be followed; and no report of shapes that do not fit, for that is what trials are for."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    level, fast = log.level, torch.backends.mha.get_fastpath_enabled()
+    log.setLevel(logging.CRITICAL)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        log.setLevel(level)
+
+
+def quiet_norms(net: nn.Module) -> None:
+    """Put batch norms in eval mode: one value a channel cannot be normalised over the batch."""
+    for module in net.modules():
+        if isinstance(module, _BatchNorm):
+            module.training = False
+
+
+def _fake_weights(
+    net: nn.Module, fake_mode: FakeTensorMode, shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, Kind]
+) -> tuple[dict[int, Tensor], dict[int, str]]:
+    """Fake counterparts by the id of the real tensor, and names by the id of the fake one."""
+    fakes: dict[int, Tensor] = {}
+    weights: dict[int, str] = {}
+    for name, tensor in tensors_of(net).items():
+        kind = kinds.get(name) or kind_of(tensor)
+        shape = shapes.get(name, tuple(tensor.shape))
+        if kind == kind_of(tensor) and shape == tensor.shape:
+            fake: Tensor = fake_mode.from_tensor(tensor)
+        else:
+            with fake_mode:
+                fake = torch.empty([shape[dim] for dim in kind.order], dtype=kind.dtype, device=kind.device)
+                fake = fake.permute([kind.order.index(dim) for dim in range(len(kind.order))])
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, tensor.requires_grad)
+        if kind.counter is not None:
+            fake.constant = torch.tensor(kind.counter)  # type: ignore[attr-defined]
+        fakes[id(tensor)] = fake
+        weights[id(fake)] = name
+    return fakes, weights
+
+
+def _tensors(output: Any, depth: int = 8) -> Iterator[Tensor]:
+    """The tensors in whatever a network returns: containers of any class, dataclasses, objects with attributes."""
+    if isinstance(output, Tensor):
+        yield output
+    elif depth and not isinstance(output, str | bytes | type | nn.Module):
+        inside: list[Any] = []
+        if isinstance(output, Mapping):
+            inside += output.values()
+        elif isinstance(output, Iterable) and isinstance(output, Sized):
+            inside += output
+        slots = [slot for kind in type(output).__mro__ for slot in getattr(kind, "__slots__", ())]
+        inside += [getattr(output, slot) for slot in slots if hasattr(output, slot)]
+        inside += getattr(output, "__dict__", {}).values()
+        for part in inside:
+            yield from _tensors(part, depth - 1)
+
+
+@contextmanager
+def _left_as_found(net: nn.Module) -> Iterator[None]:
+    """Undo whatever the block does to the modules' attributes and to the random streams."""
+    modules = list(net.modules())
+    found = [dict(module.__dict__) for module in modules]
+    streams = random.getstate(), np.random.get_state()
+    devices = {p.device for p in net.parameters() if p.device.type == "cuda"}
+    for module in modules:  # caches and lists of the network's own are worked on as copies
+        module.__dict__.update({key: _copy(value) for key, value in module.__dict__.items()})
+    try:
+        with torch.random.fork_rng(devices=sorted(devices, key=str)):
+            yield
+    finally:
+        random.setstate(streams[0])
+        np.random.set_state(streams[1])
+        for module, attributes in zip(modules, found, strict=True):
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+
+
+def _copy(value: Any) -> Any:
+    """Plain containers copied, with the containers in them; everything else as it is."""
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _copy(part)) for key, part in value.items())
+    if type(value) in (list, set, deque):
+        return type(value)(_copy(part) if type(value) is list else part for part in value)
+    return value
+
+
+def _chance() -> tuple[Any, ...]:
+    """Where Python's and NumPy's random streams stand."""
+    state = np.random.get_state()
+    return random.getstate(), state[1].tobytes(), state[2]  # type: ignore[index]
