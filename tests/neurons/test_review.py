@@ -156,6 +156,18 @@ def test_a_path_left_to_chance_freezes_everything(draw: Any) -> None:
     assert "random numbers" in neurons.frozen[0].reason
 
 
+@pytest.mark.parametrize(("probability", "expected"), [(0.0, ["a", "b"]), (1.0, ["a", "b"]), (0.1, [])])
+def test_a_layer_dropped_always_or_never_is_known(probability: float, expected: list[str]) -> None:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = n.a(x)
+        if not (n.training and torch.rand([]) < probability):
+            h = n.c(n.b(h).tanh())
+        return n.out(h)  # type: ignore[no-any-return]
+
+    net = two(forward, b=nn.Linear(12, 7), c=nn.Linear(7, 12)).train()
+    assert [name for name in prunable(net) if name in "ab"] == expected
+
+
 # Optimizers, files, threads
 
 

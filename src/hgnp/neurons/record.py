@@ -40,6 +40,7 @@ class UnseenError(Exception):
     """One forward does not show what others would do."""
 
 
+KNOWN = {outcome: torch.tensor(outcome) for outcome in (False, True)}
 UNSEEN = (UnseenError, DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
@@ -50,6 +51,7 @@ class _Recorder(TorchDispatchMode):
         self.stack: list[str] = []
         self._weights = weights
         self._index: dict[int, int] = {}
+        self._chances: set[int] = set()
         self._alive: list[Tensor] = []  # keeps id() unique for the length of the recording
         for tensor in inputs:
             self.value(tensor, made=False)
@@ -75,6 +77,16 @@ class _Recorder(TorchDispatchMode):
             )
         return index
 
+    def _settle_chance(self, op: OpOverload, args: tuple[Any, ...], result: Any) -> None:
+        """A layer that is dropped with probability 0 is never dropped: `torch.rand([]) < 0` is known."""
+        name = str(op._schema.name).removeprefix("aten::")
+        if (name == "rand" and result.dim() == 0) or (name == "detach" and id(args[0]) in self._chances):
+            self._chances.add(id(result))
+        elif name in ("lt", "le", "gt", "ge") and id(args[0]) in self._chances and isinstance(args[1], int | float):
+            outcome = _outcome(name, args[1])
+            if outcome is not None:
+                result.constant = KNOWN[outcome]
+
     def made(self) -> list["weakref.ref[Tensor]"]:
         values = zip(self._alive, self.graph.values, strict=True)
         return [weakref.ref(tensor) for tensor, value in values if value.made]
@@ -87,6 +99,7 @@ class _Recorder(TorchDispatchMode):
         reads = tuple(self.value(leaf, made=False) for leaf in leaves if isinstance(leaf, Tensor))
         result = _batch_norm(*args) if op is torch.ops.aten.native_batch_norm.default else op(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._settle_chance(op, args, result)
         if made:
             refs = tree_map(
                 lambda leaf: Ref(self._index[id(leaf)]) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
@@ -95,6 +108,14 @@ class _Recorder(TorchDispatchMode):
             module = self.stack[-1] if self.stack else ""
             self.graph.steps.append(Step(op, refs[0], refs[1], reads, writes, module))
         return result
+
+
+def _outcome(comparison: str, threshold: float) -> bool | None:
+    """What comparing any number in [0, 1) with the threshold gives, if it is always the same."""
+    inclusive = comparison in ("le", "gt")
+    if 0 < threshold < 1 or (inclusive and threshold == 0):
+        return None
+    return (threshold >= 1) == (comparison in ("lt", "le"))
 
 
 def _batch_norm(
