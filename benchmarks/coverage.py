@@ -331,7 +331,9 @@ def main() -> None:
                 measure(name, tool, arguments.rows)
     if arguments.out:
         found = read(arguments.rows)
-        arguments.out.write_text(render([found[key] for key in found if key[0] in cases()]))
+        arguments.out.write_text(
+            render([row for name in cases() for tool in MEASURES if (row := found.get((name, tool)))], cases())
+        )
 
 
 if __name__ == "__main__":
