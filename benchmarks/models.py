@@ -22,8 +22,8 @@ import transformers as hf  # noqa: E402
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 HIDDEN = re.compile(
-    r"(mlp\w*\.(0|1|fc1(_g|_x)?|c_fc|gate_proj|up_proj|w12)|mlp_layer\.1|intermediate\.dense|intermediate_dense|\.fc1|\.lin1"
-    r"|\.wi(_\d)?)$"
+    r"((?<!cpb_)mlp\w*\.(0|1|fc1(_g|_x)?|c_fc|gate_proj|up_proj|w12)|mlp_layer\.1|intermediate\.dense|intermediate_dense"
+    r"|\.fc1|\.lin1|\.wi(_\d)?)$"
 )
 """Layers whose neurons are the hidden units of a transformer's MLP."""
 
