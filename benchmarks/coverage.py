@@ -77,6 +77,7 @@ def train_step(net: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer)
     net.train()
     optimizer.zero_grad()
     flat(run(net, inputs)).square().mean().backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)  # random weights without norms can give enormous outputs
     optimizer.step()
     optimizer.zero_grad()
     net.eval()

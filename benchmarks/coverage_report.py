@@ -22,17 +22,20 @@ KINDS: list[tuple[str, str, str, str]] = [
      "An RMSNorm, response norm or attention gate written out by hand: it divides by the number of channels."),
     (r"shape '\[[\d, ]+, -1, \d+\]' is invalid|was due \(view in \S*(attn|attention)", "heads of fixed size", TO_FOLLOW,
      "The code states the size of a head and infers their number: whole heads could go."),
-    (r"meets a tensor that cannot be cut \((bmm|(add|mul) in \S*(attn|attention|Attention))", "attention values", TO_FOLLOW,
+    (r"meets a tensor that cannot be cut \((bmm|(add|mul) in \S*([aA]tt|token_mixer))|^all of \S*attn", "attention values", TO_FOLLOW,
      "A value's place in its head could go from all heads at once, where the code does not state the head's size."),
     (r"depends on its data", "a path chosen at random or by data", TO_FOLLOW,
      "Layers dropped at random in training (`if torch.rand([]) < p`): both paths could be recorded."),
-    (r"^all of \S+ stands and falls together|stands and falls together", "everything tied by shuffling", INHERENT,
+    (r"multiplied with a tensor that cannot be cut \(mm in \S*cpb_mlp", "a layer applied to a table", TO_FOLLOW,
+     "Swin's position bias is an MLP of parameters and buffers alone; what is zero there is not known to stay zero."),
+    (r"stands and falls together", "everything tied by shuffling", INHERENT,
      "Split and shuffle, repeated, tie every channel of a stage to every other: none can go alone."),
     (r"fixes a size|network's code: |takes another path|moves its|on the width", "a width stated in the code", INHERENT,
      "The network's own code states a number of channels: a split, slice, view or group count that no longer fits."),
     (r"looked up by number", "a table", INHERENT, "A row is a word or a place: removing it would renumber the others."),
     (r"cannot be cut \((add|mul)|kernel that cannot be cut", "met by something of fixed width", INHERENT,
-     "Channels are added to zero padding of a fixed width or gated by a convolution that slides over the channels."),
+     "Channels are added to zero padding of a fixed width, or gated by a convolution that slides over the channels; or the "
+     "layer mixes places, and its neurons are as many as the image has."),
     (r"single neuron", "one neuron", INHERENT, "A layer of one neuron cannot lose it."),
 ]  # fmt: skip
 
@@ -72,8 +75,10 @@ def _head() -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     return (
         "# Coverage: what can be pruned, and whether it comes out right\n\n"
-        f"Measured {DATE} with `python benchmarks/coverage.py --out benchmarks/coverage.md`, one thread of a shared two-core "
-        f"machine, Python {platform.python_version()}, {versions}. Random weights, float64, norms and biases drawn at random."
+        f"Measured {DATE} with `python benchmarks/coverage.py --out benchmarks/coverage.md`, Python {platform.python_version()}, "
+        f"{versions}. Random weights, float64, norms and biases drawn at random. One thread of a two-core machine that was busy "
+        "with other work: build times are clock times and up to five times too long. Rows are kept between runs, and some are "
+        "older than the latest changes to the library: delete runs/coverage.jsonl to measure everything anew."
     )
 
 
