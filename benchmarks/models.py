@@ -22,8 +22,8 @@ import transformers as hf  # noqa: E402
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 HIDDEN = re.compile(
-    r"(mlp\w*\.(0|1|fc1(_g|_x)?|c_fc|gate_proj|up_proj|w12)|mlp_layer\.1|intermediate\.dense|intermediate_dense|\.fc1|\.lin1"
-    r"|\.wi(_\d)?)$"
+    r"((?<!cpb_)mlp\w*\.(0|1|fc1(_g|_x)?|c_fc|gate_proj|up_proj|w12)|mlp_layer\.1|intermediate\.dense|intermediate_dense"
+    r"|\.fc1|\.lin1|\.wi(_\d)?)$"
 )
 """Layers whose neurons are the hidden units of a transformer's MLP."""
 
@@ -65,10 +65,9 @@ TIMM = {
     "seresnext26d_32x4d mobilenetv4_conv_small nf_resnet50 resnetv2_50x1_bit resnetv2_50 resnetv2_50d_gn convmixer_768_32 "
     "skresnet34 dpn68 xception41 vovnet39a selecsls42b inception_resnet_v2 rexnet_100 tresnet_m tinynet_e lcnet_050 darknet53 "
     "regnetz_b16 ecaresnet26t gcresnet33ts convnextv2_atto repvit_m0_9 fbnetc_100 hgnet_tiny",
-    "transformer": "vit_tiny_patch16_224 deit3_small_patch16_224 cait_xxs24_224 xcit_nano_12_p16_224 pvt_v2_b0 "
-    "eva02_tiny_patch14_224 pit_ti_224 twins_pcpvt_small crossvit_9_240",
-    "other": "coat_tiny mixer_s32_224 gmlp_ti16_224 resmlp_12_224 efficientvit_b0 fastvit_t8 poolformer_s12 "
-    "edgenext_xx_small levit_128s mobilevit_xxs efficientformer_l1 visformer_tiny halonet26t",
+    "transformer": "vit_tiny_patch16_224 deit3_small_patch16_224 cait_xxs24_224 xcit_nano_12_p16_224 pvt_v2_b0 pit_ti_224",
+    "other": "mixer_s32_224 gmlp_ti16_224 resmlp_12_224 efficientvit_b0 fastvit_t8 poolformer_s12 levit_128s mobilevit_xxs "
+    "edgenext_xx_small efficientformer_l1 halonet26t",
 }
 
 

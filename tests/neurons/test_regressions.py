@@ -103,3 +103,23 @@ def test_a_token_in_front_of_flattened_places(image: Tensor) -> None:
         net.place[:, [1, 2]] = 0
         net.token[..., [1, 2]] = 0
     assert_removal_equals_masking(net, image, {"patch": [1, 2]})
+
+
+class Queries(nn.Module):
+    """A layer that is applied to a parameter, as to learned queries or a table of places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.layer = nn.Parameter(torch.randn(6, 5)), nn.Linear(5, 8)
+        self.mix, self.head = nn.Linear(3, 6), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mix(x) @ torch.tanh(self.layer(self.query)))
+
+
+def test_neurons_of_a_layer_applied_to_a_parameter_are_its_own() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, dtype=torch.double)
+    alive = {layer.name: layer.alive for layer in hgnp.Neurons(Queries().double(), x).layers}
+    assert alive["layer"] == 8
+    assert_removal_equals_masking(Queries(), x, {"layer": [2, 7]})

@@ -42,10 +42,10 @@ def _product(f: "Follower", a: Labelled, b: Labelled) -> list[Tensor]:
         repeated=(),
     )
     met = f.meet([left, right], ndim)
-    for weight in (a, b):
-        label = weight.along(ndim - 1 if weight is b else ndim - 2)
-        if weight.weight and label is not None:
-            f.saw_rows(label.reshape(-1))
+    # where a layer is applied to a parameter (a learned query, a table of places) both are weights: the layer's is on the right
+    rows = b.along(ndim - 1) if b.weight else a.along(ndim - 2) if a.weight else None
+    if rows is not None:
+        f.saw_rows(rows.reshape(-1))
     return met
 
 
