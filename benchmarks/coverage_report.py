@@ -22,7 +22,8 @@ KINDS: list[tuple[str, str, str, str]] = [
      "An RMSNorm, response norm or attention gate written out by hand: it divides by the number of channels."),
     (r"shape '\[[\d, ]+, -1, \d+\]' is invalid|was due \(view in \S*(attn|attention)", "heads of fixed size", TO_FOLLOW,
      "The code states the size of a head and infers their number: whole heads could go."),
-    (r"meets a tensor that cannot be cut \((bmm|(add|mul) in \S*([aA]tt|token_mixer))|^all of \S*attn", "attention values", TO_FOLLOW,
+    (r"meets a tensor that cannot be cut \((bmm|(add|mul) in \S*([aA]tt|token_mixer))|^all of \S*attn", "attention values",
+     TO_FOLLOW,
      "A value's place in its head could go from all heads at once, where the code does not state the head's size."),
     (r"depends on its data", "a path chosen at random or by data", TO_FOLLOW,
      "Layers dropped at random in training (`if torch.rand([]) < p`): both paths could be recorded."),
@@ -75,9 +76,9 @@ def _head() -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     return (
         "# Coverage: what can be pruned, and whether it comes out right\n\n"
-        f"Measured {DATE} with `python benchmarks/coverage.py --out benchmarks/coverage.md`, Python {platform.python_version()}, "
-        f"{versions}. Random weights, float64, norms and biases drawn at random. One thread of a two-core machine that was busy "
-        "with other work: build times are clock times and up to five times too long. Rows are kept between runs, and some are "
+        f"Measured {DATE} with `python benchmarks/coverage.py --out benchmarks/coverage.md`, "
+        f"Python {platform.python_version()}, {versions}. Random weights, float64, norms and biases drawn at random. One thread of a two-core machine "
+        "that was busy with other work: build times are clock times and up to five times too long. Rows are kept between runs, and some are "
         "older than the latest changes to the library: delete runs/coverage.jsonl to measure everything anew."
     )
 

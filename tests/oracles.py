@@ -43,7 +43,7 @@ class _NoKinks(TorchFunctionMode):
 @contextmanager
 def masked(net: nn.Module, selection: Mapping[str, Sequence[int]], inputs: Inputs) -> Iterator[None]:
     """Inside the block the selected neurons' outputs, after norm and activation, are zero."""
-    norms = [module for module in net.modules() if isinstance(module, (*NORMS, *ACTIVATIONS))]
+    norms = [module for module in net.modules() if isinstance(module, (*NORMS, *ACTIVATIONS)) or _scales(module)]
     already = _zero_channels(net, norms, inputs, {})
     modules = dict(net.named_modules())
     handles = []
@@ -67,6 +67,11 @@ def masked(net: nn.Module, selection: Mapping[str, Sequence[int]], inputs: Input
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _scales(module: nn.Module) -> bool:
+    """A scale and an offset for each channel in place of a norm, as ResMLP has."""
+    return type(module).__name__ == "Affine"
 
 
 def _mask_layer(positions: list[int]) -> Any:

@@ -70,6 +70,16 @@ def test_an_average_that_counts_what_was_there_freezes() -> None:
     assert prunable(Net(forward, a=conv(3, 8), b=nn.Conv2d(8, 2, 1)).double(), PICTURE) == []
 
 
+def test_channels_turned_into_shares_freeze() -> None:
+    """Talking heads: a softmax over keys makes shares of a masked head too."""
+
+    def forward(n: Any, x: Tensor) -> Tensor:
+        return n.out(n.b(n.a(x).softmax(1)).mean(1))  # type: ignore[no-any-return]
+
+    net = Net(forward, a=nn.Linear(5, 6), b=nn.Linear(6, 7), out=nn.Linear(7, 2)).double()
+    assert prunable(net, torch.randn(2, 4, 5).double()) == ["b"]
+
+
 # Places
 
 

@@ -62,7 +62,15 @@ def maximum(f: "Follower", x: Labelled, dim: Any = None, keepdim: bool = False) 
     return extreme(f, x, dim, keepdim)  # type: ignore[return-value]
 
 
-@rule("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "sort")
+@rule("_softmax", "_log_softmax", "_safe_softmax")
+def softmax(f: "Follower", x: Labelled, *args: Any, **kwargs: Any) -> Result:
+    """Shares are never zero, so a channel that is turned into shares, over whatever dimension, does not read as zero after."""
+    for label in x.labels:
+        f.fix(label, "it is turned into shares that add up to one")
+    return Result([])
+
+
+@rule("cumsum", "cumprod", "logcumsumexp", "sort")
 def mixed(f: "Follower", x: Labelled, dim: int = -1, *args: Any, **kwargs: Any) -> Result:
     dim %= max(len(x.shape), 1)
     labels = []
