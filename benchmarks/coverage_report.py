@@ -76,10 +76,11 @@ def _head() -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     return (
         "# Coverage: what can be pruned, and whether it comes out right\n\n"
-        f"Measured {DATE} with `python benchmarks/coverage.py --out benchmarks/coverage.md`, "
-        f"Python {platform.python_version()}, {versions}. Random weights, float64, norms and biases drawn at random. One thread of a two-core machine "
-        "that was busy with other work: build times are clock times and up to five times too long. Rows are kept between runs, and some are "
-        "older than the latest changes to the library: delete runs/coverage.jsonl to measure everything anew."
+        f"Measured {DATE} with `python benchmarks/coverage.py --out benchmarks/coverage.md`, Python "
+        f"{platform.python_version()}, {versions}. Random weights, float64, norms and biases drawn at random. One thread of a "
+        "two-core machine that was busy with other work: build times are clock times and up to five times too long. Rows are "
+        "kept between runs, and some are older than the latest changes to the library: delete runs/coverage.jsonl to measure "
+        "everything anew."
     )
 
 
