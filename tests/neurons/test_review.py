@@ -80,6 +80,26 @@ def test_channels_turned_into_shares_freeze() -> None:
     assert prunable(net, torch.randn(2, 4, 5).double()) == ["b"]
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_over_places_adds_its_bias_to_dead_channels_too(bias: bool) -> None:
+    """Token mixing: with a bias a masked channel does not stay zero; without one it does."""
+
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = n.a(x)
+        h = h + n.places(h.transpose(1, 2)).transpose(1, 2)
+        return n.out(h.mean(1))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    net = Net(forward, a=nn.Linear(5, 6), places=nn.Linear(4, 4, bias=bias), out=nn.Linear(6, 2)).double().eval()
+    x = torch.randn(2, 4, 5).double()
+    whole, neurons = copy.deepcopy(net), Neurons(net, x)
+    assert [layer.name for layer in neurons.layers] == ([] if bias else ["a"])
+    if not bias:
+        removed = neurons.remove({"a": [1, 3]})
+        with torch.no_grad(), masked(whole, removed, ((x,), {})):
+            assert worst_error(net(x), whole(x)) < 1e-10
+
+
 # Places
 
 

@@ -89,6 +89,7 @@ class Follower:
             filler=result.filler if result.filler is not None else inherits and bool(reads) and not solid,
             repeated=value.repeated,
             aside=result.aside or (bool(reads) and all(read.aside for read in reads)),
+            carried=result.carried if result.carried is not None else inherits and any(read.carried for read in reads),
         )
         if index in self.step.reads:  # written in place
             others = [other for other in self._sharing[value.storage] if other != index]

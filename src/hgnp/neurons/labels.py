@@ -47,6 +47,8 @@ class Labelled:
     repeated: tuple[bool, ...] = ()
     aside: bool = False
     """A by-product whose size is nobody's business."""
+    carried: bool = False
+    """Its channels came through a product over other dimensions: what that layer adds is not theirs."""
 
     def solid(self, dim: int) -> bool:
         """Whether the entries along `dim` differ and so must be cut where a neighbour is cut."""
@@ -73,7 +75,7 @@ def tidy(labels: list[Tensor]) -> tuple[Tensor, ...]:
 
 def tail(label: Tensor, ndim: int) -> Tensor:
     """The label with leading dimensions of size 1 added, as broadcasting does."""
-    return label.reshape((1,) * (ndim - label.dim()) + tuple(label.shape))
+    return label if label.dim() == ndim else label.reshape((1,) * (ndim - label.dim()) + tuple(label.shape))
 
 
 @dataclass(frozen=True)
@@ -84,3 +86,5 @@ class Result:
     labels: list[Tensor]
     filler: bool | None = None
     aside: bool = False
+    carried: bool | None = None
+    """None: if something it was made of, entry by entry, is."""

@@ -3,8 +3,10 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hgnp.neurons.labels import Labelled, Result
-from hgnp.neurons.rules.registry import rule, tensors
+from torch import Tensor
+
+from hgnp.neurons.labels import Labelled, Result, tail, varies
+from hgnp.neurons.rules.registry import name_of, rule, tensors
 
 if TYPE_CHECKING:
     from hgnp.neurons.follow import Follower
@@ -22,7 +24,22 @@ def unknown(f: "Follower", *args: Any, **kwargs: Any) -> Result:
       "floor_divide", "complex", "polar")  # fmt: skip
 def elementwise(f: "Follower", *args: Any, **kwargs: Any) -> Result:
     operands = tensors(args, kwargs)
-    return Result(f.meet(operands, max(len(operand.shape) for operand in operands)))
+    ndim = max(len(operand.shape) for operand in operands)
+    met = f.meet(operands, ndim)
+    if name_of(f.step.op).removesuffix("_") in ("add", "sub", "rsub") and any(operand.carried for operand in operands):
+        numbers = [Labelled(())] if any(isinstance(arg, int | float) and arg for arg in args) else []
+        fix_offsets(f, met, [*operands, *numbers])
+    return Result(met)
+
+
+def fix_offsets(f: "Follower", labels: list[Tensor], operands: list[Labelled]) -> None:
+    """Fix labels that some operand does not have: it adds to dead channels too, which then do not read as zero."""
+    for label in labels:
+        dims = set(varies(label))
+        for operand in operands:
+            mine = {dim for other in operand.labels for dim in varies(tail(other, label.dim()))}
+            if not dims & mine:
+                f.fix(label, "a layer over other dimensions adds a number of its own to it")
 
 
 @rule("copy_")

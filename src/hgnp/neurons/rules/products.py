@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hgnp.neurons.labels import Labelled, Result, varies, vector
+from hgnp.neurons.rules.entries import fix_offsets
 from hgnp.neurons.rules.registry import rule
 
 if TYPE_CHECKING:
@@ -51,14 +52,23 @@ def _product(f: "Follower", a: Labelled, b: Labelled) -> list[Tensor]:
 
 @rule("mm", "bmm")
 def mm(f: "Follower", a: Labelled, b: Labelled, *args: Any) -> Result:
-    return Result(_product(f, a, b))
+    met = _product(f, a, b)
+    return Result(met, carried=bool(_carried(a, b, met)))
 
 
 @rule("addmm", "baddbmm")
 def addmm(f: "Follower", bias: Labelled, a: Labelled, b: Labelled, **kwargs: Any) -> Result:
     shape = (*a.shape[:-1], b.shape[-1])
-    product = Labelled(shape, tuple(_product(f, a, b)))
-    return Result(f.meet([product, bias], len(shape)))
+    product = _product(f, a, b)
+    carried = _carried(a, b, product)
+    fix_offsets(f, carried, [bias])
+    return Result(f.meet([Labelled(shape, tuple(product)), bias], len(shape)), carried=bool(carried))
+
+
+def _carried(a: Labelled, b: Labelled, met: list[Tensor]) -> list[Tensor]:
+    """Labels of features, not of weights, that a product over another dimension hands on."""
+    own = [label for operand in (a, b) if not operand.weight for label in operand.labels]
+    return [label for label in met if any(label is other for other in own)]
 
 
 @rule("mv")
