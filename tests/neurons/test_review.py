@@ -321,3 +321,13 @@ def test_what_least_proposes_remove_accepts(make: Any) -> None:
     removed = neurons.remove(neurons.least(scores, 10_000))
     with torch.no_grad(), masked(whole, removed, ((x,), {})):
         assert worst_error(net(x), whole(x)) < 1e-10
+
+
+def test_groups_laid_out_beside_padding_come_to_an_end() -> None:
+    """Channels and fixed zeros in one grid: what cannot be told apart is frozen, and the search for it ends."""
+
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = F.pad(n.a(x), (0, 0, 0, 0, 1, 1)).unflatten(1, (3, 2)).transpose(1, 2).flatten(1, 2)
+        return n.b(h)  # type: ignore[no-any-return]
+
+    assert prunable(Net(forward, a=conv(3, 4), b=conv(6, 2)).double(), PICTURE) == []

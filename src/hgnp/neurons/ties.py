@@ -65,9 +65,10 @@ class Ties:
         return self._reason.get(self.find(slot))
 
     def roots_of(self, slots: Tensor) -> Tensor:
-        """The same tensor with representatives for slots."""
+        """The same tensor with representatives for slots, and 0 for all that is fixed."""
         unique, places = torch.unique(slots, return_inverse=True)
-        return torch.tensor([self.find(slot) for slot in unique.tolist()])[places]
+        roots = [self.find(slot) for slot in unique.tolist()]
+        return torch.tensor([FIXED if root in self._reason else root for root in roots])[places]
 
     def roots(self) -> Tensor:
         """One representative for every slot: equal numbers live and die together."""
