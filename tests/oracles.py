@@ -33,7 +33,18 @@ class _NoKinks(TorchFunctionMode):
 
     KINKS = frozenset(
         {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu6, F.hardtanh, F.hardtanh_}
-        | {F.hardswish, F.threshold, F.hardshrink, F.softshrink, torch.clamp, Tensor.clamp, Tensor.clamp_, F.elu}
+        | {
+            F.hardswish,
+            F.threshold,
+            F.hardshrink,
+            F.softshrink,
+            torch.clamp,
+            Tensor.clamp,
+            Tensor.clamp_,
+            F.elu,
+            F.silu,
+            F.gelu,
+        }
     )
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
