@@ -103,7 +103,7 @@ def profile(net: nn.Module, x: torch.Tensor) -> None:
 def report(build: Time, remove: Time, step: Time, removal: Time) -> str:
     rows = [
         ("`Neurons` for ResNet-50 at 224 px", build, "6 s"),
-        ("removing half of its neurons", remove, "1 s"),
+        ("removing half of its neurons, after `least` has tried the cut", remove, "1 s"),
         ("one training step of VGG-16 (32 px), batch 128", step, ""),
         ("removing 100 neurons from it, selection included", removal, "one step"),
     ]
@@ -111,7 +111,7 @@ def report(build: Time, remove: Time, step: Time, removal: Time) -> str:
     return (
         "# Surgery: how long it takes\n\n"
         f"Measured {DATE} with `python benchmarks/surgery.py --out benchmarks/surgery.md`, {torch.get_num_threads()} threads "
-        f"of a two-core machine that did other work too, Python {platform.python_version()}, torch {torch.__version__}; "
+        f"of a two-core machine, Python {platform.python_version()}, torch {torch.__version__}; "
         "medians.\n\n| what | clock | processor | wanted |\n|---|--:|--:|--:|\n"
         + "\n".join(lines)
         + f"\n\nRemoving / training step, in the same run: {removal.clock / step.clock:.2f} on the clock.\n"
