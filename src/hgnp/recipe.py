@@ -1,0 +1,209 @@
+"""`Recipe`: what a user sets for a run, checked when it is made.
+
+Algorithm 2 in the paper's letters: E1 `warmup_epochs`, E2 `prune_every`, N `neurons_per_round`, κ̄ `keep`, E3
+`finetune_epochs`; μ `mu` (and `score_mu`), B `bound`.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hgnp.curvature.choices import choose
+
+METHODS = ("hgnp", "taylor", "l1", "l2", "bn_scale", "geometric_median", "random", "sam")
+SCHEDULES = ("constant", "steps", "cosine", "one_cycle")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a network is trained, pruned and fine-tuned. Immutable; `dataclasses.replace` makes a changed one.
+
+    A run prunes before epoch e when e ≥ warmup_epochs and e is a multiple of prune_every, until the target is met; that epoch
+    is completed and finetune_epochs more follow.
+    """
+
+    keep: float
+    """The fraction to be left of what `target` counts: the paper's κ̄. With 1 nothing is pruned."""
+    target: str = "params"
+    """What `keep` is a fraction of: "params" (the paper's), "neurons" (those that can be removed) or "macs"."""
+    method: str = "hgnp"
+    """"hgnp", "taylor", "l1", "l2", "bn_scale", "geometric_median" or "random" (plain training, another score), or "sam" (Taylor
+    scores, trained by sharpness-aware minimisation)."""
+
+    warmup_epochs: int = 5
+    """Epochs before the first neuron goes. 0 for a network that is trained already."""
+    prune_every: int = 1
+    """Epochs, or steps (see `prune_unit`), from one round of pruning to the next."""
+    prune_unit: str = "epochs"
+    """"epochs" or "steps". The Taylor baseline removes a neuron every so many steps."""
+    neurons_per_round: int = 100
+    """Neurons of single layers in a round; a channel that runs through five layers counts five. The last round takes only what
+    the target needs."""
+    finetune_epochs: int = 5
+    """Epochs after the one in which the target was met."""
+    coupling: str = "coupled"
+    """"coupled": layers that are added lose the same channels. "paper": the same number of channels, each its own."""
+    floor: int = 1
+    """Neurons that every layer keeps."""
+    approximate: bool = False
+    """Whether channels that a norm mixes (LayerNorm, GroupNorm) may go too."""
+    score_batches: int = 1
+    """Mini-batches that a round's scores are taken from."""
+
+    mu: float = 1e-3
+    """Weight of the flatness term in training."""
+    score_mu: float | None = None
+    """Its weight in the scores; None: as in training."""
+    mu_warmup_epochs: int = 0
+    """Epochs over which the term's weight in training rises from 0."""
+    bound: float = 0.5
+    """Curvature up to this is not penalised."""
+    flatness: str | Mapping[str, str] = "default"
+    """"default", "paper", or a mapping of `Flatness`'s named choices, such as {"curvature": "hessian", "norm": "frozen"}."""
+    rho: float = 0.05
+    """Radius of the "sam" method."""
+
+    lr: float = 0.05
+    """Learning rate of the SGD that is made when no optimizer is given."""
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    nesterov: bool = False
+    schedule: str = "constant"
+    """"constant", "steps", "cosine" or "one_cycle": how the learning rate goes from the start (0) to the end (1) of `anneal`."""
+    anneal: str = "run"
+    """"run": the schedule spans the whole run, whose length is estimated anew at every round. "finetune": the rate stays at its
+    peak while neurons go and the schedule spans the fine-tuning."""
+    lr_steps: tuple[float, ...] = (0.5, 0.75)
+    """Where "steps" multiplies the rate by `lr_factor`, as fractions of the schedule."""
+    lr_factor: float = 0.1
+    lr_final: float = 0.0
+    """What "cosine" and "one_cycle" end at, as a fraction of the peak."""
+    precision: str = "float32"
+    """"float32", "bf16" or "fp16": mixed precision by autocast, "fp16" with a gradient scaler."""
+    clip_norm: float | None = None
+    """Gradients are scaled down to this norm if theirs is larger."""
+    seed: int | None = None
+    """Seeds every random stream at the start of the run; None: they go on from where they are."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, list):
+                object.__setattr__(self, field.name, value := tuple(value))
+            if field.name in _CHECKS:
+                expected, fits = _CHECKS[field.name]
+                if not fits(value):
+                    raise ValueError(f"{field.name}: {value!r} was given; {expected} would do")
+        if isinstance(self.flatness, Mapping):
+            object.__setattr__(self, "flatness", dict(self.flatness))
+        bundle, choices = self.flatness_choices
+        choose(bundle, **{name: choices.get(name) for name in FLATNESS_CHOICES})
+        if self.precision == "fp16" and self.method == "sam":
+            raise ValueError(
+                "precision: 'fp16' was given with method 'sam', whose step needs unscaled gradients; 'bf16' would do"
+            )
+
+    @property
+    def scoring_mu(self) -> float:
+        """The flatness term's weight in the scores."""
+        if self.method != "hgnp":
+            return 0.0
+        return self.mu if self.score_mu is None else self.score_mu
+
+    @property
+    def training_mu(self) -> float:
+        return self.mu if self.method == "hgnp" else 0.0
+
+    @property
+    def flatness_choices(self) -> tuple[str, dict[str, str]]:
+        """The bundle and the choices by name, as `Flatness` takes them."""
+        if isinstance(self.flatness, str):
+            return self.flatness, {}
+        choices = dict(self.flatness)
+        bundle = choices.pop("flatness", "default")
+        for name in choices:
+            if name not in FLATNESS_CHOICES:
+                raise ValueError(f"flatness: it has no choice {name!r}{_meant(name, FLATNESS_CHOICES)}")
+        return bundle, choices
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field, in types that JSON and YAML have."""
+        values = dataclasses.asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in names:
+                raise ValueError(f"recipe: there is no field {name!r}{_meant(name, names)}")
+        if "keep" not in values:
+            raise ValueError("recipe: keep is missing; it says what fraction of the parameters is to be left")
+        return cls(**values)
+
+
+FLATNESS_CHOICES = ("curvature", "norm", "scaling", "v_from", "convention", "labels", "ranking")
+
+
+def _meant(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(str(name), known)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(known)}"
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _one_of(*names: str) -> tuple[str, Any]:
+    return " or ".join(repr(name) for name in names), lambda value: value in names and isinstance(value, str)
+
+
+_COUNT = ("a whole number of at least 1", lambda value: _whole(value) and value >= 1)
+_EPOCHS = ("a whole number of at least 0", lambda value: _whole(value) and value >= 0)
+_WEIGHT = ("a finite number of at least 0", lambda value: _number(value) and value >= 0)
+_RATE = ("a finite number above 0", lambda value: _number(value) and value > 0)
+_SWITCH = ("True or False", lambda value: isinstance(value, bool))
+_CHECKS: dict[str, tuple[str, Any]] = {
+    "keep": ("a fraction above 0 and up to 1", lambda value: _number(value) and 0 < value <= 1),
+    "target": _one_of("params", "neurons", "macs"),
+    "method": _one_of(*METHODS),
+    "warmup_epochs": _EPOCHS,
+    "prune_every": _COUNT,
+    "prune_unit": _one_of("epochs", "steps"),
+    "neurons_per_round": _COUNT,
+    "finetune_epochs": _EPOCHS,
+    "coupling": _one_of("coupled", "paper"),
+    "floor": _COUNT,
+    "approximate": _SWITCH,
+    "score_batches": _COUNT,
+    "mu": _WEIGHT,
+    "score_mu": ("None or a finite number of at least 0", lambda value: value is None or (_number(value) and value >= 0)),
+    "mu_warmup_epochs": _EPOCHS,
+    "bound": ("any finite number", _number),
+    "flatness": ("'default', 'paper' or a mapping of named choices", lambda value: isinstance(value, str | Mapping)),
+    "rho": _RATE,
+    "lr": _RATE,
+    "momentum": ("a number of at least 0 and below 1", lambda value: _number(value) and 0 <= value < 1),
+    "weight_decay": _WEIGHT,
+    "nesterov": _SWITCH,
+    "schedule": _one_of(*SCHEDULES),
+    "anneal": _one_of("run", "finetune"),
+    "lr_steps": (
+        "fractions between 0 and 1, rising",
+        lambda value: isinstance(value, tuple)
+        and all(_number(step) and 0 < step < 1 for step in value)
+        and list(value) == sorted(value),
+    ),
+    "lr_factor": _RATE,
+    "lr_final": ("a fraction of at least 0 and at most 1", lambda value: _number(value) and 0 <= value <= 1),
+    "precision": _one_of("float32", "bf16", "fp16"),
+    "clip_norm": ("None or a finite number above 0", lambda value: value is None or (_number(value) and value > 0)),
+    "seed": ("None or a whole number of at least 0", lambda value: value is None or (_whole(value) and 0 <= value < 2**32)),
+}  # fmt: skip

@@ -1,0 +1,44 @@
+"""Networks timed side by side."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call: the median over repeats and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+    repeats: int
+
+
+def side_by_side(
+    calls: Sequence[Callable[[], Any]], *, device: torch.device, repeats: int = 15, warmup: int = 3
+) -> list[Timing]:
+    """Each call timed `repeats` times after `warmup`, in turns, so that all of them meet the same conditions."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(warmup + repeats):
+        for call, mine in zip(calls, seconds, strict=True):
+            _wait(device)
+            start = time.perf_counter()
+            call()
+            _wait(device)
+            mine.append(time.perf_counter() - start)
+    return [_timing(mine[warmup:]) for mine in seconds]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _timing(seconds: Sequence[float]) -> Timing:
+    low, median, high = (float(value) * 1e3 for value in np.percentile(seconds, [25, 50, 75]))
+    return Timing(median, low, high, len(seconds))
