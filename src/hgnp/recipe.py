@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hgnp.curvature.choices import choose
+from hgnp.curvature.choices import ALLOWED, choose
 
 METHODS = ("hgnp", "taylor", "l1", "l2", "bn_scale", "geometric_median", "random", "sam")
 SCHEDULES = ("constant", "steps", "cosine", "one_cycle")
@@ -30,8 +30,8 @@ class Recipe:
     target: str = "params"
     """What `keep` is a fraction of: "params" (the paper's), "neurons" (those that can be removed) or "macs"."""
     method: str = "hgnp"
-    """"hgnp", "taylor", "l1", "l2", "bn_scale", "geometric_median" or "random" (plain training, another score), or "sam" (Taylor
-    scores, trained by sharpness-aware minimisation)."""
+    """"hgnp", "taylor", "l1", "l2", "bn_scale", "geometric_median" or "random" (plain training, another score), or "sam"
+    (Taylor scores, trained by sharpness-aware minimisation)."""
 
     warmup_epochs: int = 5
     """Epochs before the first neuron goes. 0 for a network that is trained already."""
@@ -72,7 +72,7 @@ class Recipe:
     weight_decay: float = 5e-4
     nesterov: bool = False
     schedule: str = "constant"
-    """"constant", "steps", "cosine" or "one_cycle": how the learning rate goes from the start (0) to the end (1) of `anneal`."""
+    """"constant", "steps", "cosine" or "one_cycle": how the learning rate goes over what `anneal` names."""
     anneal: str = "run"
     """"run": the schedule spans the whole run, whose length is estimated anew at every round. "finetune": the rate stays at its
     peak while neurons go and the schedule spans the fine-tuning."""
@@ -100,7 +100,7 @@ class Recipe:
         if isinstance(self.flatness, Mapping):
             object.__setattr__(self, "flatness", dict(self.flatness))
         bundle, choices = self.flatness_choices
-        choose(bundle, **{name: choices.get(name) for name in FLATNESS_CHOICES})
+        choose(bundle, **{name: choices.get(name) for name in ALLOWED})
         if self.precision == "fp16" and self.method == "sam":
             raise ValueError(
                 "precision: 'fp16' was given with method 'sam', whose step needs unscaled gradients; 'bf16' would do"
@@ -125,8 +125,8 @@ class Recipe:
         choices = dict(self.flatness)
         bundle = choices.pop("flatness", "default")
         for name in choices:
-            if name not in FLATNESS_CHOICES:
-                raise ValueError(f"flatness: it has no choice {name!r}{_meant(name, FLATNESS_CHOICES)}")
+            if name not in ALLOWED:
+                raise ValueError(f"flatness: it has no choice {name!r}{_meant(name, ALLOWED)}")
         return bundle, choices
 
     def as_dict(self) -> dict[str, Any]:
@@ -143,9 +143,6 @@ class Recipe:
         if "keep" not in values:
             raise ValueError("recipe: keep is missing; it says what fraction of the parameters is to be left")
         return cls(**values)
-
-
-FLATNESS_CHOICES = ("curvature", "norm", "scaling", "v_from", "convention", "labels", "ranking")
 
 
 def _meant(name: str, known: Collection[str]) -> str:
