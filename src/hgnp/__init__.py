@@ -2,10 +2,23 @@
 
 from hgnp.flatness import Flatness
 from hgnp.neurons import Neurons, Selection
+from hgnp.recipe import Recipe
 from hgnp.removal import Removal
+from hgnp.sensitivity import sensitivity
 from hgnp.sharpness import Sharpness, sharpness
 from hgnp.storage import load, save
 
 __version__ = "0.1.0"
 
-__all__ = ["Flatness", "Neurons", "Removal", "Selection", "Sharpness", "load", "save", "sharpness"]
+__all__ = [
+    "Flatness",
+    "Neurons",
+    "Recipe",
+    "Removal",
+    "Selection",
+    "Sharpness",
+    "load",
+    "save",
+    "sensitivity",
+    "sharpness",
+]
