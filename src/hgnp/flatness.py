@@ -37,8 +37,8 @@ from hgnp.removal import Removal, listen
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What a step penalised."""
+class Seen:
+    """What a step penalised; its numbers are still on the device."""
 
     block: Block
     direction: list[Tensor]
@@ -98,7 +98,7 @@ class Flatness:
             refuse_untracked(net)
         self._pairs: dict[str, Pair] = {}
         self._chosen: Chosen | None = None
-        self._seen: _Seen | None = None
+        self._seen: Seen | None = None
         self._bends: dict[bool, Reasons] = {}
         self._checked: set[tuple[str, bool]] = set()
         self._generator: torch.Generator | None = None
@@ -197,7 +197,7 @@ class Flatness:
             with _autocast_off(loss):
                 q = hessian.quotient(loss, seeds)
         parts = [direction.detach() for _, direction in seeds]
-        self._seen = _Seen(block, parts, pair.value, pair.residual, q.detach())
+        self._seen = Seen(block, parts, pair.value, pair.residual, q.detach())
         return loss, q, z
 
     def _gauss_newton(
@@ -301,6 +301,11 @@ class Flatness:
         if self._generator is None:
             self._generator = torch.Generator(device).manual_seed(0)
         return self._generator
+
+    @property
+    def seen(self) -> Seen | None:
+        """All that is known of the last step, without waiting for the device."""
+        return self._seen
 
     @property
     def radius(self) -> float:

@@ -365,6 +365,25 @@ class Neurons:
                 widths[name] = changed
         return Removal(dict(slices), widths)
 
+    # To go on elsewhere
+
+    def state_dict(self) -> dict[str, Any]:
+        """Who is alive and what there was at the start. To be loaded by a `Neurons` made of the network as it was when this
+        one was made (with coupling "paper": as it is now)."""
+        return {
+            "alive": self._alive.clone(),
+            "totals": dict(self._totals),
+            "parameters_at_start": self._parameters_at_start,
+            "version": self.version,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["alive"].shape != self._alive.shape:
+            raise ValueError("state: it is of another network, or of this one at another size")
+        self._alive, self._tried = state["alive"].clone(), None
+        self._totals = dict(state["totals"])
+        self._parameters_at_start, self.version = state["parameters_at_start"], state["version"]
+
     @cached_property
     def _lanes(self) -> Lanes:
         return Lanes(self.net, self._inputs, self._approximate)
