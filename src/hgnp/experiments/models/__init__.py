@@ -5,4 +5,4 @@ from hgnp.experiments.models.resnet import ResNet18
 from hgnp.experiments.models.vgg import VGG16
 from hgnp.experiments.models.weights import Loaded, load_weights
 
-__all__ = ["AlexNet", "Loaded", "ResNet18", "VGG16", "load_weights"]
+__all__ = ["VGG16", "AlexNet", "Loaded", "ResNet18", "load_weights"]

@@ -16,7 +16,9 @@ class ResNet18(nn.Module):
         if stem not in ("cifar", "imagenet"):
             raise ValueError(f"stem: {stem!r} was given; 'cifar' or 'imagenet' would do")
         small = stem == "cifar"
-        self.conv1 = nn.Conv2d(3, 64, 3 if small else 7, stride=1 if small else 2, padding=1 if small else 3, bias=False)
+        self.conv1 = nn.Conv2d(
+            3, 64, 3 if small else 7, stride=1 if small else 2, padding=1 if small else 3, bias=False
+        )
         self.bn1 = nn.BatchNorm2d(64)
         self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, stride=2, padding=1)
         self.layer1 = nn.Sequential(Block(64, 64), Block(64, 64))
