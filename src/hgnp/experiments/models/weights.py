@@ -68,7 +68,7 @@ def load_weights(net: nn.Module, path: str | os.PathLike[str]) -> Loaded:
         for name, tensor in fits.items():
             own[name].copy_(tensor)
     fresh = tuple(name for name in weights if name not in fits)
-    return Loaded(file.name, loaded, fresh, tuple(name for name in stored if name not in fits))
+    return Loaded(file.name, loaded, fresh, tuple(sorted(name for name in stored if name not in fits)))
 
 
 def _layers(names: Iterable[str], most: int = 6) -> str:
