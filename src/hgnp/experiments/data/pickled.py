@@ -115,7 +115,7 @@ def _values(pickled: bytes) -> Any:
             case "GLOBAL":
                 if arg not in (ARRAY, KIND, MAKE):
                     raise _RefusedError(
-                        f"it names {str(arg).replace(' ', '.')!r}, which no official CIFAR-10 file does"
+                        f"it names {str(arg).replace(' ', '.')[:60]!r}, which no official CIFAR-10 file does"
                     )
                 stack.append(Name(arg))
             case "REDUCE":

@@ -80,5 +80,5 @@ def _all_there(title: str, files: Sequence[Path]) -> None:
     missing = [file for file in files if not file.is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{missing[0]}: missing, as are {len(missing):,} of {len(files):,} pictures of {title} in all"
+            f"{missing[0]}: {len(missing):,} of the {len(files):,} pictures of {title} are missing, this first"
         )
