@@ -1,6 +1,5 @@
 """hgnp trains a neural network and prunes whole neurons from it at once, steered to a flat minimum."""
 
-from hgnp.epoch import DivergedError
 from hgnp.flatness import Flatness
 from hgnp.neurons import Neurons, Selection
 from hgnp.recipe import Recipe
@@ -10,6 +9,7 @@ from hgnp.sensitivity import sensitivity
 from hgnp.sharpness import Sharpness, sharpness
 from hgnp.storage import load, save
 from hgnp.train import prune
+from hgnp.training.epoch import DivergedError
 
 __version__ = "0.1.0"
 

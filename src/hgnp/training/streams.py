@@ -44,10 +44,14 @@ def put_back(state: dict[str, Any], *loaders: Any) -> None:
         holder.load_state_dict(own)
 
 
-def start_workers_anew(loader: Any) -> None:
-    """Workers that live through several epochs keep streams of their own, which cannot be taken; an epoch gets new ones."""
+def begin_epoch(loader: Any, epoch: int) -> None:
+    """Tells a distributed sampler the epoch, and gives it new workers: those that live through several epochs keep streams
+    of their own, which cannot be taken."""
     if getattr(loader, "persistent_workers", False):
         loader._iterator = None
+    set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
+    if set_epoch is not None:
+        set_epoch(epoch)
 
 
 def _parts(loaders: tuple[Any, ...]) -> list[Any]:
