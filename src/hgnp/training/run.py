@@ -220,7 +220,8 @@ class Run:
         last = self.plan.history[-1] if self.plan.history else None
         val_loss, metric = self._validate() if last is None else (last["val_loss"], last["metric"])
         now = self.neurons.preview({})
-        sharp = top_curvature(self.net, self.task.val or self.task.train, self.task.loss, self.task.output)
+        with streams.untouched(*self._loaders()):
+            sharp = top_curvature(self.net, self.task.val or self.task.train, self.task.loss, self.task.output)
         return Facts(metric, val_loss, now.parameters, now.neurons, now.macs // self.samples, sharp)
 
     def _finish(self) -> Result:

@@ -6,6 +6,8 @@ epoch, so that restoring them brings back order and augmentation.
 """
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,16 @@ def put_back(state: dict[str, Any], *loaders: Any) -> None:
         holder.set_state(own)
     for holder, own in zip(stateful, state["stateful"], strict=True):
         holder.load_state_dict(own)
+
+
+@contextmanager
+def untouched(*loaders: Any) -> Iterator[None]:
+    """What is measured inside the block does not change what is trained after it."""
+    before = take(*loaders)
+    try:
+        yield
+    finally:
+        put_back(before, *loaders)
 
 
 def begin_epoch(loader: Any, epoch: int) -> None:
