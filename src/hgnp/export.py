@@ -6,9 +6,11 @@ The batch stays free in both formats. It is the first dimension of every input t
 import copy
 import importlib.util
 import inspect
+import logging
+import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit._trace import TracerWarning
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hgnp.files import whole
@@ -68,12 +71,12 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
     traced = _drawn(inputs, rows, TRACED, device)
     if not _run(subject, traced, "net cannot run on example_input"):
         raise ValueError("net returns no tensors that could be compared; a forward that returns tensors would do")
-    with whole(path) as draft, _known_warnings():
+    with whole(path) as draft, _known_noise():
         program = _program(subject, traced, arguments, rows)
         if to_onnx:
-            _written_onnx(program, draft)
+            _write_onnx(subject, program, traced, draft)
             session = onnx_session(draft)
-            call: Callable[..., Any] = lambda *a, **k: run_onnx(session, tree_leaves((a, k)))  # noqa: E731
+            call: Callable[..., Any] = lambda *a, **k: run_onnx(session, _tensors((a, k)))  # noqa: E731
         else:
             torch.export.save(program, draft)
             call = torch.export.load(draft).module()
@@ -96,9 +99,8 @@ def onnx_session(path: Path, *, threads: int = 0) -> Any:
         raise ValueError(f"ONNX Runtime cannot run this network: {one_line(error)}") from error
 
 
-def run_onnx(session: Any, leaves: Sequence[Any]) -> list[Tensor]:
-    """All outputs, for the tensors among `leaves` in the order of the network's arguments."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+def run_onnx(session: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """All outputs, for the tensors among the network's arguments, in order."""
     names = [entry.name for entry in session.get_inputs()]
     feed = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
     return [torch.from_numpy(output) for output in session.run(None, feed)]
@@ -112,7 +114,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _need_onnx() -> None:
-    missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(f"ONNX needs {', '.join(missing)}, not installed here: pip install hgnp[onnx]")
 
@@ -143,10 +145,18 @@ def _batched(leaf: Any, rows: int) -> bool:
 def _bound(net: nn.Module, inputs: Inputs) -> tuple[Inputs, dict[str, Any]]:
     """Keywords in the order of forward's signature, which is that of the file; and parameter of forward → what it gets."""
     args, kwargs = inputs
+    forward = f"{type(net).__name__}.forward"
+    signature = inspect.signature(net.forward)
     try:
-        bound = inspect.signature(net.forward).bind(*args, **kwargs).arguments
+        bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
-        raise ValueError(f"example_input does not fit {type(net).__name__}.forward: {error}") from None
+        raise ValueError(f"example_input does not fit {forward}: {error}") from None
+    for name in bound:
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            raise ValueError(
+                f"example_input: {forward} takes {', '.join(bound[name])} through **{name}, where torch.export cannot free "
+                "the batch; parameters of those names would do"
+            )
     return (args, {name: kwargs[name] for name in [*bound, *kwargs] if name in kwargs}), dict(bound)
 
 
@@ -173,15 +183,33 @@ def _run(call: Callable[..., Any], inputs: Inputs, failure: str) -> list[Tensor]
             output = call(*inputs[0], **inputs[1])
     except Exception as error:
         raise ValueError(f"{failure}: {one_line(error)}") from error
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return _tensors(output)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @contextmanager
-def _known_warnings() -> Any:
-    with warnings.catch_warnings():
-        # torch 2.13's ONNX exporter copies what torch itself deprecates
-        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
-        yield
+def _known_noise() -> Iterator[None]:
+    """Without what torch says about itself while it exports."""
+    skipped = logging.getLogger(
+        "torch.onnx._internal.exporter._registration"
+    )  # operators of a torchvision not installed
+    level = skipped.level
+    skipped.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            # torch 2.13's ONNX exporter copies what torch itself deprecates
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+            # recurrent layers keep a list of their own weights
+            warnings.filterwarnings("ignore", r"The tensor attributes? self\.\S*_flat_weights", UserWarning)
+            # the older ONNX exporter; the check sees what its tracing got wrong
+            warnings.filterwarnings("ignore", "You are using the legacy TorchScript-based ONNX", DeprecationWarning)
+            warnings.filterwarnings("ignore", category=TracerWarning)
+            yield
+    finally:
+        skipped.setLevel(level)
 
 
 def _program(net: nn.Module, traced: Inputs, arguments: dict[str, Any], rows: int) -> torch.export.ExportedProgram:
@@ -200,11 +228,23 @@ def _program(net: nn.Module, traced: Inputs, arguments: dict[str, Any], rows: in
         ) from error
 
 
-def _written_onnx(program: torch.export.ExportedProgram, draft: Path) -> None:
+def _write_onnx(net: nn.Module, program: torch.export.ExportedProgram, traced: Inputs, draft: Path) -> None:
+    options: dict[str, Any] = {"opset_version": OPSET, "external_data": False, "verbose": False}
     try:
-        torch.onnx.export(program, (), draft, dynamo=True, opset_version=OPSET, external_data=False, verbose=False)
+        torch.onnx.export(program, (), draft, dynamo=True, **options)
     except Exception as error:
-        raise ValueError(f"net cannot be written as ONNX: {one_line(error.__cause__ or error)}") from error
+        # Some torch and onnxscript do not go together, and some operators only the older exporter knows. What it writes
+        # may hold for the traced batch alone; the check tells.
+        names = [f"input_{place}" for place in range(len(_tensors(traced)))]
+        free = {
+            name: {0: "batch"} for name, leaf in zip(names, _tensors(traced), strict=True) if _batched(leaf, TRACED)
+        }
+        try:
+            torch.onnx.export(
+                net, traced[0], draft, kwargs=traced[1], dynamo=False, input_names=names, dynamic_axes=free, **options
+            )
+        except Exception:
+            raise ValueError(f"net cannot be written as ONNX: {one_line(error.__cause__ or error)}") from error
 
 
 def _checked(
@@ -221,7 +261,8 @@ def _checked(
         half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in expected)
         for there, here in zip(got, expected, strict=True):
             away = float((there.double() - here.double()).abs().max()) if here.numel() else 0.0
-            share = away / max(float(here.double().abs().max()), 1e-300) if away else 0.0
+            size = float(here.double().abs().max()) if here.numel() else 0.0
+            share = away / size if size else math.inf if away else 0.0
             if not share <= (HALF_TOLERANCE if half else TOLERANCE):
                 raise ValueError(
                     f"the exported network differs from net by {share:.1e} (relative; {away:.1e} absolute) at batch size "
