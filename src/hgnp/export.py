@@ -72,9 +72,11 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
     if not _run(subject, traced, "net cannot run on example_input"):
         raise ValueError("net returns no tensors that could be compared; a forward that returns tensors would do")
     with whole(path) as draft, _known_noise():
-        program = _program(subject, traced, arguments, rows)
+        batch = torch.export.Dim("batch")
+        shapes = tree_map(lambda leaf: {0: batch} if _batched(leaf, rows) else None, arguments)
+        program = _program(subject, traced, shapes)
         if to_onnx:
-            _write_onnx(subject, program, traced, draft)
+            _write_onnx(subject, program, traced, shapes, draft)
             session = onnx_session(draft)
             call: Callable[..., Any] = lambda *a, **k: run_onnx(session, _tensors((a, k)))  # noqa: E731
         else:
@@ -200,21 +202,23 @@ def _known_noise() -> Iterator[None]:
     skipped.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            # torch 2.13's ONNX exporter copies what torch itself deprecates
+            # torch 2.13's ONNX exporter copies what torch itself deprecates …
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+            # … and does not name the free axis where an argument is not a tensor
+            warnings.filterwarnings("ignore", "# ONNX model has different number of inputs", UserWarning)
             # recurrent layers keep a list of their own weights
             warnings.filterwarnings("ignore", r"The tensor attributes? self\.\S*_flat_weights", UserWarning)
             # the older ONNX exporter; the check sees what its tracing got wrong
             warnings.filterwarnings("ignore", "You are using the legacy TorchScript-based ONNX", DeprecationWarning)
+            warnings.filterwarnings("ignore", "The feature will be removed", DeprecationWarning, r"torch\.onnx\.")
+            warnings.filterwarnings("ignore", "Exporting a model to ONNX with a batch_size other than 1", UserWarning)
             warnings.filterwarnings("ignore", category=TracerWarning)
             yield
     finally:
         skipped.setLevel(level)
 
 
-def _program(net: nn.Module, traced: Inputs, arguments: dict[str, Any], rows: int) -> torch.export.ExportedProgram:
-    batch = torch.export.Dim("batch")
-    shapes = tree_map(lambda leaf: {0: batch} if _batched(leaf, rows) else None, arguments)
+def _program(net: nn.Module, traced: Inputs, shapes: dict[str, Any]) -> torch.export.ExportedProgram:
     try:
         return torch.export.export(net, *traced, dynamic_shapes=shapes, strict=False)
     except Exception as error:
@@ -228,14 +232,16 @@ def _program(net: nn.Module, traced: Inputs, arguments: dict[str, Any], rows: in
         ) from error
 
 
-def _write_onnx(net: nn.Module, program: torch.export.ExportedProgram, traced: Inputs, draft: Path) -> None:
+def _write_onnx(
+    net: nn.Module, program: torch.export.ExportedProgram, traced: Inputs, shapes: dict[str, Any], draft: Path
+) -> None:
     options: dict[str, Any] = {"opset_version": OPSET, "external_data": False, "verbose": False}
     try:
-        torch.onnx.export(program, (), draft, dynamo=True, **options)
+        torch.onnx.export(program, (), draft, dynamo=True, dynamic_shapes=shapes, **options)  # names the free axis
     except Exception as error:
         # Some torch and onnxscript do not go together, and some operators only the older exporter knows. What it writes
         # may hold for the traced batch alone; the check tells.
-        names = [f"input_{place}" for place in range(len(_tensors(traced)))]
+        names = [name for name in program.graph_signature.user_inputs if isinstance(name, str)]
         free = {
             name: {0: "batch"} for name, leaf in zip(names, _tensors(traced), strict=True) if _batched(leaf, TRACED)
         }

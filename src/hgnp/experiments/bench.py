@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hgnp.experiments.timings import Bench, conditions
-from hgnp.experiments.variants import DEFAULTS, VARIANTS, Way, every_compilation, way
+from hgnp.experiments.variants import DEFAULTS, VARIANTS, Way, compiling, way
 from hgnp.export import one_line
 from hgnp.neurons import Neurons
 from hgnp.timing import side_by_side
@@ -94,7 +94,7 @@ def equal_accuracy(
     steps = sum(len(chosen) * len(contestants) + len(sizes) * (WARMUP + repeats) for _, sizes, chosen in places)
     tick = _ticker(progress, steps)
     rows: list[dict[str, Any]] = []
-    with every_compilation():
+    with compiling():
         for place, sizes, chosen in places:
             runners = _runners(contestants, chosen, samples, place, tick)
             for size in sizes:

@@ -41,7 +41,11 @@ class Bench:
     def table(self) -> Table:
         columns = ("network", "kept", "variant", "batch", "ms", "quartiles", "speed-up", "against eager", "MMACs")
         several = len({row["device"] for row in self.rows}) > 1
-        table = Table(title=f"Inference, {', '.join(self.about['devices'].values())}", title_justify="left")
+        table = Table(
+            title=f"Inference, {', '.join(self.about['devices'].values())}",
+            title_justify="left",
+            caption_justify="left",
+        )
         for name in (*(["device"] if several else []), *columns):
             table.add_column(name, justify="left" if name in ("network", "variant", "device") else "right")
         for row in self.rows:
@@ -50,8 +54,10 @@ class Bench:
                 cells += [f"{row['median_ms']:.2f}", f"{row['low_ms']:.2f} to {row['high_ms']:.2f}"]
                 cells += ["" if row[key] is None else f"{row[key]:.2f}×" for key in ("speedup", "speedup_eager")]
             else:
-                cells += ["–", row["reason"], "", ""]
+                cells += ["–"] * 4
             table.add_row(*([row["device"]] if several else []), *cells, f"{row['macs'] / 1e6:.1f}")
+        failures = {f"{row['network']}, {row['variant']}, batch {row['batch']}": row["reason"] for row in self.rows}
+        table.caption = "\n".join(f"{what}: {why}" for what, why in failures.items() if why) or None
         return table
 
 

@@ -2,8 +2,9 @@
 
 import copy
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,12 @@ def _channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
-def every_compilation() -> AbstractContextManager[None]:
+@contextmanager
+def compiling() -> Iterator[None]:
     """Networks of one class share their code, and torch.compile by default silently gives up on the ninth of them."""
     import torch._dynamo.config as config
 
-    return config.patch(cache_size_limit=256, fail_on_cache_limit_hit=True)
+    with warnings.catch_warnings(), config.patch(cache_size_limit=256, fail_on_cache_limit_hit=True):
+        # torch 2.13's compiler imports what torch itself deprecates
+        warnings.filterwarnings("ignore", r"`torch\.jit\.script_method` is deprecated", DeprecationWarning)
+        yield
