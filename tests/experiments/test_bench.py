@@ -158,8 +158,8 @@ def test_the_smaller_network_is_faster() -> None:
     assert row["speedup"] > 2
 
 
-class Fixed(nn.Module):
-    """Made for three rows and no other number."""
+class Picky(nn.Module):
+    """Takes any number of rows but five."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Fixed(nn.Module):
 
 def test_what_cannot_run_is_a_row_with_its_reason() -> None:
     variants = ["onnx", "channels_last", "eager"]
-    result = bench(Fixed(6), Fixed(3), torch.zeros(4), batches=[3, 5], variants=variants, repeats=1)
+    result = bench(Picky(6), Picky(3), torch.zeros(4), batches=[3, 5], variants=variants, repeats=1)
     assert len(result.rows) == 18
     for row in rows_of(result, variant="onnx"):
         assert row["reason"].startswith("net ")
@@ -251,6 +251,8 @@ def test_the_papers_batches() -> None:
         ({"batches": [0]}, "batches: [0] was given"),
         ({"variants": ["fast"]}, "variants: 'fast' was given; eager"),
         ({"repeats": 0}, "repeats: 0 was given"),
+        ({"device": "gpu"}, "device: 'gpu' was given"),
+        ({"device": ["cpu", "meta"]}, "device: 'meta' was given"),
     ],
 )
 def test_wrong_options(nets: tuple[ResNet, ResNet], options: dict[str, Any], message: str) -> None:
@@ -263,5 +265,7 @@ def test_wrong_entries(nets: tuple[ResNet, ResNet]) -> None:
         equal_accuracy(nets[0], [Entry("a", 0.1), Entry("a", 0.2)], SAMPLE)
     with pytest.raises(ValueError, match=r"kept: 1\.5 was given"):
         equal_accuracy(nets[0], [Entry("a", 1.5)], SAMPLE)
+    with pytest.raises(ValueError, match="kept: 'half' was given"):
+        equal_accuracy(nets[0], [Entry("a", "half")], SAMPLE)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sample: a tensor"):
         bench(*nets, "image")

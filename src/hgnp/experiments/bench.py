@@ -82,7 +82,7 @@ def equal_accuracy(
     labels = ["full", *(entry.label for entry in entries)]
     if len(set(labels)) < len(labels):
         raise ValueError(f"entries: labels {labels} were given, 'full' being taken; a label of its own each would do")
-    devices = [torch.device(d) for d in ([device] if isinstance(device, str | torch.device) else device)]
+    devices = [_device(each) for each in ([device] if isinstance(device, str | torch.device) else device)]
     places = [(d, _batches(batches, d), _variants(variants, d)) for d in devices]
     if not isinstance(repeats, int) or repeats < 1:
         raise ValueError(f"repeats: {repeats!r} was given; a whole number of at least 1 would do")
@@ -108,7 +108,7 @@ def weight_pruned(full: nn.Module, kept: float, *, seed: int = 0) -> nn.Module:
     Weights are those of two or more dimensions. What is left is drawn wide enough for activations to keep their size: numbers
     next to zero would be slow on a CPU.
     """
-    if not 0 < kept <= 1:
+    if not isinstance(kept, int | float) or not 0 < kept <= 1:
         raise ValueError(f"kept: {kept!r} was given; a fraction above 0 and up to 1 would do")
     random = torch.Generator().manual_seed(seed)
     net = copy.deepcopy(full)
@@ -262,15 +262,26 @@ def _batch(samples: Sequence[Tensor], size: int, device: torch.device) -> tuple[
     )
 
 
+def _device(given: Device) -> torch.device:
+    try:
+        device = torch.device(given)
+    except RuntimeError:
+        device = None
+    ready = {"cpu": True, "cuda": torch.cuda.is_available()}
+    if device is None or not ready.get(device.type, False):
+        raise ValueError(f"device: {str(given)!r} was given; {' or '.join(k for k in ready if ready[k])} would do here")
+    return device
+
+
 def _batches(given: int | Sequence[int] | None, device: torch.device) -> list[int]:
-    sizes = [BATCHES.get(device.type, 128)] if given is None else [given] if isinstance(given, int) else list(given)
+    sizes = [BATCHES[device.type]] if given is None else [given] if isinstance(given, int) else list(given)
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise ValueError(f"batches: {given!r} was given; whole numbers of at least 1 would do")
     return sizes
 
 
 def _variants(given: Sequence[str] | None, device: torch.device) -> list[str]:
-    chosen = list(DEFAULTS.get(device.type, ("eager",)) if given is None else given)
+    chosen = list(DEFAULTS[device.type] if given is None else given)
     for name in chosen:
         if name not in VARIANTS:
             raise ValueError(f"variants: {name!r} was given; {', '.join(VARIANTS)} would do")
