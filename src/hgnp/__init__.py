@@ -1,5 +1,6 @@
 """hgnp trains a neural network and prunes whole neurons from it at once, steered to a flat minimum."""
 
+from hgnp.export import Exported, export
 from hgnp.flatness import Flatness
 from hgnp.neurons import Neurons, Selection
 from hgnp.recipe import Recipe
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DivergedError",
+    "Exported",
     "Flatness",
     "Neurons",
     "Recipe",
@@ -22,6 +24,7 @@ __all__ = [
     "Result",
     "Selection",
     "Sharpness",
+    "export",
     "load",
     "prune",
     "save",
