@@ -4,7 +4,6 @@ import difflib
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,38 +16,13 @@ from hgnp.neurons.gates import Gates, find_gates
 from hgnp.neurons.graph import tensors_of
 from hgnp.neurons.lanes import Lanes
 from hgnp.neurons.layers import as_inputs, inside, rows_of
+from hgnp.neurons.reading import norm_scale_of, weights_of
 from hgnp.neurons.refuse import refuse
-from hgnp.neurons.rules import name_of
 from hgnp.neurons.selection import Coupling, Scores, Selection, Unit, as_lists, floors_of, least_coupled, least_paper
 from hgnp.neurons.structure import Structure
+from hgnp.neurons.summary import Frozen, Layer, Preview, table
 from hgnp.neurons.surgery import Change, changes_to_net, changes_to_optimizer, check_twin, commit
 from hgnp.removal import Listener, Removal, listeners_of
-
-
-@dataclass(frozen=True)
-class Layer:
-    name: str
-    alive: int
-    total: int
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """Neurons that cannot be removed, and why."""
-
-    name: str
-    reason: str
-    count: int
-
-
-@dataclass(frozen=True)
-class Preview:
-    """What a network comes to."""
-
-    parameters: int
-    neurons: int
-    macs: int
-    kept: float
 
 
 class Neurons:
@@ -214,34 +188,11 @@ class Neurons:
 
     def weights(self, layer: str) -> Tensor:
         """The weights that lead into the living neurons of a layer, neurons first."""
-        rows = self._rows[layer]
-        name, dim, slots = next(
-            (name, dim, slots)
-            for (name, dim), slots in self._structure.ties.slots.items()
-            if bool((slots == rows[0]).any())
-        )
-        weight = dict(self.net.named_parameters())[name].detach().movedim(dim, 0)
-        place = torch.cumsum(self._alive[slots], 0) - 1  # where each slot is now
-        return weight[place[rows[self._alive[rows]] - slots[0]].to(weight.device)]
+        return weights_of(self._structure, self._rows[layer], self._alive)
 
     def norm_scale(self, layer: str) -> Tensor | None:
-        """The scale γ of the norm that reads the layer's output, one number a living neuron."""
-        follower = self._structure.followers[False]
-        made = {
-            index
-            for followed in follower.trail
-            if followed.step.module == layer
-            for index, labelled in zip(followed.step.writes, followed.writes, strict=True)
-            if not labelled.weight
-        }
-        for followed in follower.trail:
-            step = followed.step
-            if "norm" in name_of(step.op) and step.reads[0] in made and step.module != layer:
-                for index in step.reads[1:]:
-                    name = follower.graph.values[index].name
-                    if name is not None and name.endswith("weight"):
-                        return dict(self.net.named_parameters())[name].detach()
-        return None
+        """The scale of the norm that reads the layer's output, one number a living neuron."""
+        return norm_scale_of(self._structure, layer)
 
     def gates(self, coupling: Coupling = "coupled") -> Gates:
         """Where the output of each neuron is read, for scores that are derivatives. With "paper", layers that are added
@@ -399,21 +350,7 @@ class Neurons:
 
     def __str__(self) -> str:
         """A table: a line a layer, then a line for each reason why others are frozen."""
-        layers, state = self.layers, self.preview({})
-        width = max([len(layer.name) for layer in layers] + [5])
-        lines = [f"{'layer':<{width}}  alive  total"]
-        lines += [f"{layer.name:<{width}}  {layer.alive:>5}  {layer.total:>5}" for layer in layers]
-        lines.append(
-            f"{state.neurons} neurons, {state.parameters:,} parameters ({state.kept:.1%} kept), {state.macs:,} MACs"
-        )
-        reasons: dict[str, list[Frozen]] = defaultdict(list)
-        for entry in self.frozen:
-            reasons[entry.reason].append(entry)
-        for reason, entries in reasons.items():
-            names = [entry.name for entry in entries]
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            lines.append(f"frozen: {sum(entry.count for entry in entries)} in {shown}: {reason}")
-        return "\n".join(lines)
+        return table(self.layers, self.frozen, self.preview({}))
 
 
 def _scored(units: Iterable[Unit], scores: Mapping[str, list[float]]) -> list[Unit]:
