@@ -1,0 +1,1 @@
+"""What surrounds the method: reading, comparing and showing runs."""
