@@ -83,7 +83,7 @@ class Study:
         if self.range is None:
             return ()
         low, high = self.range
-        return (high, *(level for level in LEVELS if low < level < high), low)
+        return (high, *(level for level in LEVELS if low + 0.005 < level < high - 0.005), low)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ predicts to [0, 1] and refuses features outside the range it has seen. `weakness
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -75,13 +76,22 @@ class Model:
     """The features with a coefficient that is not zero."""
     ranges: Mapping[str, tuple[float, float]]
     """Of those features, over the samples."""
+    least_squares: bool
+    """Whether it is least squares on features that were named, rather than the Lasso over all of them."""
     penalty: float | None
-    """The Lasso's, chosen by leave-one-out; None for least squares."""
+    """The Lasso's, chosen by leave-one-out."""
     path: tuple[Step, ...]
-    error: float
-    """Root mean square error in κ when each sample is predicted from the others alone, selection included."""
-    error_of_mean: float
-    """The same for the mean of the other thresholds, which looks at no feature."""
+
+    @cached_property
+    def error(self) -> float:
+        """Root mean square error in κ when each sample is predicted from the others alone, selection included."""
+        names = tuple(self.coefficients) if self.least_squares else FEATURES
+        return _left_out(*_arrays(self.samples, names), _least_squares if self.least_squares else _lasso)
+
+    @property
+    def error_of_mean(self) -> float:
+        """The same for the mean of the other thresholds, which looks at no feature."""
+        return _left_out(*_arrays(self.samples, ()), lambda x, y: (float(y.mean()), np.zeros(x.shape[1]), None))
 
     def predict(self, features: Mapping[str, Any]) -> float:
         """The threshold κ in [0, 1]. ValueError, with the range, for a feature that is unknown or outside what was seen."""
@@ -122,11 +132,8 @@ def fit(samples: Sequence[Sample] = PAPER, *, features: Sequence[str] | None = N
         if (reason := usable(sample)) is not None:
             raise ValueError(f"sample {sample.name!r}: {reason}")
     names = FEATURES if features is None else tuple(features)
-    inputs = np.array([[sample.features[name] for name in names] for sample in samples], dtype=float)
-    thresholds = np.array([sample.threshold for sample in samples])
-    solve = _lasso if features is None else _least_squares
-
-    intercept, slopes, penalty = solve(inputs, thresholds)
+    inputs, thresholds = _arrays(samples, names)
+    intercept, slopes, penalty = (_lasso if features is None else _least_squares)(inputs, thresholds)
     used = {name: float(slope) for name, slope in zip(names, slopes, strict=True) if slope != 0}
     columns = {name: inputs[:, names.index(name)] for name in used}
     return Model(
@@ -134,11 +141,15 @@ def fit(samples: Sequence[Sample] = PAPER, *, features: Sequence[str] | None = N
         intercept=intercept,
         coefficients=used,
         ranges={name: (float(column.min()), float(column.max())) for name, column in columns.items()},
+        least_squares=features is not None,
         penalty=penalty,
         path=_path(inputs, thresholds, names) if features is None else (),
-        error=_left_out(inputs, thresholds, solve),
-        error_of_mean=_left_out(inputs, thresholds, lambda _, y: (float(y.mean()), np.zeros(len(names)), None)),
     )
+
+
+def _arrays(samples: Sequence[Sample], names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    inputs = np.array([[sample.features[name] for name in names] for sample in samples], dtype=float)
+    return inputs, np.array([sample.threshold for sample in samples])
 
 
 def _lasso(inputs: np.ndarray, thresholds: np.ndarray) -> tuple[float, np.ndarray, float | None]:
@@ -197,14 +208,12 @@ def weakness(model: Model) -> tuple[str, ...]:
         )
     unseen = [name for name in PAPERS_CHOICE if all(name not in step.features for step in model.path)]
     if model.path and unseen:
-        sentences.append(
-            f"Of the paper's two features {' and '.join(unseen)} is at no penalty among those the Lasso selects."
-        )
+        sentences.append(f"At no penalty does the Lasso select {' or '.join(unseen)}, which the paper ended with.")
     if ownership:
         sentences.append(
             "The paper's thresholds are its regression's own predictions; the crossings it states in words (AlexNet about 91, "
-            "ResNet-18 85, VGG-16 90, Birds 14 %) differ from them, and its p-values do not follow from either. Its two features, "
-            "classes and training samples, have three distinct inputs for three coefficients: any thresholds would fit exactly."
+            "ResNet-18 85, VGG-16 90, Birds 14 %) differ, and its p-values do not follow from either. Its two features, "
+            "classes and training samples, have three distinct inputs for three coefficients: any thresholds would fit."
         )
     return tuple(sentences)
 

@@ -46,9 +46,10 @@ def compare(folders: Sequence[Folder], out: Folder, *, baseline: str | None = No
 
 def as_dict(comparison: Comparison) -> dict[str, object]:
     """Everything but the runs themselves, in types that JSON has; κ, metrics and areas as fractions, gains in percent."""
+    model = comparison.model
     return {
         "studies": [dataclasses.asdict(study) for study in comparison.studies],
-        "model": dataclasses.asdict(comparison.model),
+        "model": {**dataclasses.asdict(model), "error": model.error, "error_of_mean": model.error_of_mean},
         "weakness": list(comparison.weakness),
         "runs": [
             {"folder": str(run.folder), "method": run.method, "seed": run.seed, "state": run.state}

@@ -85,7 +85,7 @@ def _line(chart: Chart, series: Series, number: int) -> Any:
         x=series.x,
         y=series.y,
         name=_safe(series.label),
-        legendgroup=series.label,
+        legendgroup=_safe(series.label),
         mode="lines+markers" if series.markers and not many else "lines",
         line={"color": series.paint, "width": 2, "dash": "dash" if series.dashed else "solid"},
         marker={"size": 7, "symbol": SYMBOLS[number % len(SYMBOLS)]},
@@ -97,7 +97,7 @@ def _band(series: Series) -> Any:
     return go.Scatter(
         x=[*series.x, *reversed(series.x)],
         y=[*(series.high or ()), *reversed(series.low or ())],
-        legendgroup=series.label,
+        legendgroup=_safe(series.label),
         showlegend=False,
         hoverinfo="skip",
         mode="lines",
@@ -137,7 +137,7 @@ def _axis(axis: Axis) -> dict[str, Any]:
     if axis.percent:
         settings["tickformat"] = ".0%" if axis.reverse else ".3~p"
     if axis.reverse:
-        settings["autorange"] = "reversed"
+        settings |= {"autorange": "reversed", "nticks": 8}
     if axis.log:
         settings |= {"type": "log"}
     if axis.whole:

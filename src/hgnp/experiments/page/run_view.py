@@ -87,8 +87,8 @@ def _duration(seconds: float) -> str:
 def _before_after(run: Run) -> list[list[str]]:
     before, after = ((run.result or {}).get(side) or {} for side in ("before", "after"))
     axis = metric_axis(run.metric)
-    values = [side.get("metric") for side in (before, after)]
-    rows = [[axis.heading, *map(axis.show, values), _change(*values, axis.percent)]]
+    was, now = before.get("metric"), after.get("metric")
+    rows = [[axis.heading, axis.show(was), axis.show(now), _change(was, now, axis.percent)]]
     for key, label in MEASURES.items():
         rows.append([label, _plain(before.get(key)), _plain(after.get(key)), _ratio(before.get(key), after.get(key))])
     return [row for row in rows if row[1:3] != ["–", "–"]]

@@ -133,22 +133,18 @@ def _switch(switch: Switch) -> list[str]:
     else:
         gains = _gains(switch.over_taylor, switch.over_hgnp)
         sentences.append(
-            f"Predicted from other experiments: {switch.taylor} above κ = {switch.threshold:.1%}, {switch.hgnp} below. {gains}"
+            f"Predicted from other experiments: {switch.taylor} above κ = {switch.threshold:.1%}, {switch.hgnp} below; {gains}."
         )
     if switch.hindsight is None:
         sentences.append(
-            "In hindsight there is no κ below which HGNP stays ahead, so these runs are no sample for the regression."
+            "In hindsight there is no crossing below which HGNP stays ahead: no sample for the regression."
         )
     else:
         gains = _gains(switch.hindsight_over_taylor, switch.hindsight_over_hgnp)
-        sentences.append(
-            f"In hindsight HGNP stays ahead below κ = {switch.hindsight:.1%}. With that threshold: {gains}"
-        )
+        sentences.append(f"In hindsight HGNP is ahead below κ = {switch.hindsight:.1%}; with that threshold {gains}.")
     return sentences
 
 
 def _gains(over_taylor: float | None, over_hgnp: float | None) -> str:
-    def show(gain: float | None) -> str:
-        return "not defined" if gain is None else f"{gain:+.2f} %"
-
-    return f"The hybrid's area gains {show(over_taylor)} over Taylor and {show(over_hgnp)} over HGNP."
+    taylor, hgnp = ("not defined" if gain is None else f"{gain:+.2f} %" for gain in (over_taylor, over_hgnp))
+    return f"the hybrid's area is {taylor} against Taylor's and {hgnp} against HGNP's".replace("-", "−")
