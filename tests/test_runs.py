@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from run_cases import FINETUNE, ROUNDS, WARMUP, straight, write_run
 
 from hgnp.runs import read
+from run_cases import FINETUNE, ROUNDS, WARMUP, straight, write_run
 
 
 def test_curve_has_the_last_epoch_of_each_level_and_ends_fine_tuned(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_bytes_that_are_no_text_are_damage(tmp_path: Path) -> None:
 
 
 def test_other_folders_are_not_runs(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no run.json in it"):
+    with pytest.raises(FileNotFoundError, match=r"there is no run\.json in it"):
         read(tmp_path)
     with pytest.raises(FileNotFoundError, match="there is no such folder"):
         read(tmp_path / "nowhere")

@@ -6,11 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from run_cases import write_run
 
 from hgnp.experiments.compare import compare_runs
 from hgnp.experiments.page import write_comparison, write_report
 from hgnp.runs import read
+from run_cases import write_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH")
@@ -71,7 +71,11 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(pages: dict[str, Path], tmp
     frames = "".join(
         f'<iframe src="{page.as_uri()}" style="width:390px;height:800px;border:0"></iframe>' for page in pages.values()
     )
-    measure = "[0, 1].map(n => frames[n].document.documentElement.scrollWidth + '/' + frames[n].document.querySelectorAll('.main-svg').length)"
+    wide, drawn = (
+        "frames[n].document.documentElement.scrollWidth",
+        "frames[n].document.querySelectorAll('.main-svg').length",
+    )
+    measure = f"[0, 1].map(n => {wide} + '/' + {drawn})"
     phone = tmp_path / "phone.html"
     phone.write_text(
         f"<title>not measured</title>{frames}<script>onload = () => setTimeout(() => document.title = {measure}, 3000)</script>"
@@ -80,8 +84,8 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(pages: dict[str, Path], tmp
     assert console == []
     found = re.search(r"<title>(.*)</title>", document)
     assert found is not None
-    (report, drawn), (comparison, _) = (part.split("/") for part in found[1].split(","))
-    assert int(drawn) >= CHARTS["report"]
+    (report, charts), (comparison, _) = (part.split("/") for part in found[1].split(","))
+    assert int(charts) >= CHARTS["report"]
     assert (report, comparison) == ("390", "390")
 
 

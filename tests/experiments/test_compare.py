@@ -5,12 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
-from run_cases import FEATURES, write_run
 
 from hgnp.experiments.compare import Comparison, compare_runs
 from hgnp.experiments.hybrid import PAPER
 from hgnp.experiments.publish import compare
 from hgnp.runs import read
+from run_cases import FEATURES, write_run
 
 
 def gentle(kept: float) -> float:
@@ -107,7 +107,7 @@ def test_groups_of_one_method_are_told_apart_by_what_differs(tmp_path: Path) -> 
     assert study.baseline == "hgnp, mu=0.0"
     assert compare_runs(runs, baseline="l1").studies[0].baseline == "l1"
     assert compare_runs(runs, baseline="hgnp, mu=0.01").studies[0].baseline == "hgnp, mu=0.01"
-    with pytest.raises(ValueError, match="baseline: 'l3' was given; hgnp, mu=0.0 or hgnp, mu=0.01 or l1 would do"):
+    with pytest.raises(ValueError, match=r"baseline: 'l3' was given; hgnp, mu=0\.0 or hgnp, mu=0\.01 or l1 would do"):
         compare_runs(runs, baseline="l3")
 
 

@@ -7,11 +7,11 @@ from xml.etree import ElementTree
 
 import pytest
 from PIL import Image
-from run_cases import FINETUNE, LAYERS, ROUNDS, WARMUP, straight, write_run
 
 from hgnp.experiments import figures, run_charts
 from hgnp.experiments.charts import Absent, Chart, Heat
 from hgnp.runs import Run, read
+from run_cases import FINETUNE, LAYERS, ROUNDS, WARMUP, straight, write_run
 
 EPOCHS = WARMUP + ROUNDS + FINETUNE
 

@@ -1,4 +1,4 @@
-"""The hybrid's regression: the paper's samples counted layer by layer, its two-feature fit reproduced, extrapolation refused."""
+"""The hybrid's regression: the paper's samples counted, its two-feature fit reproduced, extrapolation refused."""
 
 import dataclasses
 

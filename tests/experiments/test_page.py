@@ -1,18 +1,19 @@
 """The page as a file: whole, self-contained, and deaf to what stands in names."""
 
 import base64
+import itertools
 import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from run_cases import write_run
 
 from hgnp.experiments.compare import compare_runs
 from hgnp.experiments.page import plots, write_comparison, write_report
 from hgnp.experiments.publish import report
 from hgnp.runs import read
+from run_cases import write_run
 
 EVIL = "<script>alert(1)</script>"
 
@@ -99,7 +100,7 @@ def test_headings_go_down_one_step_at_a_time(pages: dict[str, Page]) -> None:
         assert levels.count(1) == 1
         assert levels[0] == 1
     levels = [int(tag[1]) for tag, _ in pages["odd"].tags if re.fullmatch("h[1-6]", tag)]
-    assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
 def test_a_report_says_what_happened(pages: dict[str, Page]) -> None:
