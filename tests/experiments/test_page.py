@@ -50,11 +50,7 @@ class Page(HTMLParser):
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Page]:
     folder = tmp_path_factory.mktemp("pages")
     whole = read(write_run(folder / "whole", flatness={"curvature": "hessian"}))
-    odd = [
-        write_run(folder / "mu0", mu=0.0),
-        write_run(folder / "half", epochs=6),
-        write_run(folder / "blind", accuracy=None),
-    ]
+    odd = [write_run(folder / "half", epochs=6), write_run(folder / "blind", mu=0.0, accuracy=None)]
     taylor = write_run(folder / "taylor", method="taylor", accuracy=lambda kept: 0.95 - 0.4 * (1 - kept))
     files = {
         "whole": write_report([whole], folder / "whole.html"),
@@ -146,7 +142,10 @@ def test_names_are_text(tmp_path: Path) -> None:
         return made
 
     runs = [read(folder("h", "hgnp")), read(folder("t", "taylor"))]
-    for file in (write_report(runs, tmp_path / "r.html"), write_comparison(compare_runs(runs), tmp_path / "c.html")):
+    for file in (
+        write_report(runs[:1], tmp_path / "r.html"),
+        write_comparison(compare_runs(runs), tmp_path / "c.html"),
+    ):
         page = Page(file)
         assert EVIL in page.text
         assert not any("onerror" in a or "onclick" in a for _, a in page.tags)
@@ -159,7 +158,7 @@ def test_names_are_text(tmp_path: Path) -> None:
 
 
 def test_report_writes_into_the_run_or_where_it_is_told(tmp_path: Path) -> None:
-    one, two = write_run(tmp_path / "one", epochs=0), write_run(tmp_path / "two", epochs=1)
+    one, two = write_run(tmp_path / "one", epochs=0), write_run(tmp_path / "two", epochs=1, mu=0.0, accuracy=None)
     assert report([one]) == one / "page.html"
     assert (one / "figures" / "outcome.png").is_file()
     assert report([one, two], tmp_path / "out") == tmp_path / "out" / "page.html"
