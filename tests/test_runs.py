@@ -73,7 +73,10 @@ def _damage(folder: Path, file: str, old: str, new: str) -> None:
         ("run.json", "{", "", r"run\.json is damaged: not JSON"),
         ("metrics.jsonl", '"epoch": 1,', '"epoch": 1', r"metrics\.jsonl line 2 is damaged: not JSON"),
         ("metrics.jsonl", '"epoch": 1,', '"epoch": 0,', r"metrics\.jsonl line 2: epoch 0 follows epoch 0"),
-        ("metrics.jsonl", '"kept": 1.0', '"kept": null', r"metrics\.jsonl line 1: kept is None; a number was expected"),
+        ("metrics.jsonl", '"kept": 1.0', '"kept": null', r"metrics\.jsonl line 1: kept is missing"),
+        ("metrics.jsonl", '"kept": 1.0', '"kept": "all"', r"line 1: kept is 'all'; a number was expected"),
+        ("metrics.jsonl", '"phase": "warmup"', '"phase": 1', r"line 1: phase is 1; a text was expected"),
+        ("metrics.jsonl", '"widths": {', '"widths": 3, "x": {', r"line 1: widths is 3; an object was expected"),
         ("result.json", "{", "[1]\n", r"result\.json is damaged"),
     ],
 )

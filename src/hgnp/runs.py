@@ -8,6 +8,24 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
+NUMBERS = (
+    "epoch",
+    "loss",
+    "penalty",
+    "radius",
+    "curvature",
+    "hinge",
+    "val_loss",
+    "metric",
+    "kept",
+    "neurons",
+    "seconds",
+)
+KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "a number": (int | float, NUMBERS),
+    "a text": (str, ("phase",)),
+    "an object": (dict, ("blocks", "widths")),
+}
 Row = Mapping[str, Any]
 
 
@@ -96,12 +114,16 @@ def _rows(file: Path) -> tuple[Row, ...]:
     for number, line in enumerate(_text(file).splitlines(), start=1):
         where = f"{file} line {number}"
         row = _parse(line, where)
-        for key in ("epoch", "kept"):
-            if not isinstance(row.get(key), int | float):
-                raise ValueError(f"{where}: {key} is {row.get(key)!r}; a number was expected")
+        for expected, (kind, keys) in KINDS.items():
+            for key in keys:
+                if row.get(key) is not None and not isinstance(row[key], kind):
+                    raise ValueError(f"{where}: {key} is {row[key]!r}; {expected} was expected")
+        for key in ("epoch", "kept", "phase"):
+            if row.get(key) is None:
+                raise ValueError(f"{where}: {key} is missing")
         if rows and row["epoch"] <= rows[-1]["epoch"]:
             raise ValueError(f"{where}: epoch {row['epoch']} follows epoch {rows[-1]['epoch']}")
-        rows.append({"phase": "unknown phase", **row})
+        rows.append(row)
     return tuple(rows)
 
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from hgnp.experiments import figures, run_charts
-from hgnp.experiments.charts import Absent, Chart, Heat
+from hgnp.experiments.charts import Absent, Chart, Heat, short
 from hgnp.runs import Run, read
 from run_cases import FINETUNE, LAYERS, ROUNDS, WARMUP, straight, write_run
 
@@ -121,6 +121,15 @@ def test_outcome_is_one_picture_even_of_little(run: Run, tmp_path: Path) -> None
     assert b"no epoch is complete" in image
     with pytest.raises(ValueError, match=r"a name that ends in \.png or \.svg would do"):
         figures.save_outcome(run, tmp_path / "outcome.gif")
+
+
+def test_ticks_are_short_and_still_tell_layers_apart() -> None:
+    assert short(["net.layer1.conv", "net.layer2.conv"]) == ["layer1.conv", "layer2.conv"]
+    assert short(["features.0"]) == ["features.0"]
+    assert short(["a", "a.b"]) == ["a", "a.b"]
+    assert short(["x." + "y" * 30 + ".conv1", "z.conv2"]) == ["…" + "y" * 11 + ".conv1", "z.conv2"]
+    same_end = ["first." + "y" * 20, "second." + "y" * 20]
+    assert short(same_end) == same_end
 
 
 def test_names_are_not_mathematics(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 Values are as in the run (κ and accuracy as fractions, seconds); an axis with `percent` shows them in percent.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,17 @@ class Absent:
 
 
 Figure = Chart | Heat
+
+
+def short(names: Sequence[str], limit: int = 18) -> list[str]:
+    """Names for the ticks of an axis: without the parts that all begin with, long ones by their end; distinct if they were."""
+    parts = [name.split(".") for name in names]
+    shared = 0
+    while len(names) > 1 and all(len(one) > shared + 1 and one[shared] == parts[0][shared] for one in parts):
+        shared += 1
+    ends = [".".join(one[shared:]) for one in parts]
+    cut = [end if len(end) <= limit else "…" + end[1 - limit :] for end in ends]
+    return cut if len(set(cut)) == len(set(names)) else ends
 
 
 def table(figure: Figure) -> tuple[list[str], Iterable[list[Any]]]:

@@ -149,7 +149,9 @@ def _heat(heat: Heat, axes: Axes) -> None:
     axes.grid(visible=False)
     shown = axes.imshow(values, aspect="auto", cmap="cividis", vmin=0, vmax=1, extent=extent, interpolation="nearest")
     step = 1 + (len(heat.names) - 1) // 60
-    axes.set_yticks(range(0, len(heat.names), step), [_plain(name) for name in heat.names[::step]], fontsize=7)
+    axes.set_yticks(
+        range(0, len(heat.names), step), [_plain(name) for name in charts.short(heat.names)[::step]], fontsize=7
+    )
     _axis(run_charts.EPOCH, axes, "x")
     bar = axes.figure.colorbar(shown, ax=axes, format=PercentFormatter(1.0), pad=0.02)
     bar.set_label(f"{heat.label} (%)")

@@ -5,9 +5,10 @@ Labels come from folders and layers of whoever made the run, and plotly reads a 
 
 import html
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from hgnp.experiments.charts import Axis, Chart, Figure, Heat, Mark, Series
+from hgnp.experiments.charts import Axis, Chart, Figure, Heat, Mark, Series, short
 
 try:
     import plotly.graph_objects as go
@@ -33,7 +34,7 @@ def plot(figure: Figure, identifier: str) -> str:
     made = go.Figure(layout=_layout(figure))
     if isinstance(figure, Heat):
         made.add_trace(_heat(figure))
-        made.update_layout(height=150 + max(18 * len(figure.names), 120))
+        made.update_layout(height=150 + max(14 * len(figure.names), 120))
     else:
         _chart(figure, made)
     return str(
@@ -62,6 +63,9 @@ def _chart(chart: Chart, made: Any) -> None:
         made.add_trace(_bar(chart, series) if chart.bars else _line(chart, series, number))
     made.update_xaxes(**_axis(chart.x))
     made.update_yaxes(**_axis(chart.y))
+    if chart.bars and isinstance(chart.series[0].x[0], str):
+        names = chart.series[0].x
+        made.update_xaxes(**_names(names, 24), tickangle=-90 if sum(map(len, names)) > 120 else 0)
     for mark in chart.marks:
         _mark(chart, mark, made)
 
@@ -139,10 +143,17 @@ def _axis(axis: Axis) -> dict[str, Any]:
     if axis.reverse:
         settings |= {"autorange": "reversed", "nticks": 8}
     if axis.log:
-        settings |= {"type": "log"}
+        settings |= {"type": "log", "exponentformat": "power"}
     if axis.whole:
         settings |= {"tickformat": "d"}
     return settings
+
+
+def _names(names: Sequence[str], most: int) -> dict[str, Any]:
+    """Ticks for layers, short, and at most so many; the whole name is shown at the mouse."""
+    step = 1 + (len(names) - 1) // most
+    ticks = [_safe(name) for name in names[::step]]
+    return {"tickmode": "array", "tickvals": ticks, "ticktext": [_safe(name) for name in short(names)[::step]]}
 
 
 def _layout(figure: Figure) -> dict[str, Any]:
@@ -162,8 +173,15 @@ def _layout(figure: Figure) -> dict[str, Any]:
     }
     if isinstance(figure, Heat):
         plain = {"showgrid": False, "automargin": True, "ticks": "outside"}
-        layout["xaxis"] = {**plain, "title": {"text": "epoch", "standoff": 8}, "tickformat": "d"}
-        layout["yaxis"] = {**plain, "autorange": "reversed", "type": "category"}
+        layout["xaxis"] = {
+            **plain,
+            "title": {"text": "epoch", "standoff": 8},
+            "tickformat": "d",
+            "tickangle": 0,
+            "nticks": 8,
+        }
+        layout["yaxis"] = {**plain, "autorange": "reversed", "type": "category", **_names(figure.names, 80)}
+        layout["yaxis"]["tickfont"] = {"size": 11}
     else:
         layout["showlegend"] = len(figure.series) > 1
     return layout
