@@ -95,25 +95,15 @@ def _sentences(study: Study) -> list[str]:
 
 
 def _summary(study: Study, group: Group, pair: Pair | None) -> list[str]:
-    gain = (
-        "baseline"
-        if group.label == study.baseline
-        else "–"
-        if pair is None or pair.gain is None
-        else f"{pair.gain:+.2f}"
-    )
+    gain = "baseline" if group.label == study.baseline else "–"
+    if pair is not None and pair.gain is not None:
+        gain = f"{pair.gain:+.2f}".replace("-", "−")
     crossed = ", ".join(f"{crossing.kept:.1%}" for crossing in pair.crossings) if pair else ""
-    axis = metric_axis(study.metric)
+    used, all_runs = group.curve.count if group.curve else 0, len(group.runs)
+    runs = str(used) if used == all_runs else f"{used} of {all_runs}"
     area = "–" if group.area is None else f"{group.area:.4f}"
-    return [
-        group.label,
-        str(len(group.runs)),
-        axis.show(group.mean_metric),
-        area,
-        gain,
-        crossed or "–",
-        f"{group.seconds:,.1f}",
-    ]
+    mean = metric_axis(study.metric).show(group.mean_metric)
+    return [group.label, runs, mean, area, gain, crossed or "–", f"{group.seconds:,.1f}"]
 
 
 def _levels(study: Study, group: Group) -> list[str]:
