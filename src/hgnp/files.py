@@ -1,10 +1,12 @@
 """Files that appear whole or not at all."""
 
+import csv
+import io
 import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,13 +29,14 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(draft, path)
 
 
-def write_text(file: Path, text: str) -> None:
-    with whole(file) as draft:
-        draft.write_text(text, encoding="utf-8")
+def write(path: str | os.PathLike[str], content: str | bytes) -> Path:
+    with whole(path) as draft:
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+    return Path(path)
 
 
-def write_json(file: Path, content: Any) -> None:
-    write_text(file, as_json(content, indent=2) + "\n")
+def write_json(path: str | os.PathLike[str], value: Any) -> Path:
+    return write(path, as_json(value, indent=2) + "\n")
 
 
 def read_json(file: Path) -> Any:
@@ -54,3 +57,16 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
     return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def write_csv(path: str | os.PathLike[str], header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
+    """Cells that a spreadsheet would run as a formula get a quote in front; None is an empty cell."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([_safe(name) for name in header])
+    writer.writerows([_safe(cell) for cell in row] for row in rows)
+    return write(path, text.getvalue())
+
+
+def _safe(cell: Any) -> Any:
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell

@@ -1,6 +1,5 @@
 """What was timed, under which conditions: as rows, as JSON, as a table, as CSV."""
 
-import csv
 import datetime
 import os
 import platform
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from hgnp.files import whole
+from hgnp.files import write_csv
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,8 @@ class Bench:
         return {**self.about, "rows": self.rows}
 
     def write_csv(self, path: str | os.PathLike[str]) -> Path:
-        with whole(path) as draft, open(draft, "w", newline="") as file:
-            writer = csv.DictWriter(file, list(self.rows[0]))
-            writer.writeheader()
-            writer.writerows(self.rows)
-        return Path(path)
+        header = list(self.rows[0])
+        return write_csv(path, header, [[row[name] for name in header] for row in self.rows])
 
     def table(self) -> Table:
         columns = ("network", "kept", "variant", "batch", "ms", "quartiles", "speed-up", "against eager", "MMACs")

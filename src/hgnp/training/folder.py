@@ -2,14 +2,14 @@
 
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hgnp.files import as_json, read_json, write_json, write_text
+from hgnp.files import as_json, read_json, write, write_json
 from hgnp.recipe import Recipe
 from hgnp.result import Row
 from hgnp.training import checkpoint
@@ -57,14 +57,14 @@ class Folder:
         write_json(self.info, {"format": FORMAT} | info)
 
     def write_metrics(self, rows: Iterable[Row]) -> None:
-        self._written(lambda: write_text(self.metrics, "".join(f"{as_json(row)}\n" for row in rows)))
+        self._written(lambda: write(self.metrics, "".join(f"{as_json(row)}\n" for row in rows)))
 
     def write_checkpoint(self, tree: dict[str, Any]) -> None:
         self._written(lambda: checkpoint.write(self.checkpoint, tree))
 
-    def _written(self, write: Any) -> None:
+    def _written(self, act: Callable[[], object]) -> None:
         try:
-            write()
+            act()
         except OSError as error:
             last = (
                 f"the last good checkpoint is {self.checkpoint}"

@@ -259,7 +259,10 @@ class Run:
             "model": type(self.net).__qualname__, "recipe": self.recipe.as_dict(), "versions": versions(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
             "threads": torch.get_num_threads(), "start": None,
-            "at_start": {"parameters": start.parameters, "neurons": start.neurons, "macs": start.macs // self.samples},
+            "at_start": {
+                "parameters": start.parameters, "neurons": start.neurons, "macs": start.macs // self.samples,
+                "widths": {layer.name: layer.total for layer in self.neurons.layers},
+            },
         } | self.about | {"features": self.features | self.about.get("features", {})}  # fmt: skip
 
     def tell(self, what: str, *args: Any) -> None:

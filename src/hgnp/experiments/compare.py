@@ -1,0 +1,253 @@
+"""Runs side by side: seeds as mean and spread, differences from a baseline, areas, crossings, and what the hybrid would do.
+
+Runs on the same data and network with the same metric make up a *study*. Within it, runs that differ in nothing but the seed
+are one *group*. Everything is compared over the κ that all runs of a study reach, between their points along straight lines,
+never beyond them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hgnp.experiments import curves, hybrid
+from hgnp.experiments.curves import Crossing, Curve
+from hgnp.runs import Run
+
+LEVELS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02)  # κ at which a table states the metric
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in the seed alone. `curve` is over the study's range, `mean_metric` its area over the range's length."""
+
+    label: str
+    method: str
+    runs: tuple[str, ...]
+    seeds: tuple[int | None, ...]
+    curve: Curve | None
+    area: float | None
+    mean_metric: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A group against the baseline: `relative` in percent of the baseline's metric at each κ of `kept` (None where that is not
+    positive), `gain` the same for the areas, `crossings` from large κ to small."""
+
+    label: str
+    baseline: str
+    kept: tuple[float, ...]
+    relative: tuple[float | None, ...]
+    gain: float | None
+    crossings: tuple[Crossing, ...]
+
+
+@dataclass(frozen=True)
+class Switch:
+    """The hybrid on a study: HGNP's networks for κ up to a threshold, Taylor's above; gains of its area in percent.
+
+    `threshold` is predicted from other experiments (the paper's, the other studies'), None if refused, for `reason`.
+    `hindsight` is the lowest crossing, if HGNP is ahead from there down; None if there is none.
+    """
+
+    hgnp: str
+    taylor: str
+    threshold: float | None
+    reason: str | None
+    over_taylor: float | None
+    over_hgnp: float | None
+    hindsight: float | None
+    hindsight_over_taylor: float | None
+    hindsight_over_hgnp: float | None
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs that can be compared: one network, one data set, one metric."""
+
+    title: str
+    metric: str
+    features: Mapping[str, Any]
+    range: tuple[float, float] | None
+    baseline: str
+    groups: tuple[Group, ...]
+    pairs: tuple[Pair, ...]
+    switch: Switch | None
+    notes: tuple[str, ...]
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """Both ends of the range and round κ in between."""
+        if self.range is None:
+            return ()
+        low, high = self.range
+        return (high, *(level for level in LEVELS if low + 0.005 < level < high - 0.005), low)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Studies, and the model of the threshold from the paper's experiments and every study with a crossing."""
+
+    studies: tuple[Study, ...]
+    runs: tuple[Run, ...]
+    model: hybrid.Model
+    weakness: tuple[str, ...]
+
+
+def compare_runs(runs: Sequence[Run], *, baseline: str | None = None) -> Comparison:
+    """Compare `runs`. The baseline is the group of that label or method; by default Taylor, else the first group."""
+    if not runs:
+        raise ValueError("runs: none were given; at least one folder would do")
+    by_study: dict[str, list[Run]] = {}
+    for run in runs:
+        key = json.dumps(
+            [run.info.get("model"), run.metric, run.info.get("features"), run.info["at_start"].get("parameters")]
+        )
+        by_study.setdefault(key, []).append(run)
+    drafts = [_study(members, baseline) for members in by_study.values()]
+    samples = [_sample(study) for study in drafts]
+    studies = []
+    for number, study in enumerate(drafts):
+        others = [sample for other, sample in enumerate(samples) if other != number and sample is not None]
+        studies.append(_with_switch(study, hybrid.fit((*hybrid.PAPER, *others))))
+    model = hybrid.fit((*hybrid.PAPER, *(sample for sample in samples if sample is not None)))
+    return Comparison(tuple(studies), tuple(runs), model, hybrid.weakness(model))
+
+
+def _study(runs: Sequence[Run], baseline: str | None) -> Study:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(json.dumps(_settings(run), sort_keys=True), []).append(run)
+    members = list(groups.values())
+    labels = _labels([group[0] for group in members])
+
+    notes: list[str] = []
+    for run in runs:
+        if len(run.curve()) < 2:
+            notes.append(
+                f"{run.title} is left out: it has {len(run.curve())} points of accuracy against κ, and 2 are needed."
+            )
+        elif run.result is None:
+            notes.append(f"{run.title} is {run.state}; it is compared as far as it got.")
+    used = [[run for run in group if len(run.curve()) >= 2] for group in members]
+    for label, group in zip(labels, used, strict=True):
+        if len({run.seed for run in group}) < len(group):
+            notes.append(f"{label} holds one seed more than once; its spread may be too small.")
+    grid = curves.common_grid([run.curve() for group in used for run in group])
+    if grid is None:
+        notes.append("There is no range of κ that all runs reach, so nothing is compared.")
+
+    made = [_group(*parts, grid) for parts in zip(labels, members, used, strict=True)]
+    against = _baseline(made, baseline)
+    pairs = tuple(
+        _pair(group, against) for group in made if group is not against and None not in (group.curve, against.curve)
+    )
+    first = runs[0].info
+    title = " / ".join(str(part) for part in (first.get("name"), first.get("model")) if part) or runs[0].title
+    features = {name: (first.get("features") or {}).get(name) for name in hybrid.FEATURES}
+    within = None if grid is None else (grid[0], grid[-1])
+    return Study(title, runs[0].metric, features, within, against.label, tuple(made), pairs, None, tuple(notes))
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """What makes runs repeats of each other when only the seed differs."""
+    return {**{name: value for name, value in run.recipe.items() if name != "seed"}, "start": run.info.get("start")}
+
+
+def _labels(firsts: Sequence[Run]) -> list[str]:
+    """The method; where several groups share one, also the settings in which they differ."""
+    labels = []
+    for run in firsts:
+        alike = [_settings(other) for other in firsts if other.method == run.method]
+        mine = _settings(run)
+        differ = [name for name in mine if any(other.get(name) != mine[name] for other in alike)]
+        labels.append(", ".join([run.method, *(f"{name}={mine[name]}" for name in differ)]))
+    return labels
+
+
+def _group(label: str, group: Sequence[Run], used: Sequence[Run], grid: Sequence[float] | None) -> Group:
+    curve = curves.mean_curve([run.curve() for run in used], grid) if grid and used else None
+    area = None if curve is None else curves.area(curve)
+    return Group(
+        label=label,
+        method=group[0].method,
+        runs=tuple(run.title for run in group),
+        seeds=tuple(run.seed for run in group),
+        curve=curve,
+        area=area,
+        mean_metric=None if area is None or grid is None else area / (grid[-1] - grid[0]),
+        seconds=sum(float(row.get("seconds") or 0) for run in group for row in run.rows) / len(group),
+    )
+
+
+def _baseline(groups: Sequence[Group], wanted: str | None) -> Group:
+    for group in groups:
+        if wanted in (group.label, group.method) or (wanted is None and group.method == "taylor"):
+            return group
+    if wanted is not None:
+        raise ValueError(f"baseline: {wanted!r} was given; {' or '.join(group.label for group in groups)} would do")
+    return groups[0]
+
+
+def _pair(group: Group, baseline: Group) -> Pair:
+    mine, other = group.curve, baseline.curve
+    assert mine is not None
+    assert other is not None
+    return Pair(
+        label=group.label,
+        baseline=baseline.label,
+        kept=mine.kept,
+        relative=tuple(curves.gain(a, b) for a, b in zip(mine.mean, other.mean, strict=True)),
+        gain=curves.gain(curves.area(mine), curves.area(other)),
+        crossings=curves.crossings(mine, other),
+    )
+
+
+def _contestants(study: Study) -> tuple[Group, Group] | None:
+    """The first group of HGNP and the first of Taylor, if both have a curve."""
+    found = [next((g for g in study.groups if g.method == name and g.curve), None) for name in ("hgnp", "taylor")]
+    return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+
+def _hindsight(hgnp: Curve, taylor: Curve) -> float | None:
+    """The lowest crossing, if HGNP is ahead from there down to the end."""
+    found = curves.crossings(hgnp, taylor)
+    return found[-1].kept if found and found[-1].ahead_below else None
+
+
+def _sample(study: Study) -> hybrid.Sample | None:
+    both = _contestants(study)
+    if both is None or both[0].curve is None or both[1].curve is None:
+        return None
+    threshold = _hindsight(both[0].curve, both[1].curve)
+    if threshold is None:
+        return None
+    sample = hybrid.Sample(study.title, study.features, threshold)
+    return sample if hybrid.usable(sample) is None else None
+
+
+def _with_switch(study: Study, model: hybrid.Model) -> Study:
+    both = _contestants(study)
+    if both is None or both[0].curve is None or both[1].curve is None:
+        return study
+    hgnp, taylor = both[0].curve, both[1].curve
+    reason, threshold = None, None
+    try:
+        threshold = model.predict(study.features)
+    except ValueError as error:
+        reason = str(error)
+    hindsight = _hindsight(hgnp, taylor)
+    notes = list(study.notes)
+    if hindsight is not None and (missing := hybrid.usable(hybrid.Sample(study.title, study.features, hindsight))):
+        notes.append(f"These runs are no sample for the hybrid's regression: {missing}.")
+
+    def gains(threshold: float | None) -> tuple[float | None, float | None]:
+        if threshold is None:
+            return None, None
+        area = curves.switched(hgnp, taylor, threshold)
+        return curves.gain(area, curves.area(taylor)), curves.gain(area, curves.area(hgnp))
+
+    switch = Switch(both[0].label, both[1].label, threshold, reason, *gains(threshold), hindsight, *gains(hindsight))
+    return replace(study, switch=switch, notes=tuple(notes))

@@ -1,0 +1,110 @@
+"""Accuracy-against-κ curves as piecewise linear functions: mean and spread, area, difference, crossings.
+
+Between two points a curve is the straight line; beyond its points it has no value, so everything here happens on a range that
+all the curves cover. On the union of their points means, areas (trapezoids) and crossings are exact, not sampled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A mean curve over `count` runs, κ rising; `spread` is the standard deviation between runs (n − 1), None for one run."""
+
+    kept: tuple[float, ...]
+    mean: tuple[float, ...]
+    spread: tuple[float, ...] | None
+    count: int
+
+    def at(self, kept: float) -> float:
+        """The mean at κ, which must be on the curve."""
+        if not self.kept[0] <= kept <= self.kept[-1]:
+            raise ValueError(f"kept: {kept:g} was given; the curve goes from {self.kept[0]:g} to {self.kept[-1]:g}")
+        return float(np.interp(kept, self.kept, self.mean))
+
+    def spread_at(self, kept: float) -> float | None:
+        """The spread at κ, between its points by a straight line."""
+        return None if self.spread is None else float(np.interp(kept, self.kept, self.spread))
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A κ at which one curve overtakes the other; `ahead_below`: whether the first is the higher one just below it."""
+
+    kept: float
+    ahead_below: bool
+
+
+def common_grid(curves: Sequence[Points]) -> tuple[float, ...] | None:
+    """Every κ, rising, at which a curve has a point and all of them a value; None if they share less than an interval."""
+    if not curves or any(len(points) < 2 for points in curves):
+        return None
+    low = max(min(kept for kept, _ in points) for points in curves)
+    high = min(max(kept for kept, _ in points) for points in curves)
+    inner = {kept for points in curves for kept, _ in points if low < kept < high}
+    return (low, *sorted(inner), high) if low < high else None
+
+
+def mean_curve(curves: Sequence[Points], grid: Sequence[float]) -> Curve:
+    """The mean over `curves` at every κ of `grid`, which lies within all of them."""
+    values = np.array([_values(points, grid) for points in curves])
+    spread = tuple(values.std(axis=0, ddof=1).tolist()) if len(curves) > 1 else None
+    return Curve(tuple(grid), tuple(values.mean(axis=0).tolist()), spread, len(curves))
+
+
+def _values(points: Points, grid: Sequence[float]) -> np.ndarray:
+    kept, values = zip(*sorted(points), strict=True)
+    return np.interp(grid, kept, values)
+
+
+def area(curve: Curve) -> float:
+    """∫ metric dκ by trapezoids, κ as a fraction: for accuracy 1 on the whole range [0, 1] it is 1."""
+    mean = np.array(curve.mean)
+    return float(np.sum(np.diff(curve.kept) * (mean[1:] + mean[:-1]) / 2))
+
+
+def gain(first: float, second: float) -> float | None:
+    """How much larger `first` is, in percent of `second`; None where the second is not positive."""
+    return 100.0 * (first / second - 1.0) if second > 0 else None
+
+
+def crossings(first: Curve, second: Curve) -> tuple[Crossing, ...]:
+    """Every κ at which `first` overtakes `second` or is overtaken, from large κ to small. Both on the same points.
+
+    Curves that touch without changing order do not cross; where they coincide over a stretch in between, its middle counts.
+    """
+    found: list[Crossing] = []
+    last: tuple[float, float] | None = None
+    previous = zero_from = zero_to = 0.0
+    for kept, a, b in reversed(list(zip(first.kept, first.mean, second.mean, strict=True))):
+        difference = a - b
+        if difference == 0.0:
+            if previous != 0.0:
+                zero_from = kept
+            zero_to = kept
+        else:
+            if last is not None and last[1] * difference < 0:
+                if previous == 0.0:
+                    where = (zero_from + zero_to) / 2
+                else:
+                    where = last[0] + (kept - last[0]) * last[1] / (last[1] - difference)
+                found.append(Crossing(where, difference > 0))
+            last = (kept, difference)
+        previous = difference
+    return tuple(found)
+
+
+def switched(below: Curve, above: Curve, threshold: float) -> float:
+    """The area of the curve that is `below` for κ ≤ threshold and `above` beyond it, part by part: it may jump there."""
+    cut = min(max(threshold, below.kept[0]), below.kept[-1])
+    lower = [kept for kept in below.kept if kept < cut]
+    upper = [kept for kept in above.kept if kept > cut]
+    parts = (below, [*lower, cut]), (above, [cut, *upper])
+    return sum(
+        area(Curve(tuple(grid), tuple(curve.at(kept) for kept in grid), None, curve.count)) for curve, grid in parts
+    )

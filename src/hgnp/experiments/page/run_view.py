@@ -1,0 +1,131 @@
+"""What a page says about one run."""
+
+from typing import Any
+
+from hgnp.experiments import run_charts
+from hgnp.experiments.page.figure_view import figure_view
+from hgnp.experiments.run_charts import metric_axis
+from hgnp.runs import Run
+
+CAPTIONS = {
+    "metric_against_kept": "One point a pruning level: the last epoch at each κ. The last is the network as the run left it.",
+    "layer_widths": "Share of each layer's neurons that are left.",
+    "radius_curvature": "Means over the steps of an epoch. Curvature above the bound B is penalised.",
+    "penalised_blocks": "Share of an epoch's steps in which the direction of curvature lay in this layer.",
+    "seconds": "Scoring, removal, training and validation together.",
+}
+
+MEASURES = {
+    "loss": "validation loss",
+    "parameters": "parameters",
+    "neurons": "neurons",
+    "macs": "MACs a sample",
+    "sharpness": "sharpness",
+    "latency_ms": "latency (ms a batch)",
+}
+
+
+def run_view(run: Run, prefix: str) -> dict[str, Any]:
+    figures = [figure_view(f, prefix, CAPTIONS.get(getattr(f, "key", ""), "")) for f in run_charts.all_charts(run)]
+    widths = figure_view(run_charts.widths(run), prefix)
+    return {
+        "title": run.title,
+        "state": run.state,
+        "done": run.result is not None and bool(run.result.get("reached")),
+        "lead": _lead(run),
+        "about": _about(run),
+        "before_after": _before_after(run),
+        "before_after_note": _note(run),
+        "figures": [*figures[:3], widths, *figures[3:]],
+        "recipe": [(name, _plain(value)) for name, value in run.recipe.items()],
+        "facts": _facts(run),
+    }
+
+
+def _lead(run: Run) -> str:
+    model = str(run.info.get("model") or "The network")
+    if not run.rows:
+        return f"{model}: no epoch is complete yet."
+    kept = f"{run.rows[-1]['kept']:.1%} of its parameters"
+    after = (run.result or {}).get("after") or {}
+    before = (run.result or {}).get("before") or {}
+    if run.result is None:
+        return f"{model} has {kept} left so far."
+    axis = metric_axis(run.metric)
+    sentence = f"{model} was pruned to {kept}"
+    if before.get("metric") is not None and after.get("metric") is not None:
+        unit = " %" if axis.percent else ""
+        sentence += (
+            f"; its {run.metric} went from {axis.show(before['metric'])}{unit} to {axis.show(after['metric'])}{unit}"
+        )
+    if _numbers(before.get("latency_ms"), after.get("latency_ms")) and after["latency_ms"] > 0:
+        sentence += f", and it is {before['latency_ms'] / after['latency_ms']:.1f} times as fast"
+    return sentence + "."
+
+
+def _about(run: Run) -> str:
+    seed = "no seed" if run.seed is None else f"seed {run.seed}"
+    seconds = sum(float(row.get("seconds") or 0) for row in run.rows)
+    parts = [
+        f"Method {run.method}",
+        seed,
+        f"{len(run.rows)} epochs",
+        f"{_duration(seconds)} on {run.info.get('device')}",
+    ]
+    resumed = ((run.result or {}).get("parts") or 1) - 1
+    if resumed:
+        parts.append(f"resumed {resumed} time{'s' if resumed > 1 else ''}")
+    return ", ".join(parts) + "."
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _before_after(run: Run) -> list[list[str]]:
+    before, after = ((run.result or {}).get(side) or {} for side in ("before", "after"))
+    axis = metric_axis(run.metric)
+    was, now = before.get("metric"), after.get("metric")
+    rows = [[axis.heading, axis.show(was), axis.show(now), _change(was, now, axis.percent)]]
+    for key, label in MEASURES.items():
+        rows.append([label, _plain(before.get(key)), _plain(after.get(key)), _ratio(before.get(key), after.get(key))])
+    return [row for row in rows if row[1:3] != ["–", "–"]]
+
+
+def _change(before: Any, after: Any, percent: bool) -> str:
+    if not _numbers(before, after):
+        return ""
+    difference = f"{100 * (after - before):+.2f} points" if percent else f"{after - before:+.4g}"
+    return difference.replace("-", "−")
+
+
+def _ratio(before: Any, after: Any) -> str:
+    return f"× {after / before:.3g}" if _numbers(before, after) and before > 0 else ""
+
+
+def _note(run: Run) -> str:
+    how = (run.result or {}).get("latency") or {}
+    timed = f" Latency: batch {how.get('batch')}, {how.get('threads')} threads, {how.get('device')}." if how else ""
+    return f"Before is the network when the first neuron went, after its warm-up.{timed}"
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    info = run.info
+    facts = [(name, _plain(info.get(name))) for name in ("name", "hgnp", "device", "threads", "start")]
+    facts += [(name, _plain(value)) for name, value in (info.get("versions") or {}).items()]
+    facts += [(name.replace("_", " "), _plain(value)) for name, value in (info.get("features") or {}).items()]
+    return facts
+
+
+def _numbers(*values: Any) -> bool:
+    return all(isinstance(value, int | float) for value in values)
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ", ".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

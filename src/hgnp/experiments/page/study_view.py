@@ -1,0 +1,140 @@
+"""What a page says about runs side by side."""
+
+from typing import Any
+
+from hgnp.experiments import study_charts
+from hgnp.experiments.compare import Comparison, Group, Pair, Study, Switch
+from hgnp.experiments.hybrid import FEATURES
+from hgnp.experiments.page.figure_view import figure_view
+from hgnp.experiments.run_charts import metric_axis
+
+CAPTIONS = {
+    "metric_against_kept": "Bands are one standard deviation between seeds.",
+    "relative_difference": "Above zero: better than the baseline. Dotted verticals are crossings.",
+}
+
+
+def comparison_view(comparison: Comparison) -> dict[str, Any]:
+    model = comparison.model
+    terms = "".join(
+        f" {'−' if slope < 0 else '+'} {abs(100 * slope):.4g} · {name}" for name, slope in model.coefficients.items()
+    )
+    return {
+        "studies": [_study(study, f"study{number}") for number, study in enumerate(comparison.studies, 1)],
+        "weakness": comparison.weakness,
+        "formula": "The threshold in percent, clipped to [0, 100] and refused outside the range of its features: "
+        f"{100 * model.intercept:.4g}{terms}.",
+        "sample_features": [name.replace("_", " ") for name in FEATURES],
+        "samples": [
+            [
+                sample.name,
+                f"{100 * sample.threshold:.1f}",
+                f"{100 * model.predict(sample.features):.1f}",
+                *(f"{sample.features[name]:,}" for name in FEATURES),
+            ]
+            for sample in model.samples
+        ],
+        "path": [[", ".join(step.features) or "none", f"{step.penalty:.3g}"] for step in model.path],
+        "runs": [
+            [
+                run.title,
+                run.method,
+                "–" if run.seed is None else str(run.seed),
+                f"{100 * run.rows[-1]['kept']:.1f}" if run.rows else "–",
+                metric_axis(run.metric).show(run.curve()[-1][1]) if run.curve() else "–",
+                run.state,
+            ]
+            for run in comparison.runs
+        ],
+    }
+
+
+def _study(study: Study, prefix: str) -> dict[str, Any]:
+    axis = metric_axis(study.metric)
+    unit = " (%)" if axis.percent else ""
+    pairs = {pair.label: pair for pair in study.pairs}
+    return {
+        "title": study.title,
+        "sentences": _sentences(study),
+        "summary_header": [
+            "group",
+            "runs",
+            f"mean {study.metric}{unit}",
+            "area",
+            "gain (%)",
+            "crossings at κ",
+            "seconds a run",
+        ],
+        "summary": [_summary(study, group, pairs.get(group.label)) for group in study.groups],
+        "figures": [
+            figure_view(figure, prefix, CAPTIONS.get(figure.key, "")) for figure in study_charts.all_charts(study)
+        ],
+        "levels_caption": f"{study.metric.capitalize()}{unit} at κ, mean ± standard deviation over seeds",
+        "levels_header": ["group", *(f"{100 * level:.4g} %" for level in study.levels)],
+        "levels": [_levels(study, group) for group in study.groups if group.curve is not None],
+        "switch": _switch(study.switch) if study.switch else None,
+        "notes": study.notes,
+    }
+
+
+def _sentences(study: Study) -> list[str]:
+    if study.range is None:
+        return []
+    low, high = study.range
+    sentences = [
+        f"Compared over κ from {low:.1%} to {high:.1%}; the baseline is {study.baseline}. The area is that under "
+        f"{study.metric} against κ (both as fractions, by trapezoids); its gain is in percent of the baseline's."
+    ]
+    for pair in study.pairs:
+        if not pair.crossings:
+            sentences.append(f"{pair.label} and {pair.baseline} do not cross.")
+        for crossing in pair.crossings:
+            side = "ahead of" if crossing.ahead_below else "behind"
+            sentences.append(f"Below κ = {crossing.kept:.1%} {pair.label} is {side} {pair.baseline}.")
+    return sentences
+
+
+def _summary(study: Study, group: Group, pair: Pair | None) -> list[str]:
+    gain = "baseline" if group.label == study.baseline else "–"
+    if pair is not None and pair.gain is not None:
+        gain = f"{pair.gain:+.2f}".replace("-", "−")
+    crossed = ", ".join(f"{crossing.kept:.1%}" for crossing in pair.crossings) if pair else ""
+    used, all_runs = group.curve.count if group.curve else 0, len(group.runs)
+    runs = str(used) if used == all_runs else f"{used} of {all_runs}"
+    area = "–" if group.area is None else f"{group.area:.4f}"
+    mean = metric_axis(study.metric).show(group.mean_metric)
+    return [group.label, runs, mean, area, gain, crossed or "–", f"{group.seconds:,.1f}"]
+
+
+def _levels(study: Study, group: Group) -> list[str]:
+    axis, curve = metric_axis(study.metric), group.curve
+    assert curve is not None
+    cells = []
+    for level in study.levels:
+        spread = curve.spread_at(level)
+        cells.append(axis.show(curve.at(level)) + ("" if spread is None else f" ± {axis.show(spread)}"))
+    return [group.label, *cells]
+
+
+def _switch(switch: Switch) -> list[str]:
+    sentences = []
+    if switch.threshold is None:
+        sentences.append(f"No threshold is predicted: {switch.reason}.")
+    else:
+        gains = _gains(switch.over_taylor, switch.over_hgnp)
+        sentences.append(
+            f"Predicted from other experiments: {switch.taylor} above κ = {switch.threshold:.1%}, {switch.hgnp} below; {gains}."
+        )
+    if switch.hindsight is None:
+        sentences.append(
+            "In hindsight there is no crossing below which HGNP stays ahead: no sample for the regression."
+        )
+    else:
+        gains = _gains(switch.hindsight_over_taylor, switch.hindsight_over_hgnp)
+        sentences.append(f"In hindsight HGNP is ahead below κ = {switch.hindsight:.1%}; with that threshold {gains}.")
+    return sentences
+
+
+def _gains(over_taylor: float | None, over_hgnp: float | None) -> str:
+    taylor, hgnp = ("not defined" if gain is None else f"{gain:+.2f} %" for gain in (over_taylor, over_hgnp))
+    return f"the hybrid's area is {taylor} against Taylor's and {hgnp} against HGNP's".replace("-", "−")

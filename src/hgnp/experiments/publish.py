@@ -1,0 +1,104 @@
+"""From run folders to pages, tables and figures on disk: what `hgnp report` and `hgnp compare` do."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hgnp import runs
+from hgnp.experiments import figures, run_charts, study_charts
+from hgnp.experiments.charts import Absent
+from hgnp.experiments.compare import Comparison, compare_runs
+from hgnp.experiments.page import write_comparison, write_report
+from hgnp.files import write_csv, write_json
+
+Folder = str | os.PathLike[str]
+
+
+def report(folders: Sequence[Folder], out: Folder | None = None) -> Path:
+    """Write `out`/page.html and its figures (PNG, SVG, CSV); for one run `out` is its own folder unless given."""
+    read = _read(folders)
+    if out is None and len(read) > 1:
+        raise ValueError(f"out: none was given for {len(read)} runs; a folder for their page would do")
+    out = read[0].folder if out is None else Path(out)
+    page = write_report(read, out / "page.html")
+    for number, run in enumerate(read, 1):
+        folder = out / "figures" / ("" if len(read) == 1 else f"{number}-{_file_name(run.title)}")
+        made = [*run_charts.all_charts(run), run_charts.widths(run)]
+        figures.save([figure for figure in made if not isinstance(figure, Absent)], folder)
+        figures.save_outcome(run, folder / "outcome.png")
+        figures.save_outcome(run, folder / "outcome.svg")
+    return page
+
+
+def compare(folders: Sequence[Folder], out: Folder, *, baseline: str | None = None) -> Comparison:
+    """Write `out`/page.html, comparison.json, summary.csv, curves.csv and figures; see `compare_runs`."""
+    comparison, out = compare_runs(_read(folders), baseline=baseline), Path(out)
+    write_comparison(comparison, out / "page.html")
+    write_json(out / "comparison.json", as_dict(comparison))
+    _tables(comparison, out)
+    for number, study in enumerate(comparison.studies, 1):
+        folder = out / "figures" / ("" if len(comparison.studies) == 1 else f"{number}-{_file_name(study.title)}")
+        figures.save(study_charts.all_charts(study), folder)
+    return comparison
+
+
+def as_dict(comparison: Comparison) -> dict[str, object]:
+    """Everything but the runs themselves, in types that JSON has; κ, metrics and areas as fractions, gains in percent."""
+    model = comparison.model
+    return {
+        "studies": [dataclasses.asdict(study) for study in comparison.studies],
+        "model": {**dataclasses.asdict(model), "error": model.error, "error_of_mean": model.error_of_mean},
+        "weakness": list(comparison.weakness),
+        "runs": [
+            {"folder": str(run.folder), "method": run.method, "seed": run.seed, "state": run.state}
+            for run in comparison.runs
+        ],
+    }
+
+
+def _read(folders: Sequence[Folder]) -> list[runs.Run]:
+    if not folders:
+        raise ValueError("folders: none were given; at least one run would do")
+    read = [runs.read(folder) for folder in folders]
+    for number, run in enumerate(read):
+        if any(run.folder == other.folder for other in read[:number]):
+            raise ValueError(f"folders: {run.folder} was given twice; once would do")
+    return read
+
+
+def _tables(comparison: Comparison, out: Path) -> None:
+    summary, curves = [], []
+    for study in comparison.studies:
+        pairs = {pair.label: pair for pair in study.pairs}
+        for group in study.groups:
+            pair = pairs.get(group.label)
+            crossed = " ".join(f"{crossing.kept:.6g}" for crossing in pair.crossings) if pair else ""
+            low, high = study.range or (None, None)
+            gain = pair.gain if pair else None
+            about = [study.title, group.label, group.method, len(group.runs)]
+            summary.append([*about, low, high, group.area, group.mean_metric, gain, crossed, group.seconds])
+            if group.curve is not None:
+                spread = group.curve.spread or (None,) * len(group.curve.kept)
+                points = zip(group.curve.kept, group.curve.mean, spread, strict=True)
+                curves += [[study.title, group.label, group.curve.count, *point] for point in points]
+    header = [
+        "study",
+        "group",
+        "method",
+        "runs",
+        "kept_low",
+        "kept_high",
+        "area",
+        "mean_metric",
+        "gain_percent",
+        "crossings",
+        "seconds",
+    ]
+    write_csv(out / "summary.csv", header, summary)
+    write_csv(out / "curves.csv", ["study", "group", "runs", "kept", "mean", "standard_deviation"], curves)
+
+
+def _file_name(title: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", title).strip("-.") or "run"

@@ -1,0 +1,149 @@
+"""Reading what a run left behind (docs/runs.md): `read(folder)` gives a `Run`, finished or not."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+NUMBERS = (
+    "epoch",
+    "loss",
+    "penalty",
+    "radius",
+    "curvature",
+    "hinge",
+    "val_loss",
+    "metric",
+    "kept",
+    "neurons",
+    "seconds",
+)
+KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "a number": (int | float, NUMBERS),
+    "a text": (str, ("phase",)),
+    "an object": (dict, ("blocks", "widths")),
+}
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder: `info` is run.json, `rows` the lines of metrics.jsonl, `result` result.json (None: not finished)."""
+
+    folder: Path
+    info: Mapping[str, Any]
+    rows: tuple[Row, ...]
+    result: Mapping[str, Any] | None
+
+    @property
+    def title(self) -> str:
+        """The folder's name: the one name of a run that its user chose."""
+        return self.folder.name
+
+    @property
+    def method(self) -> str:
+        return str(self.info["method"])
+
+    @property
+    def seed(self) -> int | None:
+        return self.info.get("seed")
+
+    @property
+    def metric(self) -> str:
+        """What the metric is called."""
+        return str(self.info.get("metric") or "metric")
+
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        return self.info["recipe"]
+
+    @property
+    def state(self) -> str:
+        """How the run stands, in words."""
+        if self.result is None:
+            if not self.rows:
+                return "unfinished: no epoch is complete"
+            last = self.rows[-1]
+            return f"unfinished: the last complete epoch is {last['epoch']} ({last['phase']})"
+        if self.result.get("stopped"):
+            return f"stopped early: {self.result['stopped']}"
+        return "finished" if self.result.get("reached") else "finished; the target was not reached"
+
+    def curve(self) -> tuple[tuple[float, float], ...]:
+        """The points (kept, metric) of accuracy against κ, from the full network down.
+
+        One point a pruning level: the last epoch at each distinct `kept`. So the first is the network after its warm-up, and
+        the last, once a run is finished, the fine-tuned network, which has had `finetune_epochs` more than the others.
+        Epochs without a metric give no point.
+        """
+        levels: dict[float, float] = {}
+        for row in self.rows:
+            if row.get("metric") is not None:
+                levels[float(row["kept"])] = float(row["metric"])
+        return tuple(sorted(levels.items(), reverse=True))
+
+
+def read(folder: str | os.PathLike[str]) -> Run:
+    """The run in `folder`. FileNotFoundError for a folder that holds none, ValueError for one that is damaged or too new."""
+    folder = Path(folder)
+    if not (folder / "run.json").is_file():
+        what = "there is no run.json in it" if folder.is_dir() else "there is no such folder"
+        raise FileNotFoundError(f"{folder} is not a run: {what}; a folder written by hgnp run or hgnp.prune would do")
+    info = _object(folder / "run.json")
+    version = info.get("format")
+    if not isinstance(version, int):
+        raise ValueError(f"{folder / 'run.json'}: format is {version!r}; a whole number was expected")
+    if version > FORMAT:
+        raise ValueError(
+            f"{folder / 'run.json'}: format {version} was written by a newer hgnp; this one reads up to {FORMAT}"
+        )
+    for key, kind in (("method", str), ("recipe", dict), ("at_start", dict)):
+        if not isinstance(info.get(key), kind):
+            raise ValueError(f"{folder / 'run.json'}: {key} is {info.get(key)!r}; the file is damaged")
+    result = _object(folder / "result.json") if (folder / "result.json").is_file() else None
+    return Run(folder.resolve(), info, _rows(folder / "metrics.jsonl"), result)
+
+
+def _rows(file: Path) -> tuple[Row, ...]:
+    if not file.is_file():
+        return ()
+    rows: list[Row] = []
+    for number, line in enumerate(_text(file).splitlines(), start=1):
+        where = f"{file} line {number}"
+        row = _parse(line, where)
+        for expected, (kind, keys) in KINDS.items():
+            for key in keys:
+                if row.get(key) is not None and not isinstance(row[key], kind):
+                    raise ValueError(f"{where}: {key} is {row[key]!r}; {expected} was expected")
+        for key in ("epoch", "kept", "phase"):
+            if row.get(key) is None:
+                raise ValueError(f"{where}: {key} is missing")
+        if rows and row["epoch"] <= rows[-1]["epoch"]:
+            raise ValueError(f"{where}: epoch {row['epoch']} follows epoch {rows[-1]['epoch']}")
+        rows.append(row)
+    return tuple(rows)
+
+
+def _object(file: Path) -> dict[str, Any]:
+    return _parse(_text(file), str(file))
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is damaged: it is not text ({error.reason} at byte {error.start})") from error
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text, parse_constant=lambda _: None)
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "too deeply nested"
+        raise ValueError(f"{where} is damaged: not JSON ({reason})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is damaged: an object was expected, not {type(value).__name__}")
+    return value

@@ -1,0 +1,185 @@
+"""The page as a file: whole, self-contained, and deaf to what stands in names."""
+
+import base64
+import itertools
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from hgnp.experiments.compare import compare_runs
+from hgnp.experiments.page import plots, write_comparison, write_report
+from hgnp.experiments.publish import report
+from hgnp.runs import read
+from run_cases import write_run
+
+EVIL = "<script>alert(1)</script>"
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text outside scripts and styles."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.scripts: list[str] = []
+        self._inside: list[str] = []
+        self.feed(file.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._inside and self._inside.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        where = self._inside[-1] if self._inside else ""
+        (self.scripts if where == "script" else self.words).append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Page]:
+    folder = tmp_path_factory.mktemp("pages")
+    whole = read(write_run(folder / "whole", flatness={"curvature": "hessian"}))
+    odd = [write_run(folder / "half", epochs=6), write_run(folder / "blind", mu=0.0, accuracy=None)]
+    taylor = write_run(folder / "taylor", method="taylor", accuracy=lambda kept: 0.95 - 0.4 * (1 - kept))
+    files = {
+        "whole": write_report([whole], folder / "whole.html"),
+        "odd": write_report([read(one) for one in odd], folder / "odd.html"),
+        "comparison": write_comparison(compare_runs([whole, read(taylor)]), folder / "comparison.html"),
+    }
+    return {name: Page(file) for name, file in files.items()}
+
+
+def test_the_page_asks_for_nothing_from_outside(pages: dict[str, Page]) -> None:
+    for page in pages.values():
+        for _, attributes in page.tags:
+            for name in ("src", "href", "srcset", "action", "data"):
+                assert (attributes.get(name) or "data:").startswith(("data:", "#"))
+        policy = next(
+            a["content"] for tag, a in page.tags if tag == "meta" and a.get("http-equiv") == "Content-Security-Policy"
+        )
+        assert policy is not None
+        assert "default-src 'none'" in policy
+        assert "http" not in policy
+        assert any(tag == "meta" and a.get("name") == "viewport" for tag, a in page.tags)
+
+
+def test_plotly_is_there_once_and_each_chart_has_picture_and_table(pages: dict[str, Page]) -> None:
+    for name, count in (("whole", 8), ("comparison", 3)):
+        page = pages[name]
+        assert sum("plotly.js v" in script[:2000] for script in page.scripts) == 1
+        assert sum("Plotly.newPlot" in script and len(script) < 100_000 for script in page.scripts) == count
+        pictures = [a for tag, a in page.tags if tag == "img"]
+        assert len(pictures) == count
+        for picture in pictures:
+            assert picture["alt"]
+            assert base64.b64decode((picture["src"] or "").partition(",")[2]).startswith(b"<?xml")
+        assert sum(tag == "details" for tag, _ in page.tags) == count
+        labelled = [a for tag, a in page.tags if a.get("role") == "img" and tag == "div"]
+        assert all(a["aria-label"] for a in labelled)
+        assert len(labelled) == count
+
+
+def test_headings_go_down_one_step_at_a_time(pages: dict[str, Page]) -> None:
+    for page in pages.values():
+        levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)]
+        assert levels.count(1) == 1
+        assert levels[0] == 1
+    levels = [int(tag[1]) for tag, _ in pages["odd"].tags if re.fullmatch("h[1-6]", tag)]
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+def test_a_report_says_what_happened(pages: dict[str, Page]) -> None:
+    text = pages["whole"].text
+    assert "finished" in text
+    assert "nets.Small was pruned to 10.0% of its parameters; its accuracy went from 90.00 % to 72.00 %" in text
+    assert "4.0 times as fast" in text
+    assert "−18.00 points" in text
+    assert "1,000,000 100,000 × 0.1" in text
+    assert "Latency: batch 64, 2 threads, cpu." in text
+    assert "curvature: hessian" in text
+    assert "neurons_per_round" in text
+
+
+def test_odd_runs_are_clear(pages: dict[str, Page]) -> None:
+    text = pages["odd"].text
+    assert "unfinished: the last complete epoch is 5 (prune)" in text
+    assert "nets.Small has 70.0% of its parameters left so far." in text
+    assert "no flatness term" in text
+    assert "no validation data" in text
+    assert sum(a.get("class") == "state open" for _, a in pages["odd"].tags) == 1
+
+
+def test_a_comparison_says_what_it_found_and_how_little_it_knows(pages: dict[str, Page]) -> None:
+    text = pages["comparison"].text
+    # 0.9 − 0.2(1 − κ) = 0.95 − 0.4(1 − κ) at κ = 0.75
+    assert "Below κ = 75.0% hgnp is ahead of taylor." in text
+    assert "4 of them the paper's" in text
+    assert "three distinct inputs for three coefficients" in text
+    assert "AlexNet / Flowers-102 (paper) 91.0" in text
+    assert "In hindsight HGNP is ahead below κ = 75.0%" in text
+
+
+def test_names_are_text(tmp_path: Path) -> None:
+    def folder(name: str, method: str) -> Path:
+        made = write_run(tmp_path / name, method=method, name=EVIL, model=EVIL, metric=EVIL)
+        file = made / "metrics.jsonl"
+        file.write_text(file.read_text().replace("features.0", "<b onclick=x>$1$"))
+        made = made.rename(tmp_path / f"{name}<img src=x onerror=alert(1)>")
+        (made / "run.json").write_text(
+            (made / "run.json").read_text().replace('"start": "random"', f'"start": "{EVIL}"')
+        )
+        return made
+
+    runs = [read(folder("h", "hgnp")), read(folder("t", "taylor"))]
+    for file in (
+        write_report(runs[:1], tmp_path / "r.html"),
+        write_comparison(compare_runs(runs), tmp_path / "c.html"),
+    ):
+        page = Page(file)
+        assert EVIL in page.text
+        assert not any("onerror" in a or "onclick" in a for _, a in page.tags)
+        assert not any(script.strip() == "alert(1)" for script in page.scripts)
+        for script in page.scripts:
+            if "Plotly.newPlot" in script and len(script) < 100_000:
+                assert "<script" not in script
+                assert "\\u003cscript" not in script
+                assert "\\u003cb onclick" not in script
+
+
+def test_report_writes_into_the_run_or_where_it_is_told(tmp_path: Path) -> None:
+    one, two = write_run(tmp_path / "one", epochs=0), write_run(tmp_path / "two", epochs=1, mu=0.0, accuracy=None)
+    assert report([one]) == one / "page.html"
+    assert (one / "figures" / "outcome.png").is_file()
+    assert report([one, two], tmp_path / "out") == tmp_path / "out" / "page.html"
+    assert (tmp_path / "out" / "figures" / "2-two" / "seconds.svg").is_file()
+    with pytest.raises(ValueError, match="out: none was given for 2 runs"):
+        report([one, two])
+
+
+def test_without_plotly_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "get_plotlyjs", None)
+    with pytest.raises(ImportError, match="a page needs plotly, which is not installed; pip install plotly"):
+        write_report([read(write_run(tmp_path / "run", epochs=1))], tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_plotly_is_not_needed_to_read_and_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "plotly"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert importlib.reload(plots).go is None
+    monkeypatch.undo()
+    assert importlib.reload(plots).go is not None
