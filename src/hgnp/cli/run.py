@@ -17,7 +17,7 @@ RUNS = Path("runs")
 
 def run(
     what: Annotated[
-        str, typer.Argument(metavar="[PRESET|FILE]", help="A preset (see hgnp presets) or a YAML file.")
+        str, typer.Argument(metavar="PRESET|FILE", help="A preset (see hgnp presets) or a YAML file.")
     ] = "demo",
     data: Annotated[str | None, typer.Option(metavar="DIR", help="The folder the data is in.")] = None,
     out: Annotated[
@@ -46,18 +46,18 @@ def run(
     begun = (folder / "run.json").exists()
     if begun and not resume:
         raise FileExistsError(f"--out: {folder} holds a run; --resume goes on with it, another folder starts anew")
-    if begun:
-        same_run(config, folder)
-    elif resume:
-        progress.note(f"there is no run in {folder} yet: starting one")
-    if config.about:
-        progress.note(config.about)
 
     from hgnp.experiments.build import prepare
 
     experiment = prepare(config)
-    if not begun:
-        config.write(folder / "config.yaml")
+    if begun:
+        same_run(experiment.config, folder)
+    else:
+        experiment.config.write(folder / "config.yaml")
+    if resume and not begun:
+        progress.note(f"there is no run in {folder} yet: starting one")
+    if config.about:
+        progress.note(config.about)
     try:
         result = experiment.run(out=folder, resume=resume, progress=progress)
     except KeyboardInterrupt:

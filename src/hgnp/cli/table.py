@@ -41,7 +41,7 @@ def rows(result: Mapping[str, Any], metric: str) -> list[tuple[str, str, str, st
         "parameters": ("parameters", lambda value: f"{value:,}"),
         "neurons": ("neurons", lambda value: f"{value:,}"),
         "macs": ("MACs", lambda value: f"{value:,}"),
-        "latency_ms": (f"ms a batch{how}", lambda value: f"{value:.2f}"),
+        "latency_ms": (f"ms{how}", lambda value: f"{value:.2f}"),
         "sharpness": ("sharpness", lambda value: f"{value:.3g}"),
     }
     lines = []
@@ -51,7 +51,7 @@ def rows(result: Mapping[str, Any], metric: str) -> list[tuple[str, str, str, st
             continue
         ratio = f"{after / before:.1%}" if before and after is not None else ""
         if key == "latency_ms" and ratio and after:
-            ratio = f"{before / after:.1f} times faster, {ratio}"
+            ratio = f"{ratio} ({before / after:.1f}× faster)"
         lines.append((name, "–" if before is None else write(before), "–" if after is None else write(after), ratio))
     return lines
 
@@ -65,10 +65,14 @@ def ending(result: Mapping[str, Any]) -> str:
         "target reached" if result["reached"] else f"target NOT reached ({result.get('stopped') or 'no reason known'})"
     )
     parts = f", in {result['parts']} parts" if result.get("parts", 1) > 1 else ""
-    return f"{verdict}: {left}; {result['epochs']} epochs, {duration(result['seconds'])}{parts}"
+    return f"{verdict}: {left}; {_many(result['epochs'], 'epoch')}, {duration(result['seconds'])}{parts}"
 
 
 def _threads(latency: Mapping[str, Any]) -> str:
     if not str(latency.get("device", "cpu")).startswith("cpu"):
         return str(latency["device"])
-    return f"{latency['threads']} thread{'s' * (latency['threads'] != 1)}"
+    return _many(latency["threads"], "thread")
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"

@@ -3,6 +3,7 @@
 Everything is looked up and checked before anything is made, so that a slip in the last key does not wait for the data.
 """
 
+import dataclasses
 import importlib
 import inspect
 import operator
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 MODELS = {
     "DigitsNet": "hgnp.experiments.digits:DigitsNet",
     "AlexNet": "hgnp.experiments.models:AlexNet",
-    "VGG16BN": "hgnp.experiments.models:VGG16BN",
     "ResNet18": "hgnp.experiments.models:ResNet18",
+    "VGG16": "hgnp.experiments.models:VGG16",
 }
 DATA = {
     "digits": "hgnp.experiments.digits:digits",
@@ -47,6 +48,8 @@ FEATURES = ("train_samples", "val_samples", "image_side", "classes")
 class Experiment:
     """A network and its data, ready to run."""
 
+    config: Config
+    """As it was read, with every field of the recipe."""
     net: nn.Module
     train: Iterable[Any]
     val: Iterable[Any] | None
@@ -71,7 +74,11 @@ def prepare(config: Config) -> Experiment:
             sys.path.insert(0, folder)
     if config.recipe.get("seed", config.seed) != config.seed:
         raise ValueError(f"recipe.seed: {config.recipe['seed']!r} was given; seed, beside recipe, seeds the whole run")
-    recipe = Recipe.from_dict({**config.recipe, "seed": config.seed})
+    try:
+        recipe = Recipe.from_dict({**config.recipe, "seed": config.seed})
+    except ValueError as error:
+        message = one_line(error)
+        raise ValueError(message if message.startswith("recipe") else f"recipe.{message}") from error
     device = _device(config.device)
     model = _named("model", config.model, MODELS)
     data = _named("data", config.data, DATA)
@@ -97,7 +104,8 @@ def prepare(config: Config) -> Experiment:
         "about": getattr(loaders, "about", None),
         "features": {name: getattr(loaders, name, None) for name in FEATURES},
     }
-    return Experiment(net, train, val, recipe, options, facts)
+    fields = {name: value for name, value in recipe.as_dict().items() if name != "seed"}
+    return Experiment(dataclasses.replace(config, recipe=fields), net, train, val, recipe, options, facts)
 
 
 def find(key: str, path: str) -> Any:
@@ -170,6 +178,8 @@ def _check_args(key: str, maker: Callable[..., Any], args: Mapping[str, Any], be
     known = [each.name for each in named]
     if not any(each.kind == each.VAR_KEYWORD for each in parameters):
         for name in args:
+            if (key, name) == ("data_args", "folder") and name not in known:
+                raise ValueError(f"--data: {_title(maker)} takes no folder; leave it out")
             if name not in known:
                 what = meant(name, known) if known else "; it takes none"
                 raise ValueError(f"{key}: {_title(maker)} takes no {name!r}{what}")

@@ -109,7 +109,7 @@ class Config:
             except yaml.YAMLError as error:
                 raise ValueError(f"--set {path}: {text!r} is not YAML: {one_line(error)}") from error
             _set(values, path.split("."), value)
-        return Config.from_dict(values, where="--set", name=self.name)
+        return Config.from_dict(values, where="command line", name=self.name)
 
     def write(self, file: Path) -> None:
         """Whole or not at all; `hgnp run FILE` runs it again."""

@@ -14,7 +14,7 @@ SPLIT_SEED = 0
 class DigitsNet(nn.Module):
     """Four 3×3 convolutions with norms, on pictures of 8×8, then one linear layer over the pooled channels."""
 
-    def __init__(self, width: int = 64, classes: int = 10) -> None:
+    def __init__(self, num_classes: int = 10, *, width: int = 64) -> None:
         super().__init__()
         self.features = nn.Sequential(
             *_block(1, width),
@@ -23,7 +23,7 @@ class DigitsNet(nn.Module):
             *_block(width, 2 * width),
             *_block(2 * width, 2 * width),
         )
-        self.classifier = nn.Linear(2 * width, classes)
+        self.classifier = nn.Linear(2 * width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.features(x).mean(dim=(2, 3)))
@@ -34,13 +34,13 @@ def _block(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 class Batches:
-    """Mini-batches of tensors in memory; `shuffle` draws a new order each time and leaves the ragged last batch out."""
+    """Mini-batches of tensors in memory; `shuffle` draws a new order each time, `drop_last` leaves a ragged last batch out."""
 
-    def __init__(self, x: Tensor, y: Tensor, *, batch: int, shuffle: bool) -> None:
-        self.x, self.y, self.batch, self.shuffle = x, y, batch, shuffle
+    def __init__(self, x: Tensor, y: Tensor, *, batch: int, shuffle: bool = False, drop_last: bool = False) -> None:
+        self.x, self.y, self.batch, self.shuffle, self.drop_last = x, y, batch, shuffle, drop_last
 
     def __len__(self) -> int:
-        return len(self.x) // self.batch if self.shuffle else -(-len(self.x) // self.batch)
+        return len(self.x) // self.batch if self.drop_last else -(-len(self.x) // self.batch)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         order = torch.randperm(len(self.x)) if self.shuffle else torch.arange(len(self.x))
@@ -59,7 +59,7 @@ class Digits:
     about: str = "scikit-learn's handwritten digits: 1,797 pictures of 8×8, a quarter of them for validation"
 
 
-def digits(*, batch: int = 64) -> Digits:
+def digits(*, batch: int, drop_last: bool = False) -> Digits:
     """The same split every time; only the order of the training pictures follows the random state."""
     if not 1 <= batch <= TRAIN_SAMPLES:
         raise ValueError(f"batch: {batch} was given; a whole number from 1 to {TRAIN_SAMPLES} would do")
@@ -68,6 +68,6 @@ def digits(*, batch: int = 64) -> Digits:
     x = torch.tensor(pictures, dtype=torch.float32).view(-1, 1, 8, 8)[order] / 16
     y = torch.tensor(labels)[order]
     return Digits(
-        train=Batches(x[:TRAIN_SAMPLES], y[:TRAIN_SAMPLES], batch=batch, shuffle=True),
-        val=Batches(x[TRAIN_SAMPLES:], y[TRAIN_SAMPLES:], batch=max(batch, 256), shuffle=False),
+        train=Batches(x[:TRAIN_SAMPLES], y[:TRAIN_SAMPLES], batch=batch, shuffle=True, drop_last=drop_last),
+        val=Batches(x[TRAIN_SAMPLES:], y[TRAIN_SAMPLES:], batch=batch),
     )
