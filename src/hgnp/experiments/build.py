@@ -6,7 +6,6 @@ Everything is looked up and checked before anything is made, so that a slip in t
 import dataclasses
 import importlib
 import inspect
-import operator
 import os
 import random
 import sys
@@ -144,9 +143,7 @@ def _options(config: Config) -> dict[str, Any]:
         if path := getattr(config, key):
             options[key] = find(key, path)
     if config.output:
-        options["output"] = (
-            find("output", config.output) if ":" in config.output else operator.attrgetter(config.output)
-        )
+        options["output"] = find("output", config.output) if ":" in config.output else partial(_part, config.output)
     if config.loss:
         loss = find("loss", config.loss)
         _check_args("loss_args", loss, config.loss_args, before=0 if inspect.isclass(loss) else 2)
@@ -162,6 +159,10 @@ def _options(config: Config) -> dict[str, Any]:
         if not getattr(config, key) and getattr(config, f"{key}_args"):
             raise ValueError(f"{key}_args: they were given without {key}; an import path as {key} would do")
     return options
+
+
+def _part(name: str, output: Any) -> Any:
+    return output[name] if isinstance(output, Mapping) else getattr(output, name)
 
 
 def _parameters(maker: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
