@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .PHONY: help demo test lint types check bench-env clean
 
 help:
-	@echo "make demo    train a network on handwritten digits, prune it to a tenth meanwhile, and time both"
+	@echo "make demo    train a network on handwritten digits, prune it to a twentieth meanwhile, and time both"
 	@echo "make test    lint, types and the whole test suite"
 	@echo "make clean   forget .venv and caches"
 

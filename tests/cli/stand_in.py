@@ -20,7 +20,7 @@ class Prune:
         size = sum(each.numel() for each in net.parameters())
         info = {
             "metric": "accuracy", "method": recipe.method, "model": type(net).__name__, "device": str(given["device"]),
-            "at_start": {"parameters": size, "neurons": 30, "macs": 4000}, **given["_facts"],
+            "at_start": {"parameters": size, "neurons": 30, "macs": 4000}, **given["_about"],
         }  # fmt: skip
         (out / "run.json").write_text(json.dumps(info))
         progress.start({**info, "epochs_done": 0, "out": str(out)})
@@ -36,4 +36,4 @@ class Prune:
             "after": {"metric": 0.985, "parameters": 1000, "macs": 400, "neurons": 3, "latency_ms": 2.0, "sharpness": None},
         }  # fmt: skip
         (out / "result.json").write_text(json.dumps(content))
-        return SimpleNamespace(as_dict=lambda: content)
+        return SimpleNamespace(as_dict=lambda: content, metric="accuracy")

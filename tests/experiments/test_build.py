@@ -68,7 +68,7 @@ def test_a_users_own_model_and_data_by_import_path(folder: Path) -> None:
     assert made.options["metric"](None, None) == 0.5
     assert made.options["output"](made.net(torch.zeros(1, 2))).shape == (1, 3)
     assert made.options["output"](SimpleNamespace(logits=4)) == 4
-    assert made.facts["name"] == "mine"
+    assert made.about["name"] == "mine"
 
 
 def test_the_current_folder_can_be_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +158,8 @@ def test_loss_optimizer_and_scheduler_are_made_with_their_arguments() -> None:
 
 
 def test_facts_about_the_data_are_kept() -> None:
-    assert build().facts["features"] == {"train_samples": 1347, "val_samples": 450, "image_side": 8, "classes": 10}
-    assert build().facts["start"] == "random weights"
+    assert build().about["features"] == {"train_samples": 1347, "val_samples": 450, "image_side": 8, "classes": 10}
+    assert build().about["start"] == "random weights"
 
 
 def test_weights_fill_the_network_but_for_a_new_head(tmp_path: Path) -> None:
@@ -169,10 +169,10 @@ def test_weights_fill_the_network_but_for_a_new_head(tmp_path: Path) -> None:
     made = build(weights=str(file))
     assert torch.equal(made.net.features[0].weight, source.features[0].weight)
     assert made.net.classifier.out_features == 10
-    assert made.facts["start"] == f"the weights in {file}, but classifier, whose shape differs, from random ones"
+    assert made.about["start"] == f"the weights in {file}, but classifier, whose shape differs, from random ones"
     same = build(weights=str(file), model_args={"width": 4, "num_classes": 7})
     assert torch.equal(same.net.classifier.weight, source.classifier.weight)
-    assert same.facts["start"] == f"the weights in {file}"
+    assert same.about["start"] == f"the weights in {file}"
 
 
 def test_a_pruned_network_can_be_a_start(tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ def run(
     folder = out or default_folder(f"{config.name}-{method}" if method else config.name, resume=resume)
     say = sys.stderr if as_json else sys.stdout
     progress = Bar() if sys.stderr.isatty() else Lines(say)
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"--out: {folder} is a file; a folder would do")
     begun = (folder / "run.json").exists()
     if begun and not resume:
         raise FileExistsError(f"--out: {folder} holds a run; --resume goes on with it, another folder starts anew")
@@ -74,7 +76,7 @@ def run(
 
     # without a terminal rich would wrap at 80 columns
     console = Console(file=say, width=None if say.isatty() else 140)
-    show(result.as_dict(), metric=metric_name(folder), out=folder, console=console)
+    show(result.as_dict(), metric=result.metric, out=folder, console=console)
     if as_json:
         print(json.dumps({**result.as_dict(), "out": str(folder)}))
 
@@ -140,8 +142,3 @@ def _flat(values: dict[str, object]) -> dict[str, object]:
         else:
             flat[key] = value
     return flat
-
-
-def metric_name(folder: Path) -> str:
-    file = folder / "run.json"
-    return (json.loads(file.read_text(encoding="utf-8")).get("metric") if file.exists() else None) or "metric"

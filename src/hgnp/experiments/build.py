@@ -55,15 +55,15 @@ class Experiment:
     recipe: Recipe
     options: Mapping[str, Any]
     """What `hgnp.prune` takes besides."""
-    facts: Mapping[str, Any]
-    """What is known of the run beyond that, for run.json: its name, what the weights are at the start, the data's features."""
+    about: dict[str, Any]
+    """What run.json says beyond that: the run's name, what the weights are at the start, the data's features."""
 
     def run(self, *, out: Path, resume: bool, progress: "Progress") -> "Result":
         from hgnp.train import prune
 
         return prune(
             self.net, self.train, self.val, recipe=self.recipe, out=out, resume=resume, **self.options,
-            _progress=progress, _facts=self.facts,
+            _progress=progress, _about=self.about,
         )  # fmt: skip
 
 
@@ -97,14 +97,11 @@ def prepare(config: Config) -> Experiment:
     start = "random weights" if config.weights is None else _fill(net, Path(config.weights))
     loaders = _make("data", data, **data_args)
     train, val = _pair(config.data, loaders)
-    facts = {
-        "name": config.name,
-        "start": start,
-        "about": getattr(loaders, "about", None),
-        "features": {name: getattr(loaders, name, None) for name in FEATURES},
-    }
+    known = {name: getattr(loaders, name, None) for name in FEATURES}
+    features = {name: value for name, value in known.items() if value is not None}
+    about = {"name": config.name, "start": start, "features": features}
     fields = {name: value for name, value in recipe.as_dict().items() if name != "seed"}
-    return Experiment(dataclasses.replace(config, recipe=fields), net, train, val, recipe, options, facts)
+    return Experiment(dataclasses.replace(config, recipe=fields), net, train, val, recipe, options, about)
 
 
 def find(key: str, path: str) -> Any:
