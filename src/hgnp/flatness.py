@@ -37,8 +37,8 @@ from hgnp.removal import Removal, listen
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What a step penalised."""
+class Seen:
+    """What a step penalised; its numbers are still on the device."""
 
     block: Block
     direction: list[Tensor]
@@ -98,7 +98,7 @@ class Flatness:
             refuse_untracked(net)
         self._pairs: dict[str, Pair] = {}
         self._chosen: Chosen | None = None
-        self._seen: _Seen | None = None
+        self._seen: Seen | None = None
         self._bends: dict[bool, Reasons] = {}
         self._checked: set[tuple[str, bool]] = set()
         self._generator: torch.Generator | None = None
@@ -129,30 +129,76 @@ class Flatness:
         self._autograd(loss * scale)
         return loss.detach()
 
+    def objective(
+        self,
+        inputs: Any,
+        target: Any,
+        *,
+        mu: float | None = None,
+        within: contextlib.AbstractContextManager[Any] | None = None,
+    ) -> Tensor:
+        """L = C + μ·max(0, q − B) of a batch, to be differentiated, along this batch's own v in the network's present mode.
+
+        Leaves no trace: buffers, random streams and what is known of earlier batches stay as they are. `mu` may differ from
+        the one that is trained with. `within` is entered around the forward that L is made of.
+        """
+        within = within or contextlib.nullcontext()
+        mu = self.mu if mu is None else mu
+        if mu == 0:
+            with RandomState(*self.net.parameters()):
+                return self.loss(self._run(inputs, within=within, traceless=True), target)
+        before = self._pairs, self._chosen, self._seen, self._generator
+        try:
+            self._generator = None if self._generator is None else self._generator.clone_state()
+            self._pairs = dict(self._pairs)
+            self._look(inputs, target, 1.0, cold=True)
+            block = self._penalised_block()
+            assert block is not None
+            with RandomState(*self.net.parameters()):
+                loss, q, _ = self._along(block, inputs, target, traceless=True, within=within)
+            return loss + mu * self._hinge(q)
+        finally:
+            self._pairs, self._chosen, self._seen, self._generator = before
+
     def _penalised(
         self, inputs: Any, target: Any, scale: float | Tensor, *, traceless: bool = False
     ) -> tuple[Tensor, Tensor]:
         """C and q of one pass along the v known so far; the next v is solved for on the way."""
         block = self._penalised_block()
         assert block is not None
+        observer = self._observer(inputs) if self.choices.v_from == "last_batch" else None
+        loss, q, z = self._along(block, inputs, target, observer=observer, traceless=traceless)
+        if observer is not None:
+            self._solve(observer, loss, z, target, scale, cold=False)
+        return loss, q
+
+    def _along(
+        self,
+        block: Block,
+        inputs: Any,
+        target: Any,
+        *,
+        observer: Observer | None = None,
+        traceless: bool,
+        within: contextlib.AbstractContextManager[Any] | None = None,
+    ) -> tuple[Tensor, Tensor, Any]:
+        """C, q along the block's v, and the output."""
         pair = self._pairs[block.name]
         seeds = pair.direction(block, scale_invariant=self.choices.scaling == "scale_invariant")
-        observer = self._observer(inputs) if self.choices.v_from == "last_batch" else None
         if self.choices.curvature == "ggn":
             mode = Tangent(seeds, watch=observer, frozen=self._frozen)
-            z = self._run(inputs, mode, traceless=traceless)
+            z = self._run(inputs, mode, traceless=traceless, within=within)
             loss = self.loss(z, target)
             q = self._gauss_newton(z, mode.tangent(z), target, block, seeds)
         else:
-            z = self._run(inputs, hessian.Primitive(watch=observer, frozen=self._frozen), traceless=traceless)
+            primitive = hessian.Primitive(watch=observer, frozen=self._frozen)
+            z = self._run(inputs, primitive, traceless=traceless, within=within)
             loss = self.loss(z, target)
             with _autocast_off(loss):
                 q = hessian.quotient(loss, seeds)
         parts = [direction.detach() for _, direction in seeds]
-        self._seen = _Seen(block, parts, pair.value, pair.residual, q.detach())
-        if observer is not None:
-            self._solve(observer, loss, z, target, scale, cold=False)
-        return loss, q
+        self._seen = Seen(block, parts, pair.value, pair.residual, q.detach())
+        return loss, q, z
 
     def _gauss_newton(
         self, z: Tensor, u: Tensor | None, target: Any, block: Block, seeds: list[tuple[Tensor, Tensor]]
@@ -168,12 +214,12 @@ class Flatness:
     def _hinge(self, q: Tensor) -> Tensor:
         return torch.where(q > self.bound, q - self.bound, 0.0)
 
-    def _look(self, inputs: Any, target: Any, scale: float | Tensor) -> None:
-        """v of this batch from a pass that leaves no trace."""
+    def _look(self, inputs: Any, target: Any, scale: float | Tensor, *, cold: bool = False) -> None:
+        """v of this batch from a pass that leaves no trace; with `cold`, as exactly as from a cold start."""
         observer = self._observer(inputs)
         with RandomState(*self.net.parameters()):
             z = self._run(inputs, Forward(watch=observer, frozen=self._frozen), traceless=True)
-            self._solve(observer, self.loss(z, target), z, target, scale, cold=self._penalised_block() is None)
+            self._solve(observer, self.loss(z, target), z, target, scale, cold=cold or self._penalised_block() is None)
 
     def _solve(
         self, observer: Observer, loss: Tensor, z: Any, target: Any, scale: float | Tensor, *, cold: bool
@@ -195,11 +241,18 @@ class Flatness:
                 pairs, self._chosen = solve(observer, blocks, start, empirical=empirical, cold=cold)
                 self._pairs |= pairs
 
-    def _run(self, inputs: Any, mode: Forward | None = None, *, traceless: bool = False) -> Any:
+    def _run(
+        self,
+        inputs: Any,
+        mode: Forward | None = None,
+        *,
+        traceless: bool = False,
+        within: contextlib.AbstractContextManager[Any] | None = None,
+    ) -> Any:
         """The network's output; a traceless run works on copies of the buffers."""
         buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers()} if traceless else None
         try:
-            with mode or contextlib.nullcontext():
+            with mode or contextlib.nullcontext(), within or contextlib.nullcontext():
                 return run(self.net, inputs, output=self.output, buffers=buffers)
         except UnfitError as error:
             raise ValueError(f"layer {layer_of(self.net, error)!r}: {error}") from error
@@ -248,6 +301,11 @@ class Flatness:
         if self._generator is None:
             self._generator = torch.Generator(device).manual_seed(0)
         return self._generator
+
+    @property
+    def seen(self) -> Seen | None:
+        """All that is known of the last step, without waiting for the device."""
+        return self._seen
 
     @property
     def radius(self) -> float:

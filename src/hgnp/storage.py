@@ -7,7 +7,6 @@ network and its modules, the attributes that state widths, and a SHA-256 over al
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from hgnp.files import atomically
 from hgnp.neurons.graph import tensors_of
 from hgnp.neurons.refuse import refuse
 from hgnp.neurons.surgery import Change, commit, replace_data, set_attributes
@@ -34,6 +34,15 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> Path:
 
     The file appears whole or not at all. Neither the class nor its code is stored: `load` needs an instance of it.
     """
+    tensors, about = describe(net)
+    about["sha256"] = _digest(tensors, about)
+    file = _file(path)
+    write_tensors(file, tensors, {"hgnp": json.dumps(about)})
+    return file
+
+
+def describe(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Copies of every tensor of `net` on the CPU, and what else it takes to shrink a fresh instance to fit."""
     refuse(net)
     for name, module in net.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -51,24 +60,25 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> Path:
         "channels_last": sorted(name for name, tensor in tensors.items() if _is_channels_last(tensor)),
     }
     # a copy: two tensors may lie in one memory, which safetensors rightly refuses
-    tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    about["sha256"] = _digest(tensors, about)
-    file = _file(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    os.close(handle)
+    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}, about
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """One safetensors file, whole or not at all."""
     try:
-        save_file(tensors, temporary, {"hgnp": json.dumps(about)})
-        with open(temporary, "rb+") as written:
-            os.fsync(written.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, file)
-    except BaseException as error:
-        os.unlink(temporary)
-        if isinstance(error, SafetensorError):
-            raise OSError(f"{file} could not be written: {error}") from error
-        raise
-    return file
+        with atomically(file) as temporary:
+            save_file(dict(tensors), temporary, metadata)
+    except SafetensorError as error:
+        raise OSError(f"{file} could not be written: {error}") from error
+
+
+def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a safetensors file."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name).clone() for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{file}: not a readable safetensors file: {str(error).splitlines()[0]}") from error
 
 
 def load(path: str | os.PathLike[str], net: Net) -> Net:
@@ -81,20 +91,19 @@ def load(path: str | os.PathLike[str], net: Net) -> Net:
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; hgnp.save writes it")
     refuse(net)
+    tensors, metadata = read_tensors(file)
     try:
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{file}: not a readable safetensors file: {str(error).splitlines()[0]}") from error
-    try:
-        about = _checked(metadata, tensors)
-        _fits(about, tensors, net)
-        changes = [*_tensor_changes(about, tensors, net), *_width_changes(about, tensors, net)]
+        changes = changes_to_fit(_checked(metadata, tensors), tensors, net)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     commit(changes)
     return net
+
+
+def changes_to_fit(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> list[Change]:
+    """What turns `net` into the network that `describe` described; ValueError if it cannot be."""
+    _fits(about, tensors, net)
+    return [*_tensor_changes(about, tensors, net), *_width_changes(about, tensors, net)]
 
 
 def _file(path: str | os.PathLike[str]) -> Path:
@@ -212,9 +221,3 @@ def _digest(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

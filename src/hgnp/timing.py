@@ -20,11 +20,21 @@ class Timing:
 
 
 def side_by_side(
-    calls: Sequence[Callable[[], Any]], *, device: torch.device, repeats: int = 15, warmup: int = 3
+    calls: Sequence[Callable[[], Any]],
+    *,
+    device: torch.device,
+    repeats: int = 15,
+    warmup: int = 3,
+    budget: float = float("inf"),
 ) -> list[Timing]:
-    """Each call timed `repeats` times after `warmup`, in turns, so that all of them meet the same conditions."""
+    """Each call timed `repeats` times after `warmup`, in turns, so that all of them meet the same conditions. Slow calls are
+    repeated less once the seconds in `budget` are over, at least 3 times after 1."""
     seconds: list[list[float]] = [[] for _ in calls]
-    for _ in range(warmup + repeats):
+    start_of_all = time.perf_counter()
+    for turn in range(warmup + repeats):
+        if turn >= 4 and time.perf_counter() - start_of_all > budget:
+            warmup = min(warmup, turn - 3)
+            break
         for call, mine in zip(calls, seconds, strict=True):
             _wait(device)
             start = time.perf_counter()

@@ -11,10 +11,9 @@ import torch
 
 import hgnp
 from hgnp.cli import app
-from hgnp.experiments.digits import DigitsNet, digits
+from hgnp.experiments.data import digits
+from hgnp.experiments.models import DigitsNet
 from hgnp.progress import Lines
-
-pytestmark = pytest.mark.skipif(not hasattr(hgnp, "prune"), reason="hgnp.prune is not there yet")
 
 QUICK = [
     "--set", "model_args.width=8", "--set", "data_args.batch=256", "--set", "recipe.warmup_epochs=1", "--set",

@@ -1,7 +1,5 @@
 """What comes with hgnp: presets that can be read, and the paper's figures in them."""
 
-from importlib.util import find_spec
-
 import pytest
 
 from hgnp.experiments import presets
@@ -70,7 +68,6 @@ def test_an_unknown_preset_is_refused_with_a_suggestion() -> None:
         presets.text("vgg-cifar10")
 
 
-@pytest.mark.skipif(find_spec("hgnp.experiments.data") is None, reason="the paper's data are not part of hgnp yet")
 @pytest.mark.parametrize("name", [name for name in presets.names() if name != "demo"])
 def test_a_preset_that_needs_data_says_how_to_give_them(name: str) -> None:
     with pytest.raises(ValueError, match=r"data_args: .* needs 'folder'; --data DIR gives it"):

@@ -1,1 +1,1 @@
-"""Whole experiments from a configuration: models, data, presets, and what is made of their runs."""
+"""The paper's experiments: its networks and its data, what is run on them and what is made of the runs."""

@@ -3,6 +3,7 @@
 Everything is looked up and checked before anything is made, so that a slip in the last key does not wait for the data.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
@@ -18,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from hgnp.experiments.config import Config, meant, one_line
+from hgnp.experiments.data.loader import as_device
+from hgnp.experiments.models import load_weights
 from hgnp.recipe import Recipe
 from hgnp.storage import load
 
@@ -28,18 +31,8 @@ if TYPE_CHECKING:
     from hgnp import Result
     from hgnp.progress import Progress
 
-MODELS = {
-    "DigitsNet": "hgnp.experiments.digits:DigitsNet",
-    "AlexNet": "hgnp.experiments.models:AlexNet",
-    "ResNet18": "hgnp.experiments.models:ResNet18",
-    "VGG16": "hgnp.experiments.models:VGG16",
-}
-DATA = {
-    "digits": "hgnp.experiments.digits:digits",
-    "cifar10": "hgnp.experiments.data:cifar10",
-    "flowers102": "hgnp.experiments.data:flowers102",
-    "cub200": "hgnp.experiments.data:cub200",
-}
+MODELS = {name: f"hgnp.experiments.models:{name}" for name in ("AlexNet", "DigitsNet", "ResNet18", "VGG16")}
+DATA = {name: f"hgnp.experiments.data:{name}" for name in ("cifar10", "cub200", "digits", "flowers102", "image_folder")}
 FEATURES = ("train_samples", "val_samples", "image_side", "classes")
 
 
@@ -78,12 +71,12 @@ def prepare(config: Config) -> Experiment:
     except ValueError as error:
         message = one_line(error)
         raise ValueError(message if message.startswith("recipe") else f"recipe.{message}") from error
-    device = _device(config.device)
+    device = str(as_device(config.device or ("cuda" if torch.cuda.is_available() else "cpu")))
     model = _named("model", config.model, MODELS)
     data = _named("data", config.data, DATA)
     data_args = dict(config.data_args)
     if "device" in _parameters(data):
-        data_args.setdefault("device", str(device))
+        data_args.setdefault("device", device)
     _check_args("model_args", model, config.model_args)
     _check_args("data_args", data, data_args)
     options = {"device": device, "protect": config.protect, **_options(config)}
@@ -208,42 +201,11 @@ def _pair(name: str, made: Any) -> tuple[Any, Any]:
     )
 
 
-def _device(name: str | None) -> str:
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device: {name!r} was given; cpu, cuda or cuda:1 would do") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise ValueError(
-            f"device: {name!r} was given; torch sees {count} CUDA device{'s' * (count != 1)} here; cpu would do"
-        )
-    return name
-
-
 def _fill(net: nn.Module, file: Path) -> str:
-    """Put a file's weights into `net`; in words, what it then starts from. One layer, the head, may have another shape."""
-    if not file.is_file():
-        raise FileNotFoundError(f"weights: {file} is not there; a .safetensors file would do")
-    try:
-        with safe_open(file, framework="pt") as opened:
+    """Put a file's weights into `net`; in words, what it then starts from."""
+    if file.is_file() and file.suffix == ".safetensors":
+        with contextlib.suppress(SafetensorError), safe_open(file, framework="pt") as opened:
             if "hgnp" in (opened.metadata() or {}):
                 load(file, net)
                 return f"the pruned network in {file}"
-            stored: dict[str, Tensor] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"weights: {file} is not a safetensors file: {one_line(error)}") from error
-    wanted = net.state_dict()
-    absent = [name for name in wanted if name not in stored and not name.endswith("num_batches_tracked")]
-    if absent:
-        more = f" and {len(absent) - 1} more" if absent[1:] else ""
-        raise ValueError(f"weights: {file} has no {absent[0]!r}{more}, which {type(net).__name__} needs")
-    other = [name for name in wanted if name in stored and stored[name].shape != wanted[name].shape]
-    layers = sorted({name.rpartition(".")[0] for name in other})
-    if len(layers) > 1:
-        raise ValueError(f"weights: {file} has other shapes than {type(net).__name__} in {', '.join(layers[:3])}"
-                         f"{' …' if layers[3:] else ''}; only one layer, the last, may differ")  # fmt: skip
-    net.load_state_dict({name: stored[name] for name in wanted if name in stored and name not in other}, strict=False)
-    return f"the weights in {file}" + (f", but {layers[0]}, whose shape differs, from random ones" if layers else "")
+    return load_weights(net, file).about

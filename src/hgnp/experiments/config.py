@@ -5,15 +5,15 @@ Nothing is imported on behalf of the configuration here, and torch is not needed
 
 import dataclasses
 import difflib
-import os
 import re
-import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from hgnp.files import write_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,16 +113,7 @@ class Config:
 
     def write(self, file: Path) -> None:
         """Whole or not at all; `hgnp run FILE` runs it again."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                yaml.safe_dump(self.as_dict(), stream, sort_keys=False, allow_unicode=True, width=120)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, file)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_text(file, yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True, width=120))
 
 
 KEYS = tuple(each.name for each in dataclasses.fields(Config))

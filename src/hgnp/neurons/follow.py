@@ -40,6 +40,8 @@ class Follower:
         """Module → the labels of its output channels, one entry for each weight it convolves or multiplies with."""
         self.blocks: dict[str, Tensor] = {}
         """Module → one label for each of its groups, where whole groups go."""
+        self.consumed: list[tuple[int, int, Tensor]] = []
+        """(step, value, label): where features are read and their channels end, in a product or a sum over them."""
         self._sharing: dict[int, list[int]] = {}
 
     def _initial(self, index: int) -> Labelled:
@@ -111,6 +113,10 @@ class Follower:
         seen = self.rows.setdefault(self.step.module, [])
         if not any(torch.equal(labels, rows) for rows in seen):
             seen.append(labels)
+
+    def consume(self, operand: Labelled, label: Tensor) -> None:
+        index = next(index for index in self.step.reads if self.state[index] is operand)
+        self.consumed.append((len(self.trail), index, label))
 
     def tie(self, a: Tensor, b: Tensor) -> None:
         self.ties.tie(a, b, self.why("it meets a tensor that cannot be cut"))

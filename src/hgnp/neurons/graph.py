@@ -1,5 +1,6 @@
 """A recorded forward: tensors and the operators between them, without data."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -56,10 +57,21 @@ class Step:
     module: str
 
 
+@dataclass(frozen=True)
+class Invocation:
+    """One call of a torch function by the network's own code: the tensors it was given and the steps it came to. Reading an
+    attribute (`x.device`) is none: fake tensors answer some of that without a call."""
+
+    name: str
+    tensors: tuple[int | None, ...]
+    steps: range
+
+
 @dataclass
 class Graph:
     values: list[Value] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    invocations: list[Invocation] = field(default_factory=list)
     outputs: tuple[int, ...] = ()
     calls: list[tuple[str, int]] = field(default_factory=list)
     """(module name, its first tensor input) for each module call, in order."""
@@ -67,6 +79,10 @@ class Graph:
     """What stopped the forward, if anything did; `steps` then end where it happened."""
     where: str = ""
     """The module in which it happened."""
+
+
+def is_invocation(func: Callable[..., Any]) -> bool:
+    return getattr(func, "__name__", "") != "__get__"
 
 
 def kind_of(tensor: Tensor) -> Kind:

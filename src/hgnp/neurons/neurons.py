@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from hgnp.neurons.confirm import confirm
+from hgnp.neurons.gates import Gates, find_gates
 from hgnp.neurons.graph import tensors_of
 from hgnp.neurons.lanes import Lanes
 from hgnp.neurons.layers import as_inputs, inside, rows_of
 from hgnp.neurons.refuse import refuse
+from hgnp.neurons.rules import name_of
 from hgnp.neurons.selection import Coupling, Scores, Selection, Unit, as_lists, floors_of, least_coupled, least_paper
 from hgnp.neurons.structure import Structure
 from hgnp.neurons.surgery import Change, changes_to_net, changes_to_optimizer, check_twin, commit
@@ -210,6 +212,44 @@ class Neurons:
                 members[root].append((name, position))
         return {root: Unit(tuple(unit)) for root, unit in members.items()}
 
+    def weights(self, layer: str) -> Tensor:
+        """The weights that lead into the living neurons of a layer, neurons first."""
+        rows = self._rows[layer]
+        name, dim, slots = next(
+            (name, dim, slots)
+            for (name, dim), slots in self._structure.ties.slots.items()
+            if bool((slots == rows[0]).any())
+        )
+        weight = dict(self.net.named_parameters())[name].detach().movedim(dim, 0)
+        place = torch.cumsum(self._alive[slots], 0) - 1  # where each slot is now
+        return weight[place[rows[self._alive[rows]] - slots[0]].to(weight.device)]
+
+    def norm_scale(self, layer: str) -> Tensor | None:
+        """The scale γ of the norm that reads the layer's output, one number a living neuron."""
+        follower = self._structure.followers[False]
+        made = {
+            index
+            for followed in follower.trail
+            if followed.step.module == layer
+            for index, labelled in zip(followed.step.writes, followed.writes, strict=True)
+            if not labelled.weight
+        }
+        for followed in follower.trail:
+            step = followed.step
+            if "norm" in name_of(step.op) and step.reads[0] in made and step.module != layer:
+                for index in step.reads[1:]:
+                    name = follower.graph.values[index].name
+                    if name is not None and name.endswith("weight"):
+                        return dict(self.net.named_parameters())[name].detach()
+        return None
+
+    def gates(self, coupling: Coupling = "coupled") -> Gates:
+        """Where the output of each neuron is read, for scores that are derivatives. With "paper", layers that are added
+        together have gates of their own."""
+        structure = self._lanes.structure if coupling == "paper" else self._structure
+        rows = {name: self._rows[name] for name in self._prunable}
+        return find_gates(structure, rows, self._alive, lanes=coupling == "paper")
+
     # Removing
 
     def remove(
@@ -324,6 +364,25 @@ class Neurons:
             if changed:
                 widths[name] = changed
         return Removal(dict(slices), widths)
+
+    # To go on elsewhere
+
+    def state_dict(self) -> dict[str, Any]:
+        """Who is alive and what there was at the start. To be loaded by a `Neurons` made of the network as it was when this
+        one was made (with coupling "paper": as it is now)."""
+        return {
+            "alive": self._alive.clone(),
+            "totals": dict(self._totals),
+            "parameters_at_start": self._parameters_at_start,
+            "version": self.version,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["alive"].shape != self._alive.shape:
+            raise ValueError("state: it is of another network, or of this one at another size")
+        self._alive, self._tried = state["alive"].clone(), None
+        self._totals = dict(state["totals"])
+        self._parameters_at_start, self.version = state["parameters_at_start"], state["version"]
 
     @cached_property
     def _lanes(self) -> Lanes:

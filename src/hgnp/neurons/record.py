@@ -30,10 +30,11 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from hgnp.neurons.graph import Graph, Inputs, Kind, Ref, Step, Value, kind_of, tensors_of
+from hgnp.neurons.graph import Graph, Inputs, Invocation, Kind, Ref, Step, Value, is_invocation, kind_of, tensors_of
 
 
 class UnseenError(Exception):
@@ -87,6 +88,9 @@ class _Recorder(TorchDispatchMode):
             if outcome is not None:
                 result.constant = KNOWN[outcome]
 
+    def known(self, tensor: Tensor) -> int | None:
+        return self._index.get(id(tensor))
+
     def made(self) -> list["weakref.ref[Tensor]"]:
         values = zip(self._alive, self.graph.values, strict=True)
         return [weakref.ref(tensor) for tensor, value in values if value.made]
@@ -94,7 +98,10 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # only what the network calls itself is an invocation
+            return self._dispatch(op, args, kwargs or {})
+
+    def _dispatch(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, _ = tree_flatten((args, kwargs))
         reads = tuple(self.value(leaf, made=False) for leaf in leaves if isinstance(leaf, Tensor))
         result = _batch_norm(*args) if op is torch.ops.aten.native_batch_norm.default else op(*args, **kwargs)
@@ -107,6 +114,28 @@ class _Recorder(TorchDispatchMode):
             writes = tuple(self.value(tensor, made=True) for tensor in made)
             module = self.stack[-1] if self.stack else ""
             self.graph.steps.append(Step(op, refs[0], refs[1], reads, writes, module))
+        return result
+
+
+class _Invocations(TorchFunctionMode):
+    """Writes down which steps each call of a torch function comes to."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not is_invocation(func):
+            return func(*args, **kwargs)
+        known = tuple(self._recorder.known(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        graph = self._recorder.graph
+        start = len(graph.steps)
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        graph.invocations.append(Invocation(name, known, range(start, len(graph.steps))))
         return result
 
 
@@ -170,7 +199,7 @@ def _record(
     with (
         _left_as_found(net),
         _named_modules(net, recorder),
-        _plain_attention(),
+        plain_attention(),
         warnings.catch_warnings(action="ignore"),
     ):
         net.train(training)
@@ -180,7 +209,7 @@ def _record(
                 own.update({key: fakes[id(tensor)] for key, tensor in own.items() if tensor is not None})
         try:
             chance = _chance()
-            with torch.enable_grad(), fake_mode, recorder:
+            with torch.enable_grad(), fake_mode, recorder, _Invocations(recorder):
                 output = net(*args, **kwargs)
             graph.outputs = tuple(recorder.value(tensor, made=False) for tensor in _tensors(output))
             if _chance() != chance:
@@ -203,7 +232,9 @@ def _named_modules(net: nn.Module, recorder: _Recorder) -> Iterator[None]:
             name = names.get(id(module), recorder.stack[-1] if recorder.stack else "")
             recorder.stack.append(name)
             if args and isinstance(args[0], Tensor):
-                recorder.graph.calls.append((name, recorder.value(args[0], made=False)))
+                with torch._C.DisableTorchFunction():
+                    index = recorder.value(args[0], made=False)
+                recorder.graph.calls.append((name, index))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == thread:
@@ -218,7 +249,7 @@ def _named_modules(net: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _plain_attention() -> Iterator[None]:
+def plain_attention() -> Iterator[None]:
     """Attention in operators that can be followed; and no report of shapes that do not fit, for that is what trials are for."""
     log = logging.getLogger(FakeTensorMode.__module__)
     level, fast = log.level, torch.backends.mha.get_fastpath_enabled()

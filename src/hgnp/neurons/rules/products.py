@@ -21,11 +21,16 @@ def _flat(f: "Follower", x: Labelled, dim: int) -> Tensor | None:
 def _contract(f: "Follower", a: Labelled, a_dim: int, b: Labelled, b_dim: int) -> None:
     """Σ over a's dimension and b's: the entries go together; a dead one adds nothing, unless both sides are weights."""
     one, other = _flat(f, a, a_dim), _flat(f, b, b_dim)
-    if one is not None and other is not None and not (a.weight and b.weight):
+    weights = a.weight and b.weight
+    for operand, label in ((a, one), (b, other)):
+        if label is not None and not operand.weight:
+            f.consume(operand, label)  # channels that both factors carry are one channel, read once
+            break
+    if one is not None and other is not None and not weights:
         f.tie(one, other)
         return
     for label, partner, dim in ((one, b, b_dim), (other, a, a_dim)):
-        if label is not None and (partner.solid(dim) or (a.weight and b.weight)):
+        if label is not None and (partner.solid(dim) or weights):
             f.fix(label, "it is multiplied with a tensor that cannot be cut")
 
 
@@ -133,6 +138,8 @@ def _grouped(f: "Follower", x: Labelled, w: Labelled, transposed: bool, groups: 
         f.blocks[f.step.module] = per_group[:, 0]
         return per_group[:, 0].repeat_interleave(outside) if transposed else rows
     f.tie(per_group[:1], per_group)
+    if inputs is not None and not x.weight:
+        f.consume(x, inputs)
     shared = per_group[0] if transposed else columns
     if inputs is not None and shared is not None:
         f.tie(shared, inputs.reshape(groups, -1))

@@ -20,6 +20,8 @@ def _reduce(f: "Follower", x: Labelled, dims: tuple[int, ...], keepdim: bool, *,
         elif inside:
             if not ((exact and not x.weight) or (norm and f.approximate and not x.weight)):
                 f.fix(label, "its channels are reduced to one value")
+            elif not x.weight:
+                f.consume(x, label)
             continue
         labels.append(label if keepdim else label.squeeze(dims))
     return Result(labels)

@@ -1,0 +1,67 @@
+"""Everything that going on needs, in one file without pickle.
+
+A tree of dicts, lists, tuples, numbers, strings, None, tensors and numpy arrays becomes a safetensors file: tensors under
+running numbers, the tree itself as JSON beside them. Keys that are not strings, tuples and infinities survive.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hgnp.storage import read_tensors, write_tensors
+
+FORMAT = 1
+KEY = "hgnp-checkpoint"
+
+
+def write(file: Path, tree: dict[str, Any]) -> None:
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps({"format": FORMAT, "tree": _packed(tree, tensors, "")})
+    write_tensors(file, tensors, {KEY: text})
+
+
+def read(file: Path) -> dict[str, Any]:
+    tensors, metadata = read_tensors(file)
+    try:
+        content = json.loads(metadata[KEY])
+        version = content["format"]
+        if version == FORMAT:
+            tree: dict[str, Any] = _unpacked(content["tree"], tensors)
+            return tree
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(f"{file}: not a checkpoint of hgnp, or a damaged one") from error
+    raise ValueError(f"{file}: written in format {version} by another hgnp; this one reads {FORMAT}")
+
+
+def _packed(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor | np.ndarray):
+        name = str(len(tensors))
+        tensor = torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value.detach().cpu()
+        tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
+        return {"array" if isinstance(value, np.ndarray) else "tensor": name}
+    if isinstance(value, np.generic):
+        return _packed(value.item(), tensors, where)
+    if isinstance(value, dict):
+        return {"dict": [[_packed(k, tensors, where), _packed(v, tensors, f"{where}.{k}")] for k, v in value.items()]}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_packed(v, tensors, f"{where}[{i}]") for i, v in enumerate(value)]}
+    raise TypeError(f"{where.lstrip('.')}: a {type(value).__name__} cannot be kept in a checkpoint without pickle")
+
+
+def _unpacked(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "dict":
+        return {_unpacked(k, tensors): _unpacked(v, tensors) for k, v in content}
+    if kind in ("list", "tuple"):
+        parts = [_unpacked(part, tensors) for part in content]
+        return parts if kind == "list" else tuple(parts)
+    return tensors[content] if kind == "tensor" else tensors[content].numpy()

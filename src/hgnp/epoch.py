@@ -1,0 +1,142 @@
+"""One epoch of training: Algorithm 1 step by step, with learning rate, precision and clipping, and what was seen on the way."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hgnp.baselines import SAM
+from hgnp.flatness import Flatness
+from hgnp.recipe import Recipe
+
+CHECK_EVERY = 32  # steps; a look at the losses waits for the device
+SHOW_EVERY = 0.2  # seconds
+
+
+class DivergedError(ArithmeticError):
+    """The loss is no longer a finite number."""
+
+
+@dataclass
+class Seen:
+    """What an epoch's steps showed, kept on the device until the end."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    radii: list[Tensor] = field(default_factory=list)
+    curvatures: list[Tensor] = field(default_factory=list)
+    mus: list[float] = field(default_factory=list)
+    blocks: Counter[str] = field(default_factory=Counter)
+    checked: int = 0
+
+    def summary(self, bound: float) -> dict[str, Any]:
+        steps = len(self.losses)
+        row: dict[str, Any] = {"loss": _mean(self.losses)}
+        if not self.curvatures:
+            return row | {"penalty": 0.0, "radius": None, "curvature": None, "hinge": None, "blocks": {}}
+        q = torch.stack([value.double() for value in self.curvatures]).cpu()
+        mu = torch.tensor(self.mus, dtype=torch.double)
+        return row | {
+            "penalty": float((mu * (q - bound).clamp_min(0)).sum() / steps),
+            "radius": _mean(self.radii),
+            "curvature": float(q.mean()),
+            "hinge": float((q > bound).double().mean()),
+            "blocks": {name: count / len(q) for name, count in self.blocks.most_common()},
+        }
+
+
+def _mean(values: list[Tensor]) -> float:
+    return float(torch.stack([value.double() for value in values]).mean())
+
+
+class Epochs:
+    """Trains `net` for an epoch at a time. `trainer.backward` leaves the gradient: Flatness, or SAM."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        trainer: Flatness | SAM,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        device: torch.device,
+    ) -> None:
+        self.net, self.trainer, self.optimizer, self.recipe, self.device = net, trainer, optimizer, recipe, device
+        self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        """The learning rates that a schedule scales."""
+        self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "fp16" else None
+
+    def train(
+        self,
+        batches: Iterable[tuple[Any, Any]],
+        *,
+        steps: int | None,
+        epoch: int,
+        rate: Callable[[float], float] | None,
+        mu: Callable[[float], float],
+        before_step: Callable[[tuple[Any, Any]], None],
+        show: Callable[[int, float | None], None],
+    ) -> Seen:
+        """One pass over `batches`. `rate` and `mu` say how they go over the epoch, from 0 to 1."""
+        seen = Seen()
+        self.net.train()
+        shown = time.perf_counter()
+        for step, batch in enumerate(batches):
+            share = step / steps if steps else 0.0
+            before_step(batch)
+            self.net.train()
+            if rate is not None:
+                for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+                    group["lr"] = peak * rate(share)
+            if isinstance(self.trainer, Flatness):
+                self.trainer.mu = mu(share)
+            self.step(batch, seen)
+            if (step + 1) % CHECK_EVERY == 0:
+                self._check(seen, epoch)
+            if time.perf_counter() - shown > SHOW_EVERY:
+                shown = time.perf_counter()
+                show(step + 1, float(seen.losses[seen.checked - 1]) if seen.checked else None)
+        self._check(seen, epoch)
+        return seen
+
+    def step(self, batch: tuple[Any, Any], seen: Seen) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        scale: float | Tensor = 1.0
+        if self.scaler is not None:
+            scale = self.scaler.scale(torch.ones((), device=self.device))
+        with self._precision():
+            loss = self.trainer.backward(batch[0], batch[1], scale=scale)
+        seen.losses.append(loss)
+        if isinstance(self.trainer, Flatness) and self.trainer.mu > 0 and self.trainer.seen is not None:
+            seen.radii.append(self.trainer.seen.radius)
+            seen.curvatures.append(self.trainer.seen.curvature)
+            seen.mus.append(self.trainer.mu)
+            seen.blocks[self.trainer.seen.block.name] += 1
+        if self.recipe.clip_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.net.parameters(), self.recipe.clip_norm)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self.recipe.precision == "float32":
+            return nullcontext()
+        half = torch.bfloat16 if self.recipe.precision == "bf16" else torch.float16
+        return torch.autocast(self.device.type, dtype=half)
+
+    def _check(self, seen: Seen, epoch: int) -> None:
+        if seen.checked == len(seen.losses):
+            return
+        values = torch.stack([loss.double() for loss in seen.losses[seen.checked :]]).tolist()
+        for offset, value in enumerate(values):
+            if not math.isfinite(value):
+                raise DivergedError(f"the loss is {value} in epoch {epoch}, step {seen.checked + offset}")
+        seen.checked = len(seen.losses)

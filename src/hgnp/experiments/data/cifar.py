@@ -1,0 +1,91 @@
+"""CIFAR-10 from the official files, in the binary layout or in the Python one."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hgnp.experiments.data.loader import Data, Loader, Memory, as_device, chosen
+from hgnp.experiments.data.pickled import read_batch
+
+MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
+TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
+TEST = "test_batch"
+PIXELS = 3 * 32 * 32
+LAYOUTS = (("cifar-10-batches-bin", ".bin"), ("cifar-10-batches-py", ""))
+
+
+def cifar10(
+    folder: str | os.PathLike[str],
+    *,
+    batch: int,
+    device: str | torch.device = "cpu",
+    flip: bool = True,
+    crop: int = 0,
+    limit: int | None = None,
+    drop_last: bool = False,
+) -> Data:
+    """50,000 training and 10,000 test pictures of 32 px, in device memory.
+
+    `folder` holds the official files (data_batch_1.bin … test_batch.bin, or the same without .bin) or their folder.
+    `crop=4` adds the usual random crops to the paper's flips; `limit` takes so many training pictures, evenly over the classes.
+    """
+    where = as_device(device)
+    home, ending = _layout(Path(folder))
+    read = _read_binary if ending else _read_python
+    parts = [read(home / f"{name}{ending}") for name in TRAIN]
+    images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    keep = chosen(labels, limit)
+    train = Memory(images[keep], labels[keep], where)
+    val = Memory(*read(home / f"{TEST}{ending}"), where)
+    return Data(
+        train=Loader(
+            train, batch=batch, mean=MEAN, std=STD, device=where, shuffle=True, flip=flip, crop=crop, drop_last=drop_last
+        ),
+        val=Loader(val, batch=batch, mean=MEAN, std=STD, device=where),
+        classes=10,
+        image_side=32,
+        train_samples=train.samples,
+        val_samples=val.samples,
+        about=f"CIFAR-10: {train.samples:,} training and {val.samples:,} validation pictures, 32 px, 10 classes",
+    )  # fmt: skip
+
+
+def _layout(folder: Path) -> tuple[Path, str]:
+    for name, ending in LAYOUTS:
+        for home in (folder, folder / name):
+            if any((home / f"{file}{ending}").is_file() for file in (*TRAIN, TEST)):
+                return home, ending
+    raise FileNotFoundError(
+        f"{folder}: no CIFAR-10 here; data_batch_1.bin … data_batch_5.bin and test_batch.bin were expected, or the same files "
+        f"without .bin, here or in {LAYOUTS[0][0]} or {LAYOUTS[1][0]}"
+    )
+
+
+def _read_binary(file: Path) -> tuple[Tensor, Tensor]:
+    """Records of one label and 3,072 pixels: the red plane, the green one, the blue one."""
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: missing; CIFAR-10 has five data_batch files and test_batch")
+    size, record = file.stat().st_size, 1 + PIXELS
+    if size == 0 or size % record:
+        raise ValueError(
+            f"{file}: {size:,} bytes; a multiple of {record:,} was expected, 30,730,000 in the official file"
+        )
+    rows = torch.from_numpy(np.fromfile(file, dtype=np.uint8)).view(-1, record)
+    return _checked(file, rows[:, 1:], rows[:, 0].long())
+
+
+def _read_python(file: Path) -> tuple[Tensor, Tensor]:
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: missing; CIFAR-10 has five data_batch files and test_batch")
+    rows, labels = read_batch(file, PIXELS)
+    return _checked(file, torch.from_numpy(rows), torch.tensor(labels))
+
+
+def _checked(file: Path, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    if int(labels.max()) > 9 or int(labels.min()) < 0:
+        wrong = int(labels[(labels > 9) | (labels < 0)][0])
+        raise ValueError(f"{file}: a label is {wrong}; 0 to 9 were expected, so this is damaged or not CIFAR-10")
+    return rows.reshape(-1, 3, 32, 32), labels

@@ -1,0 +1,80 @@
+"""Caltech-UCSD Birds-200-2011 from its official files."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from hgnp.experiments.data.loader import Data
+from hgnp.experiments.data.pictures import MEMORY, Files, from_files
+
+
+def cub200(
+    folder: str | os.PathLike[str],
+    *,
+    batch: int,
+    side: int = 160,
+    device: str | torch.device = "cpu",
+    flip: bool = True,
+    limit: int | None = None,
+    drop_last: bool = False,
+    cache: bool = True,
+    memory: int = MEMORY,
+    workers: int | None = None,
+) -> Data:
+    """5,994 training and 5,794 validation pictures of 200 kinds of birds.
+
+    `folder` holds images.txt, image_class_labels.txt, train_test_split.txt and images/, or is the folder around CUB_200_2011.
+    The other options are those of `flowers102`.
+    """
+    home = Path(folder)
+    if not (home / "images.txt").is_file() and (home / "CUB_200_2011").is_dir():
+        home /= "CUB_200_2011"
+    paths = _table(home / "images.txt")
+    labels, split = (_whole(home / name, paths) for name in ("image_class_labels.txt", "train_test_split.txt"))
+    classes = max(labels.values())
+    if min(labels.values()) < 1:
+        raise ValueError(
+            f"{home / 'image_class_labels.txt'}: a class is {min(labels.values())}; they are expected to start at 1"
+        )
+
+    def of(part: int) -> Files:
+        ids = [name for name in paths if split[name] == part]
+        if not ids:
+            raise ValueError(
+                f"{home / 'train_test_split.txt'}: no picture has {part}; 1 is for training, 0 for validation"
+            )
+        return Files([home / "images" / paths[name] for name in ids], torch.tensor([labels[name] - 1 for name in ids]))
+
+    return from_files(
+        "CUB-200-2011", of(1), of(0), classes,
+        side=side, batch=batch, device=device, flip=flip, limit=limit, drop_last=drop_last, cache=cache, memory=memory,
+        workers=workers,
+    )  # fmt: skip
+
+
+def _table(file: Path) -> dict[str, str]:
+    """Lines of a number, a space and a value."""
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file}: missing; CUB-200-2011 has images.txt, image_class_labels.txt, train_test_split.txt and images/"
+        )
+    table: dict[str, str] = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        name, _, value = line.partition(" ")
+        if not name.isdecimal() or not value or name in table:
+            raise ValueError(
+                f"{file}: line {number} is {line[:40]!r}; the number of a picture, once, and a value were expected"
+            )
+        table[name] = value
+    if not table:
+        raise ValueError(f"{file}: empty")
+    return table
+
+
+def _whole(file: Path, paths: dict[str, str]) -> dict[str, int]:
+    table = _table(file)
+    for name in paths:
+        if not table.get(name, "").isdecimal():
+            raise ValueError(f"{file}: picture {name} has {table.get(name)!r}; a whole number was expected")
+    return {name: int(table[name]) for name in paths}

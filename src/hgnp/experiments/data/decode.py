@@ -1,0 +1,98 @@
+"""Picture files as uint8 arrays of one size, decoded by several threads and kept in a cache.
+
+A picture is cut to its central square, which is scaled to the side asked for; a picture of that size is taken as it is.
+"""
+
+import hashlib
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps
+from rich.console import Console
+from rich.progress import track
+
+FORMAT = 1  # of what is kept; to be raised when a picture is decoded or scaled in another way
+Pixels = npt.NDArray[np.uint8]
+
+
+def decode(file: Path, side: int) -> Pixels:
+    """One picture, (3, side, side)."""
+    try:
+        with Image.open(file) as image:
+            square = ImageOps.fit(image.convert("RGB"), (side, side), Image.Resampling.BILINEAR)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{file}: no such picture") from None
+    # the exceptions of Pillow's decoders are many
+    except Exception as error:
+        reason = " ".join(str(error).replace(str(file), "the file").split()) or type(error).__name__
+        raise OSError(f"{file}: not a readable picture ({reason}); is it complete?") from None
+    return np.asarray(square).transpose(2, 0, 1)
+
+
+def decode_all(files: Sequence[Path], side: int, *, workers: int) -> Pixels:
+    """All pictures, (files, 3, side, side). A bar on a terminal shows how far it is."""
+    pixels = np.empty((len(files), 3, side, side), np.uint8)
+
+    def fill(number: int) -> None:
+        pixels[number] = decode(files[number], side)
+
+    console = Console(stderr=True)
+    with ThreadPoolExecutor(workers) as pool:
+        done = pool.map(fill, range(len(files)))
+        title = f"reading {len(files):,} pictures"
+        for _ in track(done, title, len(files), console=console, transient=True, disable=not sys.stderr.isatty()):
+            pass
+    return pixels
+
+
+def decoded(files: Sequence[Path], side: int, *, name: str, workers: int, cache: bool) -> Pixels:
+    """`decode_all`, from the cache if these files, as they are now, were decoded to this size before."""
+    if not cache:
+        return decode_all(files, side, workers=workers)
+    kept = cache_folder() / f"{name}-{side}-{_key(files, side)}.npy"
+    try:
+        pixels = np.load(kept, allow_pickle=False)
+        if pixels.shape == (len(files), 3, side, side) and pixels.dtype == np.uint8:
+            return pixels
+    except (OSError, ValueError, EOFError):  # not there, or damaged
+        pass
+    pixels = decode_all(files, side, workers=workers)
+    try:
+        _write(kept, pixels)
+    except OSError as error:
+        warnings.warn(f"{kept}: the decoded pictures could not be kept ({error}); cache=False says so", stacklevel=2)
+    return pixels
+
+
+def cache_folder() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache") / "hgnp"
+
+
+def _key(files: Sequence[Path], side: int) -> str:
+    sha = hashlib.sha256(f"{FORMAT} {side}\n".encode())
+    for file in files:
+        facts = file.stat()
+        sha.update(f"{file.absolute()}\0{facts.st_size} {facts.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+    return sha.hexdigest()[:20]
+
+
+def _write(file: Path, pixels: Pixels) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(handle, "wb") as written:
+            np.save(written, pixels, allow_pickle=False)
+            written.flush()
+            os.fsync(written.fileno())
+        os.replace(temporary, file)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,64 @@
+"""Oxford Flowers-102 (M.-E. Nilsback and A. Zisserman) from its official files."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy.io import loadmat
+
+from hgnp.experiments.data.loader import Data
+from hgnp.experiments.data.pictures import MEMORY, Files, from_files
+
+
+def flowers102(
+    folder: str | os.PathLike[str],
+    *,
+    batch: int,
+    side: int = 224,
+    device: str | torch.device = "cpu",
+    flip: bool = True,
+    limit: int | None = None,
+    drop_last: bool = False,
+    cache: bool = True,
+    memory: int = MEMORY,
+    workers: int | None = None,
+) -> Data:
+    """2,040 training pictures (`trnid` and `valid`) and 6,149 for validation (`tstid`), as in the paper.
+
+    `folder` holds jpg/image_00001.jpg …, imagelabels.mat and setid.mat. Decoded pictures are kept in the user's cache folder
+    (`cache=False`: they are not); more than `memory` bytes of them are read by `workers` processes as training goes.
+    """
+    home = Path(folder)
+    labels = _numbers(home / "imagelabels.mat", "labels")
+    ids = {name: _numbers(home / "setid.mat", name) for name in ("trnid", "valid", "tstid")}
+    for name, numbers in ids.items():
+        if numbers.min() < 1 or numbers.max() > len(labels):
+            low, high = numbers.min(), numbers.max()
+            raise ValueError(f"{home / 'setid.mat'}: {name} has {low} to {high}; 1 to {len(labels)} were expected")
+    if labels.min() < 1:
+        raise ValueError(f"{home / 'imagelabels.mat'}: a label is {labels.min()}; they are expected to start at 1")
+
+    def of(numbers: np.ndarray) -> Files:
+        files = [home / "jpg" / f"image_{number:05}.jpg" for number in numbers]
+        return Files(files, torch.from_numpy(labels[numbers - 1] - 1))
+
+    return from_files(
+        "Flowers-102", of(np.concatenate([ids["trnid"], ids["valid"]])), of(ids["tstid"]), int(labels.max()),
+        side=side, batch=batch, device=device, flip=flip, limit=limit, drop_last=drop_last, cache=cache, memory=memory,
+        workers=workers,
+    )  # fmt: skip
+
+
+def _numbers(file: Path, name: str) -> np.ndarray:
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: missing; Flowers-102 has jpg/, imagelabels.mat and setid.mat")
+    try:
+        values = loadmat(file)[name]
+        numbers = np.asarray(values, dtype=np.int64).reshape(-1)
+    # a damaged file can fail anywhere in scipy's reader
+    except Exception as error:
+        raise ValueError(f"{file}: damaged, or without whole numbers named {name!r} ({type(error).__name__})") from None
+    if not len(numbers):
+        raise ValueError(f"{file}: {name!r} is empty")
+    return numbers

@@ -1,0 +1,66 @@
+"""A user's own pictures: a folder for each class, in train/ and in val/."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from hgnp.experiments.data.loader import Data
+from hgnp.experiments.data.pictures import MEMORY, Files, from_files
+
+ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+
+
+def image_folder(
+    folder: str | os.PathLike[str],
+    *,
+    batch: int,
+    side: int = 224,
+    device: str | torch.device = "cpu",
+    flip: bool = True,
+    limit: int | None = None,
+    drop_last: bool = False,
+    cache: bool = True,
+    memory: int = MEMORY,
+    workers: int | None = None,
+) -> Data:
+    """`folder`/train/CLASS/… and `folder`/val/CLASS/…: the names of the folders are the classes, in alphabetical order.
+
+    Files that are no pictures by their names, and hidden ones, are passed over. The other options are those of `flowers102`.
+    """
+    home = Path(folder)
+    classes = _classes(home / "train")
+    extra = [name for name in _classes(home / "val") if name not in classes]
+    if extra:
+        raise ValueError(f"{home / 'val' / extra[0]}: a class that is not in {home / 'train'}")
+
+    def of(part: str) -> Files:
+        files, labels = [], []
+        for label, name in enumerate(classes):
+            inside = home / part / name
+            found = sorted(inside.iterdir()) if inside.is_dir() else []
+            pictures = [file for file in found if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
+            if part == "train" and not pictures:
+                raise ValueError(f"{inside}: no pictures; {', '.join(sorted(ENDINGS))} would do")
+            files += pictures
+            labels += [label] * len(pictures)
+        if not files:
+            raise ValueError(f"{home / part}: no pictures; {', '.join(sorted(ENDINGS))} would do")
+        return Files(files, torch.tensor(labels))
+
+    return from_files(
+        home.resolve().name, of("train"), of("val"), len(classes),
+        side=side, batch=batch, device=device, flip=flip, limit=limit, drop_last=drop_last, cache=cache, memory=memory,
+        workers=workers,
+    )  # fmt: skip
+
+
+def _classes(part: Path) -> list[str]:
+    if not part.is_dir():
+        raise FileNotFoundError(
+            f"{part}: no such folder; one with a folder for each class was expected, in train/ and in val/"
+        )
+    names = sorted(inside.name for inside in part.iterdir() if inside.is_dir() and not inside.name.startswith("."))
+    if not names:
+        raise ValueError(f"{part}: no folders in it; one for each class was expected")
+    return names

@@ -1,0 +1,152 @@
+"""`Loader`: batches that never keep a step waiting, in an order that a saved random state brings back.
+
+Pictures stay uint8 until their batch is made; shuffling, flips, crops and normalisation act on whole batches, on the device.
+An epoch draws one number from torch's global CPU stream, when it begins; its order and its augmentation follow from that number
+alone, on every device. An epoch that neither shuffles nor augments touches no random stream.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Source(Protocol):
+    """Pictures of one size with their labels, wherever they are."""
+
+    @property
+    def samples(self) -> int: ...
+
+    def batches(self, order: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each tensor of indices, uint8 pictures (batch, channels, side, side) and labels, on the loader's device."""
+
+
+class Memory:
+    """A whole set in device memory."""
+
+    def __init__(self, images: Tensor, labels: Tensor, device: torch.device) -> None:
+        self.images, self.labels = images.to(device), labels.to(device)
+
+    @property
+    def samples(self) -> int:
+        return len(self.labels)
+
+    def batches(self, order: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in torch.cat(list(order)).to(self.labels.device).split([len(index) for index in order]):
+            yield self.images[index], self.labels[index]
+
+
+class Loader:
+    """Batches (x, y) of a source: x float32, y int64, on the device. Every iteration is one epoch.
+
+    `mean` and `std` are those of the pixels' values as stored (0 to 255), by channel. `flip` mirrors each picture with
+    probability ½; `crop` takes each picture from a random place after so many black pixels were put around it. Without
+    `shuffle` pictures come as they are stored.
+
+    A shuffled epoch leaves out a last batch of a single sample (unless `batch` is 1), which batch normalisation cannot take;
+    which sample it is changes from epoch to epoch. `drop_last` leaves out every incomplete batch. `samples` counts what an
+    epoch goes through.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        batch: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        device: torch.device,
+        shuffle: bool = False,
+        flip: bool = False,
+        crop: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        for field, value, least in (("batch", batch, 1), ("crop", crop, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{field}: {value!r} was given; a whole number of at least {least} would do")
+        self.source, self.batch = source, batch
+        self.shuffle, self.flip, self.crop = shuffle, flip, crop
+        deviation = torch.tensor(std, device=device).view(-1, 1, 1)
+        self._scale, self._shift = 1 / deviation, -torch.tensor(mean, device=device).view(-1, 1, 1) / deviation
+        left = source.samples % batch
+        self.samples = source.samples - (left if drop_last or (shuffle and left == 1) else 0)
+        if self.samples == 0:
+            raise ValueError(f"batch: {batch} was given for {source.samples} samples, which leaves no batch")
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.batch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        # the number is drawn here and not with the first batch, so that the epoch begins when the caller says so
+        if self.shuffle or self.flip or self.crop:
+            seed = int(torch.empty((), dtype=torch.int64).random_())
+            return self._epoch(torch.Generator().manual_seed(seed))
+        return self._epoch(None)
+
+    def _epoch(self, generator: torch.Generator | None) -> Iterator[tuple[Tensor, Tensor]]:
+        total, device = self.samples, self._scale.device
+        order = torch.arange(self.source.samples)
+        if self.shuffle:
+            order = torch.randperm(self.source.samples, generator=generator)
+        mirrored = places = None
+        if self.flip:
+            mirrored = (torch.rand(total, generator=generator) < 0.5).to(device)
+        if self.crop:
+            places = torch.randint(2 * self.crop + 1, (2, total), generator=generator).to(device)
+        start = 0
+        for x, y in self.source.batches(order[:total].split(self.batch)):
+            now = slice(start, start := start + len(y))
+            if places is not None:
+                x = cropped(x, places[:, now], self.crop)
+            if mirrored is not None:
+                x = torch.where(mirrored[now].view(-1, 1, 1, 1), x.flip(-1), x)
+            yield x.float().mul_(self._scale).add_(self._shift), y
+
+
+def cropped(x: Tensor, places: Tensor, padding: int) -> Tensor:
+    """Each picture of `x` (batch, channels, height, width) at its own place (2, batch) of the picture with black around it."""
+    height, width = x.shape[-2:]
+    rows = places[0].view(-1, 1) + torch.arange(height, device=x.device)  # (batch, height)
+    columns = places[1].view(-1, 1) + torch.arange(width, device=x.device)
+    padded = F.pad(x, (padding,) * 4).movedim(1, -1)  # (batch, height, width, channels)
+    which = torch.arange(len(x), device=x.device).view(-1, 1, 1)
+    return padded[which, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training and validation data of an experiment, and the facts about them that a run records."""
+
+    train: Loader
+    val: Loader
+    classes: int
+    image_side: int
+    train_samples: int
+    val_samples: int
+    about: str
+    """One line: what the data are and how they are read."""
+
+
+def as_device(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device: {device!s} was given; {str(error).splitlines()[0]}") from None
+    return found
+
+
+def chosen(labels: Tensor, limit: int | None) -> Tensor:
+    """Indices of `limit` samples, as many of each class as can be, always the same ones; None: all."""
+    if limit is None:
+        return torch.arange(len(labels))
+    if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= len(labels):
+        raise ValueError(f"limit: {limit!r} was given; None or a whole number from 1 to {len(labels)} would do")
+    mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    mixed = mixed[labels[mixed].argsort(stable=True)]  # class by class
+    counts = labels.bincount()
+    within = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[labels[mixed]]  # 0, 1, … in each class
+    return mixed[within.argsort(stable=True)[:limit]].sort().values

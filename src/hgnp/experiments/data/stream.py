@@ -1,0 +1,54 @@
+"""Sets too large for memory: worker processes decode pictures, batch by batch, while the network trains.
+
+Workers draw no random numbers; order and augmentation are the loader's, so an epoch is the same with any number of workers.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from hgnp.experiments.data.decode import decode
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Decoding(Dataset[Batch | OSError]):
+    """Whole batches, by their indices. An error is returned: raised in a worker it would arrive as a page of traceback."""
+
+    def __init__(self, files: Sequence[Path], labels: Tensor, side: int) -> None:
+        self.files, self.labels, self.side = files, labels, side
+
+    def __getitem__(self, index: Tensor) -> Batch | OSError:
+        try:
+            pixels = np.stack([decode(self.files[number], self.side) for number in index.tolist()])
+        except OSError as error:
+            return error
+        return torch.from_numpy(pixels), self.labels[index]
+
+
+class Stream:
+    def __init__(self, files: Sequence[Path], labels: Tensor, side: int, device: torch.device, workers: int) -> None:
+        self.decoding, self.device, self.workers = Decoding(files, labels, side), device, workers
+
+    @property
+    def samples(self) -> int:
+        return len(self.decoding.files)
+
+    def batches(self, order: Sequence[Tensor]) -> Iterator[Batch]:
+        ready: DataLoader[Batch | OSError] = DataLoader(
+            self.decoding,
+            sampler=order,  # each of its indices is a batch of them
+            batch_size=None,
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # without one, the global stream would be drawn from
+        )
+        for batch in ready:
+            if isinstance(batch, OSError):
+                raise batch
+            x, y = batch
+            yield x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)

@@ -1,0 +1,46 @@
+"""VGG-16 with batch normalisation (K. Simonyan and A. Zisserman, *Very deep convolutional networks*, configuration D)."""
+
+from torch import Tensor, nn
+
+STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+
+
+class VGG16(nn.Module):
+    """Thirteen convolutions, each with a norm, and a classifier after the features are averaged.
+
+    `form="cifar"`: for pictures of 32 px, whose features are a single place; one linear layer from 512 channels to the classes.
+    `form="imagenet"`: for pictures of 224 px; features of 7 × 7 places and three linear layers.
+    """
+
+    def __init__(self, num_classes: int = 10, *, form: str = "cifar", dropout: float = 0.5) -> None:
+        super().__init__()
+        if form not in ("cifar", "imagenet"):
+            raise ValueError(f"form: {form!r} was given; 'cifar' or 'imagenet' would do")
+        layers: list[nn.Module] = []
+        width = 3
+        for stage in STAGES:
+            for outputs in stage:
+                layers += [nn.Conv2d(width, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+                width = outputs
+            layers.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers)
+        self.avgpool = nn.AdaptiveAvgPool2d(1 if form == "cifar" else 7)
+        self.classifier: nn.Module
+        if form == "cifar":
+            self.classifier = nn.Linear(width, num_classes)
+        else:
+            self.classifier = nn.Sequential(
+                nn.Linear(width * 7 * 7, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout),
+                nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout),
+                nn.Linear(4096, num_classes),
+            )  # fmt: skip
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.01)
+            if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.avgpool(self.features(x)).flatten(1))

@@ -1,0 +1,76 @@
+"""Published weights for a network: what fits by name and shape is taken, the rest starts as it is, and both are said."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What became of a file of weights. Names are those of tensors."""
+
+    file: str
+    loaded: tuple[str, ...]
+    fresh: tuple[str, ...]
+    """Of the network, not in the file or of another shape there: they are as they were, at random in a new network."""
+    unused: tuple[str, ...]
+    """Of the file, with no place in the network."""
+
+    @property
+    def about(self) -> str:
+        """One line, for a result to say."""
+        total = len(self.loaded) + len(self.fresh)
+        line = f"{len(self.loaded)} of {total} tensors from {self.file}"
+        line += f"; at random: {_layers(self.fresh)}" if self.fresh else ""
+        return line + (f"; not used: {_layers(self.unused)}" if self.unused else "")
+
+
+def load_weights(net: nn.Module, path: str | os.PathLike[str]) -> Loaded:
+    """Fill `net` with the tensors of a safetensors file that have the names and shapes of its own.
+
+    Nothing is unpickled, so .pt and .pth files are refused. ValueError if nothing fits; `net` is then untouched.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file; a .safetensors file of weights would do")
+    if file.suffix != ".safetensors":
+        raise ValueError(
+            f"{file}: not a .safetensors file, and pickled weights are never read here; where you trust the file, convert it: "
+            f"safetensors.torch.save_file(torch.load({file.name!r}, weights_only=True), '{file.stem}.safetensors')"
+        )
+    try:
+        stored = load_file(file)
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{file}: not a readable safetensors file: {str(error).splitlines()[0]}") from error
+    own = net.state_dict()
+    fits = {
+        name: tensor
+        for name, tensor in stored.items()
+        if name in own
+        and tensor.shape == own[name].shape
+        and tensor.is_floating_point() == own[name].is_floating_point()
+    }
+    # a counter that old files lack, and which changes nothing in these networks
+    weights = [name for name in own if not name.endswith("num_batches_tracked")]
+    loaded = tuple(name for name in weights if name in fits)
+    if not loaded:
+        raise ValueError(
+            f"{file}: none of its {len(stored)} tensors fits {type(net).__name__}; it has {_layers(stored)}, "
+            f"the network {_layers(weights)}"
+        )
+    with torch.no_grad():
+        for name, tensor in fits.items():
+            own[name].copy_(tensor)
+    fresh = tuple(name for name in weights if name not in fits)
+    return Loaded(file.name, loaded, fresh, tuple(sorted(name for name in stored if name not in fits)))
+
+
+def _layers(names: Iterable[str], most: int = 6) -> str:
+    layers = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+    return ", ".join(layers[:most]) + (f" and {len(layers) - most} more" if len(layers) > most else "")

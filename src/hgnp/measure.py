@@ -1,0 +1,86 @@
+"""What is measured of a network before and after: its latency beside the full one's, its sharpness, its features."""
+
+import copy
+from collections.abc import Callable, Sized
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from hgnp.batches import Batches, Output, pick, samples_in
+from hgnp.curvature.forward import run
+from hgnp.curvature.losses import Loss
+from hgnp.sharpness import sharpness
+from hgnp.timing import side_by_side
+
+LATENCY_BATCH = 256
+LATENCY_SECONDS = 10.0
+SHARPNESS_SAMPLES = 128
+
+
+def copied(net: nn.Module) -> nn.Module | None:
+    """A copy to time later, or None for a network that cannot be copied."""
+    try:
+        return copy.deepcopy(net)
+    except Exception:
+        return None
+
+
+def latencies(nets: list[nn.Module], inputs: Any, device: torch.device) -> tuple[list[float], dict[str, Any]]:
+    """Milliseconds of a batch of 256 for each network, in turns, and how that was measured."""
+    index = torch.arange(LATENCY_BATCH) % samples_in(inputs)
+    batch = pick(inputs, index)
+
+    def call(net: nn.Module) -> Callable[[], Any]:
+        return lambda: run(net, batch)
+
+    modes = [{module: module.training for module in net.modules()} for net in nets]
+    try:
+        with torch.inference_mode():
+            timings = side_by_side([call(net.eval()) for net in nets], device=device, budget=LATENCY_SECONDS)
+    finally:
+        for mode in modes:
+            for module, training in mode.items():
+                module.training = training
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    about = {"batch": LATENCY_BATCH, "threads": torch.get_num_threads(), "device": name, "repeats": timings[0].repeats}
+    return [timing.median for timing in timings], about
+
+
+def top_curvature(net: nn.Module, data: Batches, loss: Loss, output: Output | None) -> float | None:
+    """The largest eigenvalue of the Hessian on a few samples; None where a second derivative is missing."""
+    inputs, target = next(iter(data))
+    n = min(samples_in(inputs), SHARPNESS_SAMPLES)
+    few = pick(inputs, torch.arange(n)), pick(target, torch.arange(n)) if isinstance(target, Tensor) else target
+    try:
+        return sharpness(net, [few], loss=loss, output=output).eigenvalues[0]
+    except (RuntimeError, ValueError):
+        return None
+
+
+def features(net: nn.Module, inputs: Any, out: Any, *, classes: bool, train: Any, val: Any) -> dict[str, Any]:
+    """What the paper's hybrid looks at; None where it is not known."""
+    convolutions = [module for module in net.modules() if isinstance(module, _ConvNd)]
+    kernels = [module.kernel_size[0] for module in convolutions]
+    image = isinstance(inputs, Tensor) and inputs.dim() == 4
+    return {
+        "train_samples": _length(train),
+        "val_samples": _length(val),
+        "image_side": inputs.shape[-1] if image else None,
+        "classes": out.shape[1] if classes else None,
+        "conv_layers": len(convolutions),
+        "linear_layers": sum(isinstance(module, nn.Linear) for module in net.modules()),
+        "parameters": sum(p.numel() for p in net.parameters()),
+        "mean_kernel": sum(kernels) / len(kernels) if kernels else None,
+        "kernels": sum(module.out_channels for module in convolutions),
+    }
+
+
+def _length(loader: Any) -> int | None:
+    for counted in (getattr(loader, "samples", None), getattr(loader, "dataset", None)):
+        if isinstance(counted, int):
+            return counted
+        if isinstance(counted, Sized):
+            return len(counted)
+    return None

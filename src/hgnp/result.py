@@ -1,0 +1,108 @@
+"""What a run comes to."""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hgnp.recipe import Recipe
+from hgnp.storage import save
+
+Row = dict[str, Any]
+"""A line of metrics.jsonl; docs/runs.md lists its keys."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a network; None where it was not or could not be measured."""
+
+    metric: float | None
+    loss: float | None
+    """On the validation data."""
+    parameters: int
+    neurons: int
+    """Those that can be removed."""
+    macs: int
+    """Of one sample."""
+    sharpness: float | None = None
+    """The largest eigenvalue of the Hessian, on a few validation samples."""
+    latency_ms: float | None = None
+    """Of a batch, timed in turns with the other network."""
+
+
+@dataclass(frozen=True)
+class Target:
+    kind: str
+    """"params", "neurons" or "macs"."""
+    asked: float
+    got: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """The pruned network and everything one wants to know about it."""
+
+    model: nn.Module
+    """The network that was given, pruned in place."""
+    history: list[Row]
+    """A row an epoch: loss, penalty, radius, curvature, metric, kept, neurons, lr, seconds and more."""
+    recipe: Recipe
+    before: Facts
+    """When the first neuron went: after the warm-up, at full size."""
+    after: Facts
+    target: Target
+    metric: str
+    """The metric's name."""
+    latency: dict[str, Any] | None
+    """How `latency_ms` was measured: batch, threads, device."""
+    seconds: float
+    parts: int = 1
+    """One, and one more for each time the run was resumed."""
+    stopped: str | None = None
+    """Why the run ended before its target, if it did."""
+    out: Path | None = None
+
+    @property
+    def reached(self) -> bool:
+        """Whether the target was met."""
+        return self.target.got <= self.target.asked
+
+    @property
+    def epochs(self) -> int:
+        return len(self.history)
+
+    @property
+    def kept(self) -> float:
+        """Parameters left, as a fraction of those at the start."""
+        return float(self.history[-1]["kept"]) if self.history else 1.0
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the pruned network; `hgnp.load(path, MyNet())` brings it back."""
+        return save(self.model, path)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of result.json."""
+        return {
+            "reached": self.reached,
+            "target": dataclasses.asdict(self.target),
+            "stopped": self.stopped,
+            "epochs": self.epochs,
+            "seconds": self.seconds,
+            "parts": self.parts,
+            "metric": self.metric,
+            "before": dataclasses.asdict(self.before),
+            "after": dataclasses.asdict(self.after),
+            "latency": self.latency,
+        }
+
+    def __repr__(self) -> str:
+        t = self.target
+        metric = "" if self.after.metric is None else f"{self.metric} {self.after.metric:.4g}, "
+        verb = "asked for at most" if self.reached else "which misses"
+        return (
+            f"Result({metric}{t.got:.2%} of {t.kind} left, {verb} {t.asked:.2%}; "
+            f"{self.before.neurons} → {self.after.neurons} neurons in {self.epochs} epochs)"
+        )

@@ -1,0 +1,86 @@
+"""One round of pruning: score, choose, remove, and stop at the target to the neuron."""
+
+from typing import Any, cast
+
+import torch
+
+from hgnp.flatness import Flatness
+from hgnp.neurons import Neurons, Preview, Scores, Selection
+from hgnp.neurons.selection import Coupling
+from hgnp.recipe import Recipe
+from hgnp.sensitivity import sensitivity
+
+CRITERION = {"hgnp": "taylor", "taylor": "taylor", "sam": "taylor"}
+"""Method → what scores neurons; the other methods are named after their score."""
+
+
+class Pruner:
+    """Removes neurons from a network until what `recipe.target` counts is down to `recipe.keep`."""
+
+    def __init__(
+        self, neurons: Neurons, flatness: Flatness, recipe: Recipe, optimizer: torch.optim.Optimizer, at_start: Preview
+    ) -> None:
+        self.neurons, self.flatness, self.recipe, self.optimizer = neurons, flatness, recipe, optimizer
+        self.at_start = at_start
+        self.exhausted = False
+        """Nothing more can be removed."""
+
+    @property
+    def left(self) -> float:
+        """The fraction left of what the target counts."""
+        return self._fraction(self.neurons.preview({}))
+
+    def _fraction(self, preview: Preview) -> float:
+        if self.recipe.target == "params":
+            return preview.kept
+        if self.recipe.target == "neurons":
+            return preview.neurons / self.at_start.neurons if self.at_start.neurons else 1.0
+        return preview.macs / self.at_start.macs if self.at_start.macs else 1.0
+
+    def check_reachable(self) -> None:
+        """One line, before any training, if the target asks for more than can go."""
+        if self.recipe.keep >= 1:
+            return
+        everyone = {layer.name: torch.zeros(layer.alive) for layer in self.neurons.layers}
+        most = self.neurons.least(everyone, self.neurons.count, floor=self.recipe.floor)
+        least = self._fraction(self.neurons.preview(most))
+        if least > self.recipe.keep:
+            frozen = sum(entry.count for entry in self.neurons.frozen)
+            raise ValueError(
+                f"keep: {self.recipe.keep:g} of the {self.recipe.target} was asked; no less than {least:.4g} can be left, as "
+                f"every layer keeps {self.recipe.floor} and {frozen} neurons are frozen (print(hgnp.Neurons(net, x)) says why)"
+            )
+
+    def round(self, batches: list[tuple[Any, Any]]) -> int:
+        """Removes the round's neurons, fewer if the target needs fewer, and says how many went."""
+        coupling = cast(Coupling, self.recipe.coupling)
+        scores = sensitivity(
+            self.neurons.net, self.neurons, batches, flatness=self.flatness, mu=self.recipe.scoring_mu,
+            criterion=CRITERION.get(self.recipe.method, self.recipe.method), coupling=coupling,
+        )  # fmt: skip
+        n = min(self.recipe.neurons_per_round, self.neurons.count)
+        cut = self._least(scores, n)
+        while not cut and n < self.neurons.count:  # groups that are larger than a round
+            n = min(2 * n, self.neurons.count)
+            cut = self._least(scores, n)
+        if not cut:
+            self.exhausted = True
+            return 0
+        if self._fraction(self.neurons.preview(cut)) < self.recipe.keep:
+            cut = self._just_enough(scores, n, cut)
+        return self.neurons.remove(cut, self.optimizer).taken
+
+    def _least(self, scores: Scores, n: int) -> Selection:
+        return self.neurons.least(scores, n, coupling=cast(Coupling, self.recipe.coupling), floor=self.recipe.floor)
+
+    def _just_enough(self, scores: Scores, n: int, cut: Selection) -> Selection:
+        """The smallest cut that meets the target, by bisection on the number of neurons."""
+        low, high = 0, n
+        while high - low > 1:
+            middle = (low + high) // 2
+            smaller = self._least(scores, middle)
+            if self._fraction(self.neurons.preview(smaller)) <= self.recipe.keep:
+                high, cut = middle, smaller
+            else:
+                low = middle
+        return cut

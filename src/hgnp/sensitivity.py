@@ -1,0 +1,132 @@
+"""Equation 6: how much the loss, with its flatness term, changes when a neuron's output is attenuated.
+
+With a gate γ_j on the output of neuron j (`neurons.gates`: after norm and activation, shared by channels that live and die
+together) and L = C + μ·max(0, q − B) the mean over N samples,
+
+    δ_i^j = N·∂L/∂γ_i^j at γ = 1,     score_j = mean_i |δ_i^j|,     then divided by the L2 norm over its layer.
+
+One backward pass gives δ for all neurons and samples: the gates are (N, neurons) numbers, and autograd does the sums over
+positions and over the primal and tangent activations. It is taken in evaluation mode, where samples do not mix.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hgnp.baselines import WEIGHT_SCORES
+from hgnp.curvature.forward import run
+from hgnp.curvature.losses import Loss
+from hgnp.curvature.operations import tensors_in
+from hgnp.curvature.random import RandomState
+from hgnp.flatness import Flatness
+from hgnp.neurons import Neurons, Scores
+from hgnp.neurons.gates import Gates, SamplesError, gated
+from hgnp.neurons.selection import Coupling
+
+DERIVATIVES = ("taylor", "taylor_sum")
+CRITERIA = (*DERIVATIVES, *WEIGHT_SCORES)
+
+
+def sensitivity(
+    net: nn.Module,
+    neurons: Neurons,
+    batches: Iterable[tuple[Any, Any]],
+    *,
+    loss: Loss = F.cross_entropy,
+    flatness: Flatness | None = None,
+    criterion: str = "taylor",
+    output: Callable[[Any], Any] | None = None,
+    mu: float | None = None,
+    coupling: Coupling = "coupled",
+) -> Scores:
+    """Layer → one number a living neuron, small for those that matter little.
+
+    batches    (inputs, target) pairs; the scores are means over all their samples
+    flatness   scores L = C + μ·g, with its loss and output; None scores C alone
+    criterion  "taylor" is the mean of |δ| over samples, "taylor_sum" |the mean of δ|; "l1", "l2", "bn_scale",
+               "geometric_median" and "random" look at weights alone
+    mu         μ in the scores, if not that of `flatness`
+    coupling   "paper" gives each of the layers that are added together a gate of its own
+
+    The network's mode, buffers, gradients and random state are left as found. A layer is missing if it is read where no gate
+    can sit; `Neurons.least` then leaves it alone.
+    """
+    if neurons.net is not net:
+        raise ValueError("neurons: it was made for another network than net")
+    if criterion in WEIGHT_SCORES:
+        return normalised(WEIGHT_SCORES[criterion](neurons))
+    if criterion not in DERIVATIVES:
+        raise ValueError(f"criterion: {criterion!r} was given; one of {', '.join(map(repr, CRITERIA))} would do")
+    gates = neurons.gates(coupling)
+    objective = Flatness(net, loss=loss, mu=0.0, output=output) if flatness is None else flatness
+    modes = {module: module.training for module in net.modules()}
+    net.eval()
+    try:
+        with torch.enable_grad(), RandomState(*net.parameters()):
+            raw = _means(objective, gates, batches, mu, signed=criterion == "taylor_sum")
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    scores = {}
+    for layer, units in gates.rows.items():
+        prunable = units < gates.count
+        mine = raw[units.clamp_max(gates.count - 1).to(raw.device)]
+        scores[layer] = torch.where(prunable.to(raw.device), mine, mine.max())  # those that stay are never chosen
+    return normalised(scores)
+
+
+def normalised(scores: Scores) -> Scores:
+    """Each layer's scores divided by their L2 norm."""
+    return {layer: values / values.norm().clamp_min(torch.finfo(values.dtype).tiny) for layer, values in scores.items()}
+
+
+def _means(
+    objective: Flatness, gates: Gates, batches: Iterable[tuple[Any, Any]], mu: float | None, *, signed: bool
+) -> Tensor:
+    """mean_i |δ_i|, or |mean_i δ_i|, of every unit."""
+    total: Tensor | None = None
+    samples, apart = 0, None
+    for inputs, target in batches:
+        x = next(tensors_in(inputs))
+        if apart is None:
+            apart = _samples_lead(objective, gates, inputs, x)
+        gamma = _ones(x, x.shape[0] if apart else 1, gates)
+        value = objective.objective(inputs, target, mu=mu, within=gated(gates, gamma))
+        (delta,) = torch.autograd.grad(value, gamma, materialize_grads=True)
+        delta = delta * x.shape[0]  # summed over the batch this is N times its mean, whatever the gates' shape
+        part = (delta if signed else delta.abs()).sum(0)
+        total = part if total is None else total + part
+        samples += x.shape[0]
+    if total is None:
+        raise ValueError("batches: there is none; a list with one (inputs, target) pair would do")
+    scores = (total / samples).abs()
+    if not bool(torch.isfinite(scores).all()):
+        raise ValueError("batches: the loss or its derivative is not finite on them")
+    return scores
+
+
+def _ones(x: Tensor, samples: int, gates: Gates) -> Tensor:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.ones(samples, gates.count, dtype=dtype, device=x.device, requires_grad=True)
+
+
+def _samples_lead(objective: Flatness, gates: Gates, inputs: Any, x: Tensor) -> bool:
+    """Whether closing a sample's gates changes that sample alone: samples come first in every tensor and do not mix."""
+    n = x.shape[0]
+    gamma = _ones(x, n, gates)
+    try:
+        with gated(gates, gamma):
+            z = run(objective.net, inputs, output=objective.output)
+        if isinstance(z, Tensor) and z.shape[:1] == (n,):
+            (grad,) = torch.autograd.grad(z[n // 2 :].sum(), gamma, materialize_grads=True)
+            if not bool(grad[: n // 2].any()):
+                return True
+    except SamplesError:
+        pass
+    warnings.warn("samples do not lead in all tensors of the network, or mix; scores are |mean of the derivative| over a "
+                  "batch instead of the mean of |derivative| over its samples", stacklevel=4)  # fmt: skip
+    return False

@@ -1,0 +1,76 @@
+"""Every random stream that a run draws from: taken at the end of an epoch, and put back.
+
+Python's, NumPy's and PyTorch's own, on the CPU and on every GPU; the generators of the loaders and their samplers; and
+whatever loader, sampler or data set keeps a `state_dict`. Workers of a DataLoader are seeded from these at the start of an
+epoch, so that restoring them brings back order and augmentation.
+"""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed(value: int) -> None:
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+
+
+def take(*loaders: Any) -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "generators": [holder.get_state() for holder in _generators(loaders)],
+        "stateful": [holder.state_dict() for holder in _stateful(loaders)],
+    }
+
+
+def put_back(state: dict[str, Any], *loaders: Any) -> None:
+    generators, stateful = _generators(loaders), _stateful(loaders)
+    if len(generators) != len(state["generators"]) or len(stateful) != len(state["stateful"]):
+        raise ValueError("train or val: the loaders are others than those of the run that is resumed")
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    for holder, own in zip(generators, state["generators"], strict=True):
+        holder.set_state(own)
+    for holder, own in zip(stateful, state["stateful"], strict=True):
+        holder.load_state_dict(own)
+
+
+def start_workers_anew(loader: Any) -> None:
+    """Workers that live through several epochs keep streams of their own, which cannot be taken; an epoch gets new ones."""
+    if getattr(loader, "persistent_workers", False):
+        loader._iterator = None
+
+
+def _parts(loaders: tuple[Any, ...]) -> list[Any]:
+    """Loaders, their samplers and data sets, each once."""
+    found: dict[int, Any] = {}
+    for loader in loaders:
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        for part in (
+            loader,
+            getattr(loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+            getattr(loader, "dataset", None),
+        ):
+            if part is not None:
+                found.setdefault(id(part), part)
+    return list(found.values())
+
+
+def _generators(loaders: tuple[Any, ...]) -> list[torch.Generator]:
+    found = [getattr(part, "generator", None) for part in _parts(loaders)]
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
+def _stateful(loaders: tuple[Any, ...]) -> list[Any]:
+    return [part for part in _parts(loaders) if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")]

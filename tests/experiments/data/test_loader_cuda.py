@@ -1,0 +1,35 @@
+"""A set in GPU memory gives the very batches that one in a CPU's memory gives, without waiting for the device."""
+
+import pytest
+import torch
+
+from hgnp.experiments.data import Loader, digits
+from hgnp.experiments.data.loader import Memory
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def test_batches_are_those_of_a_cpu() -> None:
+    images, labels = torch.randint(256, (50, 3, 8, 8)).to(torch.uint8), torch.arange(50)
+    epochs = []
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        loader = Loader(
+            Memory(images, labels, device),
+            batch=8, mean=(120.0,) * 3, std=(60.0,) * 3, device=device, shuffle=True, flip=True, crop=2,
+        )  # fmt: skip
+        torch.manual_seed(3)
+        epochs.append(list(loader))
+    for (x, y), (on_gpu, there) in zip(*epochs, strict=True):
+        assert on_gpu.is_cuda
+        assert torch.equal(y, there.cpu())
+        torch.testing.assert_close(on_gpu.cpu(), x)
+
+
+def test_a_batch_does_not_wait_for_the_device() -> None:
+    batches = iter(digits(batch=64, device="cuda").train)
+    next(batches)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert sum(len(y) for _, y in batches) == 1347 - 64
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,52 @@
+"""A gate at 1 changes nothing, a gate at 0 is a removal: on every network of the zoo."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cases import CASES, Case
+from hgnp import Neurons
+from hgnp.neurons.gates import Gates, gated
+from oracles import flat, run
+
+TRAINING_ALONE = {"auxiliary_head_in_training": {"branch.0"}}
+
+
+def through(net: nn.Module, inputs: object, gates: Gates, gamma: Tensor) -> Tensor:
+    with gated(gates, gamma):
+        return flat(run(net, inputs))
+
+
+def example(case: Case) -> object:
+    args, kwargs = case.inputs()
+    return kwargs or (args if len(args) > 1 else args[0])
+
+
+def units_of(gates: Gates, layer: str) -> list[int]:
+    return gates.rows[layer].tolist()
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.approximate])
+def test_closing_a_gate_equals_removing_the_unit(name: str) -> None:
+    case = CASES[name]
+    net, inputs = case.net().eval(), case.inputs()
+    neurons = Neurons(net, example(case))
+    gates = neurons.gates()
+    whole = flat(run(net, inputs))
+    ones = torch.ones(1, gates.count, dtype=torch.double)
+    torch.testing.assert_close(through(net, inputs, gates, ones), whole, rtol=1e-12, atol=1e-12)
+    missing = {layer.name for layer in neurons.layers} - gates.rows.keys()
+    assert missing == TRAINING_ALONE.get(name, set())
+    for layer in neurons.layers:
+        if layer.name in missing:
+            continue
+        units = [unit for unit in units_of(gates, layer.name) if unit < gates.count]
+        unit = units[len(units) // 2]
+        position = units_of(gates, layer.name).index(unit)
+        small = copy.deepcopy(net)
+        Neurons(small, example(case)).remove({layer.name: [position]})
+        gamma = ones.clone()
+        gamma[0, unit] = 0
+        torch.testing.assert_close(through(net, inputs, gates, gamma), flat(run(small, inputs)), rtol=1e-9, atol=1e-9)
