@@ -94,10 +94,7 @@ def test_help_and_presets_do_not_wait_for_torch(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["--version"]])
-def test_the_module_is_the_command(arguments: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hgnp", *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "hgnp"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert "hgnp" in done.stdout
+    assert done.stdout.startswith("Usage: hgnp")

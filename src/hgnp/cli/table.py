@@ -50,7 +50,7 @@ def rows(result: Mapping[str, Any], metric: str) -> list[tuple[str, str, str, st
         if before is None and after is None:
             continue
         ratio = f"{after / before:.1%}" if before and after is not None else ""
-        if key == "latency_ms" and ratio and after:
+        if key == "latency_ms" and ratio and before > after > 0:
             ratio = f"{ratio} ({before / after:.1f}× faster)"
         lines.append((name, "–" if before is None else write(before), "–" if after is None else write(after), ratio))
     return lines
