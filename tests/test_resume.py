@@ -35,15 +35,15 @@ def rows(out: Path) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_stopped_after_every_epoch_ends_the_same(name: str, tmp_path: Path) -> None:
-    class Stop(Exception):
+    class StopError(Exception):
         pass
 
     whole = run(str(tmp_path / "whole"), name)
     for _ in range(whole.epochs + 2):
         try:
-            pieces = run(str(tmp_path / "pieces"), name, on_epoch=_stop_after_checkpoint(Stop))
+            pieces = run(str(tmp_path / "pieces"), name, on_epoch=_stop_after_checkpoint(StopError))
             break
-        except Stop:
+        except StopError:
             continue
     assert pieces.epochs == whole.epochs
     assert rows(tmp_path / "pieces") == rows(tmp_path / "whole")

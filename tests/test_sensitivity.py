@@ -257,7 +257,7 @@ def test_layers_that_are_added_have_gates_of_their_own_the_paper_s_way() -> None
 
 
 def test_weights_alone() -> None:
-    net, x, y, _ = make("cnn")
+    net, x, _, _ = make("cnn")
     neurons = hgnp.Neurons(net, x)
     neurons.remove({"a": [1]})
     batches: list[Any] = []

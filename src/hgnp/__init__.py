@@ -1,6 +1,6 @@
 """hgnp trains a neural network and prunes whole neurons from it at once, steered to a flat minimum."""
 
-from hgnp.epoch import DivergedError
+from hgnp.export import Exported, export
 from hgnp.flatness import Flatness
 from hgnp.neurons import Neurons, Selection
 from hgnp.recipe import Recipe
@@ -10,11 +10,13 @@ from hgnp.sensitivity import sensitivity
 from hgnp.sharpness import Sharpness, sharpness
 from hgnp.storage import load, save
 from hgnp.train import prune
+from hgnp.training.epoch import DivergedError
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DivergedError",
+    "Exported",
     "Flatness",
     "Neurons",
     "Recipe",
@@ -22,6 +24,7 @@ __all__ = [
     "Result",
     "Selection",
     "Sharpness",
+    "export",
     "load",
     "prune",
     "save",

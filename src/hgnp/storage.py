@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hgnp.files import atomically
+from hgnp.files import whole
 from hgnp.neurons.graph import tensors_of
 from hgnp.neurons.refuse import refuse
 from hgnp.neurons.surgery import Change, commit, replace_data, set_attributes
@@ -66,8 +66,8 @@ def describe(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """One safetensors file, whole or not at all."""
     try:
-        with atomically(file) as temporary:
-            save_file(dict(tensors), temporary, metadata)
+        with whole(file) as draft:
+            save_file(dict(tensors), draft, metadata)
     except SafetensorError as error:
         raise OSError(f"{file} could not be written: {error}") from error
 

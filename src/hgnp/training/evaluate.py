@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hgnp.batches import Output, is_classification, samples_in
 from hgnp.curvature.forward import run
 from hgnp.curvature.losses import Loss
+from hgnp.training.batches import Output, is_classification, samples_in
 
 Metric = Callable[[Tensor, Tensor], Any]
 

@@ -1,7 +1,5 @@
 """A run's folder: what is written, when, and what may already be there. docs/runs.md describes its files."""
 
-import json
-import math
 import os
 import platform
 from collections.abc import Iterable
@@ -11,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hgnp import checkpoint
-from hgnp.files import write_text
+from hgnp.files import as_json, read_json, write_json, write_text
 from hgnp.recipe import Recipe
 from hgnp.result import Row
+from hgnp.training import checkpoint
 
 FORMAT = 1
 
@@ -59,7 +57,7 @@ class Folder:
         write_json(self.info, {"format": FORMAT} | info)
 
     def write_metrics(self, rows: Iterable[Row]) -> None:
-        self._written(lambda: write_text(self.metrics, "".join(f"{_json(row)}\n" for row in rows)))
+        self._written(lambda: write_text(self.metrics, "".join(f"{as_json(row)}\n" for row in rows)))
 
     def write_checkpoint(self, tree: dict[str, Any]) -> None:
         self._written(lambda: checkpoint.write(self.checkpoint, tree))
@@ -85,27 +83,3 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "numpy": np.__version__,
     }
-
-
-def write_json(file: Path, content: Any) -> None:
-    write_text(file, json.dumps(_finite(content), indent=2, ensure_ascii=False) + "\n")
-
-
-def read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file}: damaged: {error}") from None
-
-
-def _json(row: Row) -> str:
-    return json.dumps(_finite(row), ensure_ascii=False)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no numbers that are not finite: null stands for them."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value

@@ -6,6 +6,8 @@ epoch, so that restoring them brings back order and augmentation.
 """
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -44,10 +46,24 @@ def put_back(state: dict[str, Any], *loaders: Any) -> None:
         holder.load_state_dict(own)
 
 
-def start_workers_anew(loader: Any) -> None:
-    """Workers that live through several epochs keep streams of their own, which cannot be taken; an epoch gets new ones."""
+@contextmanager
+def untouched(*loaders: Any) -> Iterator[None]:
+    """What is measured inside the block does not change what is trained after it."""
+    before = take(*loaders)
+    try:
+        yield
+    finally:
+        put_back(before, *loaders)
+
+
+def begin_epoch(loader: Any, epoch: int) -> None:
+    """Tells a distributed sampler the epoch, and gives it new workers: those that live through several epochs keep streams
+    of their own, which cannot be taken."""
     if getattr(loader, "persistent_workers", False):
         loader._iterator = None
+    set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
+    if set_epoch is not None:
+        set_epoch(epoch)
 
 
 def _parts(loaders: tuple[Any, ...]) -> list[Any]:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from hgnp.batches import Batches, Output, pick, samples_in
 from hgnp.curvature.forward import run
 from hgnp.curvature.losses import Loss
 from hgnp.sharpness import sharpness
 from hgnp.timing import side_by_side
+from hgnp.training.batches import Batches, Output, pick, samples_in
 
 LATENCY_BATCH = 256
 LATENCY_SECONDS = 10.0

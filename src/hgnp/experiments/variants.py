@@ -1,0 +1,69 @@
+"""Ways to run one network: as it is, in another memory layout, compiled, in half precision, by ONNX Runtime."""
+
+import copy
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hgnp.export import export, onnx_session, run_onnx
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+VARIANTS = ("eager", "channels_last", "compile", *HALVES, "onnx")
+DEFAULTS = {
+    "cpu": ("eager", "channels_last", "compile", "bf16", "onnx"),
+    "cuda": ("eager", "channels_last", "compile", "fp16", "bf16"),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to call a network in one variant, and what its inputs must first be turned into."""
+
+    call: Callable[..., Any]
+    convert: Callable[[Tensor], Tensor] = lambda tensor: tensor
+
+
+def way(variant: str, net: nn.Module, example: Sequence[Tensor]) -> Way:
+    """`net`, in eval mode on its device, made ready to run as `variant`; ValueError if that makes no sense for it."""
+    if variant == "channels_last":
+        if not any(isinstance(module, nn.Conv2d) for module in net.modules()):
+            raise ValueError("the network has no 2-d convolutions")
+        last = copy.deepcopy(net)
+        last.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs leave it out
+        return Way(last, _channels_last)
+    if variant == "compile":
+        return Way(torch.compile(net, dynamic=False))
+    if variant in HALVES:
+        dtype = HALVES[variant]
+        half = copy.deepcopy(net).to(dtype)
+        return Way(half, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    if variant == "onnx":
+        if example[0].device.type != "cpu":
+            raise ValueError("ONNX Runtime is timed on the CPU only")
+        with tempfile.TemporaryDirectory() as folder:
+            exported = export(net, Path(folder) / "net.onnx", tuple(example))
+            session = onnx_session(exported.path, threads=torch.get_num_threads())
+        return Way(lambda *tensors: run_onnx(session, tensors))
+    return Way(net)
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Networks of one class share their code, and torch.compile by default silently gives up on the ninth of them."""
+    import torch._dynamo.config as config
+
+    with warnings.catch_warnings(), config.patch(cache_size_limit=256, fail_on_cache_limit_hit=True):
+        # torch 2.13's compiler imports what torch itself deprecates
+        warnings.filterwarnings("ignore", r"`torch\.jit\.script_method` is deprecated", DeprecationWarning)
+        yield

@@ -1,0 +1,1 @@
+"""The parts of a run. `hgnp.train.prune` puts them together."""

@@ -1,0 +1,46 @@
+"""The optimizer and the scheduler of a run: the recipe's, or the user's own."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hgnp.recipe import Recipe
+
+OptimizerOrMaker = torch.optim.Optimizer | Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+
+def make_optimizer(net: nn.Module, recipe: Recipe, given: OptimizerOrMaker | None) -> torch.optim.Optimizer:
+    if given is None:
+        return torch.optim.SGD(
+            net.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay,
+            nesterov=recipe.nesterov and recipe.momentum > 0,
+        )  # fmt: skip
+    made = given if isinstance(given, torch.optim.Optimizer) else given(net.parameters())
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: it made a {type(made).__name__}; an optimizer or its maker would do")
+    if isinstance(made, torch.optim.LBFGS):
+        raise ValueError("optimizer: LBFGS evaluates the loss several times a step; SGD, AdamW and the like would do")
+    mine = {id(p) for p in net.parameters()}
+    if not all(id(p) in mine for group in made.param_groups for p in group["params"]):
+        raise ValueError("optimizer: it holds parameters that are not the network's")
+    return made
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, given: Any) -> Any:
+    if given is None:
+        return None
+    if recipe.schedule != "constant":
+        raise ValueError(f"scheduler: it was given beside schedule={recipe.schedule!r}; one of the two would do")
+    return given if hasattr(given, "step") else given(optimizer)
+
+
+def step_scheduler(scheduler: Any, val_loss: float | None) -> None:
+    """After an epoch; one that waits for a plateau looks at the validation loss."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if val_loss is None:
+            raise ValueError("scheduler: ReduceLROnPlateau needs the loss on validation data, and val was not given")
+        scheduler.step(val_loss)
+    elif scheduler is not None:
+        scheduler.step()

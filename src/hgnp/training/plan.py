@@ -1,0 +1,88 @@
+"""Where a run stands and what comes next."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from hgnp.recipe import Recipe
+from hgnp.result import Row
+from hgnp.training import schedule
+
+
+@dataclass
+class Plan:
+    """Algorithm 2's clock."""
+
+    recipe: Recipe
+    epoch: int = 0
+    reached: int | None = None
+    """The epoch in which the target was met, or in which nothing more could go."""
+    steps: int = 0
+    """Steps since pruning began."""
+    position: float = 0.0
+    """Of the learning-rate schedule, from 0 to 1."""
+    parts: int = 1
+    seconds: float = 0.0
+    stopped: str | None = None
+    before: dict[str, Any] | None = None
+    """Facts about the network when the first neuron went."""
+    history: list[Row] = field(default_factory=list)
+
+    @property
+    def pruning(self) -> bool:
+        return self.reached is None and self.epoch >= self.recipe.warmup_epochs
+
+    @property
+    def round_due(self) -> bool:
+        """Whether neurons go before this epoch's training."""
+        return self.pruning and self.recipe.prune_unit == "epochs" and self.epoch % self.recipe.prune_every == 0
+
+    @property
+    def phase(self) -> str:
+        if self.epoch < self.recipe.warmup_epochs:
+            return "warmup"
+        return "finetune" if self.reached is not None and self.epoch > self.reached else "prune"
+
+    def settle(self, left: float) -> None:
+        """Takes note of a target that is met without pruning, or met already."""
+        if self.pruning and left <= self.recipe.keep:
+            self.reached = self.epoch - 1
+
+    @property
+    def done(self) -> bool:
+        over = self.reached is not None and self.epoch > self.reached + self.recipe.finetune_epochs
+        return over or self.stopped is not None
+
+    def epochs_left(self, *, left: float, neurons: int, at_start: int, steps: int | None) -> int:
+        """Epochs from this one on, by the present estimate. `left` is the fraction that the target counts, `steps` those
+        of an epoch."""
+        recipe = self.recipe
+        if self.reached is not None:
+            return max(self.reached + recipe.finetune_epochs + 1 - self.epoch, 1)
+        waiting = max(recipe.warmup_epochs - self.epoch, 0)
+        if left <= recipe.keep:
+            return max(waiting + recipe.finetune_epochs, 1)
+        rounds = schedule.rounds_left(recipe, left=left, neurons=neurons, at_start=at_start)
+        if recipe.prune_unit == "steps":
+            return waiting + -(-rounds * recipe.prune_every // (steps or 1)) + recipe.finetune_epochs
+        return waiting + rounds * recipe.prune_every + recipe.finetune_epochs
+
+    def advance(self, epochs_left: int) -> tuple[float, float]:
+        """Moves the schedule over this epoch: where it is at its start and at its end."""
+        start, share = self.position, 1 / epochs_left
+        if self.recipe.anneal == "finetune" and (self.reached is None or self.epoch <= self.reached):
+            share = 0.0
+        self.position = start + (1 - start) * share
+        return start, self.position
+
+    def mu(self, share: float) -> float:
+        """The flatness term's weight when `share` of this epoch is over."""
+        warmup = self.recipe.mu_warmup_epochs
+        return self.recipe.training_mu * (min(1.0, (self.epoch + share) / warmup) if warmup else 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "recipe"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)

@@ -1,0 +1,314 @@
+"""Algorithm 2, with what goes along: validation, checkpoints, facts before and after.
+
+for epoch = 0, 1, …                                                          plan.Plan
+    if epoch ≥ E1 and epoch mod E2 = 0 and the target is not met:
+        score neurons on a mini-batch, remove the N least important          rounds.Pruner
+    train an epoch by Algorithm 1                                            epoch.Epochs
+    validate, write a checkpoint                                             evaluate, folder.Folder
+until E3 epochs after the one in which the target was met
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hgnp.baselines import SAM
+from hgnp.curvature.losses import Loss
+from hgnp.files import write_json
+from hgnp.flatness import Flatness
+from hgnp.neurons import Neurons, Preview
+from hgnp.neurons.surgery import commit
+from hgnp.recipe import Recipe
+from hgnp.result import Facts, Result, Row, Target
+from hgnp.storage import changes_to_fit, describe, save
+from hgnp.training import schedule, streams
+from hgnp.training.batches import Batches, Output, check_first, check_labels, is_classification, pick, samples_in
+from hgnp.training.epoch import DivergedError, Epochs
+from hgnp.training.evaluate import Metric, evaluate
+from hgnp.training.folder import Folder, versions
+from hgnp.training.measure import copied, features, latencies, top_curvature
+from hgnp.training.optimizers import OptimizerOrMaker, make_optimizer, make_scheduler, step_scheduler
+from hgnp.training.plan import Plan
+from hgnp.training.rounds import Pruner
+
+Batch = tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class State:
+    """What `on_epoch` sees."""
+
+    epoch: int
+    row: Row
+    history: list[Row]
+    net: nn.Module
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be learned, and from what."""
+
+    train: Batches
+    val: Batches | None
+    loss: Loss
+    metric: Metric | None
+    output: Output | None
+
+
+class Run:
+    """One run, from its first batch to its result."""
+
+    def __init__(
+        self, net: nn.Module, task: Task, recipe: Recipe, folder: Folder | None, progress: Any, about: dict[str, Any]
+    ) -> None:
+        self.net, self.task, self.recipe, self.folder, self.about = net, task, recipe, folder, about
+        self.plan = Plan(recipe)
+        self._progress = progress
+
+    def prepare(
+        self, stored: dict[str, Any] | None, optimizer: OptimizerOrMaker | None, scheduler: Any, protect: Iterable[str]
+    ) -> None:
+        net, task, recipe = self.net, self.task, self.recipe
+        inputs, target = next(iter(task.train))
+        out = check_first(net, task.loss, task.output, inputs, target)
+        self.classes: int | None = out.shape[1] if is_classification(task.loss, target) else None
+        self.features = features(
+            net,
+            inputs,
+            out,
+            classes=self.classes is not None,
+            train=task.train.loader,
+            val=task.val and task.val.loader,
+        )
+        self.inputs, self.full = inputs, copied(net)
+        if stored is not None and recipe.coupling == "paper":  # its structure is that of the network as it is now
+            self._fill(stored)
+        two = pick(inputs, torch.arange(min(2, samples_in(inputs))))
+        self.samples = samples_in(two)
+        self.neurons = Neurons(net, two, protect=protect, approximate=recipe.approximate)
+        at_start = self.neurons.preview({}) if stored is None else Preview(**stored["at_start"])
+        self.optimizer = make_optimizer(net, recipe, optimizer)
+        self.scheduler = make_scheduler(self.optimizer, recipe, scheduler)
+        bundle, choices = recipe.flatness_choices
+        self.flatness = Flatness(
+            net,
+            loss=task.loss,
+            mu=recipe.training_mu,
+            bound=recipe.bound,
+            output=task.output,
+            flatness=bundle,
+            **choices,
+        )
+        sam = recipe.method == "sam"
+        trainer = SAM(net, loss=task.loss, rho=recipe.rho, output=task.output) if sam else self.flatness
+        self.epochs = Epochs(net, trainer, self.optimizer, recipe, task.train.device)
+        self.pruner = Pruner(self.neurons, self.flatness, recipe, self.optimizer, at_start)
+        if stored is not None:
+            self._restore(stored)
+        else:
+            self.pruner.check_reachable()
+            if self.folder is not None:
+                self.folder.write_info(self._info())
+            self._save()
+
+    # Algorithm 2
+
+    def go(self, on_epoch: Callable[[State], object] | None) -> Result:
+        plan = self.plan
+        self.tell("start", self._info() | {"epochs_done": plan.epoch, "out": self.folder and str(self.folder.path)})
+        while self._goes_on():
+            start = time.perf_counter()
+            row = self._epoch()
+            row["seconds"] = time.perf_counter() - start
+            plan.history.append(row)
+            plan.seconds += row["seconds"]
+            plan.epoch += 1
+            if on_epoch is not None and on_epoch(State(row["epoch"], row, plan.history, self.net)) is True:
+                plan.stopped = f"on_epoch ended it after epoch {row['epoch']}"
+            self._save()
+            recent = [row["seconds"] for row in plan.history[-3:]]
+            self.tell("epoch", row, self._epochs_left() * sum(recent) / len(recent) if self._goes_on() else None)
+        return self._finish()
+
+    def _goes_on(self) -> bool:
+        self.plan.settle(self.pruner.left)
+        return not self.plan.done
+
+    def _epoch(self) -> Row:
+        plan, recipe, train = self.plan, self.recipe, self.task.train
+        streams.begin_epoch(train.loader, plan.epoch)
+        batches: Iterator[Batch] = iter(train)
+        removed = 0
+        if plan.round_due:
+            first = list(itertools.islice(batches, recipe.score_batches))
+            removed = self._round(first)
+            batches = itertools.chain(first, batches)
+        by_steps = plan.pruning and recipe.prune_unit == "steps"
+        recent: list[Batch] = []
+
+        def before_step(batch: Batch) -> None:
+            nonlocal removed
+            if plan.epoch == 0 and self.classes is not None:
+                check_labels(self.task.loss, batch[1], self.classes)
+            if by_steps and plan.reached is None:
+                recent[:] = [*recent, batch][-recipe.score_batches :]
+                if plan.steps % recipe.prune_every == 0:
+                    removed += self._round(recent)
+                plan.steps += 1
+
+        start, end = plan.advance(self._epochs_left())
+
+        def rate(share: float) -> float:
+            return schedule.factor(recipe, start + (end - start) * share)
+
+        try:
+            seen = self.epochs.train(
+                batches, steps=train.count, epoch=plan.epoch, rate=None if recipe.schedule == "constant" else rate, mu=plan.mu,
+                before_step=before_step, show=lambda step, loss: self.tell("step", plan.epoch, step, train.count, loss),
+            )  # fmt: skip
+        except DivergedError as error:
+            raise DivergedError(f"{error}; {self._last_good()}; a smaller lr or mu may help") from None
+        val_loss, metric = self._validate()
+        step_scheduler(self.scheduler, val_loss)
+        return self._row(seen.summary(recipe.bound), removed, val_loss, metric)
+
+    def _round(self, batches: list[Batch]) -> int:
+        if self.plan.before is None:
+            self.plan.before = dataclasses.asdict(self._facts())
+        removed = self.pruner.round(batches)
+        if self.pruner.left <= self.recipe.keep or self.pruner.exhausted:
+            self.plan.reached = self.plan.epoch
+        if self.pruner.exhausted:
+            self.tell("note", "no more neurons can be removed: the rest is frozen or the last of its layer")
+        return removed
+
+    def _epochs_left(self) -> int:
+        return self.plan.epochs_left(
+            left=self.pruner.left, neurons=self.neurons.count, at_start=self.pruner.at_start.neurons,
+            steps=self.task.train.count,
+        )  # fmt: skip
+
+    # What is known
+
+    def _validate(self) -> tuple[float | None, float | None]:
+        task = self.task
+        return (None, None) if task.val is None else evaluate(self.net, task.val, task.loss, task.metric, task.output)
+
+    def _row(self, summary: Row, removed: int, val_loss: float | None, metric: float | None) -> Row:
+        now = self.neurons.preview({})
+        return {"epoch": self.plan.epoch, "phase": self.plan.phase} | summary | {
+            "val_loss": val_loss,
+            "metric": metric,
+            "kept": now.kept,
+            "parameters": now.parameters,
+            "neurons": now.neurons,
+            "macs": now.macs // self.samples,
+            "removed": removed,
+            "widths": {layer.name: layer.alive for layer in self.neurons.layers},
+            "lr": float(self.optimizer.param_groups[0]["lr"]),
+            "mu": self.flatness.mu,
+        }  # fmt: skip
+
+    def _facts(self) -> Facts:
+        """Of the network as it is at the end of an epoch, or at the start of the run."""
+        last = self.plan.history[-1] if self.plan.history else None
+        val_loss, metric = self._validate() if last is None else (last["val_loss"], last["metric"])
+        now = self.neurons.preview({})
+        with streams.untouched(*self._loaders()):
+            sharp = top_curvature(self.net, self.task.val or self.task.train, self.task.loss, self.task.output)
+        return Facts(metric, val_loss, now.parameters, now.neurons, now.macs // self.samples, sharp)
+
+    def _finish(self) -> Result:
+        plan, recipe, device = self.plan, self.recipe, self.task.train.device
+        after = self._facts()
+        before = Facts(**plan.before) if plan.before is not None else after
+        latency = None
+        if self.full is not None:
+            (slow, fast), latency = latencies([self.full.to(device), self.net], self.inputs, device)
+            before = dataclasses.replace(before, latency_ms=slow)
+            after = dataclasses.replace(after, latency_ms=fast)
+        if self.pruner.exhausted and self.pruner.left > recipe.keep:
+            plan.stopped = plan.stopped or "no more neurons could be removed"
+        result = Result(
+            model=self.net, history=plan.history, recipe=recipe, before=before, after=after,
+            target=Target(recipe.target, recipe.keep, self.pruner.left), metric=self._metric_name(), latency=latency,
+            seconds=plan.seconds, parts=plan.parts, stopped=plan.stopped,
+            out=None if self.folder is None else self.folder.path,
+        )  # fmt: skip
+        if self.folder is not None:
+            save(self.net, self.folder.model)
+            write_json(self.folder.result, result.as_dict())
+        return result
+
+    def _metric_name(self) -> str:
+        metric = self.task.metric
+        if metric is not None:
+            return getattr(metric, "__name__", type(metric).__name__)
+        return "accuracy" if self.classes is not None else "-loss"
+
+    def _info(self) -> dict[str, Any]:
+        start, device = self.pruner.at_start, self.task.train.device
+        return {
+            "name": None, "method": self.recipe.method, "seed": self.recipe.seed, "metric": self._metric_name(),
+            "model": type(self.net).__qualname__, "recipe": self.recipe.as_dict(), "versions": versions(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+            "threads": torch.get_num_threads(), "start": None,
+            "at_start": {"parameters": start.parameters, "neurons": start.neurons, "macs": start.macs // self.samples},
+        } | self.about | {"features": self.features | self.about.get("features", {})}  # fmt: skip
+
+    def tell(self, what: str, *args: Any) -> None:
+        if self._progress is not None:
+            getattr(self._progress, what)(*args)
+
+    # What a run can go on from
+
+    def _last_good(self) -> str:
+        if self.folder is None:
+            return "no checkpoint was kept, as out was not given"
+        return f"the last good checkpoint is {self.folder.checkpoint}, after {self.plan.epoch} epochs"
+
+    def _loaders(self) -> tuple[Any, ...]:
+        return self.task.train.loader, None if self.task.val is None else self.task.val.loader
+
+    def _save(self) -> None:
+        if self.folder is None:
+            return
+        tensors, widths = describe(self.net)
+        scaler, scheduler = self.epochs.scaler, self.scheduler
+        self.folder.write_checkpoint({
+            "net": {"tensors": tensors, "widths": widths},
+            "neurons": self.neurons.state_dict(),
+            "at_start": dataclasses.asdict(self.pruner.at_start),
+            "plan": self.plan.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "peaks": self.epochs.peaks,
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "flatness": self.flatness.state_dict(),
+            "streams": streams.take(*self._loaders()),
+        })  # fmt: skip
+        self.folder.write_metrics(self.plan.history)
+
+    def _fill(self, stored: dict[str, Any]) -> None:
+        commit(changes_to_fit(stored["net"]["widths"], stored["net"]["tensors"], self.net))
+
+    def _restore(self, stored: dict[str, Any]) -> None:
+        if self.recipe.coupling == "coupled":
+            self._fill(stored)
+        for name in ("neurons", "plan", "optimizer", "flatness"):
+            getattr(self, name).load_state_dict(stored[name])
+        self.epochs.peaks = stored["peaks"]
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(stored["scheduler"])
+        if self.epochs.scaler is not None:
+            self.epochs.scaler.load_state_dict(stored["scaler"])
+        self.plan.parts += 1
+        if self.folder is not None:
+            self.folder.write_metrics(self.plan.history)
+        streams.put_back(stored["streams"], *self._loaders())

@@ -1,0 +1,490 @@
+"""`hgnp.prune`: Algorithm 2 as a user meets it."""
+
+import copy
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hgnp
+from hgnp.recipe import METHODS
+
+KEYS = (
+    "epoch phase loss penalty radius curvature hinge blocks val_loss metric kept parameters neurons macs removed widths "
+    "lr mu seconds"
+)
+
+
+class Net(nn.Module):
+    def __init__(self, outputs: int = 3) -> None:
+        super().__init__()
+        self.a, self.na = nn.Conv2d(1, 12, 3, padding=1), nn.BatchNorm2d(12)
+        self.b, self.nb = nn.Conv2d(12, 16, 3, padding=1, stride=2), nn.BatchNorm2d(16)
+        self.c, self.out = nn.Linear(16, 20), nn.Linear(20, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.na(self.a(x)))
+        x = torch.relu(self.nb(self.b(x))).mean((2, 3))
+        return self.out(torch.relu(self.c(x)))
+
+
+def made(seed: int = 0, outputs: int = 3) -> Net:
+    torch.manual_seed(seed)
+    return Net(outputs)
+
+
+def stripes(n: int = 96, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Three kinds of stripes with noise: something that can be learned in seconds."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.arange(n) % 3
+    x = torch.randn(n, 1, 6, 6, generator=generator) * 0.3
+    ramp = torch.arange(6) % 2
+    x[y == 1] += ramp.view(1, 1, 6, 1)
+    x[y == 2] += ramp.view(1, 1, 1, 6)
+    return x, y
+
+
+def loaders(batch: int = 16) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    return (
+        DataLoader(TensorDataset(*stripes()), batch_size=batch, shuffle=True),
+        DataLoader(TensorDataset(*stripes(60, seed=2)), batch_size=30),
+    )
+
+
+def recipe(**given: Any) -> hgnp.Recipe:
+    quick = {"keep": 0.3, "warmup_epochs": 2, "neurons_per_round": 8, "finetune_epochs": 2, "lr": 0.05, "seed": 0}
+    return hgnp.Recipe(**(quick | given))
+
+
+def test_one_call(tmp_path: Path) -> None:
+    net = made()
+    result = hgnp.prune(net, *loaders(), recipe=recipe(), out=tmp_path / "run")
+    assert result.model is net
+    assert result.reached
+    assert 0.2 < result.kept <= 0.3
+    assert result.kept == sum(p.numel() for p in net.parameters()) / sum(p.numel() for p in Net().parameters())
+    assert result.after.metric is not None
+    assert result.after.metric > 0.9
+    assert [row["epoch"] for row in result.history] == list(range(result.epochs))
+    assert all(set(row) == set(KEYS.split()) for row in result.history)
+    assert result.before.neurons == 48
+    assert result.after.neurons == sum(result.history[-1]["widths"].values())
+    assert min(x for x in (result.before.latency_ms, result.after.latency_ms, result.after.sharpness) if x) > 0
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {
+        "run.json", "metrics.jsonl", "checkpoint.safetensors", "model.safetensors", "result.json"
+    }  # fmt: skip
+    x = stripes(7, seed=9)[0]
+    result.save(tmp_path / "small")
+    for folder in ("small", "run"):
+        again = hgnp.load(tmp_path / folder, Net())
+        assert torch.equal(again.eval()(x), net.eval()(x))
+    assert "asked for at most 30.00%" in repr(result)
+
+
+def test_a_run_equals_the_loop_one_would_write() -> None:
+    """Algorithm 2 by hand, from the public parts."""
+    r = recipe(mu=0.05, bound=0.0, keep=0.4)
+    whole = made()
+    hgnp.prune(whole, *loaders(), recipe=r)
+
+    net = made()
+    torch.manual_seed(0)
+    train, _ = loaders()
+    x, _ = next(iter(train))
+    neurons = hgnp.Neurons(net, x[:2])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    flat = hgnp.Flatness(net, mu=0.05, bound=0.0)
+    epoch, reached = 0, None
+    while reached is None or epoch <= reached + 2:
+        batches = list(train)
+        if epoch >= 2 and reached is None:
+            scores = hgnp.sensitivity(net, neurons, batches[:1], flatness=flat)
+            n = 8
+            while n > 1 and neurons.preview(neurons.least(scores, n - 1)).kept <= 0.4:
+                n -= 1  # no more than the target needs
+            neurons.remove(neurons.least(scores, n), optimizer)
+            if neurons.kept <= 0.4:
+                reached = epoch
+        net.train()
+        for batch, labels in batches:
+            optimizer.zero_grad()
+            flat.backward(batch, labels)
+            optimizer.step()
+        _ = list(loaders()[1])  # the validation loader draws a seed for workers too
+        epoch += 1
+    torch.testing.assert_close(net.state_dict(), whole.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("warmup", "every", "first"), [(3, 2, 4), (2, 1, 2), (0, 3, 0)])
+def test_when_neurons_go(warmup: int, every: int, first: int) -> None:
+    r = recipe(warmup_epochs=warmup, prune_every=every, finetune_epochs=3, neurons_per_round=10)
+    history = hgnp.prune(made(), *loaders(), recipe=r).history
+    rounds = [row["epoch"] for row in history if row["removed"]]
+    assert rounds == list(range(first, rounds[-1] + 1, every))
+    assert len(history) == rounds[-1] + 1 + 3
+    assert [row["phase"] for row in history] == (
+        ["warmup"] * warmup + ["prune"] * (rounds[-1] + 1 - warmup) + ["finetune"] * 3
+    )
+    assert all(row["removed"] == 10 for row in history if row["epoch"] in rounds[:-1])
+
+
+@pytest.mark.parametrize("target", ["params", "neurons", "macs"])
+def test_the_run_ends_at_or_just_under_its_target(target: str) -> None:
+    net = made()
+    result = hgnp.prune(
+        net, *loaders(), recipe=recipe(target=target, keep=0.35, neurons_per_round=9, finetune_epochs=0)
+    )
+    start, end = result.before, result.after
+    got = {
+        "params": end.parameters / start.parameters, "neurons": end.neurons / start.neurons, "macs": end.macs / start.macs
+    }[target]  # fmt: skip
+    assert result.target.got == pytest.approx(got)
+    assert result.target.got <= 0.35
+    # one neuron costs at most its row, its norm and its column
+    one = {"params": 12 * 9 + 3 + 20, "neurons": 1, "macs": 36 * 9 + 9 * 9 * 16}[target]
+    whole = {"params": start.parameters, "neurons": start.neurons, "macs": start.macs}[target]
+    assert result.target.got > 0.35 - one / whole
+
+
+def test_nothing_goes_when_all_is_to_be_kept() -> None:
+    result = hgnp.prune(made(), *loaders(), recipe=recipe(keep=1.0, warmup_epochs=2, finetune_epochs=1))
+    assert (result.epochs, result.kept, result.reached) == (3, 1.0, True)
+    assert result.before.neurons == result.after.neurons == 48
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_goes_through_the_same_loop(method: str) -> None:
+    result = hgnp.prune(made(), *loaders(), recipe=recipe(method=method))
+    assert result.reached
+    assert result.after.metric is not None
+    assert result.after.metric > 0.8
+    with_term = [row["radius"] is not None for row in result.history]
+    assert all(with_term) if method == "hgnp" else not any(with_term)
+
+
+def test_methods_choose_differently() -> None:
+    cuts = {}
+    for method in METHODS:
+        net = made()
+        hgnp.prune(
+            net,
+            *loaders(),
+            recipe=recipe(method=method, warmup_epochs=1, finetune_epochs=0, keep=0.6, bound=0.0, mu=0.3),
+        )
+        cuts[method] = hash(tuple(net.out.weight.flatten().tolist()))
+    assert len(set(cuts.values())) == len(METHODS)
+
+
+def test_few_neurons_every_so_many_steps() -> None:
+    r = recipe(method="taylor", prune_unit="steps", prune_every=2, neurons_per_round=1, keep=0.8, finetune_epochs=1)
+    history = hgnp.prune(made(), *loaders(), recipe=r).history
+    assert [row["removed"] for row in history[:2]] == [0, 0]
+    assert history[2]["removed"] == 3  # six steps an epoch
+    assert sum(row["removed"] for row in history) == 48 - history[-1]["neurons"]
+
+
+def test_ablations_differ_only_where_they_should() -> None:
+    strong = {"bound": 0.0, "warmup_epochs": 1, "finetune_epochs": 0, "keep": 0.6}
+    both = hgnp.prune(made(), *loaders(), recipe=recipe(mu=0.3, **strong)).history
+    scores_alone = hgnp.prune(made(), *loaders(), recipe=recipe(mu=0.0, score_mu=0.3, **strong)).history
+    training_alone = hgnp.prune(made(), *loaders(), recipe=recipe(mu=0.3, score_mu=0.0, **strong)).history
+    plain = hgnp.prune(made(), *loaders(), recipe=recipe(method="taylor", **strong)).history
+    assert both[0]["loss"] == training_alone[0]["loss"] != plain[0]["loss"] == scores_alone[0]["loss"]
+    assert [row["widths"] for row in training_alone] != [row["widths"] for row in both]
+    assert scores_alone[0]["penalty"] == 0.0
+    assert scores_alone[0]["radius"] is None
+
+
+def test_a_trained_net_is_pruned_at_once() -> None:
+    net = made()
+    hgnp.prune(net, *loaders(), recipe=recipe(keep=1.0, warmup_epochs=4, finetune_epochs=0))
+    r = recipe(warmup_epochs=0, neurons_per_round=48, finetune_epochs=0, keep=0.5)
+    result = hgnp.prune(net, *loaders(), recipe=r)
+    assert result.epochs == 1
+    assert result.before.metric is not None
+    assert result.before.metric > 0.9
+    assert result.kept <= 0.5
+
+
+def test_a_trained_net_without_training() -> None:
+    """As interface and README show it."""
+    net = made()
+    hgnp.prune(net, *loaders(), recipe=recipe(keep=1.0, warmup_epochs=4, finetune_epochs=0))
+    x, y = stripes()
+    neurons = hgnp.Neurons(net, x[:2])
+    cut = neurons.least(hgnp.sensitivity(net, neurons, [(x, y)]), n=neurons.count // 4)
+    before = copy.deepcopy(net.state_dict())
+    preview = neurons.preview(cut)
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    neurons.remove(cut)
+    assert preview.parameters == sum(p.numel() for p in net.parameters())
+    assert (net.eval()(x).argmax(1) == y).float().mean() > 0.9
+
+
+# Training
+
+
+def rates(result: hgnp.Result) -> list[float]:
+    return [row["lr"] for row in result.history]
+
+
+def test_cosine_over_the_run_and_over_the_fine_tuning() -> None:
+    whole = rates(hgnp.prune(made(), *loaders(), recipe=recipe(schedule="cosine", finetune_epochs=4)))
+    assert whole == sorted(whole, reverse=True)
+    assert whole[0] > 0.045
+    assert whole[-1] < 0.005
+    late = hgnp.prune(made(), *loaders(), recipe=recipe(schedule="cosine", anneal="finetune", finetune_epochs=4))
+    phases = [row["phase"] for row in late.history]
+    assert all(lr == 0.05 for lr, phase in zip(rates(late), phases, strict=True) if phase != "finetune")
+    last = [0.05 * (1 + math.cos(math.pi * (epoch + 5 / 6) / 4)) / 2 for epoch in range(4)]  # at the last of six steps
+    assert rates(late)[-4:] == pytest.approx(last)
+
+
+def test_steps_and_one_cycle() -> None:
+    stepped = rates(hgnp.prune(made(), *loaders(), recipe=recipe(schedule="steps", lr_steps=[0.5], lr_factor=0.2)))
+    assert sorted(set(stepped)) == pytest.approx([0.01, 0.05])
+    cycle = rates(
+        hgnp.prune(
+            made(), *loaders(), recipe=recipe(schedule="one_cycle", keep=1.0, warmup_epochs=10, finetune_epochs=0)
+        )
+    )
+    assert max(cycle) == pytest.approx(0.05, rel=0.1)
+    assert cycle.index(max(cycle)) in (2, 3)
+    assert cycle[-1] < 0.003
+
+
+def test_own_optimizer_and_scheduler() -> None:
+    net = made()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    result = hgnp.prune(net, *loaders(), recipe=recipe(), optimizer=optimizer, scheduler=scheduler)
+    assert rates(result) == pytest.approx([0.01 * 0.5 ** (i + 1) for i in range(result.epochs)])
+    for p in net.parameters():
+        assert optimizer.state[p]["exp_avg"].shape == p.shape
+    made_inside = hgnp.prune(
+        made(), *loaders(), recipe=recipe(), optimizer=lambda p: torch.optim.AdamW(p, lr=0.01),
+        scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    )  # fmt: skip
+    assert made_inside.reached
+
+
+def test_the_term_s_weight_warms_up() -> None:
+    history = hgnp.prune(made(), *loaders(), recipe=recipe(mu=0.01, bound=0.0, mu_warmup_epochs=3)).history
+    assert [row["mu"] for row in history[:4]] == pytest.approx([0.01 * (i + 5 / 6) / 3 for i in range(3)] + [0.01])
+    assert 0 < history[0]["penalty"] < 0.01 * history[0]["curvature"]
+
+
+@pytest.mark.parametrize("method", ["hgnp", "sam"])
+def test_gradients_are_clipped(method: str) -> None:
+    net = made()
+    norms = []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            norms.append(float(torch.stack([p.grad.norm() for p in net.parameters()]).norm()))
+            super().step()
+
+    def optimizer(p: Any) -> torch.optim.Optimizer:
+        return Watching(p, lr=0.05)
+
+    hgnp.prune(net, *loaders(), recipe=recipe(clip_norm=0.01, method=method), optimizer=optimizer)
+    assert max(norms) <= 0.01001
+
+
+def test_bfloat16() -> None:
+    result = hgnp.prune(made(), *loaders(), recipe=recipe(precision="bf16"))
+    assert result.after.metric is not None
+    assert result.after.metric > 0.9
+    assert all(p.dtype == torch.float32 for p in result.model.parameters())
+    exact = hgnp.prune(made(), *loaders(), recipe=recipe())
+    assert result.history[0]["loss"] != exact.history[0]["loss"]
+
+
+# Other tasks and data
+
+
+def test_regression() -> None:
+    x, _ = stripes()
+    y = torch.stack([x.mean((1, 2, 3)), x.amax((1, 2, 3))], 1)
+    data = [(x[i : i + 16], y[i : i + 16]) for i in range(0, 96, 16)]
+    result = hgnp.prune(made(outputs=2), data, data, recipe=recipe(mu=0.01), loss=F.mse_loss)
+    assert result.metric == "-loss"
+    assert result.after.metric == pytest.approx(-result.history[-1]["val_loss"])
+    assert result.history[-1]["loss"] < result.history[0]["loss"]
+
+
+def test_several_labels_at_once_and_a_metric_over_the_whole_set() -> None:
+    x, y = stripes()
+    labels = F.one_hot(y, 3).double().float()
+    data = [(x[i : i + 16], labels[i : i + 16]) for i in range(0, 96, 16)]
+    sizes = []
+
+    def f1(output: Tensor, target: Tensor) -> float:
+        sizes.append(len(output))
+        found = output > 0
+        return float(2 * (found & (target > 0)).sum() / (found.sum() + target.sum()))
+
+    result = hgnp.prune(
+        made(), data, data, recipe=recipe(finetune_epochs=4), loss=F.binary_cross_entropy_with_logits, metric=f1
+    )
+    assert set(sizes) == {96}
+    assert result.metric == "f1"
+    assert result.after.metric is not None
+    assert result.after.metric > 0.8
+
+
+def test_batches_that_are_mappings_and_outputs_that_are_objects() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, pixels: Tensor, scale: Tensor) -> Any:
+            return {"logits": self.net(pixels * scale.view(-1, 1, 1, 1))}
+
+    x, y = stripes()
+    data = [{"pixels": x[i : i + 16], "scale": torch.ones(16), "labels": y[i : i + 16]} for i in range(0, 96, 16)]
+    result = hgnp.prune(Wrapped(), data, data, recipe=recipe(), output=lambda o: o["logits"], protect=["net.a"])
+    assert result.history[-1]["widths"].keys() == {"net.b", "net.c"}
+
+
+def test_own_unpack_and_no_validation() -> None:
+    x, y = stripes()
+    data = [(y[i : i + 16], x[i : i + 16], "extra") for i in range(0, 96, 16)]
+    result = hgnp.prune(made(), data, recipe=recipe(), unpack=lambda b: (b[1], b[0]))
+    assert result.after.metric is None
+    assert result.history[0]["val_loss"] is None
+
+
+def test_on_epoch_ends_a_run(tmp_path: Path) -> None:
+    seen = []
+
+    def stop(state: Any) -> bool:
+        seen.append((state.epoch, len(state.history), state.row["loss"]))
+        return state.epoch == 1
+
+    result = hgnp.prune(made(), *loaders(), recipe=recipe(), on_epoch=stop, out=tmp_path / "run")
+    assert [epoch for epoch, _, _ in seen] == [0, 1]
+    assert result.stopped == "on_epoch ended it after epoch 1"
+    assert not result.reached
+    assert "misses" in repr(result)
+
+
+# What can go wrong
+
+
+def refused(message: str, error: type[Exception] = ValueError, net: nn.Module | None = None, **given: Any) -> None:
+    train, val = loaders()
+    arguments: dict[str, Any] = {"train": train, "val": val, "recipe": recipe()} | given
+    with pytest.raises(error, match=message) as caught:
+        hgnp.prune(net or made(), arguments.pop("train"), arguments.pop("val"), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    x, y = stripes()
+    refused("train: the loader yields nothing", train=[])
+    refused("train: the loader yields nothing", train=iter([(x, y)]))
+    refused("val: the loader yields nothing", val=[])
+    refused("train: label 7 is out of range; the network has 3 outputs", train=[(x, y), (x, torch.full((96,), 7))])
+    refused("train: label -1 is out of range", train=[(x, y - 1)])
+    refused(r"net: its output of shape \(96, 3\) does not fit labels of shape \(96, 1\)", train=[(x, y.view(-1, 1))])
+    refused("net: it returned a tuple; output=lambda", net=_Tuple())
+    refused("net: its forward failed on the first batch in a: ", train=[(x.repeat(1, 2, 1, 1), y)])
+    refused("train: a batch is 3 parts", train=[(x, y, y)])
+    refused("train: a batch has x but no 'labels'", train=[{"x": x}])
+    refused(
+        "loss: it returned of shape", loss=lambda o, t: F.cross_entropy(o, t, reduction="none"), recipe=recipe(mu=0.0)
+    )
+    refused("keep: 0.001 of the params was asked; no less than", recipe=recipe(keep=0.001))
+    refused("recipe: a dict was given", TypeError, recipe={"keep": 0.1})
+    refused("resume: True was given without out", resume=True)
+    refused("optimizer: LBFGS", optimizer=torch.optim.LBFGS)
+    refused("optimizer: it holds parameters that are not", optimizer=torch.optim.SGD(made(3).parameters(), lr=0.1))
+    refused("scheduler: it was given beside", recipe=recipe(schedule="cosine"), scheduler=lambda o: None)
+    refused("protect: no module 'd'", protect=["d"])
+    (tmp_path / "file").write_text("")
+    refused("is a file; a folder would do", FileExistsError, out=tmp_path / "file")
+
+
+class _Tuple(Net):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
+def test_a_failed_start_leaves_the_network_alone() -> None:
+    net = made()
+    before = copy.deepcopy(net.state_dict())
+    x, y = stripes()
+    refused("label -1", net=net, train=[(x, y - 1)])
+    refused("keep: 0.001", net=net, recipe=recipe(keep=0.001))
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert net.training
+
+
+def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
+    hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path / "run")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+    refused("holds a run already; resume it", FileExistsError, out=tmp_path / "run")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == before
+
+
+@pytest.mark.parametrize("method", ["hgnp", "taylor"])
+def test_a_loss_that_is_not_finite_stops_the_run(method: str, tmp_path: Path) -> None:
+    good = recipe(method=method, warmup_epochs=6)
+
+    def explode(state: Any) -> None:
+        if state.epoch == 1:
+            with torch.no_grad():
+                state.net.out.weight.mul_(math.inf)
+
+    with pytest.raises(
+        hgnp.DivergedError, match=r"the loss is nan in epoch 2, step 0; the last good checkpoint is .*, after 2"
+    ):
+        hgnp.prune(made(), *loaders(), recipe=good, out=tmp_path / "run", on_epoch=explode)
+    with pytest.raises(hgnp.DivergedError, match="no checkpoint was kept"):
+        hgnp.prune(made(), *loaders(), recipe=recipe(method=method, lr=1e20))
+
+
+def test_a_disk_that_is_full_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the disk: the same error from the same system call."""
+    script = f"""
+import resource, signal, sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+from test_train import *
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+def full(state):
+    if state.epoch == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    hgnp.prune(made(), *loaders(), recipe=recipe(), out={str(tmp_path / "run")!r}, on_epoch=full)
+except OSError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert "could not be written" in done.stdout, done.stderr
+    assert "the last good checkpoint is" in done.stdout
+    assert len(done.stdout.splitlines()) == 1
+    assert not [p for p in (tmp_path / "run").iterdir() if p.name.startswith(".")]
+    result = hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path / "run", resume=True)
+    assert (result.epochs, result.parts) == (len(result.history), 2)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    refused("out: .* cannot be made", OSError, out="/proc/nowhere/run")
+
+
+@pytest.mark.parametrize("make", [lambda: nn.ReLU()])
+def test_nothing_to_train(make: Callable[[], nn.Module]) -> None:
+    refused("net: it has no parameters", net=make())
