@@ -10,14 +10,15 @@ from hgnp.cli.table import ending, rows, show
 
 RESULT: dict[str, Any] = {
     "reached": False, "target": {"kind": "macs", "asked": 0.1, "got": 0.25}, "stopped": "no more neurons could be removed",
-    "epochs": 12, "seconds": 75.0, "parts": 3, "latency": {"batch": 64, "threads": 1, "device": "NVIDIA H200"},
+    "epochs": 12, "metric": "psnr", "seconds": 75.0, "parts": 3,
+    "latency": {"batch": 64, "threads": 1, "device": "NVIDIA H200"},
     "before": {"metric": 31.25, "parameters": 1000, "neurons": 40, "macs": 5000, "latency_ms": 2.0, "sharpness": None},
     "after": {"metric": 30.0, "parameters": 500, "neurons": 10, "macs": 1250, "latency_ms": 2.5, "sharpness": None},
 }  # fmt: skip
 
 
 def test_rows_hold_what_is_known() -> None:
-    assert rows(RESULT, "psnr") == [
+    assert rows(RESULT) == [
         ("psnr", "31.25", "30", "96.0%"),
         ("parameters", "1,000", "500", "50.0%"),
         ("neurons", "40", "10", "25.0%"),
@@ -38,11 +39,10 @@ def test_a_narrow_terminal_gets_all_of_it_and_only_files_that_are_there(tmp_path
     stream = io.StringIO()
     show(
         RESULT,
-        metric="psnr",
         out=tmp_path,
         console=Console(file=stream, force_terminal=True, width=80, color_system=None),
     )
     shown = stream.getvalue()
-    assert all(cell in shown for row in rows(RESULT, "psnr") for cell in row)
+    assert all(cell in shown for row in rows(RESULT) for cell in row)
     assert f"{tmp_path / 'model.safetensors'}  (the pruned network" in shown
     assert "page.html" not in shown

@@ -1,5 +1,6 @@
 """`hgnp run`: an experiment from a preset or a configuration file."""
 
+import contextlib
 import dataclasses
 import json
 import shlex
@@ -52,6 +53,7 @@ def run(
     from hgnp.experiments.build import prepare
 
     experiment = prepare(config)
+    made = not folder.exists()
     if begun:
         same_run(experiment.config, folder)
     else:
@@ -61,24 +63,35 @@ def run(
     if config.about:
         progress.note(config.about)
     try:
-        result = experiment.run(out=folder, resume=resume, progress=progress)
-    except KeyboardInterrupt:
+        experiment.run(out=folder, resume=resume, progress=progress)
+    except BaseException as error:
         progress.stop()
-        command = shlex.join(["hgnp", "run", str(folder / "config.yaml"), "--out", str(folder), "--resume"])
-        print(f"\nhgnp: interrupted; {command} goes on after the last whole epoch", file=sys.stderr)
-        raise typer.Exit(130) from None
-    finally:
-        progress.stop()
+        if not (folder / "run.json").exists():  # refused before it began
+            discard(folder, made=made)
+        elif isinstance(error, KeyboardInterrupt):
+            command = shlex.join(["hgnp", "run", str(folder / "config.yaml"), "--out", str(folder), "--resume"])
+            print(f"\nhgnp: interrupted; {command} goes on after the last whole epoch", file=sys.stderr)
+            raise typer.Exit(130) from None
+        raise
+    progress.stop()
 
     from rich.console import Console
 
     from hgnp.cli.table import show
 
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     # without a terminal rich would wrap at 80 columns
-    console = Console(file=say, width=None if say.isatty() else 140)
-    show(result.as_dict(), metric=result.metric, out=folder, console=console)
+    show(result, out=folder, console=Console(file=say, width=None if say.isatty() else 140))
     if as_json:
-        print(json.dumps({**result.as_dict(), "out": str(folder)}))
+        print(json.dumps({**result, "out": str(folder)}))
+
+
+def discard(folder: Path, *, made: bool) -> None:
+    """Leave nothing behind of a run that did not begin."""
+    (folder / "config.yaml").unlink(missing_ok=True)
+    if made:
+        with contextlib.suppress(OSError):  # it holds something else by now
+            folder.rmdir()
 
 
 def effective(

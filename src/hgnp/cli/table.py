@@ -19,12 +19,12 @@ FILES = {
 KINDS = {"params": "parameters", "neurons": "neurons", "macs": "MACs"}
 
 
-def show(result: Mapping[str, Any], *, metric: str, out: Path, console: Console) -> None:
+def show(result: Mapping[str, Any], *, out: Path, console: Console) -> None:
     """`result`: result.json's content."""
     table = Table("", "before", "after", "after / before", box=None, padding=(0, 2), header_style="bold")
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, before, after, ratio in rows(result, metric):
+    for name, before, after, ratio in rows(result):
         table.add_row(name, before, after, ratio)
     console.print(table)
     console.print(f"\n{ending(result)}", highlight=False, markup=False, soft_wrap=True)
@@ -33,7 +33,8 @@ def show(result: Mapping[str, Any], *, metric: str, out: Path, console: Console)
             console.print(f"  {out / name}  ({what})", highlight=False, markup=False, soft_wrap=True)
 
 
-def rows(result: Mapping[str, Any], metric: str) -> list[tuple[str, str, str, str]]:
+def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    metric = result["metric"]
     latency = result.get("latency") or {}
     how = f" (batch {latency['batch']}, {_threads(latency)})" if latency else ""
     shown = {
