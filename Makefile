@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .PHONY: help demo test lint types check bench-env clean
 
 help:
-	@echo "make demo    remove half the neurons of a trained network and time both"
+	@echo "make demo    train a network on handwritten digits, prune it to a twentieth meanwhile, and time both"
 	@echo "make test    lint, types and the whole test suite"
 	@echo "make clean   forget .venv and caches"
 
@@ -29,7 +29,7 @@ $(VENV)/.installed-bench: pyproject.toml constraints.txt | $(VENV)/.installed-te
 	@touch $@
 
 demo: $(VENV)/.installed
-	$(BIN)/python -m hgnp
+	$(BIN)/hgnp run
 
 test: lint types check
 

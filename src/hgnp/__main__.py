@@ -1,3 +1,3 @@
-from hgnp.demo import main
+from hgnp.cli import app
 
-main()
+app()

@@ -1,0 +1,84 @@
+"""The command `hgnp`: one file a command, thin. What a user can get wrong ends in one line and an exit code.
+
+0: done. 1: a run stopped (it diverged, the disk is full). 2: bad input. 130: interrupted. Anything else is a bug and shows
+its traceback. torch is imported only by commands that need it.
+"""
+
+import dis
+import errno
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+import typer
+
+from hgnp import __version__
+from hgnp.cli import presets, run
+
+BAD_INPUT, STOPPED = 2, 1
+
+commands = typer.Typer(
+    name="hgnp",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    invoke_without_command=True,
+)
+commands.command("run")(run.run)
+commands.command("presets")(presets.presets)
+
+
+@commands.callback()
+def _top(
+    context: typer.Context, version: bool = typer.Option(False, "--version", help="Say which hgnp this is.")
+) -> None:
+    """Train a network and prune whole neurons from it at once."""
+    if version:
+        print(f"hgnp {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit
+
+
+def app(arguments: Sequence[str] | None = None) -> None:
+    """The command, with `arguments` in place of those it was called with; ends in SystemExit."""
+    try:
+        code = typer.main.get_command(commands).main(args=arguments, prog_name="hgnp", standalone_mode=False)
+    except Exception as error:
+        found = exit_code(error)
+        if found is None:
+            raise
+        code, line = found
+        print(f"hgnp: {line}", file=sys.stderr)
+    sys.exit(code or 0)
+
+
+def exit_code(error: Exception) -> tuple[int, str] | None:
+    """The exit code and the line for an error that a user can do something about; None for a bug."""
+    line = " ".join(str(error).split())
+    if hasattr(error, "format_message"):  # typer's own: an unknown option, a missing argument
+        return BAD_INPUT, f"{error.format_message()} (see hgnp --help)"
+    if isinstance(
+        error, FileNotFoundError | FileExistsError | PermissionError | NotADirectoryError | IsADirectoryError
+    ):
+        return BAD_INPUT, line
+    if isinstance(error, OSError):
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return STOPPED, f"the disk is full: {line}" if full else line
+    if isinstance(error, ValueError | TypeError) and _on_purpose(error.__traceback__):
+        return BAD_INPUT, line
+    if isinstance(error, ArithmeticError) and _on_purpose(error.__traceback__):  # the run diverged
+        return STOPPED, line
+    return None
+
+
+def _on_purpose(trace: TracebackType | None) -> bool:
+    """Whether an error was raised by a `raise` of hgnp itself. The same types come out of bugs, ours and others'."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    frame = trace.tb_frame
+    ours = str(frame.f_globals.get("__name__", "")).partition(".")[0] == "hgnp"
+    return ours and dis.opname[frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"

@@ -1,0 +1,157 @@
+"""`hgnp run`: an experiment from a preset or a configuration file."""
+
+import contextlib
+import dataclasses
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hgnp.experiments.config import Config
+
+RUNS = Path("runs")
+
+
+def run(
+    what: Annotated[
+        str, typer.Argument(metavar="PRESET|FILE", help="A preset (see hgnp presets) or a YAML file.")
+    ] = "demo",
+    data: Annotated[str | None, typer.Option(metavar="DIR", help="The folder the data is in.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The run's folder; runs/NAME, or the next free, if left out.")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(metavar="NAME", help="hgnp, taylor, l1, … with its own hyperparameters.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Such as recipe.mu=0.01; repeatable.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Seeds the network, the data and the run.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1 …")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in the folder, or print it if it is done.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON, the last line of stdout.")] = False,
+) -> None:
+    """Train, prune and fine-tune a network. Without an argument: the demo, half a minute on two cores."""  # fmt: skip
+    from hgnp.progress import Bar, Lines
+
+    config = effective(what, data=data, method=method, settings=set_ or [], seed=seed, device=device)
+    folder = out or default_folder(f"{config.name}-{method}" if method else config.name, resume=resume)
+    say = sys.stderr if as_json else sys.stdout
+    progress = Bar() if sys.stderr.isatty() else Lines(say)
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"--out: {folder} is a file; a folder would do")
+    begun = (folder / "run.json").exists()
+    if begun and not resume:
+        raise FileExistsError(f"--out: {folder} holds a run; --resume goes on with it, another folder starts anew")
+
+    from hgnp.experiments.build import prepare
+
+    experiment = prepare(config)
+    made = not folder.exists()
+    if begun:
+        same_run(experiment.config, folder)
+    else:
+        experiment.config.write(folder / "config.yaml")
+    if resume and not begun:
+        progress.note(f"there is no run in {folder} yet: starting one")
+    if config.about:
+        progress.note(config.about)
+    try:
+        experiment.run(out=folder, resume=resume, progress=progress)
+    except BaseException as error:
+        progress.stop()
+        if not (folder / "run.json").exists():  # refused before it began
+            discard(folder, made=made)
+        elif isinstance(error, KeyboardInterrupt):
+            command = shlex.join(["hgnp", "run", str(folder / "config.yaml"), "--out", str(folder), "--resume"])
+            print(f"\nhgnp: interrupted; {command} goes on after the last whole epoch", file=sys.stderr)
+            raise typer.Exit(130) from None
+        raise
+    progress.stop()
+
+    from rich.console import Console
+
+    from hgnp.cli.table import show
+
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    # without a terminal rich would wrap at 80 columns
+    show(result, out=folder, console=Console(file=say, width=None if say.isatty() else 140))
+    if as_json:
+        print(json.dumps({**result, "out": str(folder)}))
+
+
+def discard(folder: Path, *, made: bool) -> None:
+    """Leave nothing behind of a run that did not begin."""
+    (folder / "config.yaml").unlink(missing_ok=True)
+    if made:
+        with contextlib.suppress(OSError):  # it holds something else by now
+            folder.rmdir()
+
+
+def effective(
+    what: str, *, data: str | None, method: str | None, settings: list[str], seed: int | None, device: str | None
+) -> "Config":
+    """The configuration with what the command line changes."""
+    from hgnp.experiments import presets
+    from hgnp.experiments.config import meant, read
+
+    if what in presets.names():
+        config = presets.preset(what)
+    elif Path(what).is_file():
+        config = read(Path(what))
+    elif what.endswith((".yaml", ".yml")):
+        raise FileNotFoundError(f"{what}: there is no such file")
+    else:
+        raise ValueError(f"{what!r} is neither a file nor a preset{meant(what, presets.names())}")
+    if method is not None:
+        config = config.with_method(method)
+    if data is not None:
+        config = dataclasses.replace(config, data_args={**config.data_args, "folder": data})
+    config = config.with_settings(settings)
+    given = {key: value for key, value in {"seed": seed, "device": device}.items() if value is not None}
+    return config.with_settings([f"{key}={json.dumps(value)}" for key, value in given.items()])
+
+
+def default_folder(name: str, *, resume: bool) -> Path:
+    """runs/NAME, runs/NAME-2 …: the first without a run, or, to resume, the last with one."""
+    folder, number = RUNS / name, 1
+    while True:
+        following = RUNS / f"{name}-{number + 1}"
+        occupied = ((following if resume else folder) / "run.json").exists()
+        if not occupied:
+            return folder
+        folder, number = following, number + 1
+
+
+def same_run(config: "Config", folder: Path) -> None:
+    """That a run to be resumed was made from this configuration; only where it runs and reads may have changed."""
+    from hgnp.experiments.config import read
+
+    if not (folder / "config.yaml").exists():
+        return
+    before, now = (_flat(each.as_dict()) for each in (read(folder / "config.yaml"), config))
+    for key in [*now, *before]:
+        free = (
+            key.partition(".")[0] in ("name", "about", "device", "import_from", "methods") or key == "data_args.folder"
+        )
+        if not free and before.get(key) != now.get(key):
+            raise ValueError(
+                f"{key}: {now.get(key)!r} was given; the run in {folder} was made with {before.get(key)!r}: "
+                f"resume it with that, or start anew in another folder"
+            )
+
+
+def _flat(values: dict[str, object]) -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat.update({f"{key}.{name}": inner for name, inner in value.items()})
+        else:
+            flat[key] = value
+    return flat

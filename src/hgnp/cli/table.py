@@ -1,0 +1,79 @@
+"""The end of a run in words and figures: before and after, the target, the files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hgnp.progress import duration, score
+
+FILES = {
+    "model.safetensors": "the pruned network, for hgnp.load",
+    "page.html": "the run to look at",
+    "result.json": "this table",
+    "metrics.jsonl": "a line an epoch",
+    "config.yaml": "runs it again",
+}
+KINDS = {"params": "parameters", "neurons": "neurons", "macs": "MACs"}
+
+
+def show(result: Mapping[str, Any], *, out: Path, console: Console) -> None:
+    """`result`: result.json's content."""
+    table = Table("", "before", "after", "after / before", box=None, padding=(0, 2), header_style="bold")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, before, after, ratio in rows(result):
+        table.add_row(name, before, after, ratio)
+    console.print(table)
+    console.print(f"\n{ending(result)}", highlight=False, markup=False, soft_wrap=True)
+    for name, what in FILES.items():
+        if (out / name).is_file():
+            console.print(f"  {out / name}  ({what})", highlight=False, markup=False, soft_wrap=True)
+
+
+def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    metric = result["metric"]
+    latency = result.get("latency") or {}
+    how = f" (batch {latency['batch']}, {_threads(latency)})" if latency else ""
+    shown = {
+        "metric": (metric, lambda value: score(value, metric)),
+        "parameters": ("parameters", lambda value: f"{value:,}"),
+        "neurons": ("neurons", lambda value: f"{value:,}"),
+        "macs": ("MACs", lambda value: f"{value:,}"),
+        "latency_ms": (f"ms{how}", lambda value: f"{value:.2f}"),
+        "sharpness": ("sharpness", lambda value: f"{value:.3g}"),
+    }
+    lines = []
+    for key, (name, write) in shown.items():
+        before, after = result["before"].get(key), result["after"].get(key)
+        if before is None and after is None:
+            continue
+        ratio = f"{after / before:.1%}" if before and after is not None else ""
+        if key == "latency_ms" and ratio and before > after > 0:
+            ratio = f"{ratio} ({before / after:.1f}× faster)"
+        lines.append((name, "–" if before is None else write(before), "–" if after is None else write(after), ratio))
+    return lines
+
+
+def ending(result: Mapping[str, Any]) -> str:
+    """Where the run ended, against its target."""
+    target = result["target"]
+    kind = KINDS.get(target["kind"], target["kind"])
+    left = f"{target['got']:.2%} of the {kind} are left, {target['asked']:.2%} were asked for"
+    verdict = (
+        "target reached" if result["reached"] else f"target NOT reached ({result.get('stopped') or 'no reason known'})"
+    )
+    parts = f", in {result['parts']} parts" if result.get("parts", 1) > 1 else ""
+    return f"{verdict}: {left}; {_many(result['epochs'], 'epoch')}, {duration(result['seconds'])}{parts}"
+
+
+def _threads(latency: Mapping[str, Any]) -> str:
+    if not str(latency.get("device", "cpu")).startswith("cpu"):
+        return str(latency["device"])
+    return _many(latency["threads"], "thread")
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"

@@ -1,0 +1,211 @@
+"""From a configuration to objects: what its import paths name, checked and called with its arguments.
+
+Everything is looked up and checked before anything is made, so that a slip in the last key does not wait for the data.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from hgnp.experiments.config import Config, meant, one_line
+from hgnp.experiments.data.loader import as_device
+from hgnp.experiments.models import load_weights
+from hgnp.recipe import Recipe
+from hgnp.storage import load
+
+if TYPE_CHECKING:
+    from hgnp import Result
+    from hgnp.progress import Progress
+
+MODELS = {name: f"hgnp.experiments.models:{name}" for name in ("AlexNet", "DigitsNet", "ResNet18", "VGG16")}
+DATA = {name: f"hgnp.experiments.data:{name}" for name in ("cifar10", "cub200", "digits", "flowers102", "image_folder")}
+FEATURES = ("train_samples", "val_samples", "image_side", "classes")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A network and its data, ready to run."""
+
+    config: Config
+    """As it was read, with every field of the recipe."""
+    net: nn.Module
+    train: Iterable[Any]
+    val: Iterable[Any] | None
+    recipe: Recipe
+    options: Mapping[str, Any]
+    """What `hgnp.prune` takes besides."""
+    about: dict[str, Any]
+    """What run.json says beyond that: the run's name, what the weights are at the start, the data's features."""
+
+    def run(self, *, out: Path, resume: bool, progress: "Progress") -> "Result":
+        from hgnp.train import prune
+
+        return prune(
+            self.net, self.train, self.val, recipe=self.recipe, out=out, resume=resume, **self.options,
+            _progress=progress, _about=self.about,
+        )  # fmt: skip
+
+
+def prepare(config: Config) -> Experiment:
+    for folder in (os.getcwd(), config.import_from):
+        if folder and folder not in sys.path:
+            sys.path.insert(0, folder)
+    if config.recipe.get("seed", config.seed) != config.seed:
+        raise ValueError(f"recipe.seed: {config.recipe['seed']!r} was given; seed, beside recipe, seeds the whole run")
+    try:
+        recipe = Recipe.from_dict({**config.recipe, "seed": config.seed})
+    except ValueError as error:
+        message = one_line(error)
+        raise ValueError(message if message.startswith("recipe") else f"recipe.{message}") from error
+    device = str(as_device(config.device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    model = _named("model", config.model, MODELS)
+    data = _named("data", config.data, DATA)
+    data_args = dict(config.data_args)
+    if "device" in _parameters(data):
+        data_args.setdefault("device", device)
+    _check_args("model_args", model, config.model_args)
+    _check_args("data_args", data, data_args)
+    options = {"device": device, "protect": config.protect, **_options(config)}
+
+    random.seed(config.seed)
+    np.random.seed(config.seed)
+    torch.manual_seed(config.seed)
+    net = _make("model", model, **config.model_args)
+    if not isinstance(net, nn.Module):
+        raise ValueError(f"model: {config.model} makes a {type(net).__name__}; an nn.Module would do")
+    start = "random weights" if config.weights is None else _fill(net, Path(config.weights))
+    loaders = _make("data", data, **data_args)
+    train, val = _pair(config.data, loaders)
+    known = {name: getattr(loaders, name, None) for name in FEATURES}
+    features = {name: value for name, value in known.items() if value is not None}
+    about = {"name": config.name, "start": start, "features": features}
+    fields = {name: value for name, value in recipe.as_dict().items() if name != "seed"}
+    return Experiment(dataclasses.replace(config, recipe=fields), net, train, val, recipe, options, about)
+
+
+def find(key: str, path: str) -> Any:
+    """What an import path names."""
+    module_name, colon, name = path.partition(":")
+    if not colon or not module_name or not name:
+        raise ValueError(f"{key}: {path!r} was given; an import path such as package.module:name would do")
+    try:
+        found = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise ValueError(f"{key}: {module_name} needs the module {error.name}, which is not installed") from error
+        raise ValueError(f"{key}: there is no module {error.name} for {path!r}; it is looked for in the current folder, "
+                         "beside the configuration and among installed packages") from error  # fmt: skip
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = [each for each in dir(found) if not each.startswith("_")]
+            raise ValueError(f"{key}: {module_name} has no {name!r}{meant(part, known) if known else ''}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(f"{key}: {path} is a {type(found).__name__}; something that can be called would do")
+    return found
+
+
+def _named(key: str, name: str, built_in: Mapping[str, str]) -> Any:
+    if ":" not in name and name not in built_in:
+        raise ValueError(
+            f"{key}: there is no built-in {name!r}{meant(name, built_in)}; or an import path, package.module:name"
+        )
+    return find(key, built_in.get(name, name))
+
+
+def _options(config: Config) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for key in ("metric", "unpack"):
+        if path := getattr(config, key):
+            options[key] = find(key, path)
+    if config.output:
+        options["output"] = find("output", config.output) if ":" in config.output else partial(_part, config.output)
+    if config.loss:
+        loss = find("loss", config.loss)
+        _check_args("loss_args", loss, config.loss_args, before=0 if inspect.isclass(loss) else 2)
+        options["loss"] = (
+            _make("loss", loss, **config.loss_args) if inspect.isclass(loss) else partial(loss, **config.loss_args)
+        )
+    for key in ("optimizer", "scheduler"):
+        if path := getattr(config, key):
+            maker, args = find(key, path), getattr(config, f"{key}_args")
+            _check_args(f"{key}_args", maker, args, before=1)
+            options[key] = partial(_make, key, maker, **args)
+    for key in ("loss", "optimizer", "scheduler"):
+        if not getattr(config, key) and getattr(config, f"{key}_args"):
+            raise ValueError(f"{key}_args: they were given without {key}; an import path as {key} would do")
+    return options
+
+
+def _part(name: str, output: Any) -> Any:
+    return output[name] if isinstance(output, Mapping) else getattr(output, name)
+
+
+def _parameters(maker: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(maker).parameters
+    except ValueError:  # written in C, without a signature
+        return {"args": inspect.Parameter("args", inspect.Parameter.VAR_KEYWORD)}
+
+
+def _check_args(key: str, maker: Callable[..., Any], args: Mapping[str, Any], before: int = 0) -> None:
+    """That `maker` takes these arguments by name, after `before` others, and misses none."""
+    parameters = list(_parameters(maker).values())[before:]
+    named = [each for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    known = [each.name for each in named]
+    if not any(each.kind == each.VAR_KEYWORD for each in parameters):
+        for name in args:
+            if (key, name) == ("data_args", "folder") and name not in known:
+                raise ValueError(f"--data: {_title(maker)} takes no folder; leave it out")
+            if name not in known:
+                what = meant(name, known) if known else "; it takes none"
+                raise ValueError(f"{key}: {_title(maker)} takes no {name!r}{what}")
+    for each in named:
+        if each.default is each.empty and each.name not in args:
+            how = "--data DIR" if (key, each.name) == ("data_args", "folder") else f"--set {key}.{each.name}=…"
+            raise ValueError(f"{key}: {_title(maker)} needs {each.name!r}; {how} gives it")
+
+
+def _make(key: str, maker: Callable[..., Any], /, *before: Any, **args: Any) -> Any:
+    try:
+        return maker(*before, **args)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{key}: {_title(maker)} refused its arguments: {one_line(error)}") from error
+
+
+def _title(maker: Callable[..., Any]) -> str:
+    return getattr(maker, "__qualname__", repr(maker))
+
+
+def _pair(name: str, made: Any) -> tuple[Any, Any]:
+    if hasattr(made, "train"):
+        return made.train, getattr(made, "val", None)
+    if isinstance(made, tuple | list) and len(made) == 2:
+        return made[0], made[1]
+    raise ValueError(
+        f"data: {name} returns a {type(made).__name__}; (train, val) or an object with .train and .val would do"
+    )
+
+
+def _fill(net: nn.Module, file: Path) -> str:
+    """Put a file's weights into `net`; in words, what it then starts from."""
+    if file.is_file() and file.suffix == ".safetensors":
+        with contextlib.suppress(SafetensorError), safe_open(file, framework="pt") as opened:
+            if "hgnp" in (opened.metadata() or {}):
+                load(file, net)
+                return f"the pruned network in {file}"
+    return load_weights(net, file).about

@@ -1,0 +1,100 @@
+"""The command's edges: help, version, bad input, exit codes, and what is not imported."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import hgnp
+from hgnp.cli import app, exit_code
+from hgnp.recipe import Recipe
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        app(list(arguments))
+    return int(ended.value.code or 0)
+
+
+def test_help_version_and_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call() == 0
+    assert "Commands:" in capsys.readouterr().out
+    assert call("--version") == 0
+    assert capsys.readouterr().out == f"hgnp {hgnp.__version__}\n"
+    assert call("presets") == 0
+    assert capsys.readouterr().out.startswith("demo\tA convolutional network")
+    assert call("presets", "demo") == 0
+    assert capsys.readouterr().out.startswith("about: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["frobnicate"], "No such command 'frobnicate'"),
+        (["run", "--sed", "3"], "No such option: --sed"),
+        (["run", "--seed", "three"], "Invalid value for '--seed'"),
+        (["run", "--seed", "-3"], "seed: -3 was given"),
+        (["run", "dem"], "'dem' is neither a file nor a preset; did you mean demo?"),
+        (["run", "missing.yaml"], "missing.yaml: there is no such file"),
+        (["run", "."], "'.' is neither a file nor a preset"),
+        (["run", "--set", "recipe.kepe=0.1"], "recipe: there is no field 'kepe'; did you mean keep"),
+        (["run", "--set", "recipe.keep=7"], "recipe.keep: 7 was given; a fraction above 0 and up to 1 would do"),
+        (["run", "--method", "magic"], "recipe.method: 'magic' was given; 'hgnp' or"),
+        (["run", "--data", "x"], "--data: digits takes no folder"),
+        (["run", "--device", "abacus"], "device: abacus was given"),
+        (["presets", "dem"], "there is no preset 'dem'; did you mean demo"),
+    ],
+)
+def test_bad_input_is_one_line_and_two(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert call(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("hgnp: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def caught(action: Callable[[], object]) -> Exception:
+    with pytest.raises(Exception) as info:  # noqa: PT011 - any will do
+        action()
+    return info.value
+
+
+def test_only_what_hgnp_raises_on_purpose_is_the_users_mistake() -> None:
+    refused = caught(lambda: Recipe(keep=3))
+    assert exit_code(refused) == (2, "keep: 3 was given; a fraction above 0 and up to 1 would do")
+    nobody_raised = caught(lambda: Recipe.from_dict(3))  # type: ignore[arg-type]
+    assert isinstance(nobody_raised, TypeError)
+    assert exit_code(nobody_raised) is None
+    assert exit_code(caught(lambda: int("x"))) is None
+    assert exit_code(caught(lambda: 1 / 0)) is None
+    assert exit_code(PermissionError(13, "Permission denied", "/x")) == (2, "[Errno 13] Permission denied: '/x'")
+    assert exit_code(OSError(5, "Input/output error")) == (1, "[Errno 5] Input/output error")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["presets"], ["run", "--help"]])
+def test_help_and_presets_do_not_wait_for_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom hgnp.cli import app\n"
+        f"try:\n    app({arguments})\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\nassert 'numpy' not in sys.modules, 'numpy was imported'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "hgnp"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Usage: hgnp")

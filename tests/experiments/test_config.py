@@ -1,0 +1,112 @@
+"""Configurations: read, refused, changed, written."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hgnp.experiments.config import Config, parse, read
+
+SMALL = {"model": "DigitsNet", "data": "digits", "recipe": {"keep": 0.5, "mu": 0.001}}
+
+
+def config(**more: object) -> Config:
+    return Config.from_dict({**SMALL, **more}, where="here", name="small")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"modle": "x"}, "here: there is no key 'modle'; did you mean model"),
+        ({"model": None}, "here: model is missing; an import path such as"),
+        ({"recipe": [1]}, r"here: recipe: \[1\] was given; a mapping of names to values would do"),
+        ({"data_args": "a"}, "here: data_args: 'a' was given; a mapping"),
+        ({"protect": "fc"}, "here: protect: 'fc' was given; a list of layer names would do"),
+        ({"seed": True}, "here: seed: True was given; a whole number from 0"),
+        ({"seed": -1}, "here: seed: -1 was given"),
+        ({"loss": 3}, "here: loss: 3 was given; an import path"),
+        ({"methods": {"taylor": {"lr": 1}}}, "here: methods.taylor: .* was given; recipe: {field: value} would do"),
+    ],
+)
+def test_what_cannot_be_a_configuration_is_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        config(**changes)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["model: [", "a: b: c", "\t- x", "!!python/object/apply:os.getcwd []"])
+def test_a_file_that_is_not_plain_yaml_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"my\.yaml is not YAML: ") as caught:
+        read(file)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "just text", "- a"])
+def test_a_file_without_keys_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a mapping with model, data and recipe would do"):
+        parse(text, where="here", name="x")
+
+
+def test_bytes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"my\.yaml is not text in UTF-8"):
+        read(tmp_path / "my.yaml")
+
+
+def test_numbers_are_read_as_everyone_writes_them() -> None:
+    got = parse(
+        "model: m:N\ndata: d:f\nrecipe: {keep: 1e-1, mu: 1E-3, lr: .5, bound: -2e1, seed: 10}", where="", name="x"
+    )
+    assert got.recipe == {"keep": 0.1, "mu": 0.001, "lr": 0.5, "bound": -20.0, "seed": 10}
+
+
+def test_settings_reach_any_key_and_are_parsed_as_yaml() -> None:
+    before = config(model_args={"width": 8})
+    after = before.with_settings(
+        ["recipe.mu=1e-2", "data_args.batch=32", "seed=7", "recipe.flatness.norm=frozen", "weights=a=b"]
+    )
+    assert after.recipe == {"keep": 0.5, "mu": 0.01, "flatness": {"norm": "frozen"}}
+    assert (after.data_args, after.model_args, after.seed, after.weights) == ({"batch": 32}, {"width": 8}, 7, "a=b")
+    assert before.recipe == SMALL["recipe"]
+    assert after.with_settings(["weights=null"]).weights is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("recip.mu=1", "there is no key 'recip'; did you mean recipe"),
+        ("seed", "'seed' was given; key=value would do"),
+        ("=3", "key=value would do"),
+        ("seed.deep=3", "seed is a whole number.* it holds no 'deep'"),
+        ("recipe.mu.x=3", r"recipe\.mu is 0\.001, not a mapping"),
+        ("recipe.mu={", "'{' is not YAML"),
+        ("seed=abc", "command line: seed: 'abc' was given"),
+    ],
+)
+def test_settings_that_lead_nowhere_are_refused(setting: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config().with_settings([setting])
+
+
+def test_a_method_brings_its_own_hyperparameters_and_settings_come_after() -> None:
+    before = config(methods={"taylor": {"recipe": {"mu": 0, "warmup_epochs": 20}}})
+    after = before.with_method("taylor")
+    assert after.recipe == {"keep": 0.5, "mu": 0, "warmup_epochs": 20, "method": "taylor"}
+    assert after.with_settings(["recipe.warmup_epochs=2"]).recipe["warmup_epochs"] == 2
+    assert before.with_method("l1").recipe == {**SMALL["recipe"], "method": "l1"}
+
+
+def test_what_is_written_is_read_as_the_same_configuration(tmp_path: Path) -> None:
+    before = config(about="Zürich: ein, zwei", protect=["a.b"], data_args={"folder": "/x"}, import_from="/y", seed=3)
+    before.write(tmp_path / "deep" / "config.yaml")
+    assert read(tmp_path / "deep" / "config.yaml") == before
+    assert [each.name for each in (tmp_path / "deep").iterdir()] == ["config.yaml"]
+    assert "methods" not in yaml.safe_load((tmp_path / "deep" / "config.yaml").read_text(encoding="utf-8"))
+
+
+def test_a_file_is_named_after_itself_and_its_neighbours_can_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(SMALL))
+    got = read(tmp_path / "mine.yaml")
+    assert (got.name, got.import_from) == ("mine", str(tmp_path))
