@@ -1,16 +1,20 @@
 """hgnp trains a neural network and prunes whole neurons from it at once, steered to a flat minimum."""
 
-from hgnp.export import Exported, export
-from hgnp.flatness import Flatness
-from hgnp.neurons import Neurons, Selection
-from hgnp.recipe import Recipe
-from hgnp.removal import Removal
-from hgnp.result import Result
-from hgnp.sensitivity import sensitivity
-from hgnp.sharpness import Sharpness, sharpness
-from hgnp.storage import load, save
-from hgnp.train import prune
-from hgnp.training.epoch import DivergedError
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hgnp.curvature.sharpness import Sharpness, sharpness
+    from hgnp.deploy import Exported, export
+    from hgnp.flatness import Flatness
+    from hgnp.neurons import Neurons, Selection
+    from hgnp.recipe import Recipe
+    from hgnp.removal import Removal
+    from hgnp.result import Result
+    from hgnp.scores import sensitivity
+    from hgnp.storage import load, save
+    from hgnp.train import prune
+    from hgnp.training.epoch import DivergedError
 
 __version__ = "0.1.0"
 
@@ -31,3 +35,30 @@ __all__ = [
     "sensitivity",
     "sharpness",
 ]
+
+# Loaded when first used, so that `hgnp --help` does not wait for torch. No module here may have the name of one of these.
+_HOMES = {
+    "hgnp.curvature.sharpness": ("Sharpness", "sharpness"),
+    "hgnp.deploy": ("Exported", "export"),
+    "hgnp.flatness": ("Flatness",),
+    "hgnp.neurons": ("Neurons", "Selection"),
+    "hgnp.recipe": ("Recipe",),
+    "hgnp.removal": ("Removal",),
+    "hgnp.result": ("Result",),
+    "hgnp.scores": ("sensitivity",),
+    "hgnp.storage": ("load", "save"),
+    "hgnp.train": ("prune",),
+    "hgnp.training.epoch": ("DivergedError",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(importlib.import_module(home), name)
+            return value
+    raise AttributeError(f"module 'hgnp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hgnp.deploy import one_line
 from hgnp.experiments.timings import Bench, conditions
 from hgnp.experiments.variants import DEFAULTS, VARIANTS, Way, compiling, way
-from hgnp.export import one_line
 from hgnp.neurons import Neurons
 from hgnp.timing import side_by_side
 

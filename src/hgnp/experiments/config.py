@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from hgnp.files import write_text
+from hgnp.files import write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class Config:
 
     def write(self, file: Path) -> None:
         """Whole or not at all; `hgnp run FILE` runs it again."""
-        write_text(file, yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True, width=120))
+        write(file, yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True, width=120))
 
 
 KEYS = tuple(each.name for each in dataclasses.fields(Config))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hgnp.export import export, onnx_session, run_onnx
+from hgnp.deploy import export, onnx_session, run_onnx
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 VARIANTS = ("eager", "channels_last", "compile", *HALVES, "onnx")

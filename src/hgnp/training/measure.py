@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from hgnp.curvature.forward import run
 from hgnp.curvature.losses import Loss
-from hgnp.sharpness import sharpness
+from hgnp.curvature.sharpness import sharpness
 from hgnp.timing import side_by_side
 from hgnp.training.batches import Batches, Output, pick, samples_in
 

@@ -8,7 +8,7 @@ from hgnp.flatness import Flatness
 from hgnp.neurons import Neurons, Preview, Scores, Selection
 from hgnp.neurons.selection import Coupling
 from hgnp.recipe import Recipe
-from hgnp.sensitivity import sensitivity
+from hgnp.scores import sensitivity
 
 CRITERION = {"hgnp": "taylor", "taylor": "taylor", "sam": "taylor"}
 """Method → what scores neurons; the other methods are named after their score."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import hgnp
 from cases import CASES, conv
-from hgnp.export import OPSET, Exported, export
+from hgnp.deploy import OPSET, Exported, export
 
 SUFFIXES = ("onnx", "pt2")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hgnp
 from hgnp.curvature.tangent import load_jvp
-from hgnp.sensitivity import normalised
+from hgnp.scores import normalised
 
 H = 1e-5
 
