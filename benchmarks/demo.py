@@ -84,7 +84,7 @@ def main() -> None:
         "# The demo",
         "",
         f"`python {' '.join(sys.argv)}`, {datetime.date.today()}, {platform.machine()} with {os.cpu_count()} cores, "
-        f"torch {torch.__version__}.",
+        f"{torch.get_num_threads()} in use, torch {torch.__version__}.",
         "",
         "*Unpruned* is the same network, data, seed and number of epochs with `keep: 1`. Latency is of 256 pictures"
         ", the full and the pruned network timed in turns. Wall time is that of `hgnp run`, from start to exit.",
