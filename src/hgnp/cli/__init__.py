@@ -13,7 +13,7 @@ from types import TracebackType
 import typer
 
 from hgnp import __version__
-from hgnp.cli import presets, run
+from hgnp.cli import bench, compare, export, presets, report, run, sharpness
 
 BAD_INPUT, STOPPED = 2, 1
 
@@ -26,6 +26,11 @@ commands = typer.Typer(
 )
 commands.command("run")(run.run)
 commands.command("presets")(presets.presets)
+commands.command("compare")(compare.compare)
+commands.command("bench")(bench.bench)
+commands.command("report")(report.report)
+commands.command("export")(export.export)
+commands.command("sharpness")(sharpness.sharpness)
 
 
 @commands.callback()

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -74,6 +74,7 @@ def run(
             raise typer.Exit(130) from None
         raise
     progress.stop()
+    write_page(folder, say)
 
     from rich.console import Console
 
@@ -84,6 +85,20 @@ def run(
     show(result, out=folder, console=Console(file=say, width=None if say.isatty() else 140))
     if as_json:
         print(json.dumps({**result, "out": str(folder)}))
+
+
+def write_page(folder: Path, say: TextIO) -> None:
+    """The run to look at, unless it is there; a machine without plotly can still train."""
+    page = folder / "page.html"
+    if page.exists():
+        return
+    from hgnp import runs
+    from hgnp.experiments.page import write_report
+
+    try:
+        write_report([runs.read(folder)], page)
+    except ImportError as error:
+        print(f"hgnp: no page: {error}", file=say)
 
 
 def discard(folder: Path, *, made: bool) -> None:

@@ -8,7 +8,6 @@ import dataclasses
 import importlib
 import inspect
 import os
-import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -26,6 +24,7 @@ from hgnp.experiments.data.loader import as_device
 from hgnp.experiments.models import load_weights
 from hgnp.recipe import Recipe
 from hgnp.storage import load
+from hgnp.training import streams
 
 if TYPE_CHECKING:
     from hgnp import Result
@@ -61,9 +60,7 @@ class Experiment:
 
 
 def prepare(config: Config) -> Experiment:
-    for folder in (os.getcwd(), config.import_from):
-        if folder and folder not in sys.path:
-            sys.path.insert(0, folder)
+    make_importable(config)
     if config.recipe.get("seed", config.seed) != config.seed:
         raise ValueError(f"recipe.seed: {config.recipe['seed']!r} was given; seed, beside recipe, seeds the whole run")
     try:
@@ -72,21 +69,16 @@ def prepare(config: Config) -> Experiment:
         message = one_line(error)
         raise ValueError(message if message.startswith("recipe") else f"recipe.{message}") from error
     device = str(as_device(config.device or ("cuda" if torch.cuda.is_available() else "cpu")))
-    model = _named("model", config.model, MODELS)
+    _named("model", config.model, MODELS)
     data = _named("data", config.data, DATA)
     data_args = dict(config.data_args)
     if "device" in _parameters(data):
         data_args.setdefault("device", device)
-    _check_args("model_args", model, config.model_args)
     _check_args("data_args", data, data_args)
     options = {"device": device, "protect": config.protect, **_options(config)}
 
-    random.seed(config.seed)
-    np.random.seed(config.seed)
-    torch.manual_seed(config.seed)
-    net = _make("model", model, **config.model_args)
-    if not isinstance(net, nn.Module):
-        raise ValueError(f"model: {config.model} makes a {type(net).__name__}; an nn.Module would do")
+    streams.seed(config.seed)
+    net = network(config)
     start = "random weights" if config.weights is None else _fill(net, Path(config.weights))
     loaders = _make("data", data, **data_args)
     train, val = _pair(config.data, loaders)
@@ -95,6 +87,23 @@ def prepare(config: Config) -> Experiment:
     about = {"name": config.name, "start": start, "features": features}
     fields = {name: value for name, value in recipe.as_dict().items() if name != "seed"}
     return Experiment(dataclasses.replace(config, recipe=fields), net, train, val, recipe, options, about)
+
+
+def make_importable(config: Config) -> None:
+    """The current folder and the configuration's own, for import paths."""
+    for folder in (os.getcwd(), config.import_from):
+        if folder and folder not in sys.path:
+            sys.path.insert(0, folder)
+
+
+def network(config: Config) -> nn.Module:
+    """A fresh instance, at full size."""
+    model = _named("model", config.model, MODELS)
+    _check_args("model_args", model, config.model_args)
+    net = _make("model", model, **config.model_args)
+    if not isinstance(net, nn.Module):
+        raise ValueError(f"model: {config.model} makes a {type(net).__name__}; an nn.Module would do")
+    return net
 
 
 def find(key: str, path: str) -> Any:

@@ -59,6 +59,14 @@ def top_curvature(net: nn.Module, data: Batches, loss: Loss, output: Output | No
         return None
 
 
+def sample_of(inputs: Any) -> list[dict[str, Any]] | None:
+    """Shape and type of one sample's inputs, each without its batch dimension; None unless they are tensors by position."""
+    given = [inputs] if isinstance(inputs, Tensor) else inputs
+    if not isinstance(given, tuple | list) or not all(isinstance(x, Tensor) and x.dim() for x in given):
+        return None
+    return [{"shape": list(x.shape[1:]), "dtype": str(x.dtype).removeprefix("torch.")} for x in given]
+
+
 def features(net: nn.Module, inputs: Any, out: Any, *, classes: bool, train: Any, val: Any) -> dict[str, Any]:
     """What the paper's hybrid looks at; None where it is not known."""
     convolutions = [module for module in net.modules() if isinstance(module, _ConvNd)]

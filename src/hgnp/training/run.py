@@ -32,7 +32,7 @@ from hgnp.training.batches import Batches, Output, check_first, check_labels, is
 from hgnp.training.epoch import DivergedError, Epochs
 from hgnp.training.evaluate import Metric, evaluate
 from hgnp.training.folder import Folder, versions
-from hgnp.training.measure import copied, features, latencies, top_curvature
+from hgnp.training.measure import copied, features, latencies, sample_of, top_curvature
 from hgnp.training.optimizers import OptimizerOrMaker, make_optimizer, make_scheduler, step_scheduler
 from hgnp.training.plan import Plan
 from hgnp.training.rounds import Pruner
@@ -258,7 +258,7 @@ class Run:
             "name": None, "method": self.recipe.method, "seed": self.recipe.seed, "metric": self._metric_name(),
             "model": type(self.net).__qualname__, "recipe": self.recipe.as_dict(), "versions": versions(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-            "threads": torch.get_num_threads(), "start": None,
+            "threads": torch.get_num_threads(), "start": None, "input": sample_of(self.inputs),
             "at_start": {
                 "parameters": start.parameters, "neurons": start.neurons, "macs": start.macs // self.samples,
                 "widths": {layer.name: layer.total for layer in self.neurons.layers},

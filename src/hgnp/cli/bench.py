@@ -1,0 +1,75 @@
+"""`hgnp bench`: inference, timed side by side."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def bench(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN…", help="A finished run's folder; of several, all networks are timed in one table."
+        ),
+    ],
+    batch: Annotated[list[int] | None, typer.Option(metavar="N", help="Batch sizes; the paper's if left out.")] = None,
+    device: Annotated[list[str] | None, typer.Option(metavar="NAME", help="cpu, cuda …; repeatable.")] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="eager, channels_last, compile, bf16, fp16, onnx; repeatable."),
+    ] = None,
+    weights: Annotated[
+        list[float] | None,
+        typer.Option(metavar="KEPT", help="Weight-pruned networks that keep this fraction; repeatable."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Calls of each network.")] = 15,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, the last line of stdout.")] = False,
+) -> None:
+    """Full, weight-pruned and neuron-pruned networks: eager, channels_last, compiled, half precision, ONNX."""
+    import torch
+    from rich.console import Console
+
+    from hgnp import runs as folders
+    from hgnp.experiments.again import networks, sample
+    from hgnp.experiments.bench import Entry, equal_accuracy
+    from hgnp.files import as_json as text
+    from hgnp.files import write_json
+
+    say = sys.stderr if as_json else sys.stdout
+    full, first = networks(runs[0])
+    entries = []
+    for number, run in enumerate(runs):
+        small = first if number == 0 else networks(run)[1]
+        result = folders.read(run).result or {}
+        accuracy = (result.get("after") or {}).get("metric")
+        kept = sum(p.numel() for p in small.parameters()) / sum(p.numel() for p in full.parameters())
+        if weights is None:
+            entries.append(Entry("weight-pruned", kept))
+        entries.append(Entry("neuron-pruned" if len(runs) == 1 else f"neuron-pruned, {run.name}", small, accuracy))
+    entries += [Entry("weight-pruned", kept) for kept in weights or []]
+    devices = device or ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+    def progress(label: str, done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            print(
+                f"\r\x1b[K{done}/{total} {label}", end="" if done < total else "\r\x1b[K", file=sys.stderr, flush=True
+            )
+
+    found = equal_accuracy(
+        full,
+        entries,
+        sample(runs[0]),
+        batches=batch,
+        device=devices,
+        variants=variant,
+        repeats=repeats,
+        progress=progress,
+    )
+    Console(file=say, width=None if say.isatty() else 160).print(found.table())
+    file = write_json(runs[0] / "bench.json", found.as_dict())
+    found.write_csv(runs[0] / "bench.csv")
+    print(f"{file} and bench.csv", file=say)
+    if as_json:
+        print(text(found.as_dict()))

@@ -1,0 +1,110 @@
+"""`hgnp compare`: runs against each other."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from hgnp.experiments.compare import Comparison, Study
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs, of any methods and seeds.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the page, the tables and the figures go.")] = Path(
+        "runs/comparison"
+    ),
+    baseline: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A method or label; Taylor if there is one.")
+    ] = None,
+    new: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--new",
+            metavar="KEY=VALUE",
+            help="Features of a new data set, such as classes=10; repeatable. Says which method to use.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, the last line of stdout.")] = False,
+) -> None:
+    """Accuracy against κ, relative differences, areas, crossings, the hybrid; a page, tables and figures."""  # fmt: skip
+    from hgnp.experiments import hybrid, publish
+
+    wanted = _features(new or [])
+    comparison = publish.compare(runs, out, baseline=baseline)
+    say = sys.stderr if as_json else sys.stdout
+    _show(comparison, say)
+    advice = hybrid.recommend(wanted, [s for s in comparison.model.samples if s not in hybrid.PAPER]) if new else None
+    if advice is not None:
+        print("\nfor the new data set:", *advice.sentences, sep="\n  ", file=say)
+    print(
+        f"\n{out / 'page.html'}  (the same to look at, with summary.csv, curves.csv, comparison.json and figures/ beside it)",
+        file=say,
+    )
+    if as_json:
+        from hgnp.files import as_json as text
+
+        told = None if advice is None else {"threshold": advice.threshold, "sentences": list(advice.sentences)}
+        print(text({**publish.as_dict(comparison), "recommendation": told, "out": str(out)}))
+
+
+def _features(given: list[str]) -> dict[str, Any]:
+    from hgnp.experiments.config import meant
+    from hgnp.experiments.hybrid import FEATURES
+
+    found: dict[str, Any] = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals or name not in FEATURES:
+            raise ValueError(f"--new: {each!r} was given{meant(name, FEATURES)}, as in classes=10")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            raise ValueError(f"--new: {name} is {value!r}; a number would do") from None
+    return found
+
+
+def _show(comparison: "Comparison", say: Any) -> None:
+    from rich.console import Console
+
+    console = Console(file=say, width=None if say.isatty() else 140)
+    for study in comparison.studies:
+        console.print(_table(study))
+        for note in study.notes:
+            console.print(note, markup=False, highlight=False)
+
+
+def _table(study: "Study") -> Any:
+    from rich.table import Table
+
+    from hgnp.progress import score
+
+    pairs = {pair.label: pair for pair in study.pairs}
+    levels = study.levels
+    table = Table(title=f"{study.title}: {study.metric} at κ", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for name in (*(f"{level:.0%}" for level in levels), "area gain", "overtakes at κ"):
+        table.add_column(name, justify="right")
+    for group in study.groups:
+        pair = pairs.get(group.label)
+        cells = ["–"] * len(levels)
+        if group.curve is not None:
+            cells = [_at(group.curve, level, study.metric, score) for level in levels]
+        gain = "" if pair is None or pair.gain is None else f"{pair.gain:+.2f} %"
+        crossed = "" if pair is None else " ".join(f"{c.kept:.0%}" for c in pair.crossings) or "never"
+        runs = f" ({len(group.runs)} runs)" if len(group.runs) > 1 else ""
+        table.add_row(f"{group.label}{runs}", *cells, gain, crossed)
+    return table
+
+
+def _at(curve: Any, level: float, metric: str, score: Any) -> str:
+    import numpy as np
+
+    kept = curve.kept[::-1] if curve.kept[0] > curve.kept[-1] else curve.kept
+    order = slice(None, None, -1) if curve.kept[0] > curve.kept[-1] else slice(None)
+    mean = float(np.interp(level, kept, curve.mean[order]))
+    if not curve.spread:
+        return str(score(mean, metric))
+    return f"{score(mean, metric)} ± {score(float(np.interp(level, kept, curve.spread[order])), metric)}"

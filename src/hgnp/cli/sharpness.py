@@ -1,0 +1,45 @@
+"""`hgnp sharpness`: how flat a run's solution is."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def sharpness(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's folder.")],
+    data: Annotated[str | None, typer.Option(metavar="DIR", help="The folder the data is in, if it has moved.")] = None,
+    batches: Annotated[int, typer.Option(min=1, metavar="N", help="Validation batches to take the Hessian over.")] = 1,
+    k: Annotated[int, typer.Option(min=1, metavar="N", help="How many eigenvalues.")] = 1,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1 …")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """The largest eigenvalues of the Hessian of the loss, plain and scale-invariant, on validation data."""
+    from dataclasses import asdict
+    from itertools import islice
+
+    import torch.nn.functional as F
+
+    import hgnp
+    from hgnp.experiments.again import experiment
+    from hgnp.training.batches import Batches, unpack
+
+    made = experiment(run, data, device)
+    net = made.net.to(made.options["device"])
+    loader = made.train if made.val is None else made.val
+    few = list(
+        islice(Batches(loader, "val", made.options.get("unpack") or unpack, next(net.parameters()).device), batches)
+    )
+    options = {"loss": made.options.get("loss", F.cross_entropy), "output": made.options.get("output"), "k": k}
+    found = {
+        name: hgnp.sharpness(net, few, scale_invariant=scaled, **options)
+        for name, scaled in (("plain", False), ("scale-invariant", True))
+    }
+    if as_json:
+        print(json.dumps({name: asdict(each) for name, each in found.items()}))
+        return
+    for name, each in found.items():
+        values = ", ".join(f"{value:.4g}" for value in each.eigenvalues)
+        ended = "" if each.converged else ", NOT converged"
+        print(f"{name}: {values}  (±{max(each.residuals):.1g}, {each.steps} products with the Hessian{ended})")
