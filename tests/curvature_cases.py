@@ -10,6 +10,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 torch.set_num_threads(1)
 
+CHOICES = {
+    "default": {},
+    "frozen": {"norm": "frozen"},
+    "this batch": {"v_from": "this_batch"},
+    "frozen, this batch": {"norm": "frozen", "v_from": "this_batch"},
+    "hessian": {"curvature": "hessian"},
+    "hessian, frozen": {"curvature": "hessian", "norm": "frozen"},
+    "sampled": {"labels": "sampled"},
+    "empirical": {"ranking": "empirical"},
+    "expand, scale invariant": {"convention": "expand", "scaling": "scale_invariant"},
+    "paper": {"flatness": "paper"},
+}
+
 
 class RMSNorm(nn.Module):
     """nn.RMSNorm over the last dimension of a map whose channels come second."""

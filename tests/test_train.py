@@ -1,11 +1,6 @@
 """`hgnp.prune`: Algorithm 2 as a user meets it."""
 
 import copy
-import math
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,56 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import hgnp
 from hgnp.recipe import METHODS
+from train_cases import Net, loaders, made, recipe, stripes
 
 KEYS = (
     "epoch phase loss penalty radius curvature hinge blocks val_loss metric kept parameters neurons macs removed widths "
     "lr mu seconds"
 )
-
-
-class Net(nn.Module):
-    def __init__(self, outputs: int = 3) -> None:
-        super().__init__()
-        self.a, self.na = nn.Conv2d(1, 12, 3, padding=1), nn.BatchNorm2d(12)
-        self.b, self.nb = nn.Conv2d(12, 16, 3, padding=1, stride=2), nn.BatchNorm2d(16)
-        self.c, self.out = nn.Linear(16, 20), nn.Linear(20, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.na(self.a(x)))
-        x = torch.relu(self.nb(self.b(x))).mean((2, 3))
-        return self.out(torch.relu(self.c(x)))
-
-
-def made(seed: int = 0, outputs: int = 3) -> Net:
-    torch.manual_seed(seed)
-    return Net(outputs)
-
-
-def stripes(n: int = 96, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Three kinds of stripes with noise: something that can be learned in seconds."""
-    generator = torch.Generator().manual_seed(seed)
-    y = torch.arange(n) % 3
-    x = torch.randn(n, 1, 6, 6, generator=generator) * 0.3
-    ramp = torch.arange(6) % 2
-    x[y == 1] += ramp.view(1, 1, 6, 1)
-    x[y == 2] += ramp.view(1, 1, 1, 6)
-    return x, y
-
-
-def loaders(batch: int = 16) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    return (
-        DataLoader(TensorDataset(*stripes()), batch_size=batch, shuffle=True),
-        DataLoader(TensorDataset(*stripes(60, seed=2)), batch_size=30),
-    )
-
-
-def recipe(**given: Any) -> hgnp.Recipe:
-    quick = {"keep": 0.3, "warmup_epochs": 2, "neurons_per_round": 8, "finetune_epochs": 2, "lr": 0.05, "seed": 0}
-    return hgnp.Recipe(**(quick | given))
 
 
 def test_one_call(tmp_path: Path) -> None:
@@ -230,85 +184,6 @@ def test_a_trained_net_without_training() -> None:
     assert (net.eval()(x).argmax(1) == y).float().mean() > 0.9
 
 
-# Training
-
-
-def rates(result: hgnp.Result) -> list[float]:
-    return [row["lr"] for row in result.history]
-
-
-def test_cosine_over_the_run_and_over_the_fine_tuning() -> None:
-    whole = rates(hgnp.prune(made(), *loaders(), recipe=recipe(schedule="cosine", finetune_epochs=4)))
-    assert whole == sorted(whole, reverse=True)
-    assert whole[0] > 0.045
-    assert whole[-1] < 0.005
-    late = hgnp.prune(made(), *loaders(), recipe=recipe(schedule="cosine", anneal="finetune", finetune_epochs=4))
-    phases = [row["phase"] for row in late.history]
-    assert all(lr == 0.05 for lr, phase in zip(rates(late), phases, strict=True) if phase != "finetune")
-    last = [0.05 * (1 + math.cos(math.pi * (epoch + 5 / 6) / 4)) / 2 for epoch in range(4)]  # at the last of six steps
-    assert rates(late)[-4:] == pytest.approx(last)
-
-
-def test_steps_and_one_cycle() -> None:
-    stepped = rates(hgnp.prune(made(), *loaders(), recipe=recipe(schedule="steps", lr_steps=[0.5], lr_factor=0.2)))
-    assert sorted(set(stepped)) == pytest.approx([0.01, 0.05])
-    cycle = rates(
-        hgnp.prune(
-            made(), *loaders(), recipe=recipe(schedule="one_cycle", keep=1.0, warmup_epochs=10, finetune_epochs=0)
-        )
-    )
-    assert max(cycle) == pytest.approx(0.05, rel=0.1)
-    assert cycle.index(max(cycle)) in (2, 3)
-    assert cycle[-1] < 0.003
-
-
-def test_own_optimizer_and_scheduler() -> None:
-    net = made()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    result = hgnp.prune(net, *loaders(), recipe=recipe(), optimizer=optimizer, scheduler=scheduler)
-    assert rates(result) == pytest.approx([0.01 * 0.5 ** (i + 1) for i in range(result.epochs)])
-    for p in net.parameters():
-        assert optimizer.state[p]["exp_avg"].shape == p.shape
-    made_inside = hgnp.prune(
-        made(), *loaders(), recipe=recipe(), optimizer=lambda p: torch.optim.AdamW(p, lr=0.01),
-        scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
-    )  # fmt: skip
-    assert made_inside.reached
-
-
-def test_the_term_s_weight_warms_up() -> None:
-    history = hgnp.prune(made(), *loaders(), recipe=recipe(mu=0.01, bound=0.0, mu_warmup_epochs=3)).history
-    assert [row["mu"] for row in history[:4]] == pytest.approx([0.01 * (i + 5 / 6) / 3 for i in range(3)] + [0.01])
-    assert 0 < history[0]["penalty"] < 0.01 * history[0]["curvature"]
-
-
-@pytest.mark.parametrize("method", ["hgnp", "sam"])
-def test_gradients_are_clipped(method: str) -> None:
-    net = made()
-    norms = []
-
-    class Watching(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            norms.append(float(torch.stack([p.grad.norm() for p in net.parameters()]).norm()))
-            super().step()
-
-    def optimizer(p: Any) -> torch.optim.Optimizer:
-        return Watching(p, lr=0.05)
-
-    hgnp.prune(net, *loaders(), recipe=recipe(clip_norm=0.01, method=method), optimizer=optimizer)
-    assert max(norms) <= 0.01001
-
-
-def test_bfloat16() -> None:
-    result = hgnp.prune(made(), *loaders(), recipe=recipe(precision="bf16"))
-    assert result.after.metric is not None
-    assert result.after.metric > 0.9
-    assert all(p.dtype == torch.float32 for p in result.model.parameters())
-    exact = hgnp.prune(made(), *loaders(), recipe=recipe())
-    assert result.history[0]["loss"] != exact.history[0]["loss"]
-
-
 # Other tasks and data
 
 
@@ -377,114 +252,3 @@ def test_on_epoch_ends_a_run(tmp_path: Path) -> None:
     assert result.stopped == "on_epoch ended it after epoch 1"
     assert not result.reached
     assert "misses" in repr(result)
-
-
-# What can go wrong
-
-
-def refused(message: str, error: type[Exception] = ValueError, net: nn.Module | None = None, **given: Any) -> None:
-    train, val = loaders()
-    arguments: dict[str, Any] = {"train": train, "val": val, "recipe": recipe()} | given
-    with pytest.raises(error, match=message) as caught:
-        hgnp.prune(net or made(), arguments.pop("train"), arguments.pop("val"), **arguments)
-    assert "\n" not in str(caught.value)
-
-
-def test_bad_input_is_one_line(tmp_path: Path) -> None:
-    x, y = stripes()
-    refused("train: the loader yields nothing", train=[])
-    refused("train: the loader yields nothing", train=iter([(x, y)]))
-    refused("val: the loader yields nothing", val=[])
-    refused("train: label 7 is out of range; the network has 3 outputs", train=[(x, y), (x, torch.full((96,), 7))])
-    refused("train: label -1 is out of range", train=[(x, y - 1)])
-    refused(r"net: its output of shape \(96, 3\) does not fit labels of shape \(96, 1\)", train=[(x, y.view(-1, 1))])
-    refused("net: it returned a tuple; output=lambda", net=_Tuple())
-    refused("net: its forward failed on the first batch in a: ", train=[(x.repeat(1, 2, 1, 1), y)])
-    refused("train: a batch is 3 parts", train=[(x, y, y)])
-    refused("train: a batch has x but no 'labels'", train=[{"x": x}])
-    refused(
-        "loss: it returned of shape", loss=lambda o, t: F.cross_entropy(o, t, reduction="none"), recipe=recipe(mu=0.0)
-    )
-    refused("keep: 0.001 of the params was asked; no less than", recipe=recipe(keep=0.001))
-    refused("recipe: a dict was given", TypeError, recipe={"keep": 0.1})
-    refused("resume: True was given without out", resume=True)
-    refused("optimizer: LBFGS", optimizer=torch.optim.LBFGS)
-    refused("optimizer: it holds parameters that are not", optimizer=torch.optim.SGD(made(3).parameters(), lr=0.1))
-    refused("scheduler: it was given beside", recipe=recipe(schedule="cosine"), scheduler=lambda o: None)
-    refused("protect: no module 'd'", protect=["d"])
-    (tmp_path / "file").write_text("")
-    refused("is a file; a folder would do", FileExistsError, out=tmp_path / "file")
-
-
-class _Tuple(Net):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), x
-
-
-def test_a_failed_start_leaves_the_network_alone() -> None:
-    net = made()
-    before = copy.deepcopy(net.state_dict())
-    x, y = stripes()
-    refused("label -1", net=net, train=[(x, y - 1)])
-    refused("keep: 0.001", net=net, recipe=recipe(keep=0.001))
-    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
-    assert net.training
-
-
-def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
-    hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path / "run")
-    before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
-    refused("holds a run already; resume it", FileExistsError, out=tmp_path / "run")
-    assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == before
-
-
-@pytest.mark.parametrize("method", ["hgnp", "taylor"])
-def test_a_loss_that_is_not_finite_stops_the_run(method: str, tmp_path: Path) -> None:
-    good = recipe(method=method, warmup_epochs=6)
-
-    def explode(state: Any) -> None:
-        if state.epoch == 1:
-            with torch.no_grad():
-                state.net.out.weight.mul_(math.inf)
-
-    with pytest.raises(
-        hgnp.DivergedError, match=r"the loss is nan in epoch 2, step 0; the last good checkpoint is .*, after 2"
-    ):
-        hgnp.prune(made(), *loaders(), recipe=good, out=tmp_path / "run", on_epoch=explode)
-    with pytest.raises(hgnp.DivergedError, match="no checkpoint was kept"):
-        hgnp.prune(made(), *loaders(), recipe=recipe(method=method, lr=1e20))
-
-
-def test_a_disk_that_is_full_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    """A limit on the size of files stands in for the disk: the same error from the same system call."""
-    script = f"""
-import resource, signal, sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}]
-from test_train import *
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-def full(state):
-    if state.epoch == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-try:
-    hgnp.prune(made(), *loaders(), recipe=recipe(), out={str(tmp_path / "run")!r}, on_epoch=full)
-except OSError as error:
-    print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert "could not be written" in done.stdout, done.stderr
-    assert "the last good checkpoint is" in done.stdout
-    assert len(done.stdout.splitlines()) == 1
-    assert not [p for p in (tmp_path / "run").iterdir() if p.name.startswith(".")]
-    result = hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path / "run", resume=True)
-    assert (result.epochs, result.parts) == (len(result.history), 2)
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    refused("out: .* cannot be made", OSError, out="/proc/nowhere/run")
-
-
-@pytest.mark.parametrize("make", [lambda: nn.ReLU()])
-def test_nothing_to_train(make: Callable[[], nn.Module]) -> None:
-    refused("net: it has no parameters", net=make())

@@ -5,6 +5,7 @@ gives norms their running statistics. The routes override `compute`.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -106,6 +107,11 @@ def run(
         args = tuple(inputs)
     out = net(*args, **kwargs) if buffers is None else torch.func.functional_call(net, buffers, args, kwargs)
     return out if output is None else output(out)
+
+
+def autocast_off(like: Tensor) -> AbstractContextManager[Any]:
+    """Curvature is summed up in full precision, whatever the network's pass runs in."""
+    return torch.autocast(like.device.type, enabled=False)
 
 
 def layer_of(net: nn.Module, error: BaseException) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hgnp.curvature.forward import Forward, Func
+from hgnp.curvature.forward import Forward, Func, Watch
 from hgnp.curvature.norms import PRIMITIVE
 from hgnp.curvature.operations import name_of
 from hgnp.curvature.tangent import FUSED
@@ -25,15 +25,22 @@ class Primitive(Forward):
             return self.primal(PRIMITIVE.get(func, func), args, kwargs)
 
 
-def quotient(loss: Tensor, seeds: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """VᵀHV, differentiable; seeds are the block's parameters with their directions."""
-    parameters = [parameter for parameter, _ in seeds]
-    directions = [direction for _, direction in seeds]
-    gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
-    curved = [(g, d) for g, d in zip(gradients, directions, strict=True) if g is not None and g.requires_grad]
-    if not curved:  # C is linear in the block, or does not depend on it
-        return loss * 0.0
-    products = torch.autograd.grad(
-        [g for g, _ in curved], parameters, [d for _, d in curved], create_graph=True, materialize_grads=True
-    )
-    return torch.stack([(p * d).sum() for p, d in zip(products, directions, strict=True)]).sum()
+class Hessian(Primitive):
+    """A pass after which q along `seeds`, the block's parameters with their directions, can be taken."""
+
+    def __init__(self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None, frozen: bool) -> None:
+        super().__init__(watch=watch, frozen=frozen)
+        self._seeds = seeds
+
+    def quotient(self, loss: Tensor, z: Any, target: Any) -> Tensor:
+        """q, differentiable."""
+        parameters = [parameter for parameter, _ in self._seeds]
+        directions = [direction for _, direction in self._seeds]
+        gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+        curved = [(g, d) for g, d in zip(gradients, directions, strict=True) if g is not None and g.requires_grad]
+        if not curved:  # C is linear in the block, or does not depend on it
+            return loss * 0.0
+        products = torch.autograd.grad(
+            [g for g, _ in curved], parameters, [d for _, d in curved], create_graph=True, materialize_grads=True
+        )
+        return torch.stack([(p * d).sum() for p, d in zip(products, directions, strict=True)]).sum()

@@ -1,4 +1,4 @@
-"""Each block's top eigenpair, kept from batch to batch, and the block they point to.
+"""Each block's top eigenpair, and the block they point to.
 
 λ_l = λ^Ψ λ^Γ and v_l = v^Ψ ⊗ v^Γ (equation 4), for every group of every block; v is the one with the largest score and
 zero everywhere else. `Observer` is what a forward pass shows its layers to: it gathers Ψ on the way and Γ in `pull`.
@@ -14,6 +14,7 @@ from torch import Tensor
 from hgnp.curvature.blocks import Block
 from hgnp.curvature.eigen import Eigenpair, arbitrary, kronecker_residual, top
 from hgnp.curvature.factors import GammaMoments, PsiMoments, per_position, plain_convolution, unit, wide
+from hgnp.curvature.forward import autocast_off
 
 COLD_STEPS = 60
 WARM_STEPS = 4
@@ -53,7 +54,7 @@ class Observer:
         block = self._blocks.get(id(options["weight"]))
         if block is None or not out.requires_grad:
             return out
-        with torch.autocast(out.device.type, enabled=False):
+        with autocast_off(out):
             if block.name not in self.psi:
                 scale = wide(block.filter_norms().detach()) if self.scale_invariant else None
                 self.psi[block.name] = PsiMoments(block, self.samples, self.convention)
@@ -107,7 +108,7 @@ class Observer:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The block with the largest score, its group, and what was measured of its pair."""
+    """The block with the largest score."""
 
     index: Tensor  # into `blocks`, on the host; ready once `wait` returns
     ready: torch.cuda.Event | None

@@ -1,0 +1,133 @@
+"""The direction v, kept from batch to batch: every block's top eigenpair, and the block they point to.
+
+v is the eigenvector of the block with the largest score, zero in all others (equation 4). A batch's factors are gathered by
+an `observer` on the way through a forward pass; `update` solves for the eigenpairs from where the last batch left them, and
+chooses. All that a step takes from a batch for v goes through `update`; all that the host decides about v is `block`.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hgnp.curvature.blocks import Block, find_blocks
+from hgnp.curvature.choices import Choices
+from hgnp.curvature.eigen import arbitrary
+from hgnp.curvature.factors import wide
+from hgnp.curvature.forward import autocast_off
+from hgnp.curvature.losses import LossCurvature
+from hgnp.curvature.operations import tensors_in
+from hgnp.curvature.spectrum import Chosen, Observer, Pair, solve
+
+
+class Direction:
+    """v of the batches seen so far."""
+
+    def __init__(self, net: nn.Module, choices: Choices, curvature: LossCurvature | None) -> None:
+        self.net, self.choices = net, choices
+        self._curvature = curvature
+        self._scale_invariant = choices.scaling == "scale_invariant"
+        self._empirical = choices.ranking == "empirical"
+        self.pairs: dict[str, Pair] = {}
+        """Block → its eigenpair."""
+        self._chosen: Chosen | None = None
+        self._generator: torch.Generator | None = None
+
+    def copy(self) -> "Direction":
+        """One to go on with from here while this one stays as it is."""
+        other = copy.copy(self)
+        other.pairs = dict(self.pairs)
+        other._generator = None if self._generator is None else self._generator.clone_state()
+        return other
+
+    def block(self) -> Block | None:
+        """The block that was chosen, unless it is gone, frozen or of another shape by now. Waits for the last choice."""
+        name = None if self._chosen is None else self._chosen.block().name
+        found = next((block for block in find_blocks(self.net) if block.name == name), None)
+        return found if found is not None and self.pairs[found.name].fits(found) else None
+
+    def seeds(self, block: Block) -> list[tuple[Tensor, Tensor]]:
+        """The block's parameters with their parts of v."""
+        return self.pairs[block.name].direction(block, scale_invariant=self._scale_invariant)
+
+    def observer(self, inputs: Any) -> Observer:
+        samples = next(tensors_in(inputs)).shape[0]
+        return Observer(
+            find_blocks(self.net), samples, convention=self.choices.convention,
+            scale_invariant=self._scale_invariant, keep=self._empirical,
+        )  # fmt: skip
+
+    def update(
+        self, observer: Observer, loss: Tensor, z: Any, target: Any, scale: float | Tensor, *, cold: bool
+    ) -> None:
+        """v of the batch that the observer has seen go forward to the output z and the loss."""
+        if not observer.psi:
+            raise ValueError("net: none of its Linear and convolution layers was called in a way that can be seen; "
+                             "a scripted or compiled network must be given as the plain module")  # fmt: skip
+        with autocast_off(loss):
+            if self.choices.labels == "sampled":
+                assert self._curvature is not None
+                observer.pull(z, self._curvature.draw(z.detach(), target, self._draws(z.device)), scale)
+            else:
+                observer.pull(loss, None, scale)
+            with torch.no_grad():
+                blocks = find_blocks(self.net)
+                start = {block.name: self._start(block) for block in blocks}
+                pairs, self._chosen = solve(observer, blocks, start, empirical=self._empirical, cold=cold)
+                self.pairs |= pairs
+
+    def _start(self, block: Block) -> tuple[Tensor, Tensor]:
+        """The last eigenvectors, or the same arbitrary ones for every run."""
+        pair = self.pairs.get(block.name)
+        if pair is not None and pair.fits(block):
+            return pair.psi.vector, pair.gamma.vector
+        like = wide(block.weight.detach()[:0])
+        shapes = (block.psi_shape, block.gamma_shape)
+        psi, gamma = (arbitrary(side, like.dtype, like.device).expand(groups, side) for groups, side in shapes)
+        return psi, gamma
+
+    def _draws(self, device: torch.device) -> torch.Generator:
+        """Sampled labels have a stream of their own, so that the training's is left alone."""
+        if self._generator is None:
+            self._generator = torch.Generator(device).manual_seed(0)
+        return self._generator
+
+    def sliced(self, slices: Mapping[str, Mapping[int, Tensor]]) -> dict[str, Pair]:
+        """The pairs once parameters keep these positions of their dimensions: v^Γ goes as the weight's outputs, v^Ψ as its
+        inputs, to unit length again."""
+        pairs = dict(self.pairs)
+        for block in find_blocks(self.net):
+            kept = slices.get(f"{block.name}.weight".lstrip("."), {})
+            if block.name in pairs and kept:
+                pairs[block.name] = pairs[block.name].sliced(block, kept.get(0), kept.get(1))
+        return pairs
+
+    def state_dict(self) -> dict[str, Any]:
+        """Eigenpairs, the chosen block and the stream of sampled labels: tensors, strings and None alone."""
+        return {
+            "pairs": {name: pair.state() for name, pair in self.pairs.items()},
+            "block": None if self._chosen is None else self._chosen.block().name,
+            "generator": None if self._generator is None else self._generator.get_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        blocks = {block.name: block for block in find_blocks(self.net)}
+        pairs = {}
+        for name, tensors in state["pairs"].items():
+            if name not in blocks:
+                raise ValueError(f"state: it has an eigenpair for {name!r}, which is no block of this network")
+            block = blocks[name]
+            pair = Pair.of_state({key: value.to(block.weight.device) for key, value in tensors.items()})
+            if not pair.fits(block):
+                raise ValueError(
+                    f"state: layer {name!r} has factors of shapes {block.psi_shape} and {block.gamma_shape}, "
+                    f"the state's are {tuple(pair.psi.vector.shape)} and {tuple(pair.gamma.vector.shape)}"
+                )
+            pairs[name] = pair
+        self.pairs = pairs
+        self._chosen = None if state["block"] is None else Chosen.known(blocks[state["block"]])
+        self._generator = None
+        if state["generator"] is not None:
+            self._draws(next(self.net.parameters()).device).set_state(state["generator"])

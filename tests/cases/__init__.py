@@ -1,0 +1,10 @@
+"""The test zoo: small networks, one for each way in which channels meet.
+
+`CASES[name]` makes a network (float64, every parameter and statistic random), an example input, and the set of layers that
+must be frozen; every other layer must be prunable.
+"""
+
+from cases import joined, plain, reshaped, shared  # noqa: F401  (each registers its networks)
+from cases.case import CASES, Case, Net, block, conv, head
+
+__all__ = ["CASES", "Case", "Net", "block", "conv", "head"]

@@ -1,0 +1,117 @@
+"""What Flatness refuses, by layer or by option, and what a refusal leaves as it was."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from curvature_cases import convnet, images
+from hgnp import Flatness
+
+
+class Hidden(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+class Opaque(nn.Module):
+    def forward(self, x):
+        return Hidden.apply(x)
+
+
+class WritesIntoView(nn.Module):
+    def forward(self, x):
+        parts = x[:, :2]
+        x.mul_(2.0)
+        return x + F.pad(parts, (0, 3))
+
+
+def net_with(module):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), module, nn.Linear(5, 3)).double()
+
+
+@pytest.mark.parametrize(("module", "words"), [(Opaque(), "layer '0'"), (WritesIntoView(), "layer '1'")])
+def test_what_gauss_newton_cannot_follow_is_refused_by_layer_and_the_hessian_route_takes_it(module, words):
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
+    net = net_with(module)
+    other = Flatness(net, curvature="hessian")
+    other.backward(x, y)
+    flat = Flatness(net, bound=-1.0)
+    flat.load_state_dict(other.state_dict() | {"block": "0"})
+    with pytest.raises(ValueError, match=words) as refused:
+        flat.backward(x, y)
+    assert "curvature='hessian'" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mu": -1.0}, "mu: -1.0"),
+        ({"mu": math.nan}, "mu: nan"),
+        ({"bound": math.inf}, "bound: inf"),
+        ({"norm": "fixed"}, "norm: 'fixed' was given; one of 'batch', 'frozen'"),
+        ({"flatness": "mine"}, "flatness: 'mine'"),
+        ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "reduction='sum'"),
+        ({"loss": F.l1_loss, "curvature": "ggn"}, "curvature='hessian'"),
+        ({"loss": F.l1_loss, "labels": "sampled"}, "labels='batch'"),
+    ],
+)
+def test_wrong_options_fail_at_construction(options, words):
+    with pytest.raises(ValueError, match=words):
+        Flatness(convnet(), **options)
+
+
+def test_nets_without_a_block_and_norms_without_statistics_are_refused():
+    with pytest.raises(ValueError, match="no Linear"):
+        Flatness(nn.Sequential(nn.ReLU()))
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False))
+    with pytest.raises(ValueError, match="layer '1'"):
+        Flatness(net, norm="frozen")
+
+
+class Direct(nn.Module):
+    def forward(self, x):
+        return torch.layer_norm(x, (5,))
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+def test_where_neither_route_would_be_right_the_layer_is_named(curvature):
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
+    with pytest.raises(ValueError, match=r"layer '1': torch.layer_norm is called directly"):
+        Flatness(net_with(Direct()), curvature=curvature).backward(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.ReLU())
+    with pytest.raises(ValueError, match="layer '1': it is scripted"):
+        Flatness(net_with(scripted), curvature=curvature)
+
+
+def test_a_failed_step_leaves_the_random_stream_and_buffers_alone():
+    net = convnet("batch", dropout=0.4)
+    net.append(Direct())
+    x, y = images()
+    state, buffers = torch.get_rng_state(), [b.clone() for b in net.buffers()]
+    with pytest.raises(ValueError, match="layer '10'"):
+        Flatness(net).backward(x, y)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(net.buffers(), buffers, strict=True))
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+def test_a_batch_too_small_for_its_norm_is_pytorchs_to_refuse(curvature):
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    flat = Flatness(net, curvature=curvature)
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
+    flat.backward(x, y)
+    flat.load_state_dict(flat.state_dict() | {"block": "0"})
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        flat.backward(x[:1], y[:1])

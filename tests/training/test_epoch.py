@@ -1,0 +1,86 @@
+"""How a run trains: learning rates, optimizers, the term's weight, clipping, precision."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import hgnp
+from train_cases import loaders, made, recipe
+
+
+def rates(result: hgnp.Result) -> list[float]:
+    return [row["lr"] for row in result.history]
+
+
+def test_cosine_over_the_run_and_over_the_fine_tuning() -> None:
+    whole = rates(hgnp.prune(made(), *loaders(), recipe=recipe(schedule="cosine", finetune_epochs=4)))
+    assert whole == sorted(whole, reverse=True)
+    assert whole[0] > 0.045
+    assert whole[-1] < 0.005
+    late = hgnp.prune(made(), *loaders(), recipe=recipe(schedule="cosine", anneal="finetune", finetune_epochs=4))
+    phases = [row["phase"] for row in late.history]
+    assert all(lr == 0.05 for lr, phase in zip(rates(late), phases, strict=True) if phase != "finetune")
+    last = [0.05 * (1 + math.cos(math.pi * (epoch + 5 / 6) / 4)) / 2 for epoch in range(4)]  # at the last of six steps
+    assert rates(late)[-4:] == pytest.approx(last)
+
+
+def test_steps_and_one_cycle() -> None:
+    stepped = rates(hgnp.prune(made(), *loaders(), recipe=recipe(schedule="steps", lr_steps=[0.5], lr_factor=0.2)))
+    assert sorted(set(stepped)) == pytest.approx([0.01, 0.05])
+    cycle = rates(
+        hgnp.prune(
+            made(), *loaders(), recipe=recipe(schedule="one_cycle", keep=1.0, warmup_epochs=10, finetune_epochs=0)
+        )
+    )
+    assert max(cycle) == pytest.approx(0.05, rel=0.1)
+    assert cycle.index(max(cycle)) in (2, 3)
+    assert cycle[-1] < 0.003
+
+
+def test_own_optimizer_and_scheduler() -> None:
+    net = made()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    result = hgnp.prune(net, *loaders(), recipe=recipe(), optimizer=optimizer, scheduler=scheduler)
+    assert rates(result) == pytest.approx([0.01 * 0.5 ** (i + 1) for i in range(result.epochs)])
+    for p in net.parameters():
+        assert optimizer.state[p]["exp_avg"].shape == p.shape
+    made_inside = hgnp.prune(
+        made(), *loaders(), recipe=recipe(), optimizer=lambda p: torch.optim.AdamW(p, lr=0.01),
+        scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    )  # fmt: skip
+    assert made_inside.reached
+
+
+def test_the_term_s_weight_warms_up() -> None:
+    history = hgnp.prune(made(), *loaders(), recipe=recipe(mu=0.01, bound=0.0, mu_warmup_epochs=3)).history
+    assert [row["mu"] for row in history[:4]] == pytest.approx([0.01 * (i + 5 / 6) / 3 for i in range(3)] + [0.01])
+    assert 0 < history[0]["penalty"] < 0.01 * history[0]["curvature"]
+
+
+@pytest.mark.parametrize("method", ["hgnp", "sam"])
+def test_gradients_are_clipped(method: str) -> None:
+    net = made()
+    norms = []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            norms.append(float(torch.stack([p.grad.norm() for p in net.parameters()]).norm()))
+            super().step()
+
+    def optimizer(p: Any) -> torch.optim.Optimizer:
+        return Watching(p, lr=0.05)
+
+    hgnp.prune(net, *loaders(), recipe=recipe(clip_norm=0.01, method=method), optimizer=optimizer)
+    assert max(norms) <= 0.01001
+
+
+def test_bfloat16() -> None:
+    result = hgnp.prune(made(), *loaders(), recipe=recipe(precision="bf16"))
+    assert result.after.metric is not None
+    assert result.after.metric > 0.9
+    assert all(p.dtype == torch.float32 for p in result.model.parameters())
+    exact = hgnp.prune(made(), *loaders(), recipe=recipe())
+    assert result.history[0]["loss"] != exact.history[0]["loss"]
