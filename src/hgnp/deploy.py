@@ -22,6 +22,7 @@ from torch.jit._trace import TracerWarning
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hgnp.files import whole
+from hgnp.messages import brief
 from hgnp.neurons.graph import Inputs
 from hgnp.neurons.layers import as_inputs
 from hgnp.neurons.refuse import refuse
@@ -98,7 +99,7 @@ def onnx_session(path: Path, *, threads: int = 0) -> Any:
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # its errors have no public base class
-        raise ValueError(f"ONNX Runtime cannot run this network: {one_line(error)}") from error
+        raise ValueError(f"ONNX Runtime cannot run this network: {brief(error)}") from error
 
 
 def run_onnx(session: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -106,13 +107,6 @@ def run_onnx(session: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
     names = [entry.name for entry in session.get_inputs()]
     feed = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
     return [torch.from_numpy(output) for output in session.run(None, feed)]
-
-
-def one_line(error: BaseException) -> str:
-    """What an error says first, on one line of at most 200 characters."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text if len(text) <= 200 else f"{text[:199]}…"
 
 
 def _need_onnx() -> None:
@@ -129,7 +123,7 @@ def _duplicate(net: nn.Module, to_onnx: bool) -> nn.Module:
     try:
         subject = copy.deepcopy(net).eval()
     except Exception as error:
-        raise ValueError(f"net cannot be copied: {one_line(error)}") from error
+        raise ValueError(f"net cannot be copied: {brief(error)}") from error
     return subject.cpu() if to_onnx else subject
 
 
@@ -184,7 +178,7 @@ def _run(call: Callable[..., Any], inputs: Inputs, failure: str) -> list[Tensor]
         with torch.no_grad():
             output = call(*inputs[0], **inputs[1])
     except Exception as error:
-        raise ValueError(f"{failure}: {one_line(error)}") from error
+        raise ValueError(f"{failure}: {brief(error)}") from error
     return _tensors(output)
 
 
@@ -225,10 +219,10 @@ def _program(net: nn.Module, traced: Inputs, shapes: dict[str, Any]) -> torch.ex
         try:
             torch.export.export(net, *traced, strict=False)
         except Exception as again:
-            raise ValueError(f"net cannot be exported: {one_line(again)}") from again
+            raise ValueError(f"net cannot be exported: {brief(again)}") from again
         raise ValueError(
             "net can be exported for one batch size only, as its forward fixes the number of rows; "
-            f"sizes taken from the input (x.shape[0], x.flatten(1)) would do: {one_line(error)}"
+            f"sizes taken from the input (x.shape[0], x.flatten(1)) would do: {brief(error)}"
         ) from error
 
 
@@ -250,7 +244,7 @@ def _write_onnx(
                 net, traced[0], draft, kwargs=traced[1], dynamo=False, input_names=names, dynamic_axes=free, **options
             )
         except Exception:
-            raise ValueError(f"net cannot be written as ONNX: {one_line(error.__cause__ or error)}") from error
+            raise ValueError(f"net cannot be written as ONNX: {brief(error.__cause__ or error)}") from error
 
 
 def _checked(

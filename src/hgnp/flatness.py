@@ -25,7 +25,7 @@ from hgnp.curvature.blocks import Block, find_blocks
 from hgnp.curvature.check import refuse_unseen, refuse_untracked, tracked
 from hgnp.curvature.choices import choose
 from hgnp.curvature.direction import Direction
-from hgnp.curvature.forward import Forward, UnfitError, autocast_off, layer_of, run
+from hgnp.curvature.forward import Forward, Output, UnfitError, autocast_off, layer_of, run
 from hgnp.curvature.gauss_newton import GaussNewton
 from hgnp.curvature.hessian import Hessian
 from hgnp.curvature.losses import Loss, loss_curvature
@@ -65,7 +65,7 @@ class Flatness:
         loss: Loss = F.cross_entropy,
         mu: float = 1e-3,
         bound: float = 0.5,
-        output: Callable[[Any], Any] | None = None,
+        output: Output | None = None,
         flatness: str = "default",
         curvature: str | None = None,
         norm: str | None = None,

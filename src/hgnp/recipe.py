@@ -5,13 +5,13 @@ Algorithm 2 in the paper's letters: E1 `warmup_epochs`, E2 `prune_every`, N `neu
 """
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hgnp.curvature.choices import ALLOWED, choose
+from hgnp.messages import meant
 
 METHODS = ("hgnp", "taylor", "l1", "l2", "bn_scale", "geometric_median", "random", "sam")
 SCHEDULES = ("constant", "steps", "cosine", "one_cycle")
@@ -129,7 +129,7 @@ class Recipe:
         bundle = choices.pop("flatness", "default")
         for name in choices:
             if name not in ALLOWED:
-                raise ValueError(f"flatness: it has no choice {name!r}{_meant(name, ALLOWED)}")
+                raise ValueError(f"flatness: it has no choice {name!r}{meant(name, ALLOWED)}")
         return bundle, choices
 
     def as_dict(self) -> dict[str, Any]:
@@ -142,15 +142,10 @@ class Recipe:
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in names:
-                raise ValueError(f"recipe: there is no field {name!r}{_meant(name, names)}")
+                raise ValueError(f"recipe: there is no field {name!r}{meant(name, names)}")
         if "keep" not in values:
             raise ValueError("recipe: keep is missing; it says what fraction of the parameters is to be left")
         return cls(**values)
-
-
-def _meant(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(str(name), known)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(known)}"
 
 
 def _number(value: Any) -> bool:

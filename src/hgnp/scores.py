@@ -10,7 +10,7 @@ positions and over the primal and tangent activations. It is taken in evaluation
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hgnp.baselines import WEIGHT_SCORES
-from hgnp.curvature.forward import run
+from hgnp.curvature.forward import Output, run
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.operations import tensors_in
 from hgnp.curvature.random import RandomState
 from hgnp.flatness import Flatness
+from hgnp.modes import evaluating
 from hgnp.neurons import Neurons, Scores
 from hgnp.neurons.gates import Gates, SamplesError, gated
 from hgnp.neurons.selection import Coupling
@@ -39,7 +40,7 @@ def sensitivity(
     loss: Loss = F.cross_entropy,
     flatness: Flatness | None = None,
     criterion: str = "taylor",
-    output: Callable[[Any], Any] | None = None,
+    output: Output | None = None,
     mu: float | None = None,
     coupling: Coupling = "coupled",
 ) -> Scores:
@@ -63,14 +64,8 @@ def sensitivity(
         raise ValueError(f"criterion: {criterion!r} was given; one of {', '.join(map(repr, CRITERIA))} would do")
     gates = neurons.gates(coupling)
     objective = Flatness(net, loss=loss, mu=0.0, output=output) if flatness is None else flatness
-    modes = {module: module.training for module in net.modules()}
-    net.eval()
-    try:
-        with torch.enable_grad(), RandomState(*net.parameters()):
-            raw = _means(objective, gates, batches, mu, signed=criterion == "taylor_sum")
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with evaluating(net), torch.enable_grad(), RandomState(*net.parameters()):
+        raw = _means(objective, gates, batches, mu, signed=criterion == "taylor_sum")
     scores = {}
     for layer, units in gates.rows.items():
         prunable = units < gates.count

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hgnp.files import whole
+from hgnp.messages import first_line
 from hgnp.neurons.graph import tensors_of
 from hgnp.neurons.refuse import refuse
 from hgnp.neurons.surgery import Change, commit, replace_data, set_attributes
@@ -78,7 +79,7 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name).clone() for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{file}: not a readable safetensors file: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{file}: not a readable safetensors file: {first_line(error)}") from error
 
 
 def load(path: str | os.PathLike[str], net: Net) -> Net:

@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hgnp.curvature.forward import Output
 from hgnp.curvature.losses import Loss
 from hgnp.files import read_json
 from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Target
 from hgnp.storage import load
 from hgnp.training import checkpoint, streams
-from hgnp.training.batches import Batches, Output, Unpack
+from hgnp.training.batches import Batches, Unpack
 from hgnp.training.batches import unpack as unpack_batch
 from hgnp.training.evaluate import Metric
 from hgnp.training.folder import Folder

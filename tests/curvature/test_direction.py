@@ -11,7 +11,8 @@ from torch import nn
 from curvature_cases import CHOICES, convnet, gradients, images
 from hgnp import Flatness, Neurons
 from hgnp.curvature.blocks import find_blocks
-from hgnp.curvature.eigen import top_dense
+from hgnp.curvature.eigen import top, top_dense, top_of_each
+from hgnp.curvature.factors import Rows
 from hgnp.curvature.forward import Forward
 from hgnp.curvature.spectrum import Observer
 
@@ -288,3 +289,32 @@ def test_eigenvectors_follow_a_removal_by_themselves() -> None:
     flat.backward(x, y)
     del flat
     neurons.remove({"0": [0]})  # nobody listens any more
+
+
+def test_factors_solved_together_are_those_solved_one_by_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def rows(groups: int, count: int, side: int, bias: bool) -> Rows:
+        made = torch.randn(groups, count, side, generator=generator, dtype=torch.double)
+        return Rows(made * torch.linspace(0.1, 2, side, dtype=torch.double), float(count), bias)
+
+    factors = [
+        rows(1, 6, 4, True),
+        rows(3, 6, 2, False),
+        rows(2, 6, 9, True),
+        rows(1, 40, 3, False),
+        rows(1, 5, 7, False),
+    ]
+    starts = [torch.randn(f.rows.shape[0], f.rows.shape[2] + f.bias, generator=generator).double() for f in factors]
+    for steps in (4, 60):
+        for factor, start, found in zip(factors, starts, top_of_each(factors, starts, steps), strict=True):
+            alone = top(factor, start, steps)
+            torch.testing.assert_close(found.value, alone.value)
+            torch.testing.assert_close(found.vector, alone.vector)
+            torch.testing.assert_close(found.residual, alone.residual, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(found.vector.norm(dim=1), torch.ones(len(start)).double())
+    dead = Rows(torch.zeros(1, 6, 4).double(), 6.0)
+    (pair,) = top_of_each([dead], [starts[0][:, :4]], 4)
+    assert pair.value.item() == 0
+    assert torch.isfinite(pair.vector).all()
+    assert pair.vector.norm().item() == pytest.approx(1)

@@ -35,7 +35,9 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     made = []
     for number in range(count):
         n = 10 if number % 5 == 4 else 16  # another shape now and then
-        made.append((torch.randn(n, 3, 8, 8, generator=generator).double(), torch.randint(0, 5, (n,), generator=generator)))
+        made.append(
+            (torch.randn(n, 3, 8, 8, generator=generator).double(), torch.randint(0, 5, (n,), generator=generator))
+        )
     return [(x.cuda(), y.cuda()) for x, y in made]
 
 

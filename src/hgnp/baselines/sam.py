@@ -4,14 +4,13 @@ A second way to flat minima, to be compared with the flatness term. It stands in
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgnp.curvature.forward import run
+from hgnp.curvature.forward import Output, run
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.random import RandomState
 
@@ -25,7 +24,7 @@ class SAM:
         *,
         loss: Loss = F.cross_entropy,
         rho: float = 0.05,
-        output: Callable[[Any], Any] | None = None,
+        output: Output | None = None,
     ) -> None:
         if not (math.isfinite(rho) and rho > 0):
             raise ValueError(f"rho: {rho!r} was given; a finite number above 0 would do")

@@ -51,8 +51,8 @@ def compare(
 
 
 def _features(given: list[str]) -> dict[str, Any]:
-    from hgnp.experiments.config import meant
     from hgnp.experiments.hybrid import FEATURES
+    from hgnp.messages import meant
 
     found: dict[str, Any] = {}
     for each in given:

@@ -114,7 +114,8 @@ def effective(
 ) -> "Config":
     """The configuration with what the command line changes."""
     from hgnp.experiments import presets
-    from hgnp.experiments.config import meant, read
+    from hgnp.experiments.config import read
+    from hgnp.messages import meant
 
     if what in presets.names():
         config = presets.preset(what)

@@ -16,9 +16,8 @@ from hgnp.curvature.blocks import Block, find_blocks
 from hgnp.curvature.choices import Choices
 from hgnp.curvature.eigen import arbitrary
 from hgnp.curvature.factors import wide
-from hgnp.curvature.forward import autocast_off
+from hgnp.curvature.forward import autocast_off, samples_in
 from hgnp.curvature.losses import LossCurvature
-from hgnp.curvature.operations import tensors_in
 from hgnp.curvature.spectrum import Chosen, Observer, Pair, solve
 
 
@@ -53,9 +52,8 @@ class Direction:
         return self.pairs[block.name].direction(block, scale_invariant=self._scale_invariant)
 
     def observer(self, inputs: Any) -> Observer:
-        samples = next(tensors_in(inputs)).shape[0]
         return Observer(
-            find_blocks(self.net), samples, convention=self.choices.convention,
+            find_blocks(self.net), samples_in(inputs), convention=self.choices.convention,
             scale_invariant=self._scale_invariant, keep=self._empirical,
         )  # fmt: skip
 

@@ -5,12 +5,14 @@ is what is used. The error of λ is at most the residual squared over the relati
 """
 
 import functools
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hgnp.curvature.factors import Factor, unit
+from hgnp.curvature.factors import Factor, Rows, raised, unit
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,56 @@ def top(factor: Factor, start: Tensor, steps: int) -> Eigenpair:
     value = (v * y).sum(1)
     rest = torch.linalg.vector_norm(y - value.unsqueeze(1) * v, dim=1)
     return Eigenpair(value, v, rest / value.clamp_min(torch.finfo(v.dtype).tiny))
+
+
+def top_of_each(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int) -> list[Eigenpair]:
+    """`top` of many factors. Those of equally many rows R are worked on together: with K = RRᵀ and s = K^p R x,
+
+        v = Rᵀs/√(sᵀKs),   λ = ‖Ks‖²/(c·sᵀKs),   ‖Fv‖² = (Ks)ᵀK(Ks)/(c²·sᵀKs),   ‖Fv − λv‖² = ‖Fv‖² − λ²,
+
+    c being the count that R is divided by: all but the products with R itself is one operation for all factors."""
+    together: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
+    found: list[Eigenpair | None] = [None] * len(factors)
+    for number, factor in enumerate(factors):
+        if isinstance(factor, Rows) and factor.is_flat:
+            together[factor.rows.shape[1], factor.rows.dtype].append(number)
+        else:
+            found[number] = top(factor, starts[number], steps)
+    for numbers in together.values():
+        mine = [factors[number] for number in numbers]
+        pairs = _together([each for each in mine if isinstance(each, Rows)], [starts[n] for n in numbers], steps)
+        for number, pair in zip(numbers, pairs, strict=True):
+            found[number] = pair
+    return [pair for pair in found if pair is not None]
+
+
+def _together(factors: Sequence[Rows], starts: Sequence[Tensor], steps: int) -> list[Eigenpair]:
+    """Entries are the groups of all factors, one after the other."""
+    K = torch.cat([factor.gram() for factor in factors])  # (entries, R, R)
+    counts = [factor.rows.shape[0] for factor in factors]
+    count = torch.cat([K.new_full((n,), factor.count) for n, factor in zip(counts, factors, strict=True)])
+    r = torch.cat([factor.apply(x) for factor, x in zip(factors, starts, strict=True)])  # (entries, R)
+    s = (raised(K, steps) @ r.unsqueeze(2)).squeeze(2)
+    s = s / torch.linalg.vector_norm(s, dim=1, keepdim=True).clamp_min(torch.finfo(s.dtype).tiny)
+    Ks = (K @ s.unsqueeze(2)).squeeze(2)
+    size = (s * Ks).sum(1)  # ‖Rᵀs‖²
+    good = torch.isfinite(size) & (size > 0)
+    size = torch.where(good, size, 1.0)
+    value = Ks.square().sum(1) / (count * size)
+    image = (Ks * (K @ Ks.unsqueeze(2)).squeeze(2)).sum(1) / (count.square() * size)
+    residual = (image / value.square() - 1).clamp_min(0).sqrt()
+    value = torch.where(good, value, torch.where(torch.isfinite(size), 0.0, torch.nan))
+    residual = torch.where(good, residual, torch.inf)
+    s = torch.where(good.unsqueeze(1), s / size.sqrt().unsqueeze(1), 0.0)
+    pairs = []
+    rest = zip(
+        factors, starts, s.split(counts), value.split(counts), residual.split(counts), good.split(counts), strict=True
+    )
+    for factor, start, its_s, its_value, its_residual, its_good in rest:
+        v = factor.adjoint(its_s)
+        v = torch.where(its_good.unsqueeze(1), v, arbitrary(start.shape[1], start.dtype, start.device))
+        pairs.append(Eigenpair(its_value, v, its_residual))
+    return pairs
 
 
 @functools.cache

@@ -37,6 +37,15 @@ def unit(x: Tensor) -> Tensor:
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
 
 
+def raised(K: Tensor, steps: int) -> Tensor:
+    """A power of K of at least `steps`, by squaring: four small products stand for sixteen powers. Scaled."""
+    for squaring in range(max(4, (steps - 1).bit_length())):
+        if squaring % 4 == 0:  # K¹⁶ of a matrix of norm 1 is in range, K²⁵⁶ is not
+            K = K / torch.linalg.matrix_norm(K, keepdim=True).clamp_min(torch.finfo(K.dtype).tiny)
+        K = K @ K
+    return K
+
+
 class _Powers:
     def product(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -59,29 +68,33 @@ class Rows(_Powers):
     bias: bool = False
 
     def product(self, x: Tensor) -> Tensor:
-        r = self._apply(x) / self.count
-        return self._adjoint(r)
+        return self.adjoint(self.apply(x) / self.count)
 
-    def _apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
+        """R x."""
         side = self.rows.shape[2]
         r = torch.matmul(self.rows, x[:, :side, None]).squeeze(2)
         return r + x[:, side:] if self.bias else r
 
-    def _adjoint(self, r: Tensor) -> Tensor:
+    def adjoint(self, r: Tensor) -> Tensor:
+        """Rᵀ r."""
         y = torch.matmul(r[:, None, :], self.rows).squeeze(1)
         return torch.cat([y, r.sum(1, keepdim=True)], 1) if self.bias else y
 
-    def advance(self, x: Tensor, steps: int) -> Tensor:
-        """Few rows: K = RRᵀ is squared, so that four small products stand for sixteen powers."""
-        if self.rows.shape[1] > min(GRAM_LIMIT, 4 * self.rows.shape[2]):
-            return super().advance(x, steps)
+    @property
+    def is_flat(self) -> bool:
+        """Whether RRᵀ is the smaller matrix to work with."""
+        return self.rows.shape[1] <= min(GRAM_LIMIT, 4 * self.rows.shape[2])
+
+    def gram(self) -> Tensor:
+        """RRᵀ, (G, R, R)."""
         K = self.rows @ self.rows.mT
-        K = K + 1 if self.bias else K
-        for squaring in range(max(4, (steps - 1).bit_length())):
-            if squaring % 4 == 0:  # K¹⁶ of a matrix of norm 1 is in range, K²⁵⁶ is not
-                K = K / torch.linalg.matrix_norm(K, keepdim=True).clamp_min(torch.finfo(K.dtype).tiny)
-            K = K @ K
-        return unit(self._adjoint((K @ self._apply(x).unsqueeze(2)).squeeze(2)))
+        return K + 1 if self.bias else K
+
+    def advance(self, x: Tensor, steps: int) -> Tensor:
+        if not self.is_flat:
+            return super().advance(x, steps)
+        return unit(self.adjoint((raised(self.gram(), steps) @ self.apply(x).unsqueeze(2)).squeeze(2)))
 
     def dense(self) -> Tensor:
         rows = F.pad(self.rows, (0, 1), value=1.0) if self.bias else self.rows
@@ -144,12 +157,13 @@ class PsiMoments:
 
     @torch.no_grad()
     def add(self, options: dict[str, Any]) -> None:
-        a = wide(options["input"].detach())
+        a = options["input"].detach()
+        a = a if self.reduce else wide(a)  # sums of half precision need no copy of it all
         if "stride" not in options:
             a = a.reshape(_leading(a, self.samples, self.block), -1, a.shape[-1])  # (N, T, d)
             self.positions += a.shape[1]
             if self.reduce:
-                self._sum(a.sum(1).unsqueeze(1))
+                self._sum(wide_sum(a, 1).unsqueeze(1))
             else:
                 self.inputs.append(a)
             return
@@ -191,12 +205,12 @@ class GammaMoments:
     @torch.no_grad()
     def add(self, g: Tensor, factor: float | Tensor = 1.0) -> None:
         """factor·g = N·∂C/∂s of one call; the factor is applied to what is left of g."""
-        g = per_position(wide(g), self.samples, self.block)  # (N, T, C)
+        g = per_position(g if self.reduce else wide(g), self.samples, self.block)  # (N, T, C)
         self.positions += g.shape[1]
         groups, side = self.block.gamma_shape
         factor = factor if self.scale is None else factor * self.scale
         if self.reduce:
-            self.rows.append(g.sum(1) * factor)
+            self.rows.append(wide_sum(g, 1) * factor)
             return
         flat = g.reshape(-1, groups, side).transpose(0, 1)  # (G, N·T, side)
         if flat.shape[1] <= side:
@@ -220,6 +234,11 @@ class GammaMoments:
 
 def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def wide_sum(x: Tensor, dim: int) -> Tensor:
+    """The sum along a dimension, in a precision that can hold it."""
+    return x.sum(dim, dtype=torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None)
 
 
 def _leading(x: Tensor, samples: int, block: Block) -> int:
@@ -270,15 +289,15 @@ def _tap_sums(a: Tensor, dim: int, taps: int, length: int, stride: int, padding:
     """Along one dimension, the sum of what each kernel tap meets. With stride 1 a tap meets all but an edge, so that
     the whole is summed once."""
     size = a.shape[dim]
-    total = a.sum(dim) if stride == 1 and taps > 1 else None
+    total = wide_sum(a, dim) if stride == 1 and taps > 1 else None
     sums = []
     for tap in range(taps):
         first = tap * dilation - padding
         start = first if first >= 0 else first + stride * -(first // stride)
         stop = min(first + stride * (length - 1) + 1, size)
         if total is not None and 2 * (stop - start) > size:
-            met = total - a.narrow(dim, 0, start).sum(dim) if start > 0 else total
-            sums.append(met - a.narrow(dim, stop, size - stop).sum(dim) if stop < size else met)
+            met = total - wide_sum(a.narrow(dim, 0, start), dim) if start > 0 else total
+            sums.append(met - wide_sum(a.narrow(dim, stop, size - stop), dim) if stop < size else met)
         else:
-            sums.append(a[(slice(None),) * dim + (slice(start, max(stop, start), stride),)].sum(dim))
+            sums.append(wide_sum(a[(slice(None),) * dim + (slice(start, max(stop, start), stride),)], dim))
     return torch.stack(sums, dim)

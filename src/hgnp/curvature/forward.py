@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hgnp.curvature.operations import CONVOLUTIONS, name_of
+from hgnp.curvature.operations import CONVOLUTIONS, name_of, tensors_in
 
 Func = Callable[..., Any]
+Output = Callable[[Any], Any]
+"""Picks what the loss takes from what the network returns."""
 # the same norms by names beneath torch.nn.functional, where fused third derivatives would slip in unseen
 _HIDDEN_NORMS = frozenset(
     """batch_norm layer_norm instance_norm native_batch_norm native_layer_norm _native_batch_norm_legit
@@ -94,7 +96,7 @@ def run(
     net: nn.Module,
     inputs: Any,
     *,
-    output: Callable[[Any], Any] | None = None,
+    output: Output | None = None,
     buffers: dict[str, Tensor] | None = None,
 ) -> Any:
     """The network on a tensor, a tuple or list (positional) or a dictionary (keywords), on these buffers if given;
@@ -107,6 +109,13 @@ def run(
         args = tuple(inputs)
     out = net(*args, **kwargs) if buffers is None else torch.func.functional_call(net, buffers, args, kwargs)
     return out if output is None else output(out)
+
+
+def samples_in(inputs: Any) -> int:
+    first = next(tensors_in(inputs), None)
+    if first is None or first.dim() == 0:
+        raise ValueError("inputs: a batch holds no tensor whose first dimension counts samples")
+    return first.shape[0]
 
 
 def autocast_off(like: Tensor) -> AbstractContextManager[Any]:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hgnp.curvature.blocks import find_blocks
-from hgnp.curvature.forward import run
+from hgnp.curvature.forward import Output, run, samples_in
 from hgnp.curvature.losses import Loss
-from hgnp.curvature.operations import tensors_in
+from hgnp.modes import evaluating
 
 TOLERANCE = 1e-4
 MAX_STEPS = 200
@@ -43,7 +43,7 @@ def sharpness(
     loss: Loss = F.cross_entropy,
     k: int = 1,
     scale_invariant: bool = False,
-    output: Callable[[Any], Any] | None = None,
+    output: Output | None = None,
 ) -> Sharpness:
     """The k top eigenvalues of the Hessian of the mean loss over `data`, an iterable of (inputs, target) batches that
     is gone through once for every product: a list or a loader, not a generator. The network's mode, buffers, gradients
@@ -57,14 +57,8 @@ def sharpness(
     if not size:
         raise ValueError("net: it has no trained parameter")
     metric = _metric(net, parameters) if scale_invariant else None
-    modes = {module: module.training for module in net.modules()}
-    net.eval()
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            return _lanczos(lambda v: _product(net, data, loss, output, parameters, metric, v), parameters, size, k)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with evaluating(net), sdpa_kernel(SDPBackend.MATH):
+        return _lanczos(lambda v: _product(net, data, loss, output, parameters, metric, v), parameters, size, k)
 
 
 def _metric(net: nn.Module, parameters: list[Tensor]) -> list[Tensor]:
@@ -82,7 +76,7 @@ def _product(
     net: nn.Module,
     data: Iterable[tuple[Any, Any]],
     loss: Loss,
-    output: Callable[[Any], Any] | None,
+    output: Output | None,
     parameters: list[Tensor],
     metric: list[Tensor] | None,
     v: Tensor,
@@ -96,7 +90,7 @@ def _product(
         value = loss(run(net, inputs, output=output), target)
         grads = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
         products = torch.autograd.grad(grads, parameters, parts, materialize_grads=True)
-        n = next(tensors_in(inputs)).shape[0]
+        n = samples_in(inputs)
         total += n * torch.cat([p.flatten() for p in products])
         samples += n
     if not samples:

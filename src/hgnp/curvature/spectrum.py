@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hgnp.curvature.blocks import Block
-from hgnp.curvature.eigen import Eigenpair, arbitrary, kronecker_residual, top
+from hgnp.curvature.eigen import Eigenpair, arbitrary, kronecker_residual, top_of_each
 from hgnp.curvature.factors import GammaMoments, PsiMoments, per_position, plain_convolution, unit, wide
 from hgnp.curvature.forward import autocast_off
 from hgnp.curvature.random import capturing
@@ -215,9 +215,10 @@ def solve(
     pairs: dict[str, Pair] = {}
     scores: list[Tensor] = []
     seen = [block for block in blocks if block.name in observer.psi and observer.gamma[block.name].positions]
-    for block in seen:
-        psi = top(observer.psi[block.name].factor(), start[block.name][0], steps)
-        gamma = top(observer.gamma[block.name].factor(), start[block.name][1], steps)
+    factors = [moments[block.name].factor() for moments in (observer.psi, observer.gamma) for block in seen]
+    starts = [start[block.name][side] for side in (0, 1) for block in seen]
+    tops = top_of_each(factors, starts, steps)
+    for block, psi, gamma in zip(seen, tops[: len(seen)], tops[len(seen) :], strict=True):
         score = observer.empirical(block, psi.vector, gamma.vector) if empirical else psi.value * gamma.value
         score = torch.nan_to_num(score, nan=-1.0, posinf=-1.0)  # an overflow of half precision is no curvature
         best = score.max(0)

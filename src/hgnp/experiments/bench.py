@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hgnp.deploy import one_line
 from hgnp.experiments.timings import Bench, conditions
 from hgnp.experiments.variants import DEFAULTS, VARIANTS, Way, compiling, way
+from hgnp.messages import brief
 from hgnp.neurons import Neurons
 from hgnp.timing import side_by_side
 
@@ -299,7 +299,7 @@ def _ticker(progress: Progress | None, steps: int) -> Callable[[str], None]:
 
 
 def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, ValueError) else one_line(error)
+    return str(error) if isinstance(error, ValueError) else brief(error)
 
 
 def _parameters(net: nn.Module) -> int:

@@ -19,9 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from hgnp.experiments.config import Config, meant, one_line
+from hgnp.experiments.config import Config
 from hgnp.experiments.data.loader import as_device
 from hgnp.experiments.models import load_weights
+from hgnp.messages import meant, one_line
 from hgnp.recipe import Recipe
 from hgnp.storage import load
 from hgnp.training import streams

@@ -4,9 +4,8 @@ Nothing is imported on behalf of the configuration here, and torch is not needed
 """
 
 import dataclasses
-import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import yaml
 
 from hgnp.files import write
+from hgnp.messages import meant, one_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,13 +193,3 @@ def _set(values: dict[str, Any], path: list[str], value: Any) -> None:
         inner[part] = dict(below)
         inner = inner[part]
     inner[rest[-1]] = value
-
-
-def meant(name: object, known: Collection[str]) -> str:
-    """The end of a message about a name that is not known."""
-    close = difflib.get_close_matches(str(name), known)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(known)}"
-
-
-def one_line(error: object) -> str:
-    return " ".join(str(error).split())

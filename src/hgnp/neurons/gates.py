@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hgnp.neurons.follow import Follower
+from hgnp.neurons.follow import Followed, Follower
 from hgnp.neurons.graph import Invocation, is_invocation
 from hgnp.neurons.labels import Labelled, varies
 from hgnp.neurons.record import plain_attention
 from hgnp.neurons.rules import name_of
 from hgnp.neurons.structure import Structure
+from hgnp.neurons.ties import FIXED
 from hgnp.neurons.trial import keep_masks
 
 
@@ -49,76 +50,91 @@ class Gates:
 
 
 def find_gates(structure: Structure, rows: Mapping[str, Tensor], alive: Tensor, *, lanes: bool) -> Gates:
+    """The gates of the neurons in `rows`; with `lanes`, layers that are added together have gates of their own."""
     follower = structure.followers[False]
-    roots = torch.where(structure.fixed, 0, structure.roots)
+    roots = torch.where(structure.fixed, FIXED, structure.roots)
     living = {name: roots[slots[alive[slots]]] for name, slots in rows.items()}
-    wanted = torch.unique(torch.cat([*living.values(), torch.zeros(1, dtype=torch.long)]))[1:]
+    wanted = torch.unique(torch.cat([*living.values(), torch.tensor([FIXED])]))[1:]  # FIXED, the lowest, comes first
     unit = torch.full((len(roots),), len(wanted))
     unit[wanted] = torch.arange(len(wanted))
 
-    read: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))  # call → value → roots
-    lost: set[int] = set()  # roots that are read where no call can be gated
-    for step, value, found in _reads(follower, roots, lanes=lanes):
-        call = next((k for k, i in enumerate(follower.graph.invocations) if step in i.steps), None)
-        given = set() if call is None else _given(follower, follower.graph.invocations[call], step, value)
-        reached: set[int] = set()
-        for argument in given:
-            carried = found & _roots(_as_read(follower, argument, step, call), roots)
-            if call is not None and carried:
-                read[call][argument] |= carried
-                reached |= carried
-        lost |= found - reached
+    read, lost = _gated_reads(follower, roots, lanes=lanes)
     places = {}
     for call, arguments in read.items():
         invocation = follower.graph.invocations[call]
-        gated = []
-        for position, index in enumerate(invocation.tensors):
-            if index in arguments:
-                labelled = _as_read(follower, index, None, call)
-                gated.append(Place(position, _units(labelled, arguments[index], roots, unit, alive)))
+        gated = [
+            Place(position, _units(_as_read(follower, invocation, index), arguments[index], roots, unit, alive))
+            for position, index in enumerate(invocation.tensors)
+            if index in arguments
+        ]
         places[call] = (invocation.name, tuple(gated))
     seen = {root for arguments in read.values() for found in arguments.values() for root in found}
-    usable = {
-        name: unit[mine]
-        for name, mine in living.items()
-        if bool((mine > 0).any()) and all(root in seen and root not in lost for root in mine[mine > 0].tolist())
-    }
+    usable = {}
+    for name, mine in living.items():
+        own = set(mine.tolist()) - {FIXED}
+        if own and own <= seen - lost:
+            usable[name] = unit[mine]
     return Gates(len(wanted), usable, places)
+
+
+def _gated_reads(follower: Follower, roots: Tensor, *, lanes: bool) -> tuple[dict[int, dict[int, set[int]]], set[int]]:
+    """Call → argument → the roots that are to be gated there; and the roots that are read where no call can be gated."""
+    read: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    lost: set[int] = set()
+    for step, value, found in _reads(follower, roots, lanes=lanes):
+        reached: set[int] = set()
+        for call, invocation in enumerate(follower.graph.invocations):
+            if step in invocation.steps:
+                for argument in _given(follower, invocation, step, value):
+                    carried = found & _roots(_as_read(follower, invocation, argument), roots)
+                    if carried:
+                        read[call][argument] |= carried
+                        reached |= carried
+                break
+        lost |= found - reached
+    return read, lost
 
 
 def _reads(follower: Follower, roots: Tensor, *, lanes: bool) -> list[tuple[int, int, set[int]]]:
     """(step, value, roots) wherever channels end. With lanes, what enters a sum of several lanes ends there too, and what is
     read of the sum belongs to none of them."""
-    joined: dict[int, set[int]] = defaultdict(set)
-    result = []
-    ends = defaultdict(list)
+    ends: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
     for step, value, label in follower.consumed:
         ends[step].append((value, label))
+    summed: dict[int, set[int]] = defaultdict(set)  # value → roots of which it holds a sum of lanes
+    result = []
     for step, followed in enumerate(follower.trail):
-        sums = lanes and name_of(followed.step.op).removesuffix("_") in ("add", "sub")
-        mine = {
-            index: _roots(labelled, roots) - joined[index]
+        alone = {
+            index: _roots(labelled, roots) - summed[index]
             for index, labelled in zip(followed.step.reads, followed.reads, strict=True)
             if not labelled.weight
         }
-        apart = sums and len({frozenset(found) for found in mine.values() if found} | {frozenset(joined[i]) for i in mine if joined[i]}) > 1  # fmt: skip # noqa: E501
-        if apart:
-            result += [(step, index, found) for index, found in mine.items() if found]
+        lanes_in = {frozenset(found) for index in alone for found in (alone[index], summed[index]) if found}
+        joins = lanes and _adds(followed) and len(lanes_in) > 1
+        if joins:
+            result += [(step, index, found) for index, found in alone.items() if found]
         for value, label in ends[step]:
-            found = (set(roots[label].flatten().tolist()) - {0}) - joined[value]
+            found = _slots(label, roots) - summed[value]
             if found:
                 result.append((step, value, found))
-        inherited = set().union(*(joined[index] for index in followed.step.reads))
+        inherited = set().union(*(summed[index] for index in followed.step.reads))
         for index, labelled in zip(followed.step.writes, followed.writes, strict=True):
             own = _roots(labelled, roots)
-            joined[index] = own if apart else own & inherited
+            summed[index] = own if joins else own & inherited
     return result
 
 
-def _roots(labelled: Labelled | None, roots: Tensor) -> set[int]:
-    if labelled is None or labelled.weight:
-        return set()
-    return {root for label in labelled.labels for root in roots[label].flatten().tolist()} - {0}
+def _adds(followed: Followed) -> bool:
+    return name_of(followed.step.op).removesuffix("_") in ("add", "sub")
+
+
+def _slots(label: Tensor, roots: Tensor) -> set[int]:
+    return set(roots[label].flatten().tolist()) - {FIXED}
+
+
+def _roots(labelled: Labelled, roots: Tensor) -> set[int]:
+    """Roots of the channels in a value; a weight has none that are read."""
+    return set() if labelled.weight else {root for label in labelled.labels for root in _slots(label, roots)}
 
 
 def _given(follower: Follower, invocation: Invocation, step: int, value: int) -> set[int]:
@@ -131,25 +147,19 @@ def _given(follower: Follower, invocation: Invocation, step: int, value: int) ->
     return made_from & {index for index in invocation.tensors if index is not None}
 
 
-def _as_read(follower: Follower, value: int, until: int | None, call: int | None) -> Labelled | None:
+def _as_read(follower: Follower, invocation: Invocation, value: int) -> Labelled:
     """What was known of an argument when the call first read it."""
-    if call is None:
-        return None
-    for step in follower.graph.invocations[call].steps:
-        followed = follower.trail[step]
-        if value in followed.step.reads:
-            return followed.reads[followed.step.reads.index(value)]
-    return None
+    reads = (follower.trail[step] for step in invocation.steps)
+    return next(f.reads[f.step.reads.index(value)] for f in reads if value in f.step.reads)
 
 
-def _units(labelled: Labelled | None, found: set[int], roots: Tensor, unit: Tensor, alive: Tensor) -> Tensor:
+def _units(labelled: Labelled, found: set[int], roots: Tensor, unit: Tensor, alive: Tensor) -> Tensor:
     """The unit of every living entry, as a tensor that broadcasts to the argument."""
-    assert labelled is not None
     masks = keep_masks(labelled, alive)
-    none = int(unit[0])
+    none = int(unit[FIXED])
     total: Tensor | None = None
     for label in labelled.labels:
-        if not found & set(roots[label].flatten().tolist()):
+        if not found & _slots(label, roots):
             continue
         for dim in varies(label):
             mask = masks[dim]
@@ -201,12 +211,11 @@ class _Gated(TorchFunctionMode):
     def _gate(self, leaf: Tensor, units: Tensor) -> Tensor:
         gate = self._gamma.to(leaf.dtype)[:, units.flatten().to(leaf.device)]  # (N, entries)
         samples = gate.shape[0]
-        if samples > 1:
-            if leaf.shape[0] % samples or units.shape[0] > 1:
-                raise SamplesError
-            gate = gate.repeat_interleave(leaf.shape[0] // samples, 0)
-            return gate.view(leaf.shape[0], *units.shape[1:])
-        return gate.view(units.shape)
+        if samples == 1:
+            return gate.view(units.shape)
+        if leaf.shape[0] % samples or units.shape[0] > 1:
+            raise SamplesError
+        return gate.repeat_interleave(leaf.shape[0] // samples, 0).view(leaf.shape[0], *units.shape[1:])
 
 
 class SamplesError(Exception):

@@ -1,6 +1,5 @@
 """From what a user hands over to layers with neurons."""
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from hgnp.messages import meant
 from hgnp.neurons.graph import Inputs
 from hgnp.neurons.structure import Structure
 from hgnp.neurons.widths import weight_name
@@ -35,10 +35,7 @@ def inside(net: nn.Module, protect: Iterable[str]) -> set[str]:
     for entry in protect:
         inside = {name for name in names if name == entry or name.startswith(f"{entry}.")}
         if not inside:
-            close = difflib.get_close_matches(str(entry), names)
-            raise ValueError(
-                f"protect: no module {entry!r}{'; did you mean ' + ' or '.join(close) + '?' if close else ''}"
-            )
+            raise ValueError(f"protect: no module {entry!r}{meant(entry, [name for name in names if name])}")
         protected |= inside
     return protected
 

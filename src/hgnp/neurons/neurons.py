@@ -1,7 +1,5 @@
 """`Neurons`: every neuron of a network, which belong together, and their removal."""
 
-import difflib
-import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -16,9 +14,20 @@ from hgnp.neurons.gates import Gates, find_gates
 from hgnp.neurons.graph import tensors_of
 from hgnp.neurons.lanes import Lanes
 from hgnp.neurons.layers import as_inputs, inside, rows_of
+from hgnp.neurons.living import Living
 from hgnp.neurons.reading import norm_scale_of, weights_of
 from hgnp.neurons.refuse import refuse
-from hgnp.neurons.selection import Coupling, Scores, Selection, Unit, as_lists, floors_of, least_coupled, least_paper
+from hgnp.neurons.selection import (
+    Coupling,
+    Scores,
+    Selection,
+    Unit,
+    as_count,
+    as_lists,
+    floors_of,
+    least_coupled,
+    least_paper,
+)
 from hgnp.neurons.structure import Structure
 from hgnp.neurons.summary import Frozen, Layer, Preview, table
 from hgnp.neurons.surgery import Change, changes_to_net, changes_to_optimizer, check_twin, commit
@@ -64,7 +73,7 @@ class Neurons:
             if name in self._protect:
                 ties.fix(rows, "it is protected")
         confirm(self._structure, torch.cat([*self._rows.values(), torch.zeros(0, dtype=torch.long)]))
-        self._alive = torch.ones(len(ties), dtype=torch.bool)
+        self._living = Living(self._structure, self._rows, torch.ones(len(ties), dtype=torch.bool))
         self._tried: Tensor | None = None
         for name, rows in self._rows.items():
             self._totals.setdefault(name, len(rows))
@@ -76,9 +85,7 @@ class Neurons:
     @property
     def layers(self) -> tuple[Layer, ...]:
         """Layers with neurons that can be removed: name, neurons alive, neurons at the start."""
-        return tuple(
-            Layer(name, int(self._alive[self._rows[name]].sum()), self._totals[name]) for name in self._prunable
-        )
+        return tuple(Layer(name, len(self._living.of(name)), self._totals[name]) for name in self._prunable)
 
     @property
     def frozen(self) -> tuple[Frozen, ...]:
@@ -86,15 +93,16 @@ class Neurons:
         found: Counter[tuple[str, str]] = Counter()
         for name in self._single:
             found[name, "it has a single neuron"] += 1
-        for name, rows in self._rows.items():
-            for slot in rows[self._structure.fixed[rows] & self._alive[rows]].tolist():
+        for name in self._rows:
+            living = self._living.of(name)
+            for slot in living[self._structure.fixed[living]].tolist():
                 found[name, str(self._structure.ties.reason(slot))] += 1
         return tuple(Frozen(name, reason, count) for (name, reason), count in found.items())
 
     @property
     def count(self) -> int:
         """Living neurons that can be removed."""
-        return sum(int((~self._structure.fixed[rows] & self._alive[rows]).sum()) for rows in self._rows.values())
+        return self._living.count
 
     @property
     def kept(self) -> float:
@@ -104,18 +112,16 @@ class Neurons:
     @property
     def macs(self) -> int:
         """Multiply–accumulates of one forward of the example input: convolutions and matrix products."""
-        return self._structure.macs(self._alive)
+        return self._structure.macs(self._living.alive)
 
     def preview(self, selection: Mapping[str, Sequence[int]]) -> Preview:
         """What would be left after `remove(selection)`. Changes nothing."""
-        return self._measure(self._after(selection))
-
-    def _measure(self, alive: Tensor) -> Preview:
-        shapes = self._structure.shapes | self._structure.shapes_after(alive)
+        left = self._after(selection)
+        shapes = self._structure.shapes | self._structure.shapes_after(left.alive)
         parameters = sum(torch.Size(shapes[name]).numel() for name, _ in self.net.named_parameters())
-        neurons = sum(int((~self._structure.fixed[rows] & alive[rows]).sum()) for rows in self._rows.values())
         at_start = self._parameters_at_start
-        return Preview(parameters, neurons, self._structure.macs(alive), parameters / at_start if at_start else 1.0)
+        kept = parameters / at_start if at_start else 1.0
+        return Preview(parameters, left.count, self._structure.macs(left.alive), kept)
 
     # Choosing
 
@@ -129,31 +135,39 @@ class Neurons:
         `coupling="paper"` instead takes the same number from each of the layers that are added together, the average of what
         each was due, at different places: removing that is no longer the same as masking.
         """
-        if isinstance(n, bool) or not hasattr(n, "__index__") or operator.index(n) < 0:
-            raise ValueError(f"n must be a whole number of neurons, 0 or more, not {n!r}")
-        n = operator.index(n)
+        n = as_count(n)
         if coupling not in ("coupled", "paper"):
             raise ValueError(f"coupling must be 'coupled' or 'paper', not {coupling!r}")
         alive = {layer.name: layer.alive for layer in self.layers}
         values = as_lists(scores, alive)
         floors = floors_of(floor, alive)
         if coupling == "paper":
-            room = {name: max(alive[name] - floors[name], 0) for name in alive}
-            families = self._lanes.families(list(self._units().values()), self._rows, self._alive)
-            families = [[_scored(lane, values) for lane in lanes] for lanes in families]
-            return self._selected(least_paper([f for f in families if all(f)], values, n, room), n, coupling)
-        units = self._units()
+            return self._selected(self._least_apart(values, n, alive, floors), n, coupling)
+        return self._least_together(values, n, alive, floors)
+
+    def _least_apart(
+        self, values: Mapping[str, list[float]], n: int, alive: Mapping[str, int], floors: Mapping[str, int]
+    ) -> list[Unit]:
+        families = self._lanes.families(list(self._living.units().values()), self._rows, self._living.alive)
+        families = [[_scored(lane, values) for lane in lanes] for lanes in families]
+        return least_paper([lanes for lanes in families if all(lanes)], values, n, _room(alive, floors))
+
+    def _least_together(
+        self, values: Mapping[str, list[float]], n: int, alive: Mapping[str, int], floors: Mapping[str, int]
+    ) -> Selection:
+        """Some cuts do not fit though their like did: then the layers concerned are left one neuron more, once each, or the
+        units alone."""
+        units, asked = self._living.units(), floors
         while True:
-            room = {name: max(alive[name] - floors[name], 0) for name in alive}
-            cut = self._selected(least_coupled(_scored(units.values(), values), values, n, room), n, coupling)
+            chosen = least_coupled(_scored(units.values(), values), values, n, _room(alive, floors))
+            cut = self._selected(chosen, n, "coupled")
             if not cut:
                 return cut
-            after = self._after(cut)
-            found = self._structure.misfit(after)
+            left = self._after(cut)
+            found = self._structure.misfit(left.alive)
             if found is None:
-                self._tried = after
+                self._tried = left.alive
                 return cut
-            # Some cuts do not fit though their like did. Leave the layers concerned one neuron more, or the units alone.
             guilty = [units.pop(root) for root in set(self._structure.roots[found.slots].tolist()) & units.keys()]
             tight = {
                 layer
@@ -161,11 +175,11 @@ class Neurons:
                 for layer, _ in unit.members
                 if alive[layer] - len(cut.get(layer, ())) <= floors[layer]
             }
-            if tight and floors[min(tight)] == floors_of(floor, alive)[min(tight)]:
-                floors |= {layer: floors[layer] + 1 for layer in tight}
-                units = self._units()
+            if tight and floors[min(tight)] == asked[min(tight)]:
+                floors = {layer: least + (layer in tight) for layer, least in floors.items()}
+                units = self._living.units()
             elif not guilty:
-                return self._selected([], n, coupling)
+                return self._selected([], n, "coupled")
 
     def _selected(self, units: Iterable[Unit], n: int, coupling: Coupling) -> Selection:
         positions: dict[str, list[int]] = defaultdict(list)
@@ -174,21 +188,9 @@ class Neurons:
                 positions[layer].append(position)
         return Selection(positions, requested=n, version=self.version, coupling=coupling)
 
-    def _units(self) -> dict[int, Unit]:
-        """Living neurons that may go, by what they hang on."""
-        members: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        for name, rows in self._rows.items():
-            living = rows[self._alive[rows]]
-            free = ~self._structure.fixed[living]
-            for position, root in zip(
-                free.nonzero().squeeze(1).tolist(), self._structure.roots[living[free]].tolist(), strict=True
-            ):
-                members[root].append((name, position))
-        return {root: Unit(tuple(unit)) for root, unit in members.items()}
-
     def weights(self, layer: str) -> Tensor:
         """The weights that lead into the living neurons of a layer, neurons first."""
-        return weights_of(self._structure, self._rows[layer], self._alive)
+        return weights_of(self._structure, self._rows[layer], self._living.alive)
 
     def norm_scale(self, layer: str) -> Tensor | None:
         """The scale of the norm that reads the layer's output, one number a living neuron."""
@@ -199,7 +201,7 @@ class Neurons:
         together have gates of their own."""
         structure = self._lanes.structure if coupling == "paper" else self._structure
         rows = {name: self._rows[name] for name in self._prunable}
-        return find_gates(structure, rows, self._alive, lanes=coupling == "paper")
+        return find_gates(structure, rows, self._living.alive, lanes=coupling == "paper")
 
     # Removing
 
@@ -217,13 +219,13 @@ class Neurons:
         the objects they were. If anything fails, nothing has changed.
         """
         twins = list(also)
-        alive = self._after(selection)
-        gone = self._gone(alive, selection)
+        left = self._after(selection)
+        gone = self._gone(left, selection)
         if not gone:
             return gone
         for place, twin in enumerate(twins):
             check_twin(self.net, twin, place)
-        removal = self._removal(alive, gone)
+        removal = self._removal(left, gone)
         changes = changes_to_net(self.net, removal)
         for twin in twins:
             changes += changes_to_net(twin, removal)
@@ -231,7 +233,7 @@ class Neurons:
             changes += changes_to_optimizer(self.net, optimizer, removal)
         commits = [listener(removal) for listener in [*listeners_of(self.net), *self.listeners]]
         commit([*changes, *(Change(make) for make in commits)])
-        self._alive = alive
+        self._living = left
         self.version += 1
         if gone.coupling == "paper":
             self._trace()  # other channels stand side by side now
@@ -240,81 +242,30 @@ class Neurons:
     def _structure_for(self, selection: Mapping[str, Sequence[int]]) -> Structure:
         return self._lanes.structure if getattr(selection, "coupling", "coupled") == "paper" else self._structure
 
-    def _after(self, selection: Mapping[str, Sequence[int]]) -> Tensor:
-        """Which slots are alive once the selection, and what hangs on it, is gone. Names what is wrong with it."""
+    def _after(self, selection: Mapping[str, Sequence[int]]) -> Living:
         if isinstance(selection, Selection) and selection.version != self.version:
             raise ValueError("this selection was made before the last removal: positions have moved; select again")
-        roots = self._structure_for(selection).roots
-        dead = torch.zeros(len(roots), dtype=torch.bool)
-        for layer, positions in selection.items():
-            slots = self._slots(layer, positions)
-            frozen = slots[self._structure.fixed[slots]]
-            if len(frozen):
-                raise ValueError(f"{layer}: neurons cannot be removed: {self._structure.ties.reason(int(frozen[0]))}")
-            dead[roots[slots]] = True
-        alive = self._alive & ~dead[roots]
-        for layer in selection:
-            if not bool(alive[self._rows[layer]].any()):
-                raise ValueError(f"{layer}: the selection would leave it without neurons")
-        for (name, _), slots in self._structure.ties.slots.items():
-            if not bool(alive[slots].any()):
-                raise ValueError(f"{name}: the selection, with what hangs on it, would leave nothing of it")
-        return alive
+        return self._living.without(selection, self._structure_for(selection).roots)
 
-    def _slots(self, layer: str, positions: Sequence[int]) -> Tensor:
-        if layer not in self._rows:
-            known = difflib.get_close_matches(str(layer), self._rows) or list(self._rows)[:3]
-            raise ValueError(
-                f"selection: no layer {layer!r} with neurons; did you mean {' or '.join(known) or 'another network'}?"
-            )
-        living = self._rows[layer][self._alive[self._rows[layer]]]
-        try:
-            chosen = torch.as_tensor(list(positions))
-        except (TypeError, ValueError, RuntimeError):
-            raise ValueError(f"{layer}: positions must be a list of whole numbers, not {positions!r}") from None
-        if chosen.dim() != 1 or (len(chosen) and (chosen.is_floating_point() or chosen.dtype == torch.bool)):
-            raise ValueError(f"{layer}: positions must be a list of whole numbers, not {positions!r}")
-        chosen = chosen.long().cpu()
-        wrong = chosen[(chosen < 0) | (chosen >= len(living))]
-        if len(wrong):
-            raise ValueError(
-                f"{layer}: no neuron {int(wrong[0])}; it has {len(living)} living ones, 0 to {len(living) - 1}"
-            )
-        return living[chosen]
-
-    def _gone(self, alive: Tensor, selection: Mapping[str, Sequence[int]]) -> Selection:
-        positions = {
-            name: (~alive[rows[self._alive[rows]]]).nonzero().squeeze(1).tolist() for name, rows in self._rows.items()
-        }
-        taken = sum(len(chosen) for chosen in positions.values())
+    def _gone(self, left: Living, selection: Mapping[str, Sequence[int]]) -> Selection:
+        positions = self._living.gone(left)
+        requested = getattr(selection, "requested", sum(map(len, positions.values())))
         coupling: Coupling = getattr(selection, "coupling", "coupled")
-        return Selection(
-            positions, requested=getattr(selection, "requested", taken), version=self.version, coupling=coupling
-        )
+        return Selection(positions, requested=requested, version=self.version, coupling=coupling)
 
-    def _removal(self, alive: Tensor, gone: Selection) -> Removal:
-        structure = self._structure
-        expected = structure.shapes | structure.shapes_after(self._alive)
+    def _removal(self, left: Living, gone: Selection) -> Removal:
+        before = self._living.alive
+        expected = self._structure.shapes | self._structure.shapes_after(before)
         for name, tensor in tensors_of(self.net).items():
             if tuple(tensor.shape) != expected.get(name):
                 raise ValueError(
                     f"{name} has shape {tuple(tensor.shape)}; the network was changed after Neurons was made"
                 )
-        known = self._tried is not None and torch.equal(alive, self._tried)  # `least` has just been there
-        found = None if known else self._structure_for(gone).misfit(alive, aligned=gone.coupling == "coupled")
+        known = self._tried is not None and torch.equal(left.alive, self._tried)  # `least` has just been there
+        found = None if known else self._structure_for(gone).misfit(left.alive, aligned=gone.coupling == "coupled")
         if found is not None:
             raise ValueError(f"these neurons cannot be removed together ({', '.join(gone)}): {found.reason}")
-        slices: dict[str, dict[int, Tensor]] = defaultdict(dict)
-        for (name, dim), slots in structure.ties.slots.items():
-            stay = alive[slots[self._alive[slots]]]
-            if not bool(stay.all()):
-                slices[name][dim] = stay.nonzero().squeeze(1)
-        widths = {}
-        for name, module, stated in structure.widths_after(alive):
-            changed = {attribute: value for attribute, value in stated.items() if getattr(module, attribute) != value}
-            if changed:
-                widths[name] = changed
-        return Removal(dict(slices), widths)
+        return self._structure.removal(before, left.alive)
 
     # To go on elsewhere
 
@@ -322,16 +273,17 @@ class Neurons:
         """Who is alive and what there was at the start. To be loaded by a `Neurons` made of the network as it was when this
         one was made (with coupling "paper": as it is now)."""
         return {
-            "alive": self._alive.clone(),
+            "alive": self._living.alive.clone(),
             "totals": dict(self._totals),
             "parameters_at_start": self._parameters_at_start,
             "version": self.version,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["alive"].shape != self._alive.shape:
+        if state["alive"].shape != self._living.alive.shape:
             raise ValueError("state: it is of another network, or of this one at another size")
-        self._alive, self._tried = state["alive"].clone(), None
+        self._living = Living(self._structure, self._rows, state["alive"].clone())
+        self._tried = None
         self._totals = dict(state["totals"])
         self._parameters_at_start, self.version = state["parameters_at_start"], state["version"]
 
@@ -355,3 +307,8 @@ class Neurons:
 
 def _scored(units: Iterable[Unit], scores: Mapping[str, list[float]]) -> list[Unit]:
     return [unit for unit in units if all(layer in scores for layer, _ in unit.members)]
+
+
+def _room(alive: Mapping[str, int], floors: Mapping[str, int]) -> dict[str, int]:
+    """How many neurons of each layer may go."""
+    return {name: max(count - floors[name], 0) for name, count in alive.items()}

@@ -1,5 +1,6 @@
-"""Which neurons are the least important."""
+"""Which neurons are the least important, and what a user may say about that."""
 
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,28 @@ def as_lists(scores: Scores, alive: Mapping[str, int]) -> dict[str, list[float]]
             raise ValueError(f"scores[{layer!r}] has values that are not finite")
         result[layer] = values.tolist()
     return result
+
+
+def as_count(n: int) -> int:
+    """How many neurons to take, checked."""
+    if isinstance(n, bool) or not hasattr(n, "__index__") or operator.index(n) < 0:
+        raise ValueError(f"n must be a whole number of neurons, 0 or more, not {n!r}")
+    return operator.index(n)
+
+
+def as_positions(layer: str, positions: Sequence[int], alive: int) -> Tensor:
+    """Checked positions of a layer with so many living neurons."""
+    try:
+        chosen = torch.as_tensor(list(positions))
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{layer}: positions must be a list of whole numbers, not {positions!r}") from None
+    if chosen.dim() != 1 or (len(chosen) and (chosen.is_floating_point() or chosen.dtype == torch.bool)):
+        raise ValueError(f"{layer}: positions must be a list of whole numbers, not {positions!r}")
+    chosen = chosen.long().cpu()
+    wrong = chosen[(chosen < 0) | (chosen >= alive)]
+    if len(wrong):
+        raise ValueError(f"{layer}: no neuron {int(wrong[0])}; it has {alive} living ones, 0 to {alive - 1}")
+    return chosen
 
 
 def floors_of(floor: int | Mapping[str, int], alive: Mapping[str, int]) -> dict[str, int]:

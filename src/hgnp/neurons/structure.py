@@ -7,20 +7,23 @@ constant that depends on the width is caught there.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hgnp.messages import first_line
 from hgnp.neurons.follow import Followed, Follower
 from hgnp.neurons.graph import Graph, Inputs, kind_of, tensors_of
 from hgnp.neurons.labels import compact, varies
 from hgnp.neurons.record import UNSEEN, quiet_norms, record
 from hgnp.neurons.rules import name_of
 from hgnp.neurons.ties import Ties
-from hgnp.neurons.trial import Misfit, alike, compare, first_line, shape_after
+from hgnp.neurons.trial import Misfit, alike, compare, shape_after
 from hgnp.neurons.widths import Shape, stated_widths
+from hgnp.removal import Removal
 
 
 class Structure:
@@ -131,6 +134,20 @@ class Structure:
                 return None if full is None else after.get(full, self.shapes[full])
 
             yield name, module, stated_widths(module, shape, first_inputs.get(name), groups.get(name))
+
+    def removal(self, before: Tensor, after: Tensor) -> Removal:
+        """What goes from one state of life to the next, in positions as they are before."""
+        slices: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        for (name, dim), slots in self.ties.slots.items():
+            stay = after[slots[before[slots]]]
+            if not bool(stay.all()):
+                slices[name][dim] = stay.nonzero().squeeze(1)
+        widths = {}
+        for name, module, stated in self.widths_after(after):
+            changed = {attribute: value for attribute, value in stated.items() if getattr(module, attribute) != value}
+            if changed:
+                widths[name] = changed
+        return Removal(dict(slices), widths)
 
     def misfit(self, alive: Tensor, *, aligned: bool = True) -> Misfit | None:
         """Run the network's own code at the smaller shapes. None if every step gives what it should.

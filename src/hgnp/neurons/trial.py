@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from hgnp.messages import first_line
 from hgnp.neurons.follow import Followed, Follower
 from hgnp.neurons.graph import Graph, Step, Value
 from hgnp.neurons.labels import Labelled, compact, varies
@@ -210,7 +211,3 @@ def _misfit(followed: Followed, alive: Tensor, problem: str) -> Misfit:
     slots = torch.unique(torch.cat(labels)) if labels else torch.zeros(0, dtype=torch.long)
     where = f" in {followed.step.module}" if followed.step.module else ""
     return Misfit(f"{problem} ({name_of(followed.step.op)}{where})", slots[~alive[slots]])
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

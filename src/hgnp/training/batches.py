@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from hgnp.curvature.forward import layer_of, run
+from hgnp.curvature.forward import Output, layer_of, run, samples_in
 from hgnp.curvature.losses import CrossEntropy, Loss, loss_curvature
+from hgnp.messages import first_line
+from hgnp.modes import evaluating
 
 Unpack = Callable[[Any], tuple[Any, Any]]
-Output = Callable[[Any], Any]
 
 
 def unpack(batch: Any) -> tuple[Any, Any]:
@@ -47,13 +48,6 @@ class Batches:
         return tree_map(lambda x: x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x, value)
 
 
-def samples_in(inputs: Any) -> int:
-    first = next((x for x in tree_leaves(inputs) if isinstance(x, Tensor)), None)
-    if first is None or first.dim() == 0:
-        raise ValueError("train: a batch holds no tensor whose first dimension counts samples")
-    return first.shape[0]
-
-
 def pick(inputs: Any, index: Tensor) -> Any:
     """The samples at `index`."""
     n = samples_in(inputs)
@@ -69,19 +63,14 @@ def is_classification(loss: Loss, target: Any) -> bool:
 
 def check_first(net: nn.Module, loss: Loss, output: Output | None, inputs: Any, target: Any) -> Any:
     """The output on a first batch; one line if it does not fit the target."""
-    modes = {module: module.training for module in net.modules()}
-    net.eval()
     try:
-        with torch.no_grad():
+        with evaluating(net), torch.no_grad():
             out = run(net, inputs, output=output)
     except Exception as error:
         layer = layer_of(net, error)
         raise ValueError(
-            f"net: its forward failed on the first batch{f' in {layer}' if layer else ''}: {_line(error)}"
+            f"net: its forward failed on the first batch{f' in {layer}' if layer else ''}: {first_line(error)}"
         ) from error
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     if is_classification(loss, target):
         check_classes(loss, out, target)
     try:
@@ -89,7 +78,7 @@ def check_first(net: nn.Module, loss: Loss, output: Output | None, inputs: Any, 
             value = loss(out, target)
     except Exception as error:
         raise ValueError(
-            f"loss: it failed on the first batch, output {_shape(out)} and target {_shape(target)}: {_line(error)}"
+            f"loss: it failed on the first batch, output {_shape(out)} and target {_shape(target)}: {first_line(error)}"
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise ValueError(f"loss: it returned {_shape(value)}; a mean over the batch, one number, would do")
@@ -117,7 +106,3 @@ def check_labels(loss: Loss, target: Tensor, classes: int) -> None:
 
 def _shape(value: Any) -> str:
     return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"(a {type(value).__name__})"
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

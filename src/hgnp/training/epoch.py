@@ -25,7 +25,7 @@ class DivergedError(ArithmeticError):
 
 
 @dataclass
-class Seen:
+class Steps:
     """What an epoch's steps showed, kept on the device until the end."""
 
     losses: list[Tensor] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Epochs:
         mu: Callable[[float], float],
         before_step: Callable[[tuple[Any, Any]], None],
         show: Callable[[int, float | None], None],
-    ) -> Seen:
+    ) -> Steps:
         """One pass over `batches`. `rate` and `mu` say how they go over the epoch, from 0 to 1."""
         self.net.train()
         with nullcontext() if self.engine is None else self.engine.running():
@@ -109,8 +109,8 @@ class Epochs:
         mu: Callable[[float], float],
         before_step: Callable[[tuple[Any, Any]], None],
         show: Callable[[int, float | None], None],
-    ) -> Seen:
-        seen = Seen()
+    ) -> Steps:
+        seen = Steps()
         shown = time.perf_counter()
         for step, batch in enumerate(batches):
             share = step / steps if steps else 0.0
@@ -129,7 +129,7 @@ class Epochs:
         self._check(seen, epoch)
         return seen
 
-    def step(self, batch: tuple[Any, Any], seen: Seen) -> None:
+    def step(self, batch: tuple[Any, Any], seen: Steps) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         scale: float | Tensor = 1.0
         if self.scaler is not None:
@@ -159,7 +159,7 @@ class Epochs:
         half = torch.bfloat16 if self.precision == "bf16" else torch.float16
         return torch.autocast(self.device.type, dtype=half)
 
-    def _check(self, seen: Seen, epoch: int) -> None:
+    def _check(self, seen: Steps, epoch: int) -> None:
         if seen.checked == len(seen.losses):
             return
         values = torch.stack([loss.double() for loss in seen.losses[seen.checked :]]).tolist()

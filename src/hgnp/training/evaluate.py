@@ -1,15 +1,15 @@
 """Loss and metric over the validation data, in evaluation mode."""
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hgnp.curvature.forward import run
+from hgnp.curvature.forward import Output, run, samples_in
 from hgnp.curvature.losses import Loss
-from hgnp.training.batches import Output, is_classification, samples_in
+from hgnp.modes import evaluating
+from hgnp.training.batches import is_classification
 
 Metric = Callable[[Tensor, Tensor], Any]
 
@@ -19,30 +19,24 @@ def evaluate(
 ) -> tuple[float, float]:
     """(mean loss, metric). A given metric sees all outputs and targets at once, as many metrics are no means over batches;
     without one it is accuracy for class labels, and minus the loss otherwise, so that higher is better."""
-    modes = {module: module.training for module in net.modules()}
-    net.eval()
     total: list[Tensor] = []
     right: list[Tensor] = []
     seen: list[tuple[Tensor, Tensor]] = []
     samples = counted = 0
-    try:
-        with torch.no_grad():
-            for inputs, target in batches:
-                out = run(net, inputs, output=output)
-                n = samples_in(inputs)
-                total.append(loss(out, target).detach().double() * n)
-                samples += n
-                if metric is not None:
-                    seen.append((out, target))
-                elif is_classification(loss, target):
-                    right.append((out.argmax(1) == target).sum())
-                    counted += target.numel()
-            mean = float(torch.stack(total).sum() / samples)
+    with evaluating(net), torch.no_grad():
+        for inputs, target in batches:
+            out = run(net, inputs, output=output)
+            n = samples_in(inputs)
+            total.append(loss(out, target).detach().double() * n)
+            samples += n
             if metric is not None:
-                return mean, float(metric(_joined([o for o, _ in seen]), _joined([t for _, t in seen])))
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+                seen.append((out, target))
+            elif is_classification(loss, target):
+                right.append((out.argmax(1) == target).sum())
+                counted += target.numel()
+        mean = float(torch.stack(total).sum() / samples)
+        if metric is not None:
+            return mean, float(metric(_joined([o for o, _ in seen]), _joined([t for _, t in seen])))
     return mean, float(torch.stack(right).sum()) / counted if right else -mean
 
 
@@ -50,7 +44,3 @@ def _joined(parts: list[Any]) -> Tensor:
     if not all(isinstance(part, Tensor) for part in parts):
         raise ValueError(f"metric: outputs and targets must be tensors, not {type(parts[0]).__name__}; give output")
     return torch.cat(parts)
-
-
-def finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

@@ -1,18 +1,20 @@
 """What is measured of a network before and after: its latency beside the full one's, its sharpness, its features."""
 
 import copy
-from collections.abc import Callable, Sized
+from collections.abc import Sized
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from hgnp.curvature.forward import run
+from hgnp.curvature.forward import Output, run, samples_in
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.sharpness import sharpness
+from hgnp.modes import evaluating
 from hgnp.timing import side_by_side
-from hgnp.training.batches import Batches, Output, pick, samples_in
+from hgnp.training.batches import Batches, pick
 
 LATENCY_BATCH = 256
 LATENCY_SECONDS = 10.0
@@ -32,17 +34,9 @@ def latencies(nets: list[nn.Module], inputs: Any, device: torch.device) -> tuple
     index = torch.arange(LATENCY_BATCH) % samples_in(inputs)
     batch = pick(inputs, index)
 
-    def call(net: nn.Module) -> Callable[[], Any]:
-        return lambda: run(net, batch)
-
-    modes = [{module: module.training for module in net.modules()} for net in nets]
-    try:
-        with torch.inference_mode():
-            timings = side_by_side([call(net.eval()) for net in nets], device=device, budget=LATENCY_SECONDS)
-    finally:
-        for mode in modes:
-            for module, training in mode.items():
-                module.training = training
+    calls = [partial(run, net, batch) for net in nets]
+    with evaluating(*nets), torch.inference_mode():
+        timings = side_by_side(calls, device=device, budget=LATENCY_SECONDS)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     about = {"batch": LATENCY_BATCH, "threads": torch.get_num_threads(), "device": name, "repeats": timings[0].repeats}
     return [timing.median for timing in timings], about

@@ -22,8 +22,11 @@ class Plan:
     position: float = 0.0
     """Of the learning-rate schedule, from 0 to 1."""
     parts: int = 1
+    """How often the run was begun or gone on with."""
     seconds: float = 0.0
+    """Of all epochs so far, in all parts."""
     stopped: str | None = None
+    """Why it ended before its time."""
     before: dict[str, Any] | None = None
     """Facts about the network when the first neuron went."""
     history: list[Row] = field(default_factory=list)

@@ -22,8 +22,6 @@ class Pruner:
     ) -> None:
         self.neurons, self.flatness, self.recipe, self.optimizer = neurons, flatness, recipe, optimizer
         self.at_start = at_start
-        self.exhausted = False
-        """Nothing more can be removed."""
 
     @property
     def left(self) -> float:
@@ -52,7 +50,7 @@ class Pruner:
             )
 
     def round(self, batches: list[tuple[Any, Any]]) -> int:
-        """Removes the round's neurons, fewer if the target needs fewer, and says how many went."""
+        """Removes the round's neurons, fewer if the target needs fewer, and says how many went: none once no more can go."""
         coupling = cast(Coupling, self.recipe.coupling)
         scores = sensitivity(
             self.neurons.net, self.neurons, batches, flatness=self.flatness, mu=self.recipe.scoring_mu,
@@ -64,7 +62,6 @@ class Pruner:
             n = min(2 * n, self.neurons.count)
             cut = self._least(scores, n)
         if not cut:
-            self.exhausted = True
             return 0
         if self._fraction(self.neurons.preview(cut)) < self.recipe.keep:
             cut = self._just_enough(scores, n, cut)

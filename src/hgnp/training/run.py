@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hgnp.baselines import SAM
+from hgnp.curvature.forward import Output, samples_in
 from hgnp.curvature.losses import Loss
 from hgnp.files import write_json
 from hgnp.flatness import Flatness
@@ -28,7 +29,7 @@ from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Row, Target
 from hgnp.storage import changes_to_fit, describe, save
 from hgnp.training import schedule, streams
-from hgnp.training.batches import Batches, Output, check_first, check_labels, is_classification, pick, samples_in
+from hgnp.training.batches import Batches, check_first, check_labels, is_classification, pick
 from hgnp.training.epoch import DivergedError, Epochs
 from hgnp.training.evaluate import Metric, evaluate
 from hgnp.training.folder import Folder, versions
@@ -84,7 +85,7 @@ class Run:
             out,
             classes=self.classes is not None,
             train=task.train.loader,
-            val=task.val and task.val.loader,
+            val=None if task.val is None else task.val.loader,
         )
         self.inputs, self.full = inputs, copied(net)
         if stored is not None and recipe.coupling == "paper":  # its structure is that of the network as it is now
@@ -182,9 +183,9 @@ class Run:
         if self.plan.before is None:
             self.plan.before = dataclasses.asdict(self._facts())
         removed = self.pruner.round(batches)
-        if self.pruner.left <= self.recipe.keep or self.pruner.exhausted:
+        if not removed or self.pruner.left <= self.recipe.keep:
             self.plan.reached = self.plan.epoch
-        if self.pruner.exhausted:
+        if not removed:
             self.tell("note", "no more neurons can be removed: the rest is frozen or the last of its layer")
         return removed
 
@@ -233,7 +234,7 @@ class Run:
             (slow, fast), latency = latencies([self.full.to(device), self.net], self.inputs, device)
             before = dataclasses.replace(before, latency_ms=slow)
             after = dataclasses.replace(after, latency_ms=fast)
-        if self.pruner.exhausted and self.pruner.left > recipe.keep:
+        if plan.reached is not None and self.pruner.left > recipe.keep:
             plan.stopped = plan.stopped or "no more neurons could be removed"
         result = Result(
             model=self.net, history=plan.history, recipe=recipe, before=before, after=after,

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hgnp.messages import first_line
+
 
 class Source(Protocol):
     """Pictures of one size with their labels, wherever they are."""
@@ -135,7 +137,7 @@ def as_device(device: str | torch.device) -> torch.device:
         found = torch.device(device)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device: {device!s} was given; {str(error).splitlines()[0]}") from None
+        raise ValueError(f"device: {device!s} was given; {first_line(error)}") from None
     return found
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
+
+from hgnp.storage import read_tensors
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,7 @@ def load_weights(net: nn.Module, path: str | os.PathLike[str]) -> Loaded:
             f"{file}: not a .safetensors file, and pickled weights are never read here; where you trust the file, convert it: "
             f"safetensors.torch.save_file(torch.load({file.name!r}, weights_only=True), '{file.stem}.safetensors')"
         )
-    try:
-        stored = load_file(file)
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{file}: not a readable safetensors file: {str(error).splitlines()[0]}") from error
+    stored, _ = read_tensors(file)
     own = net.state_dict()
     fits = {
         name: tensor

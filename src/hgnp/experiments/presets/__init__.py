@@ -2,7 +2,8 @@
 
 from importlib import resources
 
-from hgnp.experiments.config import Config, meant, parse
+from hgnp.experiments.config import Config, parse
+from hgnp.messages import meant
 
 ENDING = ".yaml"
 

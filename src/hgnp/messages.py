@@ -1,0 +1,32 @@
+"""What error messages have in common: the name that was perhaps meant, and what another error said, on one line."""
+
+import difflib
+from collections.abc import Collection
+
+MOST_NAMES = 50
+
+
+def meant(name: object, known: Collection[str]) -> str:
+    """The end of a message about a name that is not known."""
+    close = difflib.get_close_matches(str(name), known)
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    more = f" and {len(known) - MOST_NAMES} more" if len(known) > MOST_NAMES else ""
+    return f"; there are {', '.join(list(known)[:MOST_NAMES])}{more}"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first, or its kind if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def one_line(error: BaseException) -> str:
+    """All that an error says, for those that break their lines anywhere."""
+    return " ".join(str(error).split())
+
+
+def brief(error: BaseException) -> str:
+    """An error's kind and what it says first, in at most 200 characters: for those that were not made to be read."""
+    kind, first = type(error).__name__, first_line(error)
+    text = kind if first == kind else f"{kind}: {first.strip()}"
+    return text if len(text) <= 200 else f"{text[:199]}…"
