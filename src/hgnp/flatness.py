@@ -29,7 +29,7 @@ from hgnp.curvature.forward import Forward, Output, UnfitError, autocast_off, la
 from hgnp.curvature.gauss_newton import GaussNewton
 from hgnp.curvature.hessian import Hessian
 from hgnp.curvature.losses import Loss, loss_curvature
-from hgnp.curvature.random import RandomState
+from hgnp.curvature.random import RandomState, capturing
 from hgnp.curvature.spectrum import Observer
 from hgnp.removal import Removal, listen
 
@@ -92,10 +92,13 @@ class Flatness:
         )  # fmt: skip
         refuse_unseen(net)
         self._frozen = self.choices.norm == "frozen"
-        self._lags = self.choices.v_from == "last_batch"
+        self.lags = self.choices.v_from == "last_batch"
+        """Whether a step penalises along the v of the batch before."""
         if self._frozen:
             refuse_untracked(net)
-        self._v = Direction(net, self.choices, self._loss_curvature)
+        self.v = Direction(net, self.choices, self._loss_curvature)
+        self.weight: Tensor | None = None
+        """mu on the device, for a step that is captured once and run with several."""
         self.seen: Seen | None = None
         """All that is known of the last step, without waiting for the device."""
         self._bends: dict[bool, Reasons] = {}
@@ -106,21 +109,29 @@ class Flatness:
         """Adds scale·∇(C + μ·max(0, q − B)) to `.grad` and returns C, which is not scaled."""
         if self.mu == 0:
             return self._plain(inputs, target, scale)
+        self.prepare(inputs, target, scale=scale)
+        return self.step(inputs, target, scale=scale)
+
+    def prepare(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> None:
+        """What comes before a step: finding v where it is not that of the batch before."""
         if self.net.training not in self._bends:
             self._bends[self.net.training] = self._trace(inputs)
-        if not self._lags or self._v.block() is None:
-            self._look(self._v, inputs, target, scale)
+        if not self.lags or self.v.block() is None:
+            self._look(self.v, inputs, target, scale)
+
+    def step(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
+        """The step itself, along the v that is known."""
         if self._frozen and any(layer.training for layer in tracked(self.net)):
             return self._apart(inputs, target, scale)
-        loss, q, self.seen = self._penalised(self._v, inputs, target, scale, update=self._lags)
-        self._autograd((loss + self.mu * self._hinge(q)) * scale)
+        loss, q, self.seen = self._penalised(self.v, inputs, target, scale, update=self.lags)
+        self._autograd((loss + self._penalty(q)) * scale)
         return loss.detach()
 
     def _apart(self, inputs: Any, target: Any, scale: float | Tensor) -> Tensor:
         """C and q are of two functions: two passes, with the same dropout masks and one update of the buffers."""
-        with RandomState(*self.net.parameters()):
-            _, q, self.seen = self._penalised(self._v, inputs, target, scale, update=self._lags, traceless=True)
-            self._autograd(self.mu * self._hinge(q) * scale)
+        with self._undisturbed():
+            _, q, self.seen = self._penalised(self.v, inputs, target, scale, update=self.lags, traceless=True)
+            self._autograd(self._penalty(q) * scale)
         return self._plain(inputs, target, scale)
 
     def _plain(self, inputs: Any, target: Any, scale: float | Tensor) -> Tensor:
@@ -145,7 +156,7 @@ class Flatness:
         if mu == 0:
             with RandomState(*self.net.parameters()):
                 return self.loss(self._run(inputs, within=within, traceless=True), target)
-        v = self._v.copy()
+        v = self.v.copy()
         self._look(v, inputs, target, 1.0, cold=True)
         with RandomState(*self.net.parameters()):
             loss, q, _ = self._penalised(v, inputs, target, 1.0, update=False, traceless=True, within=within)
@@ -154,7 +165,7 @@ class Flatness:
     def _look(self, v: Direction, inputs: Any, target: Any, scale: float | Tensor, *, cold: bool = False) -> None:
         """Updates v to this batch by a pass that leaves no trace; with `cold`, as exactly as from a cold start."""
         observer = v.observer(inputs)
-        with RandomState(*self.net.parameters()):
+        with self._undisturbed():
             z = self._run(inputs, Forward(watch=observer, frozen=self._frozen), traceless=True)
             v.update(observer, self.loss(z, target), z, target, scale, cold=cold or v.block() is None)
 
@@ -192,6 +203,13 @@ class Flatness:
             return Hessian(seeds, watch=observer, frozen=self._frozen)
         assert self._loss_curvature is not None
         return GaussNewton(seeds, self._loss_curvature, watch=observer, frozen=self._frozen)
+
+    def _undisturbed(self) -> contextlib.AbstractContextManager[Any]:
+        """Dropout masks repeat from pass to pass. A step that is being captured draws nothing at random."""
+        return contextlib.nullcontext() if capturing() else RandomState(*self.net.parameters())
+
+    def _penalty(self, q: Tensor) -> Tensor:
+        return (self.mu if self.weight is None else self.weight) * self._hinge(q)
 
     def _hinge(self, q: Tensor) -> Tensor:
         return torch.where(q > self.bound, q - self.bound, 0.0)
@@ -272,17 +290,17 @@ class Flatness:
 
     def state_dict(self) -> dict[str, Any]:
         """Eigenpairs, the chosen block and the stream of sampled labels: tensors, strings and None alone."""
-        return self._v.state_dict()
+        return self.v.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._v.load_state_dict(state)
+        self.v.load_state_dict(state)
 
     def neurons_removed(self, removal: Removal) -> Callable[[], None]:
         """Slices every eigenvector with its layer. The work is done here; what is returned only assigns."""
-        pairs = self._v.sliced(removal.slices)
+        pairs = self.v.sliced(removal.slices)
 
         def commit() -> None:
-            self._v.pairs = pairs
+            self.v.pairs = pairs
             self.seen = None
             self._checked = set()
             self._bends = {}

@@ -81,8 +81,11 @@ class Recipe:
     lr_factor: float = 0.1
     lr_final: float = 0.0
     """What "cosine" and "one_cycle" end at, as a fraction of the peak."""
-    precision: str = "float32"
-    """"float32", "bf16" or "fp16": mixed precision by autocast, "fp16" with a gradient scaler."""
+    precision: str = "auto"
+    """"float32", "bf16" or "fp16": mixed precision by autocast, "fp16" with a gradient scaler. "auto": "bf16" on a GPU that has
+    it, "float32" elsewhere."""
+    engine: str = "auto"
+    """"auto": on a GPU, whole steps in CUDA graphs and pictures with their channels last. "eager": operation by operation."""
     clip_norm: float | None = None
     """Gradients are scaled down to this norm if theirs is larger."""
     seed: int | None = None
@@ -195,7 +198,8 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     ),
     "lr_factor": _RATE,
     "lr_final": ("a fraction of at least 0 and at most 1", lambda value: _number(value) and 0 <= value <= 1),
-    "precision": _one_of("float32", "bf16", "fp16"),
+    "precision": _one_of("auto", "float32", "bf16", "fp16"),
+    "engine": _one_of("auto", "eager"),
     "clip_norm": ("None or a finite number above 0", lambda value: value is None or (_number(value) and value > 0)),
     "seed": ("None or a whole number of at least 0", lambda value: value is None or (_whole(value) and 0 <= value < 2**32)),
 }  # fmt: skip

@@ -31,7 +31,7 @@ class Direction:
         self._empirical = choices.ranking == "empirical"
         self.pairs: dict[str, Pair] = {}
         """Block → its eigenpair."""
-        self._chosen: Chosen | None = None
+        self.chosen: Chosen | None = None
         self._generator: torch.Generator | None = None
 
     def copy(self) -> "Direction":
@@ -43,7 +43,7 @@ class Direction:
 
     def block(self) -> Block | None:
         """The block that was chosen, unless it is gone, frozen or of another shape by now. Waits for the last choice."""
-        name = None if self._chosen is None else self._chosen.block().name
+        name = None if self.chosen is None else self.chosen.block().name
         found = next((block for block in find_blocks(self.net) if block.name == name), None)
         return found if found is not None and self.pairs[found.name].fits(found) else None
 
@@ -73,7 +73,7 @@ class Direction:
             with torch.no_grad():
                 blocks = find_blocks(self.net)
                 start = {block.name: self._start(block) for block in blocks}
-                pairs, self._chosen = solve(observer, blocks, start, empirical=self._empirical, cold=cold)
+                pairs, self.chosen = solve(observer, blocks, start, empirical=self._empirical, cold=cold)
                 self.pairs |= pairs
 
     def _start(self, block: Block) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ class Direction:
         """Eigenpairs, the chosen block and the stream of sampled labels: tensors, strings and None alone."""
         return {
             "pairs": {name: pair.state() for name, pair in self.pairs.items()},
-            "block": None if self._chosen is None else self._chosen.block().name,
+            "block": None if self.chosen is None else self.chosen.block().name,
             "generator": None if self._generator is None else self._generator.get_state(),
         }
 
@@ -125,7 +125,7 @@ class Direction:
                 )
             pairs[name] = pair
         self.pairs = pairs
-        self._chosen = None if state["block"] is None else Chosen.known(blocks[state["block"]])
+        self.chosen = None if state["block"] is None else Chosen.known(blocks[state["block"]])
         self._generator = None
         if state["generator"] is not None:
             self._draws(next(self.net.parameters()).device).set_state(state["generator"])

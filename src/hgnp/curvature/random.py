@@ -4,8 +4,15 @@ import torch
 from torch import Tensor
 
 
+def capturing() -> bool:
+    """Whether what runs now is being recorded into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class RandomState:
     def __init__(self, *tensors: Tensor) -> None:
+        if capturing():
+            raise RuntimeError("a random state cannot be put back in a CUDA graph")
         self._cpu = torch.get_rng_state()
         devices = {x.device for x in tensors if x.is_cuda}
         self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}

@@ -168,6 +168,9 @@ def dropout(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     tangent = mode.tangent(args[0]) if args else None
     if tangent is None:
         return NotImplemented
+    options = dict(zip(("p", "training", "inplace"), args[1:], strict=False)) | kwargs
+    if options.get("p", 0.5) == 0 or not options.get("training", True):  # nothing is drawn
+        return _settle(mode, args, mode.primal(func, args, kwargs), tangent)
     before = RandomState(args[0])
     out = mode.primal(func, args, kwargs)
     after = RandomState(args[0])

@@ -15,6 +15,7 @@ from hgnp.curvature.blocks import Block
 from hgnp.curvature.eigen import Eigenpair, arbitrary, kronecker_residual, top
 from hgnp.curvature.factors import GammaMoments, PsiMoments, per_position, plain_convolution, unit, wide
 from hgnp.curvature.forward import autocast_off
+from hgnp.curvature.random import capturing
 
 COLD_STEPS = 60
 WARM_STEPS = 4
@@ -110,9 +111,19 @@ class Observer:
 class Chosen:
     """The block with the largest score."""
 
-    index: Tensor  # into `blocks`, on the host; ready once `wait` returns
+    index: Tensor  # into `blocks`; on its way to the host, where it is once `ready`
     ready: torch.cuda.Event | None
     blocks: list[Block]
+
+    @classmethod
+    def of(cls, index: Tensor, blocks: list[Block]) -> "Chosen":
+        """Sends the index to the host. In a step that is being captured there is none yet; it stays on the device."""
+        if not index.is_cuda or capturing():
+            return cls(index, None, blocks)
+        host = torch.empty((), dtype=index.dtype, pin_memory=True).copy_(index, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return cls(host, ready, blocks)
 
     @classmethod
     def known(cls, block: Block) -> "Chosen":
@@ -212,10 +223,4 @@ def solve(
         best = score.max(0)
         pairs[block.name] = Pair(psi, gamma, best.indices)
         scores.append(best.values.to(torch.float64 if psi.value.dtype == torch.float64 else torch.float32))
-    index = torch.stack(scores).argmax()
-    if not index.is_cuda:
-        return pairs, Chosen(index, None, seen)
-    host = torch.empty((), dtype=index.dtype, pin_memory=True).copy_(index, non_blocking=True)
-    ready = torch.cuda.Event()
-    ready.record()
-    return pairs, Chosen(host, ready, seen)
+    return pairs, Chosen.of(torch.stack(scores).argmax(), seen)

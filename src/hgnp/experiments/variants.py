@@ -35,15 +35,13 @@ def way(variant: str, net: nn.Module, example: Sequence[Tensor]) -> Way:
     if variant == "channels_last":
         if not any(isinstance(module, nn.Conv2d) for module in net.modules()):
             raise ValueError("the network has no 2-d convolutions")
-        last = copy.deepcopy(net)
-        last.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs leave it out
-        return Way(last, _channels_last)
+        return Way(_laid_out(copy.deepcopy(net)), _channels_last)
     if variant == "compile":
         return Way(torch.compile(net, dynamic=False))
     if variant in HALVES:
         dtype = HALVES[variant]
-        half = copy.deepcopy(net).to(dtype)
-        return Way(half, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        half = _laid_out(copy.deepcopy(net).to(dtype))  # tensor cores and AMX want channels last
+        return Way(half, lambda tensor: _channels_last(tensor.to(dtype) if tensor.is_floating_point() else tensor))
     if variant == "onnx":
         if example[0].device.type != "cpu":
             raise ValueError("ONNX Runtime is timed on the CPU only")
@@ -52,6 +50,10 @@ def way(variant: str, net: nn.Module, example: Sequence[Tensor]) -> Way:
             session = onnx_session(exported.path, threads=torch.get_num_threads())
         return Way(lambda *tensors: run_onnx(session, tensors))
     return Way(net)
+
+
+def _laid_out(net: nn.Module) -> nn.Module:
+    return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in the stubs
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hgnp.baselines import SAM
 from hgnp.flatness import Flatness
 from hgnp.recipe import Recipe
+from hgnp.training.engine import Engine
 
 CHECK_EVERY = 32  # steps; a look at the losses waits for the device
 SHOW_EVERY = 0.2  # seconds
@@ -54,6 +55,13 @@ def _mean(values: list[Tensor]) -> float:
     return float(torch.stack([value.double() for value in values]).mean())
 
 
+def precision_on(recipe: Recipe, device: torch.device) -> str:
+    """The recipe's precision, where "auto" depends on the device."""
+    if recipe.precision != "auto":
+        return recipe.precision
+    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+
+
 class Epochs:
     """Trains `net` for an epoch at a time. `trainer.backward` leaves the gradient: Flatness, or SAM."""
 
@@ -66,9 +74,15 @@ class Epochs:
         device: torch.device,
     ) -> None:
         self.net, self.trainer, self.optimizer, self.recipe, self.device = net, trainer, optimizer, recipe, device
+        self.flatness = trainer if isinstance(trainer, Flatness) else None
+        self.precision = precision_on(recipe, device)
+        self.engine: Engine | None = None
+        if self.flatness is not None and device.type == "cuda" and recipe.engine == "auto" and self.precision != "fp16":
+            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in torch's stubs
+            self.engine = Engine(self.flatness)
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         """The learning rates that a schedule scales."""
-        self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "fp16" else None
+        self.scaler = torch.amp.GradScaler(device.type) if self.precision == "fp16" else None
 
     def train(
         self,
@@ -82,8 +96,21 @@ class Epochs:
         show: Callable[[int, float | None], None],
     ) -> Steps:
         """One pass over `batches`. `rate` and `mu` say how they go over the epoch, from 0 to 1."""
-        seen = Steps()
         self.net.train()
+        with nullcontext() if self.engine is None else self.engine.running():
+            return self._steps(batches, steps, epoch, rate, mu, before_step, show)
+
+    def _steps(
+        self,
+        batches: Iterable[tuple[Any, Any]],
+        steps: int | None,
+        epoch: int,
+        rate: Callable[[float], float] | None,
+        mu: Callable[[float], float],
+        before_step: Callable[[tuple[Any, Any]], None],
+        show: Callable[[int, float | None], None],
+    ) -> Steps:
+        seen = Steps()
         shown = time.perf_counter()
         for step, batch in enumerate(batches):
             share = step / steps if steps else 0.0
@@ -91,8 +118,8 @@ class Epochs:
             if rate is not None:
                 for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
                     group["lr"] = peak * rate(share)
-            if isinstance(self.trainer, Flatness):
-                self.trainer.mu = mu(share)
+            if self.flatness is not None:
+                self.flatness.mu = mu(share)
             self.step(batch, seen)
             if (step + 1) % CHECK_EVERY == 0:
                 self._check(seen, epoch)
@@ -108,13 +135,14 @@ class Epochs:
         if self.scaler is not None:
             scale = self.scaler.scale(torch.ones((), device=self.device))
         with self._precision():
-            loss = self.trainer.backward(batch[0], batch[1], scale=scale)
+            loss = (self.engine or self.trainer).backward(batch[0], batch[1], scale=scale)
         seen.losses.append(loss)
-        if isinstance(self.trainer, Flatness) and self.trainer.mu > 0 and self.trainer.seen is not None:
-            seen.radii.append(self.trainer.seen.radius)
-            seen.curvatures.append(self.trainer.seen.curvature)
-            seen.mus.append(self.trainer.mu)
-            seen.blocks[self.trainer.seen.block.name] += 1
+        flat = self.flatness
+        if flat is not None and flat.mu > 0 and flat.seen is not None:
+            seen.radii.append(flat.seen.radius)
+            seen.curvatures.append(flat.seen.curvature)
+            seen.mus.append(flat.mu)
+            seen.blocks[flat.seen.block.name] += 1
         if self.recipe.clip_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -126,9 +154,9 @@ class Epochs:
             self.optimizer.step()
 
     def _precision(self) -> AbstractContextManager[Any]:
-        if self.recipe.precision == "float32":
+        if self.precision == "float32":
             return nullcontext()
-        half = torch.bfloat16 if self.recipe.precision == "bf16" else torch.float16
+        half = torch.bfloat16 if self.precision == "bf16" else torch.float16
         return torch.autocast(self.device.type, dtype=half)
 
     def _check(self, seen: Steps, epoch: int) -> None:

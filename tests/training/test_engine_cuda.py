@@ -1,0 +1,120 @@
+"""Steps from CUDA graphs compute what steps as they are compute."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hgnp
+from hgnp.training.engine import Engine
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def net(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.na = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+            self.b, self.nb = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+            self.c, self.drop, self.out = nn.Linear(16, 24), nn.Dropout(dropout), nn.Linear(24, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.na(self.a(x)))
+            x = torch.relu(self.nb(self.b(x)) + x).mean((2, 3))
+            return self.out(self.drop(torch.relu(self.c(x))))
+
+    return Net().double().cuda().to(memory_format=torch.channels_last)
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for number in range(count):
+        n = 10 if number % 5 == 4 else 16  # another shape now and then
+        made.append(
+            (torch.randn(n, 3, 8, 8, generator=generator).double(), torch.randint(0, 5, (n,), generator=generator))
+        )
+    return [(x.cuda(), y.cuda()) for x, y in made]
+
+
+def trained(captured: bool, dropout: float = 0.0, **choices: Any) -> tuple[nn.Module, list[float], list[Any], Any]:
+    model = net(dropout)
+    neurons = hgnp.Neurons(model, batches(1)[0][0][:2])
+    flat = hgnp.Flatness(model, **choices)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    engine = Engine(flat)
+    trainer = engine if captured else flat
+    losses, seen = [], []
+    with engine.running():
+        for number, (x, y) in enumerate(batches(30)):
+            if number == 15:
+                cut = neurons.least(hgnp.sensitivity(model, neurons, [(x, y)], flatness=flat), 12)
+                neurons.remove(cut, optimizer)
+            flat.mu = choices["mu"] * min(1.0, number / 4) if number else choices["mu"]
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(trainer.backward(x, y).item())
+            optimizer.step()
+            seen.append((flat.block, flat.radius, flat.curvature))
+    return model, losses, seen, engine
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"mu": 0.0},
+        {"mu": 0.05, "bound": 0.0},
+        {"mu": 0.05, "bound": 0.0, "v_from": "this_batch"},
+        {"mu": 0.05, "bound": 0.0, "flatness": "paper"},
+        {"mu": 0.05, "bound": 0.0, "scaling": "scale_invariant", "convention": "expand", "ranking": "empirical"},
+        {"mu": 0.05, "bound": 0.0, "norm": "frozen"},
+    ],
+    ids=lambda choices: "-".join(map(str, choices.values())),
+)
+def test_the_same_trajectory(choices: dict[str, Any]) -> None:
+    model, losses, seen, engine = trained(True, **choices)
+    other, expected, also_seen, _ = trained(False, **choices)
+    assert engine.refused is None
+    assert engine._graphs
+    assert losses == pytest.approx(expected, rel=1e-7)
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-6, atol=1e-8)
+    if choices["mu"]:
+        assert [block for block, _, _ in seen] == [block for block, _, _ in also_seen]
+        assert [q for _, _, q in seen] == pytest.approx([q for _, _, q in also_seen], rel=1e-5)
+
+
+def test_a_network_that_draws_random_numbers_is_not_captured() -> None:
+    _, losses, _, engine = trained(True, dropout=0.5, mu=0.05, bound=0.0)
+    assert engine.refused == "its forward draws random numbers"
+    assert all(loss > 0 for loss in losses)
+
+
+def test_a_run_uses_it_and_goes_on_after_a_removal() -> None:
+    x = torch.randn(64, 3, 8, 8)
+    y = (x[:, 0].mean((1, 2)) > 0).long()
+    data = [(x[i : i + 16].cuda(), y[i : i + 16].cuda()) for i in range(0, 64, 16)]
+    model = net().float()
+    recipe = hgnp.Recipe(keep=0.5, warmup_epochs=3, neurons_per_round=10, finetune_epochs=3, lr=0.05, seed=0)
+    result = hgnp.prune(model, data, data, recipe=recipe)
+    assert result.reached
+    assert result.history[-1]["loss"] < result.history[0]["loss"]
+
+
+def test_a_run_in_float64_equals_one_operation_by_operation() -> None:
+    x = torch.randn(64, 3, 8, 8).double()
+    y = (x[:, 0].mean((1, 2)) > 0).long()
+    data = [(x[i : i + 16].cuda(), y[i : i + 16].cuda()) for i in range(0, 64, 16)]
+    histories = []
+    for engine in ("auto", "eager"):
+        recipe = hgnp.Recipe(
+            keep=0.5, warmup_epochs=3, neurons_per_round=10, finetune_epochs=3, lr=0.05, seed=0, engine=engine,
+            precision="float32", mu=0.01, bound=0.0, mu_warmup_epochs=2,
+        )  # fmt: skip
+        histories.append(hgnp.prune(net(), data, data, recipe=recipe).history)
+    for one, other in zip(*histories, strict=True):
+        assert one["widths"] == other["widths"]
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+        assert one["curvature"] == pytest.approx(other["curvature"], rel=1e-5)
