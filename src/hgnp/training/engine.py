@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hgnp.curvature.spectrum import Chosen, Pair
 from hgnp.flatness import Flatness, Seen
+from hgnp.messages import first_line
 from hgnp.removal import Removal, listen
 
 Piece = Callable[[Any, Any], Tensor | None]
@@ -141,7 +142,7 @@ class Engine:
             seen = None if flat.seen is before[0] else flat.seen
             return Captured(graph, batch, loss, grads, seen, choice)
         except Exception as error:
-            raise _RefusedError(str(error).strip().splitlines()[0]) from error
+            raise _RefusedError(first_line(error)) from error
         finally:
             flat.weight = None
             flat.seen, flat.v.chosen = before
@@ -171,9 +172,7 @@ class Engine:
         pairs = self.flatness.v.pairs
         if pairs.keys() != self._static.keys():
             self._forget()
-            self._static = {
-                name: Pair.of_state({k: t.clone() for k, t in pair.state().items()}) for name, pair in pairs.items()
-            }
+            self._static = {name: _copied(pair) for name, pair in pairs.items()}
         elif any(pairs[name] is not self._static[name] for name in pairs):
             torch._foreach_copy_(self._memory(), [t for name in sorted(pairs) for t in _tensors(pairs[name])])
         self.flatness.v.pairs = dict(self._static)
