@@ -1,4 +1,4 @@
-"""What a chart says, apart from how it is drawn: `figures` draws it with matplotlib, `page` with plotly.
+"""What a chart says, apart from how it is drawn: `figures` draws it with matplotlib, `page` with plotly.js.
 
 Values are as in the run (κ and accuracy as fractions, seconds); an axis with `percent` shows them in percent.
 """
