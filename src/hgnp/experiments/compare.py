@@ -162,7 +162,8 @@ def _labels(firsts: Sequence[Run]) -> list[str]:
     for run in firsts:
         alike = [_settings(other) for other in firsts if other.method == run.method]
         mine = _settings(run)
-        differ = [name for name in mine if any(other.get(name) != mine[name] for other in alike)]
+        given = [name for name in mine if mine[name] is not None]  # None: not set
+        differ = [name for name in given if any(other.get(name) != mine[name] for other in alike)]
         labels.append(", ".join([run.method, *(f"{name}={mine[name]}" for name in differ)]))
     return labels
 
@@ -183,9 +184,9 @@ def _group(label: str, group: Sequence[Run], used: Sequence[Run], grid: Sequence
 
 
 def _baseline(groups: Sequence[Group], wanted: str | None) -> Group:
-    for group in groups:
-        if wanted in (group.label, group.method) or (wanted is None and group.method == "taylor"):
-            return group
+    name = "taylor" if wanted is None else wanted
+    for group in (*(g for g in groups if g.label == name), *(g for g in groups if g.method == name)):
+        return group
     if wanted is not None:
         raise ValueError(f"baseline: {wanted!r} was given; {' or '.join(group.label for group in groups)} would do")
     return groups[0]
