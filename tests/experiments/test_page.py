@@ -137,7 +137,7 @@ def test_headings_go_down_one_step_at_a_time(pages: dict[str, Page]) -> None:
 def test_a_report_says_what_happened(pages: dict[str, Page]) -> None:
     text = pages["whole"].text
     assert "finished" in text
-    assert "nets.Small was pruned to 10.0% of its parameters; its accuracy went from 90.00 % to 72.00 %" in text
+    assert "nets.Small was pruned to 10.0% of its parameters; its accuracy went from 90.00% to 72.00%" in text
     assert "4.0 times as fast" in text
     assert "−18.00 points" in text
     assert "1,000,000 100,000 × 0.1" in text

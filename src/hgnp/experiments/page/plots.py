@@ -61,18 +61,18 @@ def _lines(chart: Chart) -> dict[str, Any]:
     x, y = {**_AXIS, **_axis(chart.x)}, {**_AXIS, **_axis(chart.y)}
     if chart.bars and isinstance(chart.series[0].x[0], str):
         names = chart.series[0].x
-        x |= {**_names(names, 24), "tickangle": -90 if sum(map(len, names)) > 120 else 0}
+        x |= {**_names(names, 24), "showgrid": False, "tickangle": -90 if sum(map(len, names)) > 120 else "auto"}
     shapes, labels = zip(*(_mark(chart, mark) for mark in chart.marks), strict=True) if chart.marks else ((), ())
     return {"xaxis": x, "yaxis": y, "shapes": shapes, "annotations": labels}
 
 
 def _mark(chart: Chart, mark: Mark) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The line, and its label at the top or at the left. On a log axis plotly wants a label's place as a logarithm."""
+    """The line, and its label above the chart or at its left. On a log axis plotly wants a label's place as a logarithm."""
     line: dict[str, Any] = {"type": "line", "line": {"color": "#8A949E", "width": 1, "dash": "dot"}}
     text: dict[str, Any] = {"text": _safe(mark.label), "showarrow": False, "font": {"size": 11, "color": "#5B6670"}}
     if mark.vertical:
         line |= {"x0": mark.value, "x1": mark.value, "y0": 0, "y1": 1, "yref": "paper"}
-        text |= {"x": mark.value, "y": 1, "yref": "paper", "xanchor": "left", "yanchor": "top"}
+        text |= {"x": mark.value, "y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
     else:
         place = math.log10(mark.value) if chart.y.log else mark.value
         line |= {"x0": 0, "x1": 1, "xref": "paper", "y0": mark.value, "y1": mark.value}
@@ -150,7 +150,7 @@ def _axis(axis: Axis) -> dict[str, Any]:
     if axis.reverse:
         settings |= {"autorange": "reversed", "nticks": 8}
     if axis.log:
-        settings |= {"type": "log", "exponentformat": "power"}
+        settings |= {"type": "log", "tickformat": ".4~g"}
     if axis.whole:
         settings |= {"tickformat": "d"}
     return settings
@@ -166,7 +166,7 @@ def _names(names: Sequence[str], most: int) -> dict[str, Any]:
 def _layout(figure: Figure) -> dict[str, Any]:
     layout: dict[str, Any] = {
         "font": {"family": "system-ui, sans-serif", "size": 13, "color": INK},
-        "margin": {"l": 56, "r": 12, "t": 36, "b": 48},
+        "margin": {"l": 56, "r": 12, "t": 46, "b": 48},
         "height": 380,
         "hovermode": "closest",
         "barmode": "overlay",
