@@ -12,6 +12,7 @@ import datetime
 import itertools
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -154,9 +155,14 @@ def main() -> None:
     if arguments.seeds < 2:
         raise SystemExit(f"--seeds: {arguments.seeds} was given; at least 2, for a spread, would do")
     fresh, start = not arguments.runs.exists(), time.perf_counter()
-    folders = run_all(arguments.runs, arguments.seeds, arguments.side_by_side)
+    side_by_side = min(arguments.side_by_side, len(VARIANTS) * arguments.seeds)
+    folders = run_all(arguments.runs, arguments.seeds, side_by_side)
     comparison = publish.compare([folder for group in folders.values() for folder in group], arguments.out)
-    took = f", {(time.perf_counter() - start) / 60:.1f} minutes" if fresh else ""
+    took = ""
+    if fresh:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        clock, processor = (time.perf_counter() - start) / 60, (used.ru_utime + used.ru_stime) / 60
+        took = f"; {clock:.1f} minutes, {side_by_side} runs side by side, {processor:.1f} minutes of processor time"
     text = readme(comparison, folders, f"python {' '.join(sys.argv)}", took)
     write(arguments.out / "README.md", text)
     print(text)

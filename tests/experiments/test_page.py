@@ -173,6 +173,19 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
+def test_curves_that_keep_crossing_are_told_in_one_sentence(tmp_path: Path) -> None:
+    crossing = [read(write_run(tmp_path / "h", accuracy=lambda kept: 0.9 + 0.01 * math.cos(30 * kept)))]
+    crossing.append(read(write_run(tmp_path / "t", method="taylor", accuracy=lambda kept: 0.9)))
+    page = Page(write_comparison(compare_runs(crossing), tmp_path / "page.html"))
+    assert re.search(r"hgnp and taylor cross \d times\.", page.text)
+    assert "Below κ" not in page.text.partition("Areas over")[0]
+
+
+def test_kept_falls_from_left_to_right(pages: dict[str, Page]) -> None:
+    (chart,) = [c for c in pages["whole"].charts if c["layout"]["xaxis"]["title"]["text"] == "parameters kept, κ"]
+    assert chart["layout"]["xaxis"]["range"] == pytest.approx([1.018, 0.082])
+
+
 def test_names_are_text(tmp_path: Path) -> None:
     def folder(name: str, method: str) -> Path:
         made = write_run(tmp_path / name, method=method, name=EVIL, model=EVIL, metric=EVIL)

@@ -59,6 +59,10 @@ def _traces(chart: Chart) -> list[dict[str, Any]]:
 def _lines(chart: Chart) -> dict[str, Any]:
     """Axes, and a dotted line for each mark."""
     x, y = {**_AXIS, **_axis(chart.x)}, {**_AXIS, **_axis(chart.y)}
+    if chart.x.reverse:  # by itself plotly makes room for the marks' labels too
+        low, high = (pick(value for series in chart.series for value in series.x) for pick in (min, max))
+        room = 0.02 * (high - low) or 0.02
+        x["range"] = [high + room, low - room]
     if chart.bars and isinstance(chart.series[0].x[0], str):
         names = chart.series[0].x
         x |= {**_names(names, 24), "showgrid": False, "tickangle": -90 if sum(map(len, names)) > 120 else "auto"}
@@ -148,7 +152,7 @@ def _axis(axis: Axis) -> dict[str, Any]:
     if axis.percent:
         settings["tickformat"] = ".0%" if axis.reverse else ".3~p"
     if axis.reverse:
-        settings |= {"autorange": "reversed", "nticks": 8}
+        settings["nticks"] = 8
     if axis.log:
         settings |= {"type": "log", "tickformat": ".4~g"}
     if axis.whole:
@@ -188,6 +192,7 @@ def _layout(figure: Figure) -> dict[str, Any]:
         layout["height"] = 150 + max(14 * len(figure.names), 120)
     else:
         layout["showlegend"] = len(figure.series) > 1
+        layout["height"] += 22 * max(len(figure.series) - 2, 0)  # on a phone the legend has a line for each
     return layout
 
 

@@ -85,13 +85,17 @@ def _sentences(study: Study) -> list[str]:
         f"Compared over κ from {low:.1%} to {high:.1%}; the baseline is {study.baseline}. The area is that under "
         f"{study.metric} against κ (both as fractions, by trapezoids); its gain is in percent of the baseline's."
     ]
-    for pair in study.pairs:
-        if not pair.crossings:
-            sentences.append(f"{pair.label} and {pair.baseline} do not cross.")
-        for crossing in pair.crossings:
-            side = "ahead of" if crossing.ahead_below else "behind"
-            sentences.append(f"Below κ = {crossing.kept:.1%} {pair.label} is {side} {pair.baseline}.")
-    return sentences
+    return [*sentences, *map(_crossed, study.pairs)]
+
+
+def _crossed(pair: Pair) -> str:
+    """Curves that keep crossing are close to each other; the table has the places."""
+    if not pair.crossings:
+        return f"{pair.label} and {pair.baseline} do not cross."
+    if len(pair.crossings) > 1:
+        return f"{pair.label} and {pair.baseline} cross {len(pair.crossings)} times."
+    side = "ahead of" if pair.crossings[0].ahead_below else "behind"
+    return f"Below κ = {pair.crossings[0].kept:.1%} {pair.label} is {side} {pair.baseline}."
 
 
 def _summary(study: Study, group: Group, pair: Pair | None) -> list[str]:
