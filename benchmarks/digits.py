@@ -73,7 +73,9 @@ def areas(group: Sequence[Path], study: Study) -> list[float]:
 
 def cells(group: Group, study: Study) -> list[str]:
     assert group.curve is not None
-    shown = [(group.curve.at(level), group.curve.spread_at(level)) for level in study.levels]
+    assert group.final is not None
+    shown = [(group.curve.at(level), group.curve.spread_at(level)) for level in study.levels[:-1]]
+    shown.append((group.final, group.final_spread))  # the curve's low end lies between levels
     return [f"{100 * mean:.2f}" + ("" if spread is None else f" ± {100 * spread:.2f}") for mean, spread in shown]
 
 
@@ -91,7 +93,7 @@ def finding(differences: Mapping[str, list[float]], chances: Mapping[str, float]
     )
     return (
         f"{said} The largest difference is that of {largest}, {signed(mean)} ± {spread:.2f} points between seeds "
-        f"(p = {chances[largest]:.2f}); one validation picture is {one_picture:.2f} points."
+        f"(p = {chances[largest]:.2f}). One validation picture is {one_picture:.2f} points."
     )
 
 
@@ -115,9 +117,11 @@ def readme(comparison: Comparison, folders: Mapping[str, list[Path]], command: s
             chances[title] = float(ttest_rel(mine, base).pvalue)
             row += [f"{signed(pairs[group.label].gain or 0.0)} %", f"{chances[title]:.2f}"]
         lines.append(f"| {' | '.join(row)} |")
-    heads = ["", *(f"κ {100 * level:.3g} %" for level in study.levels), "mean", "area gain", "p"]
+    heads = ["", *(f"κ {100 * level:.3g} %" for level in study.levels[:-1]), "final", "mean", "area gain", "p"]
     low, high = study.range or (0.0, 1.0)
     seeds = len(folders["taylor"])
+    last = [run.rows[-1]["kept"] for run in comparison.runs]
+    finals = [group.final for group in study.groups if group.final is not None]
     return "\n".join([
         "# HGNP, Taylor and magnitude on handwritten digits",
         "",
@@ -131,10 +135,12 @@ def readme(comparison: Comparison, folders: Mapping[str, list[Path]], command: s
         "|---|" + "--:|" * (len(heads) - 1),
         *lines,
         "",
-        f"*Mean* is the accuracy averaged over κ from {low:.1%} to {high:.1%}, *area gain* its relative difference from "
-        "Taylor's, *p* that of a paired t-test over the seeds.",
+        f"*Final* is the fine-tuned network, at κ from {min(last):.2%} to {max(last):.2%}; *mean* the accuracy averaged "
+        f"over κ from {low:.1%} to {high:.1%}; *area gain* its relative difference "
+        "from Taylor's; *p* that of a paired t-test over the seeds.",
         "",
         finding(differences, chances, 100 / study.features["val_samples"]),
+        f"Fine-tuned, the methods' means lie within {100 * (max(finals) - min(finals)):.2f} points of each other.",
         "A few seeds of one small network on easy data say little about others.",
         "",
         "[page.html](page.html) has it all to look at (download it: one file, no network); `summary.csv`, `curves.csv`, "

@@ -95,6 +95,7 @@ def test_seeds_become_mean_and_spread(tmp_path: Path) -> None:
     assert group.curve is not None
     assert group.curve.spread == pytest.approx((0.01,) * len(group.curve.kept))
     assert group.curve.at(0.5) == pytest.approx(gentle(0.5))
+    assert (group.final, group.final_spread) == pytest.approx((gentle(0.1), 0.01))
     assert study.pairs == ()
     assert study.switch is None
 

@@ -86,7 +86,20 @@ def _tables(comparison: Comparison, out: Path) -> None:
             low, high = study.range or (None, None)
             gain = pair.gain if pair else None
             about = [study.title, group.label, group.method, len(group.runs)]
-            summary.append([*about, low, high, group.area, group.mean_metric, gain, crossed, group.seconds])
+            summary.append(
+                [
+                    *about,
+                    low,
+                    high,
+                    group.area,
+                    group.mean_metric,
+                    gain,
+                    crossed,
+                    group.final,
+                    group.final_spread,
+                    group.seconds,
+                ]
+            )
             if group.curve is not None:
                 spread = group.curve.spread or (None,) * len(group.curve.kept)
                 points = zip(group.curve.kept, group.curve.mean, spread, strict=True)
@@ -102,6 +115,8 @@ def _tables(comparison: Comparison, out: Path) -> None:
         "mean_metric",
         "gain_percent",
         "crossings",
+        "final",
+        "final_standard_deviation",
         "seconds",
     ]
     write_csv(out / "summary.csv", header, summary)
