@@ -49,14 +49,13 @@ def write_run(
     term = method == "hgnp" and chosen.mu > 0
     info = {
         "format": 1,
-        "hgnp": "0.1.0",
         "name": name,
         "method": method,
         "seed": seed,
         "metric": metric,
         "model": model,
         "recipe": chosen.as_dict(),
-        "versions": {"python": "3.11.2", "torch": "2.13.0"},
+        "versions": {"hgnp": "0.1.0", "python": "3.11.2", "torch": "2.13.0"},
         "device": "cpu",
         "threads": 2,
         "at_start": {"parameters": START, "neurons": sum(LAYERS.values()), "macs": 30_000_000},

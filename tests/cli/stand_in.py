@@ -18,6 +18,7 @@ class Prune:
         out.mkdir(parents=True, exist_ok=True)
         size = sum(each.numel() for each in net.parameters())
         info = {
+            "format": 1, "recipe": recipe.as_dict(),
             "metric": "accuracy", "method": recipe.method, "model": type(net).__name__, "device": str(given["device"]),
             "at_start": {"parameters": size, "neurons": 30, "macs": 4000}, **given["_about"],
         }  # fmt: skip

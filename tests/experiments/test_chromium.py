@@ -57,7 +57,7 @@ def test_errors_and_requests_would_be_seen(pages: dict[str, Path], tmp_path: Pat
 def test_charts_are_drawn_without_errors_and_without_network(name: str, pages: dict[str, Path], tmp_path: Path) -> None:
     document, console = browse(pages[name], tmp_path, "--dump-dom", "--window-size=1280,900")
     assert console == []
-    charts = document.split('class="plotly-graph-div js-plotly-plot"')[1:]
+    charts = document.split('class="plot js-plotly-plot"')[1:]
     assert len(charts) == CHARTS[name]
     for chart in charts:
         assert 'class="main-svg"' in chart
@@ -65,6 +65,21 @@ def test_charts_are_drawn_without_errors_and_without_network(name: str, pages: d
         width = re.search(r'class="main-svg"[^>]*width="([\d.]+)"', chart)
         assert width is not None
         assert 900 < float(width[1]) < 1000
+
+
+def test_a_browser_that_cannot_unpack_plotly_shows_the_pictures(pages: dict[str, Path], tmp_path: Path) -> None:
+    page = tmp_path / "old.html"
+    text = (
+        pages["report"]
+        .read_text(encoding="utf-8")
+        .replace("<head>", "<head><script>delete DecompressionStream</script>")
+    )
+    page.write_text(text, encoding="utf-8")
+    document, console = browse(page, tmp_path, "--dump-dom")
+    assert '<body class="still">' in document
+    assert "js-plotly-plot" not in document
+    assert len(console) == 1
+    assert "DecompressionStream is not defined" in console[0]
 
 
 def test_on_a_phone_nothing_is_wider_than_the_screen(pages: dict[str, Path], tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def test_seeds_become_mean_and_spread(tmp_path: Path) -> None:
     assert group.curve is not None
     assert group.curve.spread == pytest.approx((0.01,) * len(group.curve.kept))
     assert group.curve.at(0.5) == pytest.approx(gentle(0.5))
+    assert (group.final, group.final_spread) == pytest.approx((gentle(0.1), 0.01))
     assert study.pairs == ()
     assert study.switch is None
 
@@ -109,6 +110,13 @@ def test_groups_of_one_method_are_told_apart_by_what_differs(tmp_path: Path) -> 
     assert compare_runs(runs, baseline="hgnp, mu=0.01").studies[0].baseline == "hgnp, mu=0.01"
     with pytest.raises(ValueError, match=r"baseline: 'l3' was given; hgnp, mu=0\.0 or hgnp, mu=0\.01 or l1 would do"):
         compare_runs(runs, baseline="l3")
+
+
+def test_a_setting_that_is_not_set_is_not_named(tmp_path: Path) -> None:
+    runs = [read(write_run(tmp_path / f"mu{mu}", score_mu=mu)) for mu in (0.0, None)]
+    (study,) = compare_runs(runs, baseline="hgnp").studies
+    assert [group.label for group in study.groups] == ["hgnp, score_mu=0.0", "hgnp"]
+    assert study.baseline == "hgnp"
 
 
 def test_only_what_all_reach_is_compared(tmp_path: Path) -> None:
@@ -146,6 +154,7 @@ def test_compare_writes_tables_that_hold_the_numbers(tmp_path: Path) -> None:
     comparison = compare(folders, tmp_path / "out")
     study = comparison.studies[0]
     stored = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert [run["folder"] for run in stored["runs"]] == ["../h", "../=t"]
     assert stored["studies"][0]["pairs"][0]["crossings"][0]["kept"] == pytest.approx(0.6)
     with open(tmp_path / "out" / "summary.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))

@@ -115,7 +115,11 @@ def test_the_same_figure_is_the_same_file(run: Run) -> None:
 
 def test_outcome_is_one_picture_even_of_little(run: Run, tmp_path: Path) -> None:
     with Image.open(figures.save_outcome(run, tmp_path / "outcome.png")) as picture:
-        assert picture.size == (2000, 760)
+        assert picture.size == (1600, 720)
+        assert picture.convert("RGBA").getpixel((2, 2)) == (255, 255, 255, 255)  # on a dark page too
+    words = " ".join(ElementTree.fromstring(figures.image(figures.outcome(run), "svg")).itertext())
+    assert "accuracy went from 90.00% to 72.00%" in " ".join(words.split())
+    assert {"512", "128"} <= set(words.split())  # the layers' widths, at the start
     empty = read(write_run(tmp_path / "empty", epochs=0))
     image = figures.image(figures.outcome(empty), "svg")
     assert b"no epoch is complete" in image
@@ -125,6 +129,7 @@ def test_outcome_is_one_picture_even_of_little(run: Run, tmp_path: Path) -> None
 
 def test_ticks_are_short_and_still_tell_layers_apart() -> None:
     assert short(["net.layer1.conv", "net.layer2.conv"]) == ["layer1.conv", "layer2.conv"]
+    assert short(["net.features.0", "net.features.3"]) == ["features.0", "features.3"]
     assert short(["features.0"]) == ["features.0"]
     assert short(["a", "a.b"]) == ["a", "a.b"]
     assert short(["x." + "y" * 30 + ".conv1", "z.conv2"]) == ["…" + "y" * 11 + ".conv1", "z.conv2"]

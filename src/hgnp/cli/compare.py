@@ -47,7 +47,7 @@ def compare(
         from hgnp.files import as_json as text
 
         told = None if advice is None else {"threshold": advice.threshold, "sentences": list(advice.sentences)}
-        print(text({**publish.as_dict(comparison), "recommendation": told, "out": str(out)}))
+        print(text({**publish.as_dict(comparison, out), "recommendation": told, "out": str(out)}))
 
 
 def _features(given: list[str]) -> dict[str, Any]:

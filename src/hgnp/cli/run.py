@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -74,7 +74,7 @@ def run(
             raise typer.Exit(130) from None
         raise
     progress.stop()
-    write_page(folder, say)
+    write_page(folder)
 
     from rich.console import Console
 
@@ -87,18 +87,15 @@ def run(
         print(json.dumps({**result, "out": str(folder)}))
 
 
-def write_page(folder: Path, say: TextIO) -> None:
-    """The run to look at, unless it is there; a machine without plotly can still train."""
+def write_page(folder: Path) -> None:
+    """The run to look at, unless it is there."""
     page = folder / "page.html"
     if page.exists():
         return
     from hgnp import runs
     from hgnp.experiments.page import write_report
 
-    try:
-        write_report([runs.read(folder)], page)
-    except ImportError as error:
-        print(f"hgnp: no page: {error}", file=say)
+    write_report([runs.read(folder)], page)
 
 
 def discard(folder: Path, *, made: bool) -> None:

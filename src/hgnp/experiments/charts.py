@@ -1,4 +1,4 @@
-"""What a chart says, apart from how it is drawn: `figures` draws it with matplotlib, `page` with plotly.
+"""What a chart says, apart from how it is drawn: `figures` draws it with matplotlib, `page` with plotly.js.
 
 Values are as in the run (κ and accuracy as fractions, seconds); an axis with `percent` shows them in percent.
 """
@@ -102,11 +102,16 @@ Figure = Chart | Heat
 
 
 def short(names: Sequence[str], limit: int = 18) -> list[str]:
-    """Names for the ticks of an axis: without the parts that all begin with, long ones by their end; distinct if they were."""
+    """Names for the ticks of an axis: without the parts that all begin with, long ones by their end; distinct if they were.
+
+    A bare number says nothing: `features.0` stays what it is.
+    """
     parts = [name.split(".") for name in names]
     shared = 0
     while len(names) > 1 and all(len(one) > shared + 1 and one[shared] == parts[0][shared] for one in parts):
         shared += 1
+    if shared and any(one[shared].isdecimal() for one in parts):
+        shared -= 1
     ends = [".".join(one[shared:]) for one in parts]
     cut = [end if len(end) <= limit else "…" + end[1 - limit :] for end in ends]
     return cut if len(set(cut)) == len(set(names)) else ends

@@ -6,6 +6,7 @@ never beyond them.
 """
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,11 @@ LEVELS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02)  # κ at which a table state
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in the seed alone. `curve` is over the study's range, `mean_metric` its area over the range's length."""
+    """Runs that differ in the seed alone. `curve` is over the study's range, `mean_metric` its area over the range's length.
+
+    `final` is the metric of the finished runs' own last networks, mean and standard deviation: at the low end of the range
+    the curve is a line between a network just pruned and a fine-tuned one.
+    """
 
     label: str
     method: str
@@ -28,6 +33,8 @@ class Group:
     curve: Curve | None
     area: float | None
     mean_metric: float | None
+    final: float | None
+    final_spread: float | None
     seconds: float
 
 
@@ -162,7 +169,8 @@ def _labels(firsts: Sequence[Run]) -> list[str]:
     for run in firsts:
         alike = [_settings(other) for other in firsts if other.method == run.method]
         mine = _settings(run)
-        differ = [name for name in mine if any(other.get(name) != mine[name] for other in alike)]
+        given = [name for name in mine if mine[name] is not None]  # None: not set
+        differ = [name for name in given if any(other.get(name) != mine[name] for other in alike)]
         labels.append(", ".join([run.method, *(f"{name}={mine[name]}" for name in differ)]))
     return labels
 
@@ -170,6 +178,7 @@ def _labels(firsts: Sequence[Run]) -> list[str]:
 def _group(label: str, group: Sequence[Run], used: Sequence[Run], grid: Sequence[float] | None) -> Group:
     curve = curves.mean_curve([run.curve() for run in used], grid) if grid and used else None
     area = None if curve is None else curves.area(curve)
+    final = [run.curve()[-1][1] for run in used if run.result is not None]
     return Group(
         label=label,
         method=group[0].method,
@@ -178,14 +187,16 @@ def _group(label: str, group: Sequence[Run], used: Sequence[Run], grid: Sequence
         curve=curve,
         area=area,
         mean_metric=None if area is None or grid is None else area / (grid[-1] - grid[0]),
+        final=statistics.mean(final) if final else None,
+        final_spread=statistics.stdev(final) if len(final) > 1 else None,
         seconds=sum(float(row.get("seconds") or 0) for run in group for row in run.rows) / len(group),
     )
 
 
 def _baseline(groups: Sequence[Group], wanted: str | None) -> Group:
-    for group in groups:
-        if wanted in (group.label, group.method) or (wanted is None and group.method == "taylor"):
-            return group
+    name = "taylor" if wanted is None else wanted
+    for group in (*(g for g in groups if g.label == name), *(g for g in groups if g.method == name)):
+        return group
     if wanted is not None:
         raise ValueError(f"baseline: {wanted!r} was given; {' or '.join(group.label for group in groups)} would do")
     return groups[0]

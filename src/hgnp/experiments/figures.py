@@ -5,6 +5,7 @@ Nothing here touches pyplot's global state, so it works in a notebook, a script 
 
 import io
 import os
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from hgnp.experiments import charts, run_charts
@@ -19,9 +21,19 @@ from hgnp.experiments.charts import Absent, Axis, Chart, Figure, Heat, Series
 from hgnp.files import write, write_csv
 from hgnp.runs import Run
 
+INK, SOFT = "#1F2933", "#5B6670"
 STYLE: Any = {  # Any: matplotlib types the keys as literals
     "font.family": "DejaVu Sans",
     "font.size": 10,
+    "figure.facecolor": "white",  # opaque: pictures are looked at on dark pages too
+    "axes.facecolor": "white",
+    "savefig.facecolor": "auto",
+    "savefig.transparent": False,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#8A949E",
+    "xtick.color": INK,
+    "ytick.color": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -45,9 +57,12 @@ def draw(figure: Figure, *, titled: bool = True) -> Canvas:
 
 
 def outcome(run: Run) -> Canvas:
-    """A run in one picture: metric and parameters kept over the epochs, and the layers' widths before and after."""
+    """A run in one picture, 8 by 3.6 inches: in words, metric and parameters kept over the epochs, layers before and after."""
     with mpl.rc_context(STYLE):
-        canvas = Canvas(figsize=(10, 3.8), layout="constrained")
+        canvas = Canvas(figsize=(8, 3.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
+        canvas.suptitle(
+            "\n".join(textwrap.wrap(_plain(run_charts.sentence(run)), 88)), x=0.015, ha="left", fontsize=10.5
+        )
         left, right = canvas.subplots(1, 2)
         for figure, axes in ((run_charts.over_epochs(run), left), (run_charts.widths(run), right)):
             if isinstance(figure, Absent):
@@ -86,7 +101,7 @@ def save_outcome(run: Run, file: str | os.PathLike[str]) -> Path:
 
 
 def _onto(figure: Figure, axes: Axes, titled: bool = True) -> None:
-    axes.set_title(_plain(figure.title) if titled else "")
+    axes.set_title(_plain(figure.title) if titled else "", pad=16)  # above the labels of marks
     if isinstance(figure, Heat):
         _heat(figure, axes)
     else:
@@ -94,9 +109,14 @@ def _onto(figure: Figure, axes: Axes, titled: bool = True) -> None:
 
 
 def _chart(chart: Chart, axes: Axes) -> None:
+    named = chart.bars and isinstance(chart.series[0].x[0], str)
     for number, series in enumerate(chart.series):
         if chart.bars:
-            axes.bar(_labels(series.x), _floats(series), color=series.paint, label=_plain(series.label), width=0.8)
+            bars = axes.bar(
+                _labels(series.x), _floats(series), color=series.paint, label=_plain(series.label), width=0.8
+            )
+            if named and len(series.x) <= 12:
+                axes.bar_label(bars, fmt="%g", fontsize=8, padding=1)
         else:
             _line(series, number, axes)
     for mark in chart.marks:
@@ -104,7 +124,7 @@ def _chart(chart: Chart, axes: Axes) -> None:
         line(mark.value, color="#8A949E", linewidth=0.9, linestyle=":", zorder=1)
         where: dict[str, Any] = {"xycoords": axes.get_xaxis_transform() if at == "x" else axes.get_yaxis_transform()}
         spot = (mark.value, 1.0) if at == "x" else (0.0, mark.value)
-        shift = (3, -9) if at == "x" else (4, 3)
+        shift = (2, 2) if at == "x" else (4, 3)
         axes.annotate(
             _plain(mark.label),
             spot,
@@ -112,12 +132,13 @@ def _chart(chart: Chart, axes: Axes) -> None:
             textcoords="offset points",
             ha="left",
             fontsize=8,
-            color="#5B6670",
+            color=SOFT,
             **where,
         )
     _axis(chart.x, axes, "x")
     _axis(chart.y, axes, "y")
-    if chart.bars and isinstance(chart.series[0].x[0], str):
+    if named:
+        axes.grid(visible=False, axis="x")
         crowded = sum(len(name) for name in chart.series[0].x) > 45
         axes.tick_params(
             axis="x", labelrotation=90 if crowded else 0, labelsize=7 if len(chart.series[0].x) > 20 else 8
@@ -163,7 +184,7 @@ def _axis(axis: Axis, axes: Axes, which: str) -> None:
     if axis.percent:
         side.set_major_formatter(PercentFormatter(1.0, symbol=""))
     if axis.whole:
-        side.set_major_locator(MaxNLocator(integer=True))
+        side.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if axis.log:
         axes.set_yscale("log")
     if axis.reverse:

@@ -36,7 +36,7 @@ def compare(folders: Sequence[Folder], out: Folder, *, baseline: str | None = No
     """Write `out`/page.html, comparison.json, summary.csv, curves.csv and figures; see `compare_runs`."""
     comparison, out = compare_runs(_read(folders), baseline=baseline), Path(out)
     write_comparison(comparison, out / "page.html")
-    write_json(out / "comparison.json", as_dict(comparison))
+    write_json(out / "comparison.json", as_dict(comparison, out))
     _tables(comparison, out)
     for number, study in enumerate(comparison.studies, 1):
         folder = out / "figures" / ("" if len(comparison.studies) == 1 else f"{number}-{_file_name(study.title)}")
@@ -44,15 +44,23 @@ def compare(folders: Sequence[Folder], out: Folder, *, baseline: str | None = No
     return comparison
 
 
-def as_dict(comparison: Comparison) -> dict[str, object]:
-    """Everything but the runs themselves, in types that JSON has; κ, metrics and areas as fractions, gains in percent."""
+def as_dict(comparison: Comparison, out: Folder) -> dict[str, object]:
+    """Everything but the runs themselves, in types that JSON has; κ, metrics and areas as fractions, gains in percent.
+
+    The runs' folders are as seen from `out`, so that what is published does not tell where it was made.
+    """
     model = comparison.model
     return {
         "studies": [dataclasses.asdict(study) for study in comparison.studies],
         "model": {**dataclasses.asdict(model), "error": model.error, "error_of_mean": model.error_of_mean},
         "weakness": list(comparison.weakness),
         "runs": [
-            {"folder": str(run.folder), "method": run.method, "seed": run.seed, "state": run.state}
+            {
+                "folder": Path(os.path.relpath(run.folder, out)).as_posix(),
+                "method": run.method,
+                "seed": run.seed,
+                "state": run.state,
+            }
             for run in comparison.runs
         ],
     }
@@ -78,7 +86,20 @@ def _tables(comparison: Comparison, out: Path) -> None:
             low, high = study.range or (None, None)
             gain = pair.gain if pair else None
             about = [study.title, group.label, group.method, len(group.runs)]
-            summary.append([*about, low, high, group.area, group.mean_metric, gain, crossed, group.seconds])
+            summary.append(
+                [
+                    *about,
+                    low,
+                    high,
+                    group.area,
+                    group.mean_metric,
+                    gain,
+                    crossed,
+                    group.final,
+                    group.final_spread,
+                    group.seconds,
+                ]
+            )
             if group.curve is not None:
                 spread = group.curve.spread or (None,) * len(group.curve.kept)
                 points = zip(group.curve.kept, group.curve.mean, spread, strict=True)
@@ -94,6 +115,8 @@ def _tables(comparison: Comparison, out: Path) -> None:
         "mean_metric",
         "gain_percent",
         "crossings",
+        "final",
+        "final_standard_deviation",
         "seconds",
     ]
     write_csv(out / "summary.csv", header, summary)

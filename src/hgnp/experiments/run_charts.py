@@ -24,6 +24,25 @@ def all_charts(run: Run) -> list[Figure | Absent]:
     return [make(run) for make in made]
 
 
+def sentence(run: Run) -> str:
+    """What came out of it."""
+    model = str(run.info.get("model") or "The network")
+    if not run.rows:
+        return f"{model}: no epoch is complete yet."
+    kept = f"{run.rows[-1]['kept']:.1%} of its parameters"
+    after = (run.result or {}).get("after") or {}
+    before = (run.result or {}).get("before") or {}
+    if run.result is None:
+        return f"{model} has {kept} left so far."
+    words = f"{model} was pruned to {kept}"
+    if before.get("metric") is not None and after.get("metric") is not None:
+        was, now = (_show(metric_axis(run.metric), side["metric"]) for side in (before, after))
+        words += f"; its {run.metric} went from {was} to {now}"
+    if before.get("latency_ms") and after.get("latency_ms"):
+        words += f", and it is {before['latency_ms'] / after['latency_ms']:.1f} times as fast"
+    return words + "."
+
+
 def against_kept(run: Run) -> Figure | Absent:
     """The metric at each pruning level; see `Run.curve` for which epochs these are."""
     title, points = f"{run.metric.capitalize()} against κ", run.curve()
@@ -181,4 +200,4 @@ def _heat(
 
 
 def _show(axis: Axis, value: Number) -> str:
-    return axis.show(value) + (" %" if axis.percent else "")
+    return axis.show(value) + ("%" if axis.percent else "")

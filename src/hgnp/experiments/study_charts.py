@@ -45,7 +45,7 @@ def relative_difference(study: Study) -> Chart | None:
     if len(study.pairs) == 1:
         marks += [Mark(crossing.kept, f"{crossing.kept:.1%}") for crossing in study.pairs[0].crossings]
     alt = f"{study.metric} of {', '.join(one.label for one in series)} relative to {study.baseline}, against κ"
-    axis = Axis(f"difference in {study.metric} (% of {study.baseline})")
+    axis = Axis("difference (%)")
     return Chart("relative_difference", title, alt, KEPT, axis, series, tuple(marks))
 
 

@@ -1,4 +1,5 @@
-"""One self-contained HTML page: charts by plotly, embedded once; the same charts by matplotlib for print; tables of numbers.
+"""One self-contained HTML page: charts by plotly.js, embedded once and compressed, which the browser unpacks; the same charts
+by matplotlib for print, and for a browser that cannot; tables of numbers.
 
 Every text of a run is escaped (jinja2's autoescape), and the page forbids itself any request by its content security policy.
 """
@@ -25,22 +26,21 @@ def write_report(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
     if not runs:
         raise ValueError("runs: none were given; at least one would do")
     title = runs[0].title if len(runs) == 1 else f"{len(runs)} runs"
-    library = plots.library()
     views = [run_view(run, f"run{number}") for number, run in enumerate(runs, 1)]
-    return _write("report.html", library, {"title": title, "runs": views}, path)
+    return _write("report.html", {"title": title, "runs": views}, path)
 
 
 def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
     """A page about runs side by side: curves, differences, areas, crossings, the hybrid and its weakness."""
-    return _write("comparison.html", plots.library(), comparison_view(comparison), path)
+    return _write("comparison.html", comparison_view(comparison), path)
 
 
-def _write(template: str, library: str, view: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
+def _write(template: str, view: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
     environment = Environment(
         loader=PackageLoader("hgnp.experiments.page", "."), autoescape=True, undefined=StrictUndefined
     )
     style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
     text = environment.get_template(template).render(
-        style=Markup(style), library=Markup(library), version=hgnp.__version__, **view
+        style=Markup(style), library=Markup(plots.library()), version=hgnp.__version__, **view
     )
     return write(path, text)

@@ -3,8 +3,6 @@
 import base64
 from typing import Any
 
-from markupsafe import Markup
-
 from hgnp.experiments import figures
 from hgnp.experiments.charts import Absent, Chart, Figure, Heat
 from hgnp.experiments.page import plots
@@ -21,7 +19,7 @@ def figure_view(figure: Figure | Absent, prefix: str, caption: str = "") -> dict
         "title": figure.title,
         "alt": figure.alt,
         "caption": caption,
-        "plot": Markup(plots.plot(figure, f"{prefix}-{figure.key}")),  # plotly escapes its JSON, `plots` every label
+        "plot": plots.plot(figure, f"{prefix}-{figure.key}"),
         "image": f"data:image/svg+xml;base64,{picture}",
         "header": header,
         "rows": rows,

@@ -8,7 +8,8 @@ from hgnp.experiments.run_charts import metric_axis
 from hgnp.runs import Run
 
 CAPTIONS = {
-    "metric_against_kept": "One point a pruning level: the last epoch at each κ. The last is the network as the run left it.",
+    "metric_against_kept": "One point a pruning level: the last epoch at each κ. The last of a finished run "
+    "is the fine-tuned network, which may be better than larger ones that were pruned a moment ago.",
     "layer_widths": "Share of each layer's neurons that are left.",
     "radius_curvature": "Means over the steps of an epoch. Curvature above the bound B is penalised.",
     "penalised_blocks": "Share of an epoch's steps in which the direction of curvature lay in this layer.",
@@ -32,7 +33,7 @@ def run_view(run: Run, prefix: str) -> dict[str, Any]:
         "title": run.title,
         "state": run.state,
         "done": run.result is not None and bool(run.result.get("reached")),
-        "lead": _lead(run),
+        "lead": run_charts.sentence(run),
         "about": _about(run),
         "before_after": _before_after(run),
         "before_after_note": _note(run),
@@ -40,27 +41,6 @@ def run_view(run: Run, prefix: str) -> dict[str, Any]:
         "recipe": [(name, _plain(value)) for name, value in run.recipe.items()],
         "facts": _facts(run),
     }
-
-
-def _lead(run: Run) -> str:
-    model = str(run.info.get("model") or "The network")
-    if not run.rows:
-        return f"{model}: no epoch is complete yet."
-    kept = f"{run.rows[-1]['kept']:.1%} of its parameters"
-    after = (run.result or {}).get("after") or {}
-    before = (run.result or {}).get("before") or {}
-    if run.result is None:
-        return f"{model} has {kept} left so far."
-    axis = metric_axis(run.metric)
-    sentence = f"{model} was pruned to {kept}"
-    if before.get("metric") is not None and after.get("metric") is not None:
-        unit = " %" if axis.percent else ""
-        sentence += (
-            f"; its {run.metric} went from {axis.show(before['metric'])}{unit} to {axis.show(after['metric'])}{unit}"
-        )
-    if _numbers(before.get("latency_ms"), after.get("latency_ms")) and after["latency_ms"] > 0:
-        sentence += f", and it is {before['latency_ms'] / after['latency_ms']:.1f} times as fast"
-    return sentence + "."
 
 
 def _about(run: Run) -> str:
@@ -107,13 +87,14 @@ def _ratio(before: Any, after: Any) -> str:
 
 def _note(run: Run) -> str:
     how = (run.result or {}).get("latency") or {}
-    timed = f" Latency: batch {how.get('batch')}, {how.get('threads')} threads, {how.get('device')}." if how else ""
+    threads = "1 thread" if how.get("threads") == 1 else f"{how.get('threads')} threads"
+    timed = f" Latency: batch {how.get('batch')}, {threads}, {how.get('device')}." if how else ""
     return f"Before is the network when the first neuron went, after its warm-up.{timed}"
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
     info = run.info
-    facts = [(name, _plain(info.get(name))) for name in ("name", "hgnp", "device", "threads", "start")]
+    facts = [(name, _plain(info.get(name))) for name in ("name", "device", "threads", "start")]
     facts += [(name, _plain(value)) for name, value in (info.get("versions") or {}).items()]
     facts += [(name.replace("_", " "), _plain(value)) for name, value in (info.get("features") or {}).items()]
     return facts

@@ -63,6 +63,7 @@ def _study(study: Study, prefix: str) -> dict[str, Any]:
             "area",
             "gain (%)",
             "crossings at κ",
+            f"final{unit}",
             "seconds a run",
         ],
         "summary": [_summary(study, group, pairs.get(group.label)) for group in study.groups],
@@ -85,13 +86,17 @@ def _sentences(study: Study) -> list[str]:
         f"Compared over κ from {low:.1%} to {high:.1%}; the baseline is {study.baseline}. The area is that under "
         f"{study.metric} against κ (both as fractions, by trapezoids); its gain is in percent of the baseline's."
     ]
-    for pair in study.pairs:
-        if not pair.crossings:
-            sentences.append(f"{pair.label} and {pair.baseline} do not cross.")
-        for crossing in pair.crossings:
-            side = "ahead of" if crossing.ahead_below else "behind"
-            sentences.append(f"Below κ = {crossing.kept:.1%} {pair.label} is {side} {pair.baseline}.")
-    return sentences
+    return [*sentences, *map(_crossed, study.pairs)]
+
+
+def _crossed(pair: Pair) -> str:
+    """Curves that keep crossing are close to each other; the table has the places."""
+    if not pair.crossings:
+        return f"{pair.label} and {pair.baseline} do not cross."
+    if len(pair.crossings) > 1:
+        return f"{pair.label} and {pair.baseline} cross {len(pair.crossings)} times."
+    side = "ahead of" if pair.crossings[0].ahead_below else "behind"
+    return f"Below κ = {pair.crossings[0].kept:.1%} {pair.label} is {side} {pair.baseline}."
 
 
 def _summary(study: Study, group: Group, pair: Pair | None) -> list[str]:
@@ -103,17 +108,19 @@ def _summary(study: Study, group: Group, pair: Pair | None) -> list[str]:
     runs = str(used) if used == all_runs else f"{used} of {all_runs}"
     area = "–" if group.area is None else f"{group.area:.4f}"
     mean = metric_axis(study.metric).show(group.mean_metric)
-    return [group.label, runs, mean, area, gain, crossed or "–", f"{group.seconds:,.1f}"]
+    final = _spread(study.metric, group.final, group.final_spread)
+    return [group.label, runs, mean, area, gain, crossed or "–", final, f"{group.seconds:,.1f}"]
 
 
 def _levels(study: Study, group: Group) -> list[str]:
-    axis, curve = metric_axis(study.metric), group.curve
+    curve = group.curve
     assert curve is not None
-    cells = []
-    for level in study.levels:
-        spread = curve.spread_at(level)
-        cells.append(axis.show(curve.at(level)) + ("" if spread is None else f" ± {axis.show(spread)}"))
-    return [group.label, *cells]
+    return [group.label, *(_spread(study.metric, curve.at(level), curve.spread_at(level)) for level in study.levels)]
+
+
+def _spread(metric: str, mean: float | None, spread: float | None) -> str:
+    axis = metric_axis(metric)
+    return axis.show(mean) + ("" if spread is None else f" ± {axis.show(spread)}")
 
 
 def _switch(switch: Switch) -> list[str]:
