@@ -71,12 +71,14 @@ def sensitivity(
     finally:
         for module, mode in modes.items():
             module.training = mode
+    free = normalised({layer: raw[units[units < gates.count].to(raw.device)] for layer, units in gates.rows.items()})
     scores = {}
     for layer, units in gates.rows.items():
-        prunable = units < gates.count
-        mine = raw[units.clamp_max(gates.count - 1).to(raw.device)]
-        scores[layer] = torch.where(prunable.to(raw.device), mine, mine.max())  # those that stay are never chosen
-    return normalised(scores)
+        scores[layer] = (
+            free[layer].max().repeat(len(units))
+        )  # those that stay have no gate, are never chosen and count not
+        scores[layer][(units < gates.count).to(raw.device)] = free[layer]
+    return scores
 
 
 def normalised(scores: Scores) -> Scores:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hgnp.neurons.follow import Follower
-from hgnp.neurons.graph import Invocation, is_invocation
+from hgnp.neurons.graph import Invocation, Step, is_invocation
 from hgnp.neurons.labels import Labelled, varies
 from hgnp.neurons.record import plain_attention
 from hgnp.neurons.rules import name_of
@@ -30,11 +30,21 @@ from hgnp.neurons.trial import keep_masks
 
 @dataclass(frozen=True)
 class Place:
-    """An argument of one call, by its position among the tensors, and the unit of each of its living channels."""
+    """An argument or a result of one call, by its position among the tensors, and the unit of each of its living channels."""
 
     position: int
     units: Tensor
-    """Broadcasts to the argument; the number of units where there is no gate."""
+    """Broadcasts to the tensor; the number of units where there is no gate."""
+
+
+@dataclass(frozen=True)
+class Call:
+    name: str
+    """Of the function."""
+    reads: tuple[Place, ...]
+    passes: tuple[Place, ...]
+    """Results that carry on channels which the call has read as well (`F.normalize`): their gates come off again, for they
+    are gated where they end."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +54,8 @@ class Gates:
     rows: Mapping[str, Tensor]
     """Layer → the unit of each living neuron, or `count` for those that stay. Layers that are read where no gate can sit
     are missing."""
-    places: Mapping[int, tuple[str, tuple[Place, ...]]]
-    """Call → the function's name and its gated arguments."""
+    places: Mapping[int, Call]
+    """Calls with gated arguments, by number."""
 
 
 def find_gates(structure: Structure, rows: Mapping[str, Tensor], alive: Tensor, *, lanes: bool) -> Gates:
@@ -76,7 +86,14 @@ def find_gates(structure: Structure, rows: Mapping[str, Tensor], alive: Tensor, 
             if index in arguments:
                 labelled = _as_read(follower, index, None, call)
                 gated.append(Place(position, _units(labelled, arguments[index], roots, unit, alive)))
-        places[call] = (invocation.name, tuple(gated))
+        passes = []
+        gone_on = _carried(follower, invocation, set(arguments), lanes=lanes)
+        for position, index in enumerate(invocation.results):
+            labelled = _as_made(follower, index, call) if index in gone_on else None
+            found = set().union(*arguments.values()) & _roots(labelled, roots)
+            if found:
+                passes.append(Place(position, _units(labelled, found, roots, unit, alive)))
+        places[call] = Call(invocation.name, tuple(gated), tuple(passes))
     seen = {root for arguments in read.values() for found in arguments.values() for root in found}
     usable = {
         name: unit[mine]
@@ -95,7 +112,7 @@ def _reads(follower: Follower, roots: Tensor, *, lanes: bool) -> list[tuple[int,
     for step, value, label in follower.consumed:
         ends[step].append((value, label))
     for step, followed in enumerate(follower.trail):
-        sums = lanes and name_of(followed.step.op).removesuffix("_") in ("add", "sub")
+        sums = lanes and _is_sum(followed.step)
         mine = {
             index: _roots(labelled, roots) - joined[index]
             for index, labelled in zip(followed.step.reads, followed.reads, strict=True)
@@ -142,6 +159,33 @@ def _as_read(follower: Follower, value: int, until: int | None, call: int | None
     return None
 
 
+def _carried(follower: Follower, invocation: Invocation, arguments: set[int], *, lanes: bool) -> set[int]:
+    """What the call makes of these arguments without reading them: their channels go on in it."""
+    ends = {(step, value) for step, value, _ in follower.consumed}
+    carried, made = set(arguments), set()
+    for step in invocation.steps:
+        recorded = follower.graph.steps[step]
+        if lanes and _is_sum(recorded):  # where lanes end
+            continue
+        if any(value in carried and (step, value) not in ends for value in recorded.reads):
+            carried |= set(recorded.writes)
+            made |= set(recorded.writes)
+    return made
+
+
+def _is_sum(step: Step) -> bool:
+    return len(step.reads) > 1 and name_of(step.op).removesuffix("_") in ("add", "sub")
+
+
+def _as_made(follower: Follower, value: int | None, call: int) -> Labelled | None:
+    """What was known of a result when the call returned it."""
+    for step in reversed(follower.graph.invocations[call].steps):
+        followed = follower.trail[step]
+        if value in followed.step.writes:
+            return followed.writes[followed.step.writes.index(value)]
+    return None
+
+
 def _units(labelled: Labelled | None, found: set[int], roots: Tensor, unit: Tensor, alive: Tensor) -> Tensor:
     """The unit of every living entry, as a tensor that broadcasts to the argument."""
     assert labelled is not None
@@ -184,19 +228,20 @@ class _Gated(TorchFunctionMode):
         self._call += is_invocation(func)
         if self._call not in self._places or not is_invocation(func):
             return func(*args, **(kwargs or {}))
-        name, places = self._places[self._call]
-        leaves, spec = tree_flatten((args, kwargs or {}))
-        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        if getattr(func, "__name__", "") != name or len(tensors) <= max(place.position for place in places):
-            raise ValueError(f"net: its forward took another path than when Neurons was made ({name} was expected)")
+        call = self._places[self._call]
+        if getattr(func, "__name__", "") != call.name:
+            raise _another_path(call)
         gated: dict[int, Tensor] = {}  # one tensor given twice stays one tensor
-        for place in places:
-            leaf = leaves[tensors[place.position]]
+
+        def close(leaf: Tensor, units: Tensor) -> Tensor:
             if id(leaf) not in gated:
-                gated[id(leaf)] = leaf * self._gate(leaf, place.units)
-            leaves[tensors[place.position]] = gated[id(leaf)]
-        args, kwargs = tree_unflatten(leaves, spec)
-        return func(*args, **kwargs)
+                gated[id(leaf)] = leaf * self._gate(leaf, units)
+            return gated[id(leaf)]
+
+        args, kwargs = _at(call, call.reads, (args, kwargs or {}), close)
+        return _at(
+            call, call.passes, func(*args, **kwargs), lambda leaf, units: leaf / _or_one(self._gate(leaf, units))
+        )
 
     def _gate(self, leaf: Tensor, units: Tensor) -> Tensor:
         gate = self._gamma.to(leaf.dtype)[:, units.flatten().to(leaf.device)]  # (N, entries)
@@ -207,6 +252,26 @@ class _Gated(TorchFunctionMode):
             gate = gate.repeat_interleave(leaf.shape[0] // samples, 0)
             return gate.view(leaf.shape[0], *units.shape[1:])
         return gate.view(units.shape)
+
+
+def _at(call: Call, places: tuple[Place, ...], tree: Any, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """The same arguments or results with the tensors at `places` changed."""
+    leaves, spec = tree_flatten(tree)
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    for place in places:
+        if len(tensors) <= place.position:
+            raise _another_path(call)
+        leaves[tensors[place.position]] = change(leaves[tensors[place.position]], place.units)
+    return tree_unflatten(leaves, spec) if places else tree
+
+
+def _or_one(gate: Tensor) -> Tensor:
+    """Behind a closed gate there is nothing, whatever it is divided by."""
+    return torch.where(gate == 0, torch.ones_like(gate), gate)
+
+
+def _another_path(call: Call) -> ValueError:
+    return ValueError(f"net: its forward took another path than when Neurons was made ({call.name} was expected)")
 
 
 class SamplesError(Exception):
