@@ -256,6 +256,65 @@ def test_layers_that_are_added_have_gates_of_their_own_the_paper_s_way() -> None
     torch.testing.assert_close(apart["a"], slope("na", lambda out, g: torch.atanh(torch.tanh(out) * g)))
 
 
+def test_a_channel_that_is_read_and_passed_on_by_one_call_has_one_gate() -> None:
+    """F.normalize reads its input for the length and hands the same channels on."""
+
+    class Unit(Gated):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.out = nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.normalize(self.gate("a", torch.tanh(self.a(x))), dim=1)
+            return self.out(torch.tanh(self.b(x)))
+
+    torch.manual_seed(0)
+    net, x, y = Unit().double(), torch.randn(4, 6, dtype=torch.double), torch.randint(0, 3, (4,))
+    neurons = hgnp.Neurons(net, x)
+    for coupling in ("coupled", "paper"):
+        found = hgnp.sensitivity(net, neurons, [(x, y)], coupling=coupling)["a"]  # type: ignore[arg-type]
+        net.gates = {"a": torch.ones(4, 5, dtype=torch.double, requires_grad=True)}
+        (delta,) = torch.autograd.grad(F.cross_entropy(net(x), y), net.gates["a"])
+        net.gates = {}
+        torch.testing.assert_close(found, delta.abs().mean(0) / delta.abs().mean(0).norm())
+
+
+def test_neurons_that_stay_do_not_enter_the_norm_of_their_layer() -> None:
+    """Half of `second` is added to zeros that the code fixes; the other half has gates."""
+
+    class Padded(Gated):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.out = nn.Linear(6, 4), nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            inside = self.second(self.gate("first", x))
+            return self.out(torch.tanh(inside + F.pad(self.gate("first", x), (2, 2))))
+
+    torch.manual_seed(0)
+    net, x, y = Padded().double(), torch.randn(4, 6, dtype=torch.double), torch.randint(0, 3, (4,))
+    with torch.no_grad():
+        net.out.weight.mul_(5)
+    found = hgnp.sensitivity(net, hgnp.Neurons(net, x), [(x, y)])["second"]
+    free = found[2:6]
+    torch.testing.assert_close(free.norm(), torch.ones_like(free.norm()))
+    assert bool((found[[0, 1, 6, 7]] == free.max()).all())
+
+
+def test_lanes_of_a_network_that_has_lost_neurons_already() -> None:
+    net, x, y, _ = make("residual")
+    neurons = hgnp.Neurons(net, x)
+    neurons.remove({"a": [1], "b": [0]})
+    found = hgnp.sensitivity(net, neurons, [(x, y)], coupling="paper")
+    again = hgnp.sensitivity(net, hgnp.Neurons(net, x), [(x, y)], coupling="paper")
+    assert found.keys() == again.keys()
+    for layer in again:
+        torch.testing.assert_close(found[layer], again[layer])
+    assert neurons.remove(neurons.least(found, 2, coupling="paper")).taken
+    assert all(layer.total == 4 for layer in neurons.layers if layer.name in ("a", "c"))
+
+
 def test_weights_alone() -> None:
     net, x, _, _ = make("cnn")
     neurons = hgnp.Neurons(net, x)

@@ -147,7 +147,8 @@ class Flatness:
         mu: float | None = None,
         within: contextlib.AbstractContextManager[Any] | None = None,
     ) -> Tensor:
-        """L = C + μ·max(0, q − B) of a batch, to be differentiated, along this batch's own v in the network's present mode.
+        """L = C + μ·max(0, q − B) of a batch, to be differentiated, along this batch's own v in the network's present mode
+        (with norm="frozen" both C and q are of the evaluation-mode function of norms).
 
         Leaves no trace: buffers, random streams and what is known of earlier batches stay as they are. `mu` may differ from
         the one that is trained with. `within` is entered around the forward that L is made of.

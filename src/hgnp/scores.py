@@ -66,12 +66,13 @@ def sensitivity(
     objective = Flatness(net, loss=loss, mu=0.0, output=output) if flatness is None else flatness
     with evaluating(net), torch.enable_grad(), RandomState(*net.parameters()):
         raw = _means(objective, gates, batches, mu, signed=criterion == "taylor_sum")
+    gated = {layer: (units < gates.count) for layer, units in gates.rows.items()}
+    free = normalised({layer: raw[units[gated[layer]].to(raw.device)] for layer, units in gates.rows.items()})
     scores = {}
-    for layer, units in gates.rows.items():
-        prunable = units < gates.count
-        mine = raw[units.clamp_max(gates.count - 1).to(raw.device)]
-        scores[layer] = torch.where(prunable.to(raw.device), mine, mine.max())  # those that stay are never chosen
-    return normalised(scores)
+    for layer, values in free.items():  # those that stay have no gate: they count not, and are never chosen
+        scores[layer] = values.max().repeat(len(gated[layer]))
+        scores[layer][gated[layer].to(raw.device)] = values
+    return scores
 
 
 def normalised(scores: Scores) -> Scores:

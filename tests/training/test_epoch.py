@@ -26,6 +26,26 @@ def test_cosine_over_the_run_and_over_the_fine_tuning() -> None:
     assert rates(late)[-4:] == pytest.approx(last)
 
 
+def test_a_schedule_ends_with_a_run_that_meets_its_target_amid_an_epoch() -> None:
+    """The last of six steps is not the end: a rate that falls to 0 at the end is what it would be a step earlier."""
+    given = {"schedule": "cosine", "prune_unit": "steps", "finetune_epochs": 0, "warmup_epochs": 1}
+    seen: list[float] = []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            seen.append(self.param_groups[0]["lr"])
+            super().step()
+
+    for keep, every, n in ((0.6, 2, 3), (0.4, 4, 12)):  # the first meets its target earlier than was estimated
+        seen.clear()
+        mine = recipe(keep=keep, prune_every=every, neurons_per_round=n, **given)
+        result = hgnp.prune(made(), *loaders(), recipe=mine, optimizer=lambda p: Watching(p, lr=0.05))
+        assert result.reached
+        assert seen == sorted(seen, reverse=True)
+        position = [math.acos(2 * lr / 0.05 - 1) / math.pi for lr in seen]
+        assert position[-1] + (position[-1] - position[-2]) == pytest.approx(1.0)
+
+
 def test_steps_and_one_cycle() -> None:
     stepped = rates(hgnp.prune(made(), *loaders(), recipe=recipe(schedule="steps", lr_steps=[0.5], lr_factor=0.2)))
     assert sorted(set(stepped)) == pytest.approx([0.01, 0.05])

@@ -44,6 +44,7 @@ class SAM:
             before = [p.clone() for p, _ in used]
             for p, g in used:
                 p.add_(g * step)
+        torch.clear_autocast_cache()  # which holds half-precision copies of the parameters as they were
         try:
             buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers()}
             (self.loss(run(self.net, inputs, output=self.output, buffers=buffers), target) * scale).backward()
@@ -51,4 +52,5 @@ class SAM:
             with torch.no_grad():
                 for (p, _), value in zip(used, before, strict=True):
                     p.copy_(value)
+            torch.clear_autocast_cache()
         return loss.detach()

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hgnp.neurons.follow import Followed, Follower
-from hgnp.neurons.graph import Invocation, is_invocation
+from hgnp.neurons.follow import Follower
+from hgnp.neurons.graph import Invocation, Step, is_invocation
 from hgnp.neurons.labels import Labelled, varies
 from hgnp.neurons.record import plain_attention
 from hgnp.neurons.rules import name_of
@@ -31,11 +31,21 @@ from hgnp.neurons.trial import keep_masks
 
 @dataclass(frozen=True)
 class Place:
-    """An argument of one call, by its position among the tensors, and the unit of each of its living channels."""
+    """An argument or a result of one call, by its position among the tensors, and the unit of each of its living channels."""
 
     position: int
     units: Tensor
-    """Broadcasts to the argument; the number of units where there is no gate."""
+    """Broadcasts to the tensor; the number of units where there is no gate."""
+
+
+@dataclass(frozen=True)
+class Call:
+    name: str
+    """Of the function."""
+    reads: tuple[Place, ...]
+    passes: tuple[Place, ...]
+    """Results that carry on channels which the call has read as well (`F.normalize`): their gates come off again, for they
+    are gated where they end."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +55,8 @@ class Gates:
     rows: Mapping[str, Tensor]
     """Layer → the unit of each living neuron, or `count` for those that stay. Layers that are read where no gate can sit
     are missing."""
-    places: Mapping[int, tuple[str, tuple[Place, ...]]]
-    """Call → the function's name and its gated arguments."""
+    places: Mapping[int, Call]
+    """Calls with gated arguments, by number."""
 
 
 def find_gates(structure: Structure, rows: Mapping[str, Tensor], alive: Tensor, *, lanes: bool) -> Gates:
@@ -67,7 +77,14 @@ def find_gates(structure: Structure, rows: Mapping[str, Tensor], alive: Tensor, 
             for position, index in enumerate(invocation.tensors)
             if index in arguments
         ]
-        places[call] = (invocation.name, tuple(gated))
+        everything = set().union(*arguments.values())
+        passes = []
+        for position, index in enumerate(invocation.results):
+            made = _carried(follower, invocation, set(arguments), lanes=lanes).get(index)
+            found = set() if made is None else everything & _roots(made, roots)
+            if made is not None and found:
+                passes.append(Place(position, _units(made, found, roots, unit, alive)))
+        places[call] = Call(invocation.name, tuple(gated), tuple(passes))
     seen = {root for arguments in read.values() for found in arguments.values() for root in found}
     usable = {}
     for name, mine in living.items():
@@ -110,7 +127,7 @@ def _reads(follower: Follower, roots: Tensor, *, lanes: bool) -> list[tuple[int,
             if not labelled.weight
         }
         lanes_in = {frozenset(found) for index in alone for found in (alone[index], summed[index]) if found}
-        joins = lanes and _adds(followed) and len(lanes_in) > 1
+        joins = lanes and _adds(followed.step) and len(lanes_in) > 1
         if joins:
             result += [(step, index, found) for index, found in alone.items() if found]
         for value, label in ends[step]:
@@ -124,8 +141,8 @@ def _reads(follower: Follower, roots: Tensor, *, lanes: bool) -> list[tuple[int,
     return result
 
 
-def _adds(followed: Followed) -> bool:
-    return name_of(followed.step.op).removesuffix("_") in ("add", "sub")
+def _adds(step: Step) -> bool:
+    return len(step.reads) > 1 and name_of(step.op).removesuffix("_") in ("add", "sub")
 
 
 def _slots(label: Tensor, roots: Tensor) -> set[int]:
@@ -151,6 +168,23 @@ def _as_read(follower: Follower, invocation: Invocation, value: int) -> Labelled
     """What was known of an argument when the call first read it."""
     reads = (follower.trail[step] for step in invocation.steps)
     return next(f.reads[f.step.reads.index(value)] for f in reads if value in f.step.reads)
+
+
+def _carried(
+    follower: Follower, invocation: Invocation, arguments: set[int], *, lanes: bool
+) -> dict[int | None, Labelled]:
+    """What the call makes of these arguments without reading them, as it returns it: their channels go on in it."""
+    ends = {(step, value) for step, value, _ in follower.consumed}
+    carried = set(arguments)
+    made: dict[int | None, Labelled] = {}
+    for step in invocation.steps:
+        followed = follower.trail[step]
+        if lanes and _adds(followed.step):  # where lanes end
+            continue
+        if any(value in carried and (step, value) not in ends for value in followed.step.reads):
+            carried |= set(followed.step.writes)
+            made.update(zip(followed.step.writes, followed.writes, strict=True))
+    return made
 
 
 def _units(labelled: Labelled, found: set[int], roots: Tensor, unit: Tensor, alive: Tensor) -> Tensor:
@@ -194,28 +228,50 @@ class _Gated(TorchFunctionMode):
         self._call += is_invocation(func)
         if self._call not in self._places or not is_invocation(func):
             return func(*args, **(kwargs or {}))
-        name, places = self._places[self._call]
-        leaves, spec = tree_flatten((args, kwargs or {}))
-        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        if getattr(func, "__name__", "") != name or len(tensors) <= max(place.position for place in places):
-            raise ValueError(f"net: its forward took another path than when Neurons was made ({name} was expected)")
+        call = self._places[self._call]
+        if getattr(func, "__name__", "") != call.name:
+            raise _another_path(call)
         gated: dict[int, Tensor] = {}  # one tensor given twice stays one tensor
-        for place in places:
-            leaf = leaves[tensors[place.position]]
+
+        def close(leaf: Tensor, units: Tensor) -> Tensor:
             if id(leaf) not in gated:
-                gated[id(leaf)] = leaf * self._gate(leaf, place.units)
-            leaves[tensors[place.position]] = gated[id(leaf)]
-        args, kwargs = tree_unflatten(leaves, spec)
-        return func(*args, **kwargs)
+                gated[id(leaf)] = leaf * self._gate(leaf, units)
+            return gated[id(leaf)]
+
+        args, kwargs = _at(call, call.reads, (args, kwargs or {}), close)
+        return _at(
+            call, call.passes, func(*args, **kwargs), lambda leaf, units: leaf / _or_one(self._gate(leaf, units))
+        )
 
     def _gate(self, leaf: Tensor, units: Tensor) -> Tensor:
         gate = self._gamma.to(leaf.dtype)[:, units.flatten().to(leaf.device)]  # (N, entries)
         samples = gate.shape[0]
-        if samples == 1:
-            return gate.view(units.shape)
-        if leaf.shape[0] % samples or units.shape[0] > 1:
-            raise SamplesError
-        return gate.repeat_interleave(leaf.shape[0] // samples, 0).view(leaf.shape[0], *units.shape[1:])
+        if samples > 1:
+            if leaf.shape[0] % samples or units.shape[0] > 1:
+                raise SamplesError
+            gate = gate.repeat_interleave(leaf.shape[0] // samples, 0)
+            return gate.view(leaf.shape[0], *units.shape[1:])
+        return gate.view(units.shape)
+
+
+def _at(call: Call, places: tuple[Place, ...], tree: Any, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """The same arguments or results with the tensors at `places` changed."""
+    leaves, spec = tree_flatten(tree)
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    for place in places:
+        if len(tensors) <= place.position:
+            raise _another_path(call)
+        leaves[tensors[place.position]] = change(leaves[tensors[place.position]], place.units)
+    return tree_unflatten(leaves, spec) if places else tree
+
+
+def _or_one(gate: Tensor) -> Tensor:
+    """Behind a closed gate there is nothing, whatever it is divided by."""
+    return torch.where(gate == 0, torch.ones_like(gate), gate)
+
+
+def _another_path(call: Call) -> ValueError:
+    return ValueError(f"net: its forward took another path than when Neurons was made ({call.name} was expected)")
 
 
 class SamplesError(Exception):

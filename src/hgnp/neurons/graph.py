@@ -59,11 +59,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Invocation:
-    """One call of a torch function by the network's own code: the tensors it was given and the steps it came to. Reading an
+    """One call of a torch function by the network's own code: the tensors it was given, those it returned and the steps it
+    came to. Reading an
     attribute (`x.device`) is none: fake tensors answer some of that without a call."""
 
     name: str
     tensors: tuple[int | None, ...]
+    results: tuple[int | None, ...]
     steps: range
 
 

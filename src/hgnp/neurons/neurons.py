@@ -289,6 +289,8 @@ class Neurons:
 
     @cached_property
     def _lanes(self) -> Lanes:
+        if not bool(self._living.alive.all()):
+            self._trace()  # lanes number the slots of the network as it is
         return Lanes(self.net, self._inputs, self._approximate)
 
     # To look at

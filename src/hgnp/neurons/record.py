@@ -130,13 +130,16 @@ class _Invocations(TorchFunctionMode):
         kwargs = kwargs or {}
         if not is_invocation(func):
             return func(*args, **kwargs)
-        known = tuple(self._recorder.known(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        given = self._known((args, kwargs))
         graph = self._recorder.graph
         start = len(graph.steps)
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        graph.invocations.append(Invocation(name, known, range(start, len(graph.steps))))
+        graph.invocations.append(Invocation(name, given, self._known(result), range(start, len(graph.steps))))
         return result
+
+    def _known(self, tree: Any) -> tuple[int | None, ...]:
+        return tuple(self._recorder.known(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def _outcome(comparison: str, threshold: float) -> bool | None:

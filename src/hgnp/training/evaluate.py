@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hgnp.curvature.forward import Output, run, samples_in
-from hgnp.curvature.losses import Loss
+from hgnp.curvature.losses import CrossEntropy, Loss, loss_curvature
 from hgnp.modes import evaluating
 from hgnp.training.batches import is_classification
 
@@ -22,7 +22,10 @@ def evaluate(
     total: list[Tensor] = []
     right: list[Tensor] = []
     seen: list[tuple[Tensor, Tensor]] = []
-    samples = counted = 0
+    counted: list[Tensor] = []
+    samples = 0
+    known = loss_curvature(loss)
+    ignored = known.ignore_index if isinstance(known, CrossEntropy) else None
     with evaluating(net), torch.no_grad():
         for inputs, target in batches:
             out = run(net, inputs, output=output)
@@ -32,12 +35,13 @@ def evaluate(
             if metric is not None:
                 seen.append((out, target))
             elif is_classification(loss, target):
-                right.append((out.argmax(1) == target).sum())
-                counted += target.numel()
+                counts = target != ignored
+                right.append(((out.argmax(1) == target) & counts).sum())
+                counted.append(counts.sum())
         mean = float(torch.stack(total).sum() / samples)
         if metric is not None:
             return mean, float(metric(_joined([o for o, _ in seen]), _joined([t for _, t in seen])))
-    return mean, float(torch.stack(right).sum()) / counted if right else -mean
+    return mean, int(torch.stack(right).sum()) / int(torch.stack(counted).sum()) if right else -mean
 
 
 def _joined(parts: list[Any]) -> Tensor:

@@ -17,6 +17,8 @@ class Plan:
     epoch: int = 0
     reached: int | None = None
     """The epoch in which the target was met, or in which nothing more could go."""
+    last_round: int | None = None
+    """The epoch of the last round of pruning."""
     steps: int = 0
     """Steps since pruning began."""
     position: float = 0.0
@@ -56,19 +58,27 @@ class Plan:
         over = self.reached is not None and self.epoch > self.reached + self.recipe.finetune_epochs
         return over or self.stopped is not None
 
+    @property
+    def ends_here(self) -> bool:
+        """Whether the target was met in this epoch and a schedule over the whole run ends with it."""
+        return self.reached == self.epoch and self.recipe.finetune_epochs == 0 and self.recipe.anneal == "run"
+
     def epochs_left(self, *, left: float, neurons: int, at_start: int, steps: int | None) -> int:
         """Epochs from this one on, by the present estimate. `left` is the fraction that the target counts, `steps` those
         of an epoch."""
         recipe = self.recipe
         if self.reached is not None:
             return max(self.reached + recipe.finetune_epochs + 1 - self.epoch, 1)
-        waiting = max(recipe.warmup_epochs - self.epoch, 0)
+        first = max(self.epoch, recipe.warmup_epochs)
         if left <= recipe.keep:
-            return max(waiting + recipe.finetune_epochs, 1)
-        rounds = schedule.rounds_left(recipe, left=left, neurons=neurons, at_start=at_start)
+            return max(first - self.epoch + recipe.finetune_epochs, 1)
+        more = schedule.rounds_left(recipe, left=left, neurons=neurons, at_start=at_start) - 1  # after the next
         if recipe.prune_unit == "steps":
-            return waiting + -(-rounds * recipe.prune_every // (steps or 1)) + recipe.finetune_epochs
-        return waiting + rounds * recipe.prune_every + recipe.finetune_epochs
+            last = _multiple(recipe.prune_every, self.steps) + more * recipe.prune_every - self.steps  # steps from now
+            return first - self.epoch + last // (steps or 1) + 1 + recipe.finetune_epochs
+        due = first + 1 if self.last_round == first else first
+        last = _multiple(recipe.prune_every, due) + more * recipe.prune_every
+        return last - self.epoch + 1 + recipe.finetune_epochs
 
     def advance(self, epochs_left: int) -> tuple[float, float]:
         """Moves the schedule over this epoch: where it is at its start and at its end."""
@@ -89,3 +99,7 @@ class Plan:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
+
+
+def _multiple(every: int, least: int) -> int:
+    return -(-least // every) * every

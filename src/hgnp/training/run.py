@@ -163,10 +163,15 @@ class Run:
                     removed += self._round(recent)
                 plan.steps += 1
 
-        start, end = plan.advance(self._epochs_left())
+        since, (start, end) = 0.0, plan.advance(self._epochs_left())
 
         def rate(share: float) -> float:
-            return schedule.factor(recipe, start + (end - start) * share)
+            nonlocal since, start, end
+            position = start + (end - start) * (share - since) / (1 - since)
+            if plan.ends_here and plan.position < 1:  # known only since the last round, in the middle of the epoch
+                since, start, end = share, position, 1.0
+                plan.position = 1.0
+            return schedule.factor(recipe, position)
 
         try:
             seen = self.epochs.train(
@@ -183,6 +188,7 @@ class Run:
         if self.plan.before is None:
             self.plan.before = dataclasses.asdict(self._facts())
         removed = self.pruner.round(batches)
+        self.plan.last_round = self.plan.epoch
         if not removed or self.pruner.left <= self.recipe.keep:
             self.plan.reached = self.plan.epoch
         if not removed:
