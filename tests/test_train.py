@@ -393,13 +393,15 @@ def refused(message: str, error: type[Exception] = ValueError, net: nn.Module | 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     x, y = stripes()
     refused("train: the loader yields nothing", train=[])
-    refused("train: the loader yields nothing", train=iter([(x, y)]))
+    refused("train: a list_iterator was given, which is used up after an epoch", train=iter([(x, y)]))
+    refused("val: a generator was given, which is used up after an epoch", val=(b for b in [(x, y)]))
+    refused("train: a int was given; a DataLoader", TypeError, train=5)
     refused("val: the loader yields nothing", val=[])
     refused("train: label 7 is out of range; the network has 3 outputs", train=[(x, y), (x, torch.full((96,), 7))])
     refused("train: label -1 is out of range", train=[(x, y - 1)])
-    refused(r"net: its output of shape \(96, 3\) does not fit labels of shape \(96, 1\)", train=[(x, y.view(-1, 1))])
+    refused(r"net: its output of shape \(96, 3\) does not fit train's labels of shape \(96, 1\)", train=[(x, y.view(-1, 1))])
     refused("net: it returned a tuple; output=lambda", net=_Tuple())
-    refused("net: its forward failed on the first batch in a: ", train=[(x.repeat(1, 2, 1, 1), y)])
+    refused("net: its forward failed on the first batch of train in a: ", train=[(x.repeat(1, 2, 1, 1), y)])
     refused("train: a batch is 3 parts", train=[(x, y, y)])
     refused("train: a batch has x but no 'labels'", train=[{"x": x}])
     refused(
@@ -412,8 +414,68 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     refused("optimizer: it holds parameters that are not", optimizer=torch.optim.SGD(made(3).parameters(), lr=0.1))
     refused("scheduler: it was given beside", recipe=recipe(schedule="cosine"), scheduler=lambda o: None)
     refused("protect: no module 'd'", protect=["d"])
+    for name in ("loss", "metric", "unpack", "output", "on_epoch", "optimizer", "scheduler"):
+        refused(f"{name}: 'x' was given", TypeError, **{name: "x"})
+    refused(r"loss: the class CrossEntropyLoss was given; CrossEntropyLoss\(\) would do", TypeError, loss=nn.CrossEntropyLoss)
+    refused("unpack: it returned a Tensor", unpack=lambda batch: batch[0])
+    refused("metric: it returned a tensor of shape", metric=lambda out, target: out)
+    refused("device: 'abacus' was given", device="abacus")
+    refused("device: 1.5 was given", device=1.5)
+    refused("out: a int was given", TypeError, out=5)
     (tmp_path / "file").write_text("")
     refused("is a file; a folder would do", FileExistsError, out=tmp_path / "file")
+
+
+def test_what_is_wrong_with_the_validation_is_said_before_the_training() -> None:
+    x, y = stripes()
+    steps: list[int] = []
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        steps.append(torch.is_grad_enabled())
+        return F.cross_entropy(out, target)
+
+    refused("val: the loader yields nothing", val=[], loss=loss)
+    refused("val: a batch is 3 parts", val=[(x, y, y)], loss=loss)
+    refused("net: its forward failed on the first batch of val in a", val=[(x.repeat(1, 2, 1, 1), y)], loss=loss)
+    refused("scheduler: ReduceLROnPlateau needs", val=None, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau, loss=loss)
+    assert not any(steps)  # none was a training step
+    refused("val: label 5 is out of range", val=[(x, y + 5)])
+    refused("val: label 5 is out of range", val=[(x, y), (x, y + 5)])
+
+
+def test_a_single_sample_that_a_batch_norm_cannot_learn_from() -> None:
+    x, y = stripes()
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    refused("train: batch 1 has a single sample, .* drop_last=True", net=net, train=[(x, y), (x[:1], y[:1])])
+
+
+def test_schedulers_that_cannot_follow() -> None:
+    net = made()
+    other = torch.optim.SGD(net.parameters(), lr=0.1)
+    refused("scheduler: it is that of another optimizer", net=net, scheduler=torch.optim.lr_scheduler.StepLR(other, 1))
+    short = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=2)
+    refused("scheduler: it is stepped once an epoch, and refused: Tried to step 3 times", scheduler=short)
+
+
+class _Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(*stripes(), strict=True)
+
+
+def test_a_loader_whose_length_is_not_known() -> None:
+    streamed = hgnp.prune(made(), DataLoader(_Stream(), 16), recipe=recipe(seed=1))
+    counted = hgnp.prune(made(), DataLoader(TensorDataset(*stripes()), 16), recipe=recipe(seed=1))
+    torch.testing.assert_close(streamed.model.state_dict(), counted.model.state_dict(), rtol=0, atol=0)
+
+
+def test_labels_that_are_ignored_do_not_count_as_wrong() -> None:
+    x, y = stripes()
+    half = torch.where(torch.arange(96) % 2 == 0, y, 255)
+    loss = nn.CrossEntropyLoss(ignore_index=255)
+    result = hgnp.prune(made(), [(x, half)], [(x, half)], recipe=recipe(), loss=loss)
+    with torch.no_grad():
+        right = result.model.eval()(x).argmax(1) == y
+    assert result.after.metric == pytest.approx(float(right[::2].float().mean()))
 
 
 class _Tuple(Net):

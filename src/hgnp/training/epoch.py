@@ -108,8 +108,16 @@ class Epochs:
         scale: float | Tensor = 1.0
         if self.scaler is not None:
             scale = self.scaler.scale(torch.ones((), device=self.device))
-        with self._precision():
-            loss = self.trainer.backward(batch[0], batch[1], scale=scale)
+        try:
+            with self._precision():
+                loss = self.trainer.backward(batch[0], batch[1], scale=scale)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise ValueError(
+                f"train: batch {len(seen.losses)} has a single sample, which a batch norm cannot learn from; "
+                "drop_last=True or another batch size would do"
+            ) from error
         seen.losses.append(loss)
         if isinstance(self.trainer, Flatness) and self.trainer.mu > 0 and self.trainer.seen is not None:
             seen.radii.append(self.trainer.seen.radius)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hgnp.curvature.forward import run
 from hgnp.curvature.losses import Loss
-from hgnp.training.batches import Output, is_classification, samples_in
+from hgnp.training.batches import Output, ignored_label, is_classification, samples_in
 
 Metric = Callable[[Tensor, Tensor], Any]
 
@@ -23,8 +23,9 @@ def evaluate(
     net.eval()
     total: list[Tensor] = []
     right: list[Tensor] = []
+    counted: list[Tensor] = []
     seen: list[tuple[Tensor, Tensor]] = []
-    samples = counted = 0
+    samples = 0
     try:
         with torch.no_grad():
             for inputs, target in batches:
@@ -35,15 +36,24 @@ def evaluate(
                 if metric is not None:
                     seen.append((out, target))
                 elif is_classification(loss, target):
-                    right.append((out.argmax(1) == target).sum())
-                    counted += target.numel()
+                    counts = target != ignored_label(loss)
+                    right.append(((out.argmax(1) == target) & counts).sum())
+                    counted.append(counts.sum())
             mean = float(torch.stack(total).sum() / samples)
             if metric is not None:
-                return mean, float(metric(_joined([o for o, _ in seen]), _joined([t for _, t in seen])))
+                return mean, _number(metric(_joined([o for o, _ in seen]), _joined([t for _, t in seen])))
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return mean, float(torch.stack(right).sum()) / counted if right else -mean
+    return mean, float(torch.stack(right).sum() / torch.stack(counted).sum()) if right else -mean
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ValueError(f"metric: it returned {given}; one number, higher is better, would do") from None
 
 
 def _joined(parts: list[Any]) -> Tensor:
