@@ -157,3 +157,27 @@ def test_a_bug_in_the_user_s_code_shows_its_traceback() -> None:
     Path("mine.py").write_text("def metric(out, target):\n    return int('deep inside something else')\n")
     with pytest.raises(ValueError, match="deep inside"):
         app(["run", *TINY, "--set", "metric=mine:metric"])
+
+
+def test_files_of_the_user_s_own_are_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("presets", "demo") == 0
+    mine = f"# mine, with a comment\n{capsys.readouterr().out}"
+    Path("config.yaml").write_text(mine)
+    assert call("run", "config.yaml", *TINY, "--out", ".") == 2
+    assert capsys.readouterr().err == (
+        "hgnp: --out: config.yaml is there already and would be overwritten; another folder would do\n"
+    )
+    assert [file.name for file in Path().iterdir()] == ["config.yaml"]
+    assert Path("config.yaml").read_text() == mine
+    assert call("run", *TINY, "--out", "x" * 300) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
+def test_the_page_of_a_run_that_goes_on_is_written_anew() -> None:
+    assert call("run", *TINY, "--out", "x") == 0
+    Path("x/result.json").unlink()
+    assert call("report", "x") == 0
+    unfinished = Path("x/page.html").read_text()
+    assert "unfinished: the last complete epoch is 0" in unfinished
+    assert call("run", *TINY, "--out", "x", "--resume") == 0
+    assert "unfinished: the last complete epoch is 0" not in Path("x/page.html").read_text()

@@ -33,7 +33,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, given: Any,
         return None
     if recipe.schedule != "constant":
         raise ValueError(f"scheduler: it was given beside schedule={recipe.schedule!r}; one of the two would do")
-    made = given if hasattr(given, "step") else given(optimizer)
+    made = given(optimizer) if isinstance(given, type) or not hasattr(given, "step") else given
     if not hasattr(made, "step"):
         raise TypeError(f"scheduler: it made a {type(made).__name__}; a scheduler or its maker would do")
     if getattr(made, "optimizer", optimizer) is not optimizer:
