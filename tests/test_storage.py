@@ -156,14 +156,14 @@ def rewrite(file: Path, change: Any) -> None:
     """A hostile file: well-formed, with the right checksum."""
     from safetensors import safe_open
 
-    from hgnp.storage import _digest
+    from hgnp.storage import digest
 
     with safe_open(file, "pt") as opened:
         about = json.loads(opened.metadata()["hgnp"])
     tensors = load_file(file)
     about.pop("sha256")
     change(about, tensors)
-    about["sha256"] = _digest(tensors, about)
+    about["sha256"] = digest(tensors, about)
     save_file(tensors, file, {"hgnp": json.dumps(about)})
 
 

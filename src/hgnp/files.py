@@ -1,11 +1,14 @@
 """Files that appear whole or not at all."""
 
 import csv
+import glob
 import io
 import json
 import math
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +25,20 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-        draft = Path(folder) / path.name
+        draft, ordinary = Path(folder) / path.name, Path(folder) / f"{path.name}.mode"
         yield draft
+        ordinary.touch()
+        shutil.copymode(ordinary, draft)  # safetensors makes files that nobody else may read
         with open(draft, "rb+") as written:
             os.fsync(written.fileno())
         os.replace(draft, path)
+
+
+def sweep(path: Path, *, older_than: float) -> None:
+    """Remove what writers of `path` that were killed left beside it: drafts that no one has touched for so many seconds."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.????????"):
+        if left.is_dir() and time.time() - left.stat().st_mtime >= older_than:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def write(path: str | os.PathLike[str], content: str | bytes) -> Path:

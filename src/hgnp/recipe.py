@@ -103,7 +103,10 @@ class Recipe:
         if isinstance(self.flatness, Mapping):
             object.__setattr__(self, "flatness", dict(self.flatness))
         bundle, choices = self.flatness_choices
-        choose(bundle, **{name: choices.get(name) for name in ALLOWED})
+        try:
+            choose(bundle, **{name: choices.get(name) for name in ALLOWED})
+        except ValueError as error:
+            raise ValueError(str(error) if str(error).startswith("flatness") else f"flatness.{error}") from None
         if self.precision == "fp16" and self.method == "sam":
             raise ValueError(
                 "precision: 'fp16' was given with method 'sam', whose step needs unscaled gradients; 'bf16' would do"
@@ -201,5 +204,8 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     "precision": _one_of("auto", "float32", "bf16", "fp16"),
     "engine": _one_of("auto", "eager"),
     "clip_norm": ("None or a finite number above 0", lambda value: value is None or (_number(value) and value > 0)),
-    "seed": ("None or a whole number of at least 0", lambda value: value is None or (_whole(value) and 0 <= value < 2**32)),
+    "seed": (
+        "None or a whole number from 0 to 4294967295",
+        lambda value: value is None or (_whole(value) and 0 <= value < 2**32),
+    ),
 }  # fmt: skip

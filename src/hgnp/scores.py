@@ -9,9 +9,10 @@ One backward pass gives δ for all neurons and samples: the gates are (N, neuron
 positions and over the primal and tangent activations. It is taken in evaluation mode, where samples do not mix.
 """
 
+import math
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -56,9 +57,16 @@ def sensitivity(
     The network's mode, buffers, gradients and random state are left as found. A layer is missing if it is read where no gate
     can sit; `Neurons.least` then leaves it alone.
     """
-    if neurons.net is not net:
-        raise ValueError("neurons: it was made for another network than net")
-    if criterion in WEIGHT_SCORES:
+    for name, value, kind in (("neurons", neurons, Neurons), ("flatness", flatness, Flatness)):
+        if not isinstance(value, kind) and not (name == "flatness" and value is None):
+            raise TypeError(f"{name}: a {type(value).__name__} was given; a hgnp.{kind.__name__} of net would do")
+        if value is not None and value.net is not net:
+            raise ValueError(f"{name}: it was made for another network than net")
+    if coupling not in get_args(Coupling):
+        raise ValueError(f"coupling: {coupling!r} was given; 'coupled' or 'paper' would do")
+    if mu is not None and not (isinstance(mu, int | float) and 0 <= mu < math.inf):
+        raise ValueError(f"mu: {mu!r} was given; None or a finite number of at least 0 would do")
+    if isinstance(criterion, str) and criterion in WEIGHT_SCORES:
         return normalised(WEIGHT_SCORES[criterion](neurons))
     if criterion not in DERIVATIVES:
         raise ValueError(f"criterion: {criterion!r} was given; one of {', '.join(map(repr, CRITERIA))} would do")
@@ -86,8 +94,7 @@ def _means(
     """mean_i |δ_i|, or |mean_i δ_i|, of every unit."""
     total: Tensor | None = None
     samples, apart = 0, None
-    for inputs, target in batches:
-        x = next(tensors_in(inputs))
+    for inputs, target, x in _parts(batches):
         if apart is None:
             apart = _samples_lead(objective, gates, inputs, x)
         gamma = _ones(x, x.shape[0] if apart else 1, gates)
@@ -103,6 +110,17 @@ def _means(
     if not bool(torch.isfinite(scores).all()):
         raise ValueError("batches: the loss or its derivative is not finite on them")
     return scores
+
+
+def _parts(batches: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Inputs, target, and a tensor of the inputs whose first dimension counts samples."""
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"batches: a {type(batches).__name__} was given; a list of (inputs, target) pairs would do")
+    for batch in batches:
+        x = next(tensors_in(batch[0]), None) if isinstance(batch, tuple | list) and len(batch) == 2 else None
+        if x is None or x.dim() == 0 or len(x) == 0:
+            raise ValueError("batches: one of them is no pair (inputs, target) with samples; [(x, y)] would do")
+        yield batch[0], batch[1], x
 
 
 def _ones(x: Tensor, samples: int, gates: Gates) -> Tensor:

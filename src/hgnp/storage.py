@@ -36,7 +36,7 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> Path:
     The file appears whole or not at all. Neither the class nor its code is stored: `load` needs an instance of it.
     """
     tensors, about = describe(net)
-    about["sha256"] = _digest(tensors, about)
+    about["sha256"] = digest(tensors, about)
     file = _file(path)
     write_tensors(file, tensors, {"hgnp": json.dumps(about)})
     return file
@@ -124,7 +124,7 @@ def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict
     if about["format"] > FORMAT:
         raise ValueError(f"written in format {about['format']} by a newer hgnp; this one reads up to {FORMAT}")
     expected = about.pop("sha256", None)
-    if expected != _digest(tensors, about):
+    if expected != digest(tensors, about):
         raise ValueError("damaged: its content does not match its checksum")
     well_formed = (
         isinstance(about.get("class"), str)
@@ -215,7 +215,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
     return tensor.is_contiguous(memory_format=torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d)
 
 
-def _digest(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
+def digest(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
     sha = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hgnp import runs
 from hgnp.curvature.forward import Output
 from hgnp.curvature.losses import Loss
 from hgnp.files import read_json
@@ -16,7 +17,6 @@ from hgnp.result import Facts, Result, Target
 from hgnp.storage import load
 from hgnp.training import checkpoint, streams
 from hgnp.training.batches import Batches, Unpack
-from hgnp.training.batches import unpack as unpack_batch
 from hgnp.training.evaluate import Metric
 from hgnp.training.folder import Folder
 from hgnp.training.optimizers import OptimizerOrMaker
@@ -61,8 +61,18 @@ def prune(
         raise TypeError(f"net: a {type(net).__name__} was given; an nn.Module would do")
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe: a {type(recipe).__name__} was given; hgnp.Recipe(keep=0.1) would do")
-    first = next(net.parameters(), None)
-    if first is None:
+    check_functions(
+        loss=loss,
+        metric=metric,
+        unpack=unpack,
+        output=output,
+        on_epoch=on_epoch,
+        optimizer=optimizer,
+        scheduler=scheduler,
+    )
+    if device is not None:
+        check_device(device)
+    if next(net.parameters(), None) is None:
         raise ValueError("net: it has no parameters")
     if resume and out is None:
         raise ValueError("resume: True was given without out, the folder of the run to go on with")
@@ -80,10 +90,14 @@ def prune(
     if device is not None:
         net.to(device)
     place = next(net.parameters()).device
-    batches = Batches(train, "train", unpack or unpack_batch, place)
-    held_out = None if val is None else Batches(val, "val", unpack or unpack_batch, place)
+    batches = Batches(train, "train", unpack, place)
+    held_out = None if val is None else Batches(val, "val", unpack, place)
     run = Run(net, Task(batches, held_out, loss, metric, output), recipe, folder, _progress, _about or {})
-    run.prepare(stored, optimizer, scheduler, protect)
+    try:
+        run.prepare(stored, optimizer, scheduler, protect)
+    except BaseException:
+        run.take_back()
+        raise
     try:
         return run.go(on_epoch)
     finally:
@@ -92,9 +106,34 @@ def prune(
 
 def finished(folder: Folder, net: nn.Module, recipe: Recipe) -> Result:
     """The result of a run that has ended, with its network in `net`."""
-    stored, history = read_json(folder.result), checkpoint.read(folder.checkpoint)["plan"]["history"]
-    return Result(
-        model=load(folder.model, net), history=history, recipe=recipe, before=Facts(**stored["before"]),
-        after=Facts(**stored["after"]), target=Target(**stored["target"]), metric=stored["metric"], latency=stored["latency"],
-        seconds=stored["seconds"], parts=stored["parts"], stopped=stored["stopped"], out=folder.path,
-    )  # fmt: skip
+    stored = read_json(folder.result)
+    if folder.checkpoint.exists():
+        history = checkpoint.read(folder.checkpoint)["plan"]["history"]
+    else:  # it is large, and a finished run can do without
+        history = [dict(row) for row in runs.read(folder.path).rows]
+    try:
+        result = Result(
+            model=net, history=history, recipe=recipe, before=Facts(**stored["before"]), after=Facts(**stored["after"]),
+            target=Target(**stored["target"]), metric=stored["metric"], latency=stored["latency"],
+            seconds=stored["seconds"], parts=stored["parts"], stopped=stored["stopped"], out=folder.path,
+        )  # fmt: skip
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder.result}: damaged: {error}; without it, resume makes it anew") from None
+    load(folder.model, net)
+    return result
+
+
+def check_functions(**given: Any) -> None:
+    for name, value in given.items():
+        made = name in ("optimizer", "scheduler")
+        if value is not None and not callable(value) and not (made and hasattr(value, "step")):
+            raise TypeError(f"{name}: {value!r} was given; {'one, or its maker,' if made else 'a function'} would do")
+    if isinstance(loss := given["loss"], type):
+        raise TypeError(f"loss: the class {loss.__name__} was given; {loss.__name__}() would do")
+
+
+def check_device(device: str | torch.device) -> None:
+    try:
+        torch.empty(0, device=torch.device(device))
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"device: {device!r} was given; {str(error).splitlines()[0]}") from None

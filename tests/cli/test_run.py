@@ -1,25 +1,30 @@
-"""`hgnp run` around a run: what is run, where it goes, what is printed. The run itself is a stand-in."""
+"""`hgnp run` around a run: what is run, where it goes, what is printed. Every run is real, on a network of four channels."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import torch
 import yaml
-from stand_in import Prune
 
+import hgnp
 from hgnp.cli import app
+from hgnp.experiments.models import DigitsNet
+
+TINY = [
+    "--set", "model_args.width=4", "--set", "data_args.batch=512", "--set", "recipe.warmup_epochs=0", "--set",
+    "recipe.neurons_per_round=60", "--set", "recipe.finetune_epochs=0", "--set", "recipe.keep=0.5", "--device", "cpu",
+]  # fmt: skip
 
 
-@pytest.fixture
-def prune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prune:
-    module = ModuleType("hgnp.train")
-    module.prune = stand_in = Prune()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "hgnp.train", module)
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    return stand_in
 
 
 def call(*arguments: str) -> int:
@@ -28,117 +33,151 @@ def call(*arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_the_demo_needs_no_argument_and_can_be_run_twice(prune: Prune, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("run") == 0
-    shown = capsys.readouterr().out
-    assert "epoch   0 prune     loss 0.2500  accuracy 98.50%  kept 50.0%" in shown
-    table = {line.split("  ")[1]: line.split() for line in shown.splitlines() if line.startswith("  ")}
-    assert table["accuracy"][1:] == ["99.00%", "98.50%", "99.5%"]
-    assert table["parameters"][1:] == ["260,682", "1,000", "0.4%"]
-    assert table["ms (batch 256, 2 threads)"][-5:] == ["8.00", "2.00", "25.0%", "(4.0×", "faster)"]
-    assert table["sharpness"][1:] == ["2", "–"]
-    assert "target reached: 9.81% of the parameters are left, 10.00% were asked for; 1 epoch, 1 s" in shown
-    assert f"{Path('runs/demo/config.yaml')}" in shown
-    assert "model.safetensors" not in shown  # files that are not there are not announced
-    assert call("run") == 0
-    assert [str(each["out"]) for each in prune.calls] == ["runs/demo", "runs/demo-2"]
-
-
-def test_options_reach_the_run_and_its_configuration(prune: Prune) -> None:
-    code = call(
-        "run", "demo", "--out", "x", "--method", "taylor", "--set", "recipe.mu=1e-2", "--set", "data_args.batch=32",
-        "--set", "model_args.width=8", "--seed", "5", "--device", "cpu",
-    )  # fmt: skip
-    assert code == 0
-    given = prune.calls[0]
-    recipe = given["recipe"]
-    assert (recipe.method, recipe.mu, recipe.seed, given["device"], given["resume"]) == (
-        "taylor",
-        0.01,
-        5,
-        "cpu",
-        False,
+def start(*arguments: str, before: str = "") -> subprocess.Popen[str]:
+    """The command in a process of its own, after the Python code `before`."""
+    code = f"import sys\n{before}\nfrom hgnp.cli import app\napp({list(arguments)!r})"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    assert given["net"].features[0].out_channels == 8
-    assert len(next(iter(given["train"]))[0]) == 32
+
+
+def test_a_run_is_shown_and_can_be_run_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("run", *TINY) == 0
+    shown = capsys.readouterr().out
+    result = json.loads(Path("runs/demo/result.json").read_text())
+    before, after = result["before"], result["after"]
+    assert "demo: hgnp, 1,182 parameters, 24 neurons, cpu, from random weights, in runs/demo\n" in shown
+    assert (
+        f"epoch   0 prune     loss {json.loads(Path('runs/demo/metrics.jsonl').read_text())['loss']:.4f}  acc" in shown
+    )
+    table = {line.split("  ")[1]: line.split() for line in shown.splitlines() if line.startswith("  ")}
+    assert table["accuracy"][1:3] == [f"{before['metric']:.2%}", f"{after['metric']:.2%}"]
+    assert table["parameters"][1:3] == ["1,182", f"{after['parameters']:,}"]
+    assert (
+        f"target reached: {result['target']['got']:.2%} of the parameters are left, 50.00% were asked for; 1" in shown
+    )
+    for name in ("config.yaml", "page.html", "model.safetensors"):
+        assert f"  runs/demo/{name}  (" in shown
+        assert Path("runs/demo", name).is_file()
+    assert call("run", *TINY) == 0
+    assert sorted(each.name for each in Path("runs").iterdir()) == ["demo", "demo-2"]
+    nets = [hgnp.load(f"runs/{each}", DigitsNet(width=4)).state_dict() for each in ("demo", "demo-2")]
+    torch.testing.assert_close(nets[0], nets[1], rtol=0, atol=0)
+
+
+def test_options_reach_the_run_and_its_configuration() -> None:
+    code = call("run", "demo", *TINY, "--out", "x", "--method", "taylor", "--set", "recipe.mu=1e-2", "--seed", "5")
+    assert code == 0
+    info = json.loads(Path("x/run.json").read_text())
+    assert (info["method"], info["recipe"]["mu"], info["seed"], info["device"]) == ("taylor", 0.01, 5, "cpu")
+    assert set(info["at_start"]["widths"].values()) == {4, 8}
     written = yaml.safe_load(Path("x/config.yaml").read_text())
     assert (written["recipe"]["mu"], written["seed"], written["device"]) == (0.01, 5, "cpu")
 
 
-def test_the_configuration_of_a_run_runs_it_again(prune: Prune) -> None:
-    call("run", "--seed", "5", "--set", "model_args.width=8", "--out", "x")
-    call("run", "x/config.yaml", "--out", "y")
-    first, again = prune.calls
-    assert first["recipe"] == again["recipe"]
-    assert all((a == b).all() for a, b in zip(first["net"].parameters(), again["net"].parameters(), strict=True))
+def test_the_configuration_of_a_run_runs_it_again() -> None:
+    assert call("run", *TINY, "--seed", "5", "--out", "x") == 0
+    assert call("run", "x/config.yaml", "--out", "y") == 0
+    nets = [hgnp.load(each, DigitsNet(width=4)).state_dict() for each in "xy"]
+    torch.testing.assert_close(nets[0], nets[1], rtol=0, atol=0)
     documents = [yaml.safe_load(Path(f"{each}/config.yaml").read_text()) for each in "xy"]
     assert documents[1].pop("import_from")
     assert documents[0] == documents[1]
 
 
-def test_a_method_gets_a_folder_of_its_own(prune: Prune) -> None:
-    call("run", "--method", "l1")
-    assert str(prune.calls[0]["out"]) == "runs/demo-l1"
-
-
-def test_json_is_the_last_line_of_stdout_and_the_rest_goes_to_stderr(
-    prune: Prune, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call("run", "--json") == 0
+def test_json_is_the_last_line_of_stdout_and_the_rest_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("run", *TINY, "--method", "l1", "--json") == 0
     out, err = capsys.readouterr()
     content = json.loads(out)
-    assert content.pop("out") == "runs/demo"
-    assert content == json.loads(Path("runs/demo/result.json").read_text())
+    assert content.pop("out") == "runs/demo-l1"  # a method gets a folder of its own
+    assert content == json.loads(Path("runs/demo-l1/result.json").read_text())
     assert "epoch   0" in err
     assert "target reached" in err
 
 
-def test_a_folder_with_a_run_is_not_overwritten(prune: Prune, capsys: pytest.CaptureFixture[str]) -> None:
-    call("run", "--out", "x")
-    assert call("run", "--out", "x", "--seed", "9") == 2
-    assert (
-        capsys.readouterr().err == "hgnp: --out: x holds a run; --resume goes on with it, another folder starts anew\n"
-    )
-    assert yaml.safe_load(Path("x/config.yaml").read_text())["seed"] == 0
-    assert len(prune.calls) == 1
+def test_a_folder_with_a_run_goes_on_only_with_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("run", *TINY, "--out", "x") == 0
+    files = {file: file.read_bytes() for file in Path("x").iterdir()}
+    capsys.readouterr()
+    for arguments, message in {
+        ("--seed", "9"): "--out: x holds a run; --resume goes on with it, another folder starts anew",
+        ("--resume", "--set", "recipe.mu=3"): "recipe.mu: 3 was given; the run in x was made with 0.001",
+        ("--resume", "--set", "model_args.width=9"): "model_args.width: 9 was given; the run in x was made with 4",
+    }.items():
+        assert call("run", *TINY, "--out", "x", *arguments) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"hgnp: {message}")
+        assert err.count("\n") == 1
+    assert {file: file.read_bytes() for file in Path("x").iterdir()} == files
 
 
-def test_resume_goes_on_with_the_last_run_of_that_name(prune: Prune, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("run", "--resume") == 0
+def test_resume_goes_on_with_the_last_run_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("run", *TINY, "--resume") == 0
     assert "there is no run in runs/demo yet: starting one" in capsys.readouterr().out
-    call("run")
-    assert call("run", "--resume") == 0
-    assert [str(each["out"]) for each in prune.calls] == ["runs/demo", "runs/demo-2", "runs/demo-2"]
-    assert prune.calls[-1]["resume"] is True
-    assert "there is no run" not in capsys.readouterr().out
+    assert call("run", *TINY) == 0
+    Path("runs/demo/result.json").rename("moved.json")  # were it taken up, the first one would be finished again
+    capsys.readouterr()
+    assert call("run", *TINY, "--resume") == 0
+    assert "runs/demo-2/result.json" in capsys.readouterr().out
+    assert not Path("runs/demo/result.json").exists()
 
 
-def test_resume_with_something_else_is_refused(prune: Prune, capsys: pytest.CaptureFixture[str]) -> None:
-    call("run", "--out", "x")
-    assert call("run", "--out", "x", "--resume", "--set", "recipe.mu=3") == 2
-    assert "hgnp: recipe.mu: 3 was given; the run in x was made with 0.001" in capsys.readouterr().err
-    assert call("run", "--out", "x", "--resume", "--set", "model_args.width=9") == 2
-    assert "hgnp: model_args.width: 9 was given; the run in x was made with None" in capsys.readouterr().err
-    assert call("run", "--out", "x", "--resume", "--device", "cpu") == 0
-
-
-def test_an_interrupted_run_says_how_to_go_on(prune: Prune, capsys: pytest.CaptureFixture[str]) -> None:
-    prune.fail = KeyboardInterrupt()
-    assert call("run", "--out", "a b", "--set", "recipe.mu=0.5") == 130
+def test_an_interrupted_run_says_how_to_go_on() -> None:
+    process = start("run", *TINY, "--set", "recipe.warmup_epochs=1000", "--out", "a b")
+    assert process.stdout is not None
+    assert any(line.startswith("epoch   0 warmup") for line in process.stdout)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
     command = "hgnp run 'a b/config.yaml' --out 'a b' --resume"
-    assert f"hgnp: interrupted; {command} goes on after the last whole epoch\n" in capsys.readouterr().err
-    prune.fail = None
-    assert call("run", "a b/config.yaml", "--out", "a b", "--resume") == 0
-    assert prune.calls[-1]["recipe"] == prune.calls[0]["recipe"]
+    assert err == f"\nhgnp: interrupted; {command} goes on after the last whole epoch\n"
+    assert len(Path("a b/metrics.jsonl").read_text().splitlines()) >= 1
 
 
-def test_a_full_disk_is_a_run_that_stopped(prune: Prune, capsys: pytest.CaptureFixture[str]) -> None:
-    prune.fail = OSError(28, "No space left on device", "runs/x")
-    assert call("run") == 1
-    assert capsys.readouterr().err.startswith("hgnp: the disk is full: [Errno 28]")
+def test_a_full_disk_is_a_run_that_stopped_and_can_be_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    """A limit on the size of files stands in for the disk: the same error from the same system call."""
+    full = (
+        "import resource, signal\nfrom hgnp.progress import Lines\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "Lines.epoch = lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"
+    )
+    process = start("run", *TINY, "--set", "recipe.finetune_epochs=1", "--out", "x", before=full)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1, err
+    assert err.startswith("hgnp: x could not be written to (")
+    assert err.endswith("; the last good checkpoint is x/checkpoint.safetensors\n")
+    assert call("run", "x/config.yaml", "--out", "x", "--resume") == 0
+    assert "2 epochs" in capsys.readouterr().out
 
 
-def test_a_bug_shows_its_traceback(prune: Prune) -> None:
-    prune.fail = ValueError("deep inside something else")
+def test_a_bug_in_the_user_s_code_shows_its_traceback() -> None:
+    Path("mine.py").write_text("def metric(out, target):\n    return int('deep inside something else')\n")
     with pytest.raises(ValueError, match="deep inside"):
-        app(["run"])
+        app(["run", *TINY, "--set", "metric=mine:metric"])
+
+
+def test_files_of_the_user_s_own_are_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("presets", "demo") == 0
+    mine = f"# mine, with a comment\n{capsys.readouterr().out}"
+    Path("config.yaml").write_text(mine)
+    assert call("run", "config.yaml", *TINY, "--out", ".") == 2
+    assert capsys.readouterr().err == (
+        "hgnp: --out: config.yaml is there already and would be overwritten; another folder would do\n"
+    )
+    assert [file.name for file in Path().iterdir()] == ["config.yaml"]
+    assert Path("config.yaml").read_text() == mine
+    assert call("run", *TINY, "--out", "x" * 300) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
+def test_the_page_of_a_run_that_goes_on_is_written_anew() -> None:
+    assert call("run", *TINY, "--out", "x") == 0
+    Path("x/result.json").unlink()
+    assert call("report", "x") == 0
+    unfinished = Path("x/page.html").read_text()
+    assert "unfinished: the last complete epoch is 0" in unfinished
+    assert call("run", *TINY, "--out", "x", "--resume") == 0
+    assert "unfinished: the last complete epoch is 0" not in Path("x/page.html").read_text()

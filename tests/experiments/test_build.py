@@ -87,7 +87,9 @@ def test_the_current_folder_can_be_imported(folder: Path, monkeypatch: pytest.Mo
         ({"model": "mynets:score"}, "model_args: score needs 'output'"),
         ({"model": "mynets:nothing"}, "model: mynets:nothing makes a NoneType; an nn.Module would do"),
         ({"model_args": {"widht": 3}}, "model_args: Net takes no 'widht'; did you mean width"),
+        ({"model": "..mynets:Net"}, "model: '..mynets:Net' was given; an import path such as"),
         ({"model_args": {"width": "wide"}}, "model: Net refused its arguments: "),
+        ({"model_args": {"width": -1}}, "model: Net refused its arguments: "),
         ({"data_args": {}}, "data_args: loaders needs 'folder'; --data DIR gives it"),
         ({"data": "mynets:nothing"}, "--data: nothing takes no folder"),
         ({"data": "mynets:nothing", "data_args": {}}, r"data: mynets:nothing returns a NoneType; \(train, val\)"),
@@ -188,3 +190,10 @@ def test_weights_that_are_none_are_refused(tmp_path: Path) -> None:
     file.write_bytes(b"not at all")
     with pytest.raises(ValueError, match="not a readable safetensors file"):
         build(weights=str(file))
+
+
+def test_a_module_that_is_not_python_is_named_with_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "not_python.py").write_text("x = 1\ndef (:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"model: .*not_python.py line 2 is not Python: invalid syntax"):
+        find("model", "not_python:Net")

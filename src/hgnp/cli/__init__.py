@@ -69,6 +69,8 @@ def exit_code(error: Exception) -> tuple[int, str] | None:
     ):
         return BAD_INPUT, line
     if isinstance(error, OSError):
+        if error.errno in (errno.ENAMETOOLONG, errno.EROFS, errno.EINVAL):
+            return BAD_INPUT, line
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return STOPPED, f"the disk is full: {line}" if full else line
     if isinstance(error, ValueError | TypeError) and _on_purpose(error.__traceback__):

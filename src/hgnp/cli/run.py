@@ -46,7 +46,7 @@ def run(
     progress = Bar() if sys.stderr.isatty() else Lines(say)
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"--out: {folder} is a file; a folder would do")
-    begun = (folder / "run.json").exists()
+    begun, done = ((folder / name).exists() for name in ("run.json", "result.json"))
     if begun and not resume:
         raise FileExistsError(f"--out: {folder} holds a run; --resume goes on with it, another folder starts anew")
 
@@ -57,6 +57,7 @@ def run(
     if begun:
         same_run(experiment.config, folder)
     else:
+        not_yours(experiment.config, folder)
         experiment.config.write(folder / "config.yaml")
     if resume and not begun:
         progress.note(f"there is no run in {folder} yet: starting one")
@@ -74,7 +75,8 @@ def run(
             raise typer.Exit(130) from None
         raise
     progress.stop()
-    write_page(folder)
+    if not done or not (folder / "page.html").exists():
+        write_page(folder)
 
     from rich.console import Console
 
@@ -88,14 +90,18 @@ def run(
 
 
 def write_page(folder: Path) -> None:
-    """The run to look at, unless it is there."""
-    page = folder / "page.html"
-    if page.exists():
-        return
+    """The run to look at."""
     from hgnp import runs
     from hgnp.experiments.page import write_report
 
-    write_report([runs.read(folder)], page)
+    write_report([runs.read(folder)], folder / "page.html")
+
+
+def not_yours(config: "Config", folder: Path) -> None:
+    """That a new run overwrites nothing but the configuration of one that was killed before it began."""
+    for file in (folder / "config.yaml", folder / "page.html"):
+        if file.exists() and (file.name == "page.html" or file.read_bytes() != config.text().encode()):
+            raise FileExistsError(f"--out: {file} is there already and would be overwritten; another folder would do")
 
 
 def discard(folder: Path, *, made: bool) -> None:

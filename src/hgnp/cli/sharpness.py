@@ -23,14 +23,12 @@ def sharpness(
 
     import hgnp
     from hgnp.experiments.again import experiment
-    from hgnp.training.batches import Batches, unpack
+    from hgnp.training.batches import Batches
 
     made = experiment(run, data, device)
     net = made.net.to(made.options["device"])
     loader = made.train if made.val is None else made.val
-    few = list(
-        islice(Batches(loader, "val", made.options.get("unpack") or unpack, next(net.parameters()).device), batches)
-    )
+    few = list(islice(Batches(loader, "val", made.options.get("unpack"), next(net.parameters()).device), batches))
     options = {"loss": made.options.get("loss", F.cross_entropy), "output": made.options.get("output"), "k": k}
     found = {
         name: hgnp.sharpness(net, few, scale_invariant=scaled, **options)

@@ -110,7 +110,7 @@ def network(config: Config) -> nn.Module:
 def find(key: str, path: str) -> Any:
     """What an import path names."""
     module_name, colon, name = path.partition(":")
-    if not colon or not module_name or not name:
+    if not colon or not module_name or not name or module_name.startswith("."):
         raise ValueError(f"{key}: {path!r} was given; an import path such as package.module:name would do")
     try:
         found = importlib.import_module(module_name)
@@ -119,6 +119,8 @@ def find(key: str, path: str) -> Any:
             raise ValueError(f"{key}: {module_name} needs the module {error.name}, which is not installed") from error
         raise ValueError(f"{key}: there is no module {error.name} for {path!r}; it is looked for in the current folder, "
                          "beside the configuration and among installed packages") from error  # fmt: skip
+    except SyntaxError as error:
+        raise ValueError(f"{key}: {error.filename} line {error.lineno} is not Python: {error.msg}") from error
     for part in name.split("."):
         if not hasattr(found, part):
             known = [each for each in dir(found) if not each.startswith("_")]
@@ -193,7 +195,7 @@ def _check_args(key: str, maker: Callable[..., Any], args: Mapping[str, Any], be
 def _make(key: str, maker: Callable[..., Any], /, *before: Any, **args: Any) -> Any:
     try:
         return maker(*before, **args)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # torch raises the last for a width of -1
         raise ValueError(f"{key}: {_title(maker)} refused its arguments: {one_line(error)}") from error
 
 

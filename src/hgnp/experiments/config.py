@@ -113,7 +113,10 @@ class Config:
 
     def write(self, file: Path) -> None:
         """Whole or not at all; `hgnp run FILE` runs it again."""
-        write(file, yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True, width=120))
+        write(file, self.text())
+
+    def text(self) -> str:
+        return str(yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True, width=120))
 
 
 KEYS = tuple(each.name for each in dataclasses.fields(Config))

@@ -1,6 +1,7 @@
 """From what a loader yields to inputs and target on the network's device, and what can be wrong with them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,31 +16,41 @@ from hgnp.modes import evaluating
 Unpack = Callable[[Any], tuple[Any, Any]]
 
 
-def unpack(batch: Any) -> tuple[Any, Any]:
+def unpack(batch: Any, name: str = "train") -> tuple[Any, Any]:
     """(x, y) as it is; of a mapping, `labels` and the rest."""
     if isinstance(batch, Mapping):
         if "labels" not in batch:
-            raise ValueError(f"train: a batch has {', '.join(map(str, batch))} but no 'labels'; give unpack")
+            raise ValueError(f"{name}: a batch has {', '.join(map(str, batch))} but no 'labels'; give unpack")
         return {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
-    kind = f"{len(batch)} parts" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
-    raise ValueError(f"train: a batch is {kind}; (x, y) or a mapping with 'labels' would do, or give unpack")
+    kind = _kind(batch)
+    raise ValueError(f"{name}: a batch is {kind}; (x, y) or a mapping with 'labels' would do, or give unpack")
 
 
 class Batches:
     """A loader's batches as (inputs, target) on a device."""
 
-    def __init__(self, loader: Iterable[Any], name: str, unpack: Unpack, device: torch.device) -> None:
-        self.loader, self.name, self._unpack, self.device = loader, name, unpack, device
-        self.count: int | None = len(loader) if isinstance(loader, Sized) else None
+    def __init__(self, loader: Any, name: str, own_unpack: Unpack | None, device: torch.device) -> None:
+        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+            raise TypeError(f"{name}: {_kind(loader)} was given; a DataLoader or a list of batches would do")
+        # loaders of one's own may be their own iterators and start anew; these cannot
+        if isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools"):
+            raise ValueError(
+                f"{name}: {_kind(loader)} was given, which is used up after an epoch; a DataLoader or a list would do"
+            )
+        self.loader, self.name, self.device = loader, name, device
+        self._unpack = own_unpack or partial(unpack, name=name)
+        self.count = _length(loader)
         """Batches in an epoch, known once one has been seen."""
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         number = 0
         for number, batch in enumerate(self.loader, 1):  # noqa: B007
-            inputs, target = self._unpack(batch)
-            yield self._moved(inputs), self._moved(target)
+            pair = self._unpack(batch)
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise ValueError(f"unpack: it returned {_kind(pair)}; (inputs, target) would do")
+            yield self._moved(pair[0]), self._moved(pair[1])
         if number == 0:
             raise ValueError(f"{self.name}: the loader yields nothing; it must yield batches anew every epoch, as a DataLoader does")  # fmt: skip # noqa: E501
         self.count = number
@@ -61,47 +72,63 @@ def is_classification(loss: Loss, target: Any) -> bool:
     return known and isinstance(target, Tensor) and not target.is_floating_point()
 
 
-def check_first(net: nn.Module, loss: Loss, output: Output | None, inputs: Any, target: Any) -> Any:
-    """The output on a first batch; one line if it does not fit the target."""
+def check_first(net: nn.Module, loss: Loss, output: Output | None, batch: tuple[Any, Any], name: str) -> Any:
+    """The output on the first batch of train or val; one line if it does not fit the target."""
+    inputs, target = batch
     try:
         with evaluating(net), torch.no_grad():
             out = run(net, inputs, output=output)
     except Exception as error:
         layer = layer_of(net, error)
         raise ValueError(
-            f"net: its forward failed on the first batch{f' in {layer}' if layer else ''}: {first_line(error)}"
+            f"net: its forward failed on the first batch of {name}{f' in {layer}' if layer else ''}: {first_line(error)}"
         ) from error
     if is_classification(loss, target):
-        check_classes(loss, out, target)
+        check_classes(loss, out, target, name)
     try:
         with torch.no_grad():
             value = loss(out, target)
     except Exception as error:
         raise ValueError(
-            f"loss: it failed on the first batch, output {_shape(out)} and target {_shape(target)}: {first_line(error)}"
+            f"loss: it failed on the first batch of {name}, output {_shape(out)} and target {_shape(target)}: "
+            f"{first_line(error)}"
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise ValueError(f"loss: it returned {_shape(value)}; a mean over the batch, one number, would do")
     return out
 
 
-def check_classes(loss: Loss, out: Any, target: Tensor) -> None:
+def check_classes(loss: Loss, out: Any, target: Tensor, name: str) -> None:
     if not isinstance(out, Tensor):
         raise ValueError(f"net: it returned a {type(out).__name__}; output=lambda o: o.logits, or the like, would do")
     if out.dim() < 2 or out.shape[0] != target.shape[0] or out.shape[2:] != target.shape[1:]:
         raise ValueError(
-            f"net: its output {_shape(out)} does not fit labels {_shape(target)}; (samples, classes, …) would do"
+            f"net: its output {_shape(out)} does not fit {name}'s labels {_shape(target)}; (samples, classes, …) would do"
         )
-    check_labels(loss, target, out.shape[1])
+    check_labels(loss, target, out.shape[1], name)
 
 
-def check_labels(loss: Loss, target: Tensor, classes: int) -> None:
+def ignored_label(loss: Loss) -> int | None:
     known = loss_curvature(loss)
-    ignored = known.ignore_index if isinstance(known, CrossEntropy) else None
-    wrong = target[((target < 0) | (target >= classes)) & (target != ignored)]
+    return known.ignore_index if isinstance(known, CrossEntropy) else None
+
+
+def check_labels(loss: Loss, target: Tensor, classes: int, name: str) -> None:
+    wrong = target[((target < 0) | (target >= classes)) & (target != ignored_label(loss))]
     if wrong.numel():
-        raise ValueError(f"train: label {int(wrong.flatten()[0])} is out of range; the network has {classes} outputs, "
+        raise ValueError(f"{name}: label {int(wrong.flatten()[0])} is out of range; the network has {classes} outputs, "
                          f"0 to {classes - 1}")  # fmt: skip
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # a DataLoader has a length that fails if its data set has none
+        return None
+
+
+def _kind(value: Any) -> str:
+    return f"{len(value)} parts" if isinstance(value, tuple | list) else f"a {type(value).__name__}"
 
 
 def _shape(value: Any) -> str:

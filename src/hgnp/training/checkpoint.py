@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hgnp.storage import read_tensors, write_tensors
+from hgnp.storage import digest, read_tensors, write_tensors
 
 FORMAT = 1
 KEY = "hgnp-checkpoint"
@@ -20,8 +20,8 @@ KEY = "hgnp-checkpoint"
 
 def write(file: Path, tree: dict[str, Any]) -> None:
     tensors: dict[str, Tensor] = {}
-    text = json.dumps({"format": FORMAT, "tree": _packed(tree, tensors, "")})
-    write_tensors(file, tensors, {KEY: text})
+    about = {"format": FORMAT, "tree": _packed(tree, tensors, "")}
+    write_tensors(file, tensors, {KEY: json.dumps(about | {"sha256": digest(tensors, about)})})
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -30,6 +30,8 @@ def read(file: Path) -> dict[str, Any]:
         content = json.loads(metadata[KEY])
         version = content["format"]
         if version == FORMAT:
+            if content.pop("sha256", None) != digest(tensors, content):
+                raise ValueError("its content does not match its checksum")
             tree: dict[str, Any] = _unpacked(content["tree"], tensors)
             return tree
     except (KeyError, TypeError, ValueError, IndexError) as error:

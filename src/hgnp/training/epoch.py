@@ -134,8 +134,16 @@ class Epochs:
         scale: float | Tensor = 1.0
         if self.scaler is not None:
             scale = self.scaler.scale(torch.ones((), device=self.device))
-        with self._precision():
-            loss = (self.engine or self.trainer).backward(batch[0], batch[1], scale=scale)
+        try:
+            with self._precision():
+                loss = (self.engine or self.trainer).backward(batch[0], batch[1], scale=scale)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise ValueError(
+                f"train: batch {len(seen.losses)} has a single sample, which a batch norm cannot learn from; "
+                "drop_last=True or another batch size would do"
+            ) from error
         seen.losses.append(loss)
         flat = self.flatness
         if flat is not None and flat.mu > 0 and flat.seen is not None:

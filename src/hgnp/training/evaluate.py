@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from hgnp.curvature.forward import Output, run, samples_in
-from hgnp.curvature.losses import CrossEntropy, Loss, loss_curvature
+from hgnp.curvature.losses import Loss
 from hgnp.modes import evaluating
-from hgnp.training.batches import is_classification
+from hgnp.training.batches import ignored_label, is_classification
 
 Metric = Callable[[Tensor, Tensor], Any]
 
@@ -21,11 +21,9 @@ def evaluate(
     without one it is accuracy for class labels, and minus the loss otherwise, so that higher is better."""
     total: list[Tensor] = []
     right: list[Tensor] = []
-    seen: list[tuple[Tensor, Tensor]] = []
     counted: list[Tensor] = []
+    seen: list[tuple[Tensor, Tensor]] = []
     samples = 0
-    known = loss_curvature(loss)
-    ignored = known.ignore_index if isinstance(known, CrossEntropy) else None
     with evaluating(net), torch.no_grad():
         for inputs, target in batches:
             out = run(net, inputs, output=output)
@@ -35,13 +33,21 @@ def evaluate(
             if metric is not None:
                 seen.append((out, target))
             elif is_classification(loss, target):
-                counts = target != ignored
+                counts = target != ignored_label(loss)
                 right.append(((out.argmax(1) == target) & counts).sum())
                 counted.append(counts.sum())
         mean = float(torch.stack(total).sum() / samples)
         if metric is not None:
-            return mean, float(metric(_joined([o for o, _ in seen]), _joined([t for _, t in seen])))
+            return mean, _number(metric(_joined([o for o, _ in seen]), _joined([t for _, t in seen])))
     return mean, int(torch.stack(right).sum()) / int(torch.stack(counted).sum()) if right else -mean
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ValueError(f"metric: it returned {given}; one number, higher is better, would do") from None
 
 
 def _joined(parts: list[Any]) -> Tensor:

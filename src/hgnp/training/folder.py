@@ -9,17 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from hgnp.files import as_json, read_json, write, write_json
+from hgnp.files import as_json, read_json, sweep, write, write_json
 from hgnp.recipe import Recipe
 from hgnp.result import Row
 from hgnp.training import checkpoint
 
 FORMAT = 1
+ABANDONED = 60.0  # seconds after which a draft is no longer being written
 
 
 class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        try:
+            self.path = Path(path)
+        except TypeError:
+            raise TypeError(f"out: a {type(path).__name__} was given; a path would do") from None
         self.info = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoint = self.path / "checkpoint.safetensors"
@@ -27,19 +31,35 @@ class Folder:
         self.result = self.path / "result.json"
 
     def claim(self, *, resume: bool) -> None:
-        """Make the folder, or refuse one that holds a run already."""
-        if self.path.exists() and not self.path.is_dir():
-            raise FileExistsError(f"out: {self.path} is a file; a folder would do")
-        if self.info.exists() and not resume:
+        """Make the folder, or refuse one that holds a run already, or a file that is not a run's."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise FileExistsError(f"out: {self.path} is a file; a folder would do") from None
+        except OSError as error:
+            raise type(error)(error.errno, f"out: {self.path} cannot be made ({error.strerror})") from None
+        if not os.access(self.path, os.W_OK):
+            raise PermissionError(f"out: {self.path} is not writable; another folder would do")
+        begun = self.info.exists()
+        if begun and not resume:
             raise FileExistsError(
                 f"out: {self.path} holds a run already; resume it (resume=True, --resume) or choose another folder"
             )
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise type(error)(f"out: {self.path} cannot be made ({error.strerror})") from None
-        if not os.access(self.path, os.W_OK):
-            raise PermissionError(f"out: {self.path} is not writable; another folder would do")
+        for file in () if begun else (self.metrics, self.checkpoint, self.model, self.result):
+            if file.exists():
+                raise FileExistsError(
+                    f"out: {self.path} has no run.json, so it is no run, but a {file.name}, which a run would overwrite; "
+                    "another folder would do"
+                )
+        if begun and self.metrics.exists() and not self.checkpoint.exists() and not self.finished:
+            raise FileNotFoundError(
+                f"resume: {self.checkpoint} is missing, so the run cannot go on; another folder starts anew"
+            )
+        self.tidy(older_than=ABANDONED)
+
+    def tidy(self, *, older_than: float = 0.0) -> None:
+        for file in (self.info, self.metrics, self.checkpoint, self.model, self.result):
+            sweep(file, older_than=older_than)
 
     @property
     def finished(self) -> bool:
@@ -47,7 +67,14 @@ class Folder:
 
     def check_recipe(self, recipe: Recipe) -> None:
         """A run goes on with the recipe it began with."""
-        was, now = read_json(self.info)["recipe"], recipe.as_dict()
+        info = read_json(self.info)
+        if not isinstance(info, dict) or not isinstance(info.get("recipe"), dict):
+            raise ValueError(f"{self.info}: damaged: it has no recipe")
+        if info.get("format") != FORMAT:
+            raise ValueError(
+                f"{self.info}: written in format {info.get('format')} by another hgnp; this one reads {FORMAT}"
+            )
+        was, now = info["recipe"], recipe.as_dict()
         for name, value in now.items():
             if was.get(name) != value:
                 raise ValueError(f"resume: the run in {self.path} has {name}={was.get(name)!r}, not {value!r}; "

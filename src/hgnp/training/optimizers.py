@@ -28,19 +28,27 @@ def make_optimizer(net: nn.Module, recipe: Recipe, given: OptimizerOrMaker | Non
     return made
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, given: Any) -> Any:
+def make_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, given: Any, *, validated: bool) -> Any:
     if given is None:
         return None
     if recipe.schedule != "constant":
         raise ValueError(f"scheduler: it was given beside schedule={recipe.schedule!r}; one of the two would do")
-    return given if hasattr(given, "step") else given(optimizer)
+    made = given(optimizer) if isinstance(given, type) or not hasattr(given, "step") else given
+    if not hasattr(made, "step"):
+        raise TypeError(f"scheduler: it made a {type(made).__name__}; a scheduler or its maker would do")
+    if getattr(made, "optimizer", optimizer) is not optimizer:
+        raise ValueError("scheduler: it is that of another optimizer; one of the optimizer that is given would do")
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau) and not validated:
+        raise ValueError("scheduler: ReduceLROnPlateau needs the loss on validation data, and val was not given")
+    return made
 
 
-def step_scheduler(scheduler: Any, val_loss: float | None) -> None:
+def step_scheduler(scheduler: Any, val_loss: Any) -> None:
     """After an epoch; one that waits for a plateau looks at the validation loss."""
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        if val_loss is None:
-            raise ValueError("scheduler: ReduceLROnPlateau needs the loss on validation data, and val was not given")
-        scheduler.step(val_loss)
-    elif scheduler is not None:
-        scheduler.step()
+    try:
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            scheduler.step(val_loss)
+        elif scheduler is not None:
+            scheduler.step()
+    except ValueError as error:  # OneCycleLR after its last step
+        raise ValueError(f"scheduler: it is stepped once an epoch, and refused: {error}") from error

@@ -24,7 +24,7 @@ from hgnp.curvature.losses import Loss
 from hgnp.files import write_json
 from hgnp.flatness import Flatness
 from hgnp.neurons import Neurons, Preview
-from hgnp.neurons.surgery import commit
+from hgnp.neurons.surgery import Change, commit
 from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Row, Target
 from hgnp.storage import changes_to_fit, describe, save
@@ -71,13 +71,17 @@ class Run:
         self.net, self.task, self.recipe, self.folder, self.about = net, task, recipe, folder, about
         self.plan = Plan(recipe)
         self._progress = progress
+        self._filled: list[Change] = []
 
     def prepare(
         self, stored: dict[str, Any] | None, optimizer: OptimizerOrMaker | None, scheduler: Any, protect: Iterable[str]
     ) -> None:
         net, task, recipe = self.net, self.task, self.recipe
         inputs, target = next(iter(task.train))
-        out = check_first(net, task.loss, task.output, inputs, target)
+        out = check_first(net, task.loss, task.output, (inputs, target), "train")
+        if task.val is not None:
+            with streams.untouched(*self._loaders()):
+                check_first(net, task.loss, task.output, next(iter(task.val)), "val")
         self.classes: int | None = out.shape[1] if is_classification(task.loss, target) else None
         self.features = features(
             net,
@@ -92,10 +96,17 @@ class Run:
             self._fill(stored)
         two = pick(inputs, torch.arange(min(2, samples_in(inputs))))
         self.samples = samples_in(two)
+        protect = protect if isinstance(protect, str) else list(protect)
         self.neurons = Neurons(net, two, protect=protect, approximate=recipe.approximate)
         at_start = self.neurons.preview({}) if stored is None else Preview(**stored["at_start"])
         self.optimizer = make_optimizer(net, recipe, optimizer)
-        self.scheduler = make_scheduler(self.optimizer, recipe, scheduler)
+        self.scheduler = make_scheduler(self.optimizer, recipe, scheduler, validated=task.val is not None)
+        self.made_with = {
+            "optimizer": type(self.optimizer).__name__,
+            "scheduler": None if self.scheduler is None else type(self.scheduler).__name__,
+            "parameter groups": len(self.optimizer.param_groups),
+            "protect": sorted(protect),
+        }
         bundle, choices = recipe.flatness_choices
         self.flatness = Flatness(
             net,
@@ -117,6 +128,12 @@ class Run:
             if self.folder is not None:
                 self.folder.write_info(self._info())
             self._save()
+        self._filled = []
+
+    def take_back(self) -> None:
+        """Leave the network as it was found, if it was filled from a run that then did not fit."""
+        for change in reversed(self._filled):
+            change.undo()
 
     # Algorithm 2
 
@@ -156,7 +173,7 @@ class Run:
         def before_step(batch: Batch) -> None:
             nonlocal removed
             if plan.epoch == 0 and self.classes is not None:
-                check_labels(self.task.loss, batch[1], self.classes)
+                check_labels(self.task.loss, batch[1], self.classes, "train")
             if by_steps and plan.reached is None:
                 recent[:] = [*recent, batch][-recipe.score_batches :]
                 if plan.steps % recipe.prune_every == 0:
@@ -205,7 +222,17 @@ class Run:
 
     def _validate(self) -> tuple[float | None, float | None]:
         task = self.task
-        return (None, None) if task.val is None else evaluate(self.net, task.val, task.loss, task.metric, task.output)
+        if task.val is None:
+            return None, None
+        streams.begin_epoch(task.val.loader, self.plan.epoch)
+        batches = self._checked(task.val) if self.plan.epoch == 0 else task.val
+        return evaluate(self.net, batches, task.loss, task.metric, task.output)
+
+    def _checked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            if self.classes is not None:
+                check_labels(self.task.loss, batch[1], self.classes, "val")
+            yield batch
 
     def _row(self, summary: Row, removed: int, val_loss: float | None, metric: float | None) -> Row:
         now = self.neurons.preview({})
@@ -251,6 +278,7 @@ class Run:
         if self.folder is not None:
             save(self.net, self.folder.model)
             write_json(self.folder.result, result.as_dict())
+            self.folder.tidy()
         return result
 
     def _metric_name(self) -> str:
@@ -296,6 +324,7 @@ class Run:
             "neurons": self.neurons.state_dict(),
             "at_start": dataclasses.asdict(self.pruner.at_start),
             "plan": self.plan.state_dict(),
+            "made_with": self.made_with,
             "optimizer": self.optimizer.state_dict(),
             "peaks": self.epochs.peaks,
             "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -306,9 +335,18 @@ class Run:
         self.folder.write_metrics(self.plan.history)
 
     def _fill(self, stored: dict[str, Any]) -> None:
-        commit(changes_to_fit(stored["net"]["widths"], stored["net"]["tensors"], self.net))
+        try:
+            changes = changes_to_fit(stored["net"]["widths"], stored["net"]["tensors"], self.net)
+        except ValueError as error:
+            raise ValueError(f"resume: the run's checkpoint does not fit net: {error}") from None
+        commit(changes)
+        self._filled = changes
 
     def _restore(self, stored: dict[str, Any]) -> None:
+        for name, now in self.made_with.items():
+            was = stored["made_with"][name]
+            if was != now:
+                raise ValueError(f"resume: the run began with {name} {was!r}, not {now!r}, and goes on only with that")
         if self.recipe.coupling == "coupled":
             self._fill(stored)
         for name in ("neurons", "plan", "optimizer", "flatness"):

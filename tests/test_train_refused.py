@@ -1,0 +1,297 @@
+"""`hgnp.prune`: what can go wrong, and what is left then."""
+
+import copy
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import hgnp
+from train_cases import Net, loaders, made, recipe, stripes
+
+
+def refused(message: str, error: type[Exception] = ValueError, net: nn.Module | None = None, **given: Any) -> None:
+    train, val = loaders()
+    arguments: dict[str, Any] = {"train": train, "val": val, "recipe": recipe()} | given
+    with pytest.raises(error, match=message) as caught:
+        hgnp.prune(net or made(), arguments.pop("train"), arguments.pop("val"), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    x, y = stripes()
+    refused("train: the loader yields nothing", train=[])
+    refused("train: a list_iterator was given, which is used up after an epoch", train=iter([(x, y)]))
+    refused("val: a generator was given, which is used up after an epoch", val=(b for b in [(x, y)]))
+    refused("train: a int was given; a DataLoader", TypeError, train=5)
+    refused("val: the loader yields nothing", val=[])
+    refused("train: label 7 is out of range; the network has 3 outputs", train=[(x, y), (x, torch.full((96,), 7))])
+    refused("train: label -1 is out of range", train=[(x, y - 1)])
+    refused(
+        r"net: its output of shape \(96, 3\) does not fit train's labels of shape \(96, 1\)", train=[(x, y.view(-1, 1))]
+    )
+    refused("net: it returned a tuple; output=lambda", net=_Tuple())
+    refused("net: its forward failed on the first batch of train in a: ", train=[(x.repeat(1, 2, 1, 1), y)])
+    refused("train: a batch is 3 parts", train=[(x, y, y)])
+    refused("train: a batch has x but no 'labels'", train=[{"x": x}])
+    refused(
+        "loss: it returned of shape", loss=lambda o, t: F.cross_entropy(o, t, reduction="none"), recipe=recipe(mu=0.0)
+    )
+    refused("keep: 0.001 of the params was asked; no less than", recipe=recipe(keep=0.001))
+    refused("recipe: a dict was given", TypeError, recipe={"keep": 0.1})
+    refused("resume: True was given without out", resume=True)
+    refused("optimizer: LBFGS", optimizer=torch.optim.LBFGS)
+    refused("optimizer: it holds parameters that are not", optimizer=torch.optim.SGD(made(3).parameters(), lr=0.1))
+    refused("scheduler: it was given beside", recipe=recipe(schedule="cosine"), scheduler=lambda o: None)
+    refused("protect: no module 'd'", protect=["d"])
+    for name in ("loss", "metric", "unpack", "output", "on_epoch", "optimizer", "scheduler"):
+        refused(f"{name}: 'x' was given", TypeError, **{name: "x"})
+    refused(
+        r"loss: the class CrossEntropyLoss was given; CrossEntropyLoss\(\) would do",
+        TypeError,
+        loss=nn.CrossEntropyLoss,
+    )
+    refused("unpack: it returned a Tensor", unpack=lambda batch: batch[0])
+    refused("metric: it returned a tensor of shape", metric=lambda out, target: out)
+    refused("device: 'abacus' was given", device="abacus")
+    refused("device: 1.5 was given", device=1.5)
+    refused("out: a int was given", TypeError, out=5)
+    (tmp_path / "file").write_text("")
+    refused("is a file; a folder would do", FileExistsError, out=tmp_path / "file")
+
+
+def test_what_is_wrong_with_the_validation_is_said_before_the_training() -> None:
+    x, y = stripes()
+    steps: list[int] = []
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        steps.append(torch.is_grad_enabled())
+        return F.cross_entropy(out, target)
+
+    refused("val: the loader yields nothing", val=[], loss=loss)
+    refused("val: a batch is 3 parts", val=[(x, y, y)], loss=loss)
+    refused("net: its forward failed on the first batch of val in a", val=[(x.repeat(1, 2, 1, 1), y)], loss=loss)
+    refused(
+        "scheduler: ReduceLROnPlateau needs", val=None, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau, loss=loss
+    )
+    assert not any(steps)  # none was a training step
+    refused("val: label 5 is out of range", val=[(x, y + 5)])
+    refused("val: label 5 is out of range", val=[(x, y), (x, y + 5)])
+
+
+def test_a_single_sample_that_a_batch_norm_cannot_learn_from() -> None:
+    x, y = stripes()
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    refused("train: batch 1 has a single sample, .* drop_last=True", net=net, train=[(x, y), (x[:1], y[:1])])
+
+
+def test_schedulers_that_cannot_follow() -> None:
+    net = made()
+    other = torch.optim.SGD(net.parameters(), lr=0.1)
+    refused("scheduler: it is that of another optimizer", net=net, scheduler=torch.optim.lr_scheduler.StepLR(other, 1))
+    short = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=2)
+    refused("scheduler: it is stepped once an epoch, and refused: Tried to step 3 times", scheduler=short)
+
+
+class _Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(*stripes(), strict=True)
+
+
+def test_a_loader_whose_length_is_not_known() -> None:
+    streamed = hgnp.prune(made(), DataLoader(_Stream(), 16), recipe=recipe(seed=1))
+    counted = hgnp.prune(made(), DataLoader(TensorDataset(*stripes()), 16), recipe=recipe(seed=1))
+    torch.testing.assert_close(streamed.model.state_dict(), counted.model.state_dict(), rtol=0, atol=0)
+
+
+def test_labels_that_are_ignored_do_not_count_as_wrong() -> None:
+    x, y = stripes()
+    half = torch.where(torch.arange(96) % 2 == 0, y, 255)
+    loss = nn.CrossEntropyLoss(ignore_index=255)
+    result = hgnp.prune(made(), [(x, half)], [(x, half)], recipe=recipe(), loss=loss)
+    with torch.no_grad():
+        right = result.model.eval()(x).argmax(1) == y
+    assert result.after.metric == pytest.approx(float(right[::2].float().mean()))
+
+
+class _Tuple(Net):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
+def test_a_failed_start_leaves_the_network_alone() -> None:
+    net = made()
+    before = copy.deepcopy(net.state_dict())
+    x, y = stripes()
+    refused("label -1", net=net, train=[(x, y - 1)])
+    refused("keep: 0.001", net=net, recipe=recipe(keep=0.001))
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert net.training
+
+
+def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
+    hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path / "run")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+    refused("holds a run already; resume it", FileExistsError, out=tmp_path / "run")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == before
+
+
+@pytest.mark.parametrize("method", ["hgnp", "taylor"])
+def test_a_loss_that_is_not_finite_stops_the_run(method: str, tmp_path: Path) -> None:
+    good = recipe(method=method, warmup_epochs=6)
+
+    def explode(state: Any) -> None:
+        if state.epoch == 1:
+            with torch.no_grad():
+                state.net.out.weight.mul_(math.inf)
+
+    with pytest.raises(
+        hgnp.DivergedError, match=r"the loss is nan in epoch 2, step 0; the last good checkpoint is .*, after 2"
+    ):
+        hgnp.prune(made(), *loaders(), recipe=good, out=tmp_path / "run", on_epoch=explode)
+    with pytest.raises(hgnp.DivergedError, match="no checkpoint was kept"):
+        hgnp.prune(made(), *loaders(), recipe=recipe(method=method, lr=1e20))
+
+
+def test_a_disk_that_is_full_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the disk: the same error from the same system call."""
+    script = f"""
+import resource, signal, sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+from test_train_refused import *
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+def full(state):
+    if state.epoch == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    hgnp.prune(made(), *loaders(), recipe=recipe(), out={str(tmp_path / "run")!r}, on_epoch=full)
+except OSError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert "could not be written" in done.stdout, done.stderr
+    assert "the last good checkpoint is" in done.stdout
+    assert len(done.stdout.splitlines()) == 1
+    assert not [p for p in (tmp_path / "run").iterdir() if p.name.startswith(".")]
+    result = hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path / "run", resume=True)
+    assert (result.epochs, result.parts) == (len(result.history), 2)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    refused("out: .* cannot be made", OSError, out="/proc/nowhere/run")
+
+
+@pytest.mark.parametrize("make", [lambda: nn.ReLU()])
+def test_nothing_to_train(make: Callable[[], nn.Module]) -> None:
+    refused("net: it has no parameters", net=make())
+
+
+# A run's folder
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def cut_short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that ended in its fourth epoch."""
+
+    def stop(state: Any) -> None:
+        if state.epoch == 3:
+            raise StopError
+
+    out = tmp_path_factory.mktemp("runs") / "cut"
+    with pytest.raises(StopError):
+        hgnp.prune(made(), *loaders(), recipe=recipe(), out=out, on_epoch=stop)
+    return out
+
+
+def resumed(message: str, out: Path, error: type[Exception] = ValueError, **given: Any) -> None:
+    """That going on is refused, and leaves network and folder as they were."""
+    net = given.pop("net", None) or made()
+    before = copy.deepcopy(net.state_dict())
+    files = {file: file.read_bytes() for file in out.iterdir()}
+    refused(message, error, net=net, out=out, resume=True, **given)
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert net.a.out_channels == 12
+    assert {file: file.read_bytes() for file in out.iterdir()} == files
+
+
+def test_a_run_goes_on_only_with_what_it_began_with(cut_short: Path) -> None:
+    resumed("resume: the run began with optimizer 'SGD', not 'AdamW'", cut_short, optimizer=torch.optim.AdamW)
+    step = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    resumed("resume: the run began with scheduler None, not 'StepLR'", cut_short, scheduler=step)
+    groups = lambda parameters: torch.optim.SGD([{"params": [p]} for p in parameters], lr=0.1)  # noqa: E731
+    resumed("resume: the run began with parameter groups 1, not 12", cut_short, optimizer=groups)
+    resumed("resume: the run began with protect", cut_short, protect=["a"])
+    resumed("loaders are others", cut_short, train=DataLoader(TensorDataset(*stripes()), generator=torch.Generator()))
+    resumed("state: it is of another network", cut_short, net=made(outputs=4))
+
+
+def test_a_damaged_run_is_said_to_be(cut_short: Path, tmp_path: Path) -> None:
+    content = (cut_short / "checkpoint.safetensors").read_bytes()
+    info = json.loads((cut_short / "run.json").read_text())
+    for number, (name, changed, message) in enumerate(
+        [
+            (
+                "checkpoint.safetensors",
+                content[:-2000] + bytes([content[-2000] ^ 64]) + content[-1999:],
+                "not a checkpoint of hgnp, or a damaged",
+            ),
+            ("checkpoint.safetensors", content[:5000], "not a readable safetensors file"),
+            ("run.json", b"[]", "run.json: damaged"),
+            ("run.json", json.dumps(info | {"format": 2}).encode(), "run.json: written in format 2 by another hgnp"),
+        ]
+    ):
+        out = tmp_path / str(number)
+        shutil.copytree(cut_short, out)
+        (out / name).write_bytes(changed)
+        resumed(message, out)
+    (out / "run.json").unlink()
+    resumed("has no run.json, so it is no run, but a metrics.jsonl", out, FileExistsError)
+    shutil.copytree(cut_short, tmp_path / "gone")
+    (tmp_path / "gone/checkpoint.safetensors").unlink()
+    resumed("checkpoint.safetensors is missing, so the run cannot go on", tmp_path / "gone", FileNotFoundError)
+
+
+def test_a_finished_run_needs_no_checkpoint_but_a_whole_result(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    first = hgnp.prune(made(), *loaders(), recipe=recipe(), out=out)
+    assert (out / "model.safetensors").stat().st_mode == (out / "run.json").stat().st_mode  # readable for others
+    (out / "checkpoint.safetensors").unlink()
+    again = hgnp.prune(made(), *loaders(), recipe=recipe(), out=out, resume=True)
+    assert again.history == first.history
+    (out / "result.json").write_text("{}")
+    resumed("result.json: damaged: 'before'", out)
+
+
+def test_files_that_are_not_a_run_s_stay(tmp_path: Path) -> None:
+    mine = hgnp.save(made(), tmp_path)
+    content = mine.read_bytes()
+    refused("a model.safetensors, which a run would overwrite", FileExistsError, out=tmp_path)
+    assert mine.read_bytes() == content
+
+
+def test_drafts_of_writers_that_were_killed_go(cut_short: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(cut_short, out)
+    for name in (".checkpoint.safetensors.abcd1234", ".mine.abcd1234"):
+        (out / name).mkdir()
+        (out / name / "checkpoint.safetensors").write_text("half")
+    hgnp.prune(made(), *loaders(), recipe=recipe(), out=out, resume=True)
+    assert [file.name for file in out.iterdir() if file.name.startswith(".")] == [".mine.abcd1234"]
