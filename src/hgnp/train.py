@@ -12,6 +12,7 @@ from hgnp import runs
 from hgnp.curvature.forward import Output
 from hgnp.curvature.losses import Loss
 from hgnp.files import read_json
+from hgnp.modes import as_found
 from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Target
 from hgnp.storage import load
@@ -99,7 +100,8 @@ def prune(
         run.take_back()
         raise
     try:
-        return run.go(on_epoch)
+        with as_found(net):
+            return run.go(on_epoch)
     finally:
         run.tell("stop")
 

@@ -155,3 +155,19 @@ def test_the_papers_coupling_fits_every_kind_of_network(name: str) -> None:
         removed = neurons.remove(neurons.least(scores, neurons.count // 3, coupling="paper"))
         assert removed.taken
         run(net.train(), case.inputs())
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_weights_of_a_transposed_convolution_are_those_into_each_output(groups: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ConvTranspose2d(8, 12, 3, groups=groups), nn.Conv2d(12, 2, 1)).double()
+    x = torch.randn(2, 3, 5, 5).double()
+    neurons = Neurons(net, x)
+    layer = net[1]
+    neurons.remove(neurons.least({"1": torch.arange(12.0)}, 4))
+    into = neurons.weights("1")
+    inside, outside = layer.in_channels // layer.groups, layer.out_channels // layer.groups
+    for output in range(layer.out_channels):
+        group = output // outside
+        expected = layer.weight.detach()[group * inside : (group + 1) * inside, output % outside]
+        assert torch.equal(into[output], expected)

@@ -190,7 +190,7 @@ class Neurons:
 
     def weights(self, layer: str) -> Tensor:
         """The weights that lead into the living neurons of a layer, neurons first."""
-        return weights_of(self._structure, self._rows[layer], self._living.alive)
+        return weights_of(self._structure, layer, self._rows[layer], self._living.alive)
 
     def norm_scale(self, layer: str) -> Tensor | None:
         """The scale of the norm that reads the layer's output, one number a living neuron."""

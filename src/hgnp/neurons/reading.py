@@ -2,13 +2,20 @@
 
 import torch
 from torch import Tensor
+from torch.nn.modules.conv import _ConvNd
 
 from hgnp.neurons.rules import name_of
 from hgnp.neurons.structure import Structure
 
 
-def weights_of(structure: Structure, rows: Tensor, alive: Tensor) -> Tensor:
-    """The weights whose `rows` are a layer's neurons, the living ones first in shape."""
+def weights_of(structure: Structure, layer: str, rows: Tensor, alive: Tensor) -> Tensor:
+    """The weights that lead into a layer's living neurons, whose slots are `rows`, neurons first."""
+    module = structure.net.get_submodule(layer)
+    if (
+        isinstance(module, _ConvNd) and module.transposed
+    ):  # (inputs, outputs of a group, *kernel), whatever is left of them
+        grouped = module.weight.detach().unflatten(0, (module.groups, -1))
+        return grouped.transpose(1, 2).flatten(0, 1)
     name, dim, slots = next(
         (name, dim, slots) for (name, dim), slots in structure.ties.slots.items() if slots[0] <= rows[0] <= slots[-1]
     )

@@ -10,6 +10,7 @@ from hgnp.neurons.selection import Coupling
 from hgnp.recipe import Recipe
 from hgnp.scores import sensitivity
 
+LOOK_BELOW = 12
 CRITERION = {"hgnp": "taylor", "taylor": "taylor", "sam": "taylor"}
 """Method → what scores neurons; the other methods are named after their score."""
 
@@ -71,7 +72,8 @@ class Pruner:
         return self.neurons.least(scores, n, coupling=cast(Coupling, self.recipe.coupling), floor=self.recipe.floor)
 
     def _just_enough(self, scores: Scores, n: int, cut: Selection) -> Selection:
-        """The smallest cut that meets the target, by bisection on the number of neurons."""
+        """A cut that meets the target and as little more as can be: bisection on the number of neurons, then a look at the
+        numbers just below, as groups that no longer fit are skipped and a smaller number may free more."""
         low, high = 0, n
         while high - low > 1:
             middle = (low + high) // 2
@@ -80,4 +82,12 @@ class Pruner:
                 high, cut = middle, smaller
             else:
                 low = middle
+        for fewer in range(high - 1, max(high - LOOK_BELOW, 0), -1):
+            smaller = self._least(scores, fewer)
+            if (
+                self._fraction(self.neurons.preview(cut))
+                < self._fraction(self.neurons.preview(smaller))
+                <= self.recipe.keep
+            ):
+                cut = smaller
         return cut
