@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 RECIPES: dict[str, dict[str, Any]] = {
-    "hgnp": {"mu": 0.01, "bound": 0.0, "schedule": "cosine", "mu_warmup_epochs": 2},
+    "hgnp": {"mu": 0.01, "bound": 0.0, "schedule": "cosine", "mu_warmup_epochs": 2, "v_every": 4},
     "sampled": {
         "mu": 0.01,
         "bound": 0.0,

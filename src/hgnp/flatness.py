@@ -56,6 +56,8 @@ class Flatness:
 
     curvature "ggn" or "hessian"; norm "batch" or "frozen"; scaling "plain" or "scale_invariant"; v_from "last_batch" or
     "this_batch"; convention "reduce" or "expand"; labels "batch" or "sampled"; ranking "kfac" or "empirical".
+
+    v_every   with v_from "last_batch", v is renewed in every so many steps and kept in between: cheaper, and older
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Flatness:
         convention: str | None = None,
         labels: str | None = None,
         ranking: str | None = None,
+        v_every: int = 1,
     ) -> None:
         if not (math.isfinite(mu) and mu >= 0):
             raise ValueError(f"mu: {mu!r} was given; a finite number of at least 0 would do")
@@ -90,7 +93,16 @@ class Flatness:
             flatness, curvature=curvature, norm=norm, scaling=scaling, v_from=v_from, convention=convention,
             labels=labels, ranking=ranking,
         )  # fmt: skip
+        if isinstance(v_every, bool) or not isinstance(v_every, int) or v_every < 1:
+            raise ValueError(f"v_every: {v_every!r} was given; a whole number of at least 1 would do")
+        if v_every > 1 and self.choices.v_from == "this_batch":
+            raise ValueError(
+                f"v_every: {v_every} was given with v_from='this_batch', which renews v in every step; 1 would do"
+            )
         refuse_unseen(net)
+        self.v_every = v_every
+        self.age = 0
+        """Steps since v was renewed."""
         self._frozen = self.choices.norm == "frozen"
         self.lags = self.choices.v_from == "last_batch"
         """Whether a step penalises along the v of the batch before."""
@@ -110,7 +122,15 @@ class Flatness:
         if self.mu == 0:
             return self._plain(inputs, target, scale)
         self.prepare(inputs, target, scale=scale)
-        return self.step(inputs, target, scale=scale)
+        renew = self.renews
+        loss = self.step(inputs, target, renew=renew, scale=scale)
+        self.age = 0 if renew else self.age + 1
+        return loss
+
+    @property
+    def renews(self) -> bool:
+        """Whether the next step solves for a new v on its way."""
+        return self.lags and self.age + 1 >= self.v_every
 
     def prepare(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> None:
         """What comes before a step: finding v where it is not that of the batch before."""
@@ -119,18 +139,18 @@ class Flatness:
         if not self.lags or self.v.block() is None:
             self._look(self.v, inputs, target, scale)
 
-    def step(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
+    def step(self, inputs: Any, target: Any, *, renew: bool, scale: float | Tensor = 1.0) -> Tensor:
         """The step itself, along the v that is known."""
         if self._frozen and any(layer.training for layer in tracked(self.net)):
-            return self._apart(inputs, target, scale)
-        loss, q, self.seen = self._penalised(self.v, inputs, target, scale, update=self.lags)
+            return self._apart(inputs, target, scale, renew)
+        loss, q, self.seen = self._penalised(self.v, inputs, target, scale, update=renew)
         self._autograd((loss + self._penalty(q)) * scale)
         return loss.detach()
 
-    def _apart(self, inputs: Any, target: Any, scale: float | Tensor) -> Tensor:
+    def _apart(self, inputs: Any, target: Any, scale: float | Tensor, renew: bool) -> Tensor:
         """C and q are of two functions: two passes, with the same dropout masks and one update of the buffers."""
         with self._undisturbed():
-            _, q, self.seen = self._penalised(self.v, inputs, target, scale, update=self.lags, traceless=True)
+            _, q, self.seen = self._penalised(self.v, inputs, target, scale, update=renew, traceless=True)
             self._autograd(self._penalty(q) * scale)
         return self._plain(inputs, target, scale)
 
@@ -290,11 +310,12 @@ class Flatness:
         return "\n".join([head, *(f"  {name}: {route}" for name, route in self.routes.items())])
 
     def state_dict(self) -> dict[str, Any]:
-        """Eigenpairs, the chosen block and the stream of sampled labels: tensors, strings and None alone."""
-        return self.v.state_dict()
+        """Eigenpairs, the chosen block, the stream of sampled labels and the age of v: tensors, strings, numbers and None."""
+        return self.v.state_dict() | {"age": self.age}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.v.load_state_dict(state)
+        self.age = state["age"]
 
     def neurons_removed(self, removal: Removal) -> Callable[[], None]:
         """Slices every eigenvector with its layer. The work is done here; what is returned only assigns."""

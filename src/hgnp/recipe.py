@@ -63,6 +63,8 @@ class Recipe:
     """Curvature up to this is not penalised."""
     flatness: str | Mapping[str, str] = "default"
     """"default", "paper", or a mapping of `Flatness`'s named choices, such as {"curvature": "hessian", "norm": "frozen"}."""
+    v_every: int = 1
+    """Steps from one renewal of the penalised direction to the next."""
     rho: float = 0.05
     """Radius of the "sam" method."""
 
@@ -124,7 +126,7 @@ class Recipe:
         return self.mu if self.method == "hgnp" else 0.0
 
     @property
-    def flatness_choices(self) -> tuple[str, dict[str, str]]:
+    def flatness_choices(self) -> tuple[str, dict[str, Any]]:
         """The bundle and the choices by name, as `Flatness` takes them."""
         if isinstance(self.flatness, str):
             return self.flatness, {}
@@ -186,6 +188,7 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     "mu_warmup_epochs": _EPOCHS,
     "bound": ("any finite number", _number),
     "flatness": ("'default', 'paper' or a mapping of named choices", lambda value: isinstance(value, str | Mapping)),
+    "v_every": _COUNT,
     "rho": _RATE,
     "lr": _RATE,
     "momentum": ("a number of at least 0 and below 1", lambda value: _number(value) and 0 <= value < 1),

@@ -318,3 +318,22 @@ def test_factors_solved_together_are_those_solved_one_by_one() -> None:
     assert pair.value.item() == 0
     assert torch.isfinite(pair.vector).all()
     assert pair.vector.norm().item() == pytest.approx(1)
+
+
+def test_v_is_kept_between_renewals() -> None:
+    net, every = convnet().train(), 3
+    x, y = images()
+    flat = Flatness(net, mu=1.0, bound=-1.0, v_every=every)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    radii = []
+    for _ in range(9):
+        optimizer.zero_grad()
+        flat.backward(x, y)
+        optimizer.step()
+        radii.append(flat.radius)
+    steps = [number for number in range(1, 9) if radii[number] != radii[number - 1]]
+    assert steps == [3, 6]  # renewed in the third step for the fourth, and so on
+    with pytest.raises(ValueError, match="v_every: 2 was given with v_from='this_batch'"):
+        Flatness(net, v_from="this_batch", v_every=2)
+    with pytest.raises(ValueError, match="v_every: 0 was given"):
+        Flatness(net, v_every=0)

@@ -67,6 +67,7 @@ def trained(captured: bool, dropout: float = 0.0, **choices: Any) -> tuple[nn.Mo
     [
         {"mu": 0.0},
         {"mu": 0.05, "bound": 0.0},
+        {"mu": 0.05, "bound": 0.0, "v_every": 3},
         {"mu": 0.05, "bound": 0.0, "v_from": "this_batch"},
         {"mu": 0.05, "bound": 0.0, "flatness": "paper"},
         {"mu": 0.05, "bound": 0.0, "scaling": "scale_invariant", "convention": "expand", "ranking": "empirical"},

@@ -12,6 +12,7 @@ the optimizer's step stays outside, so that any optimizer and schedule will do.
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +87,9 @@ class Engine:
                 block = flat.v.block()
                 if block is None:  # nothing is known of v yet
                     return flat.backward(inputs, target)
-                loss = self._run(("step", block.name, kind), flat.step, leaves, spec)
+                renew = flat.renews
+                loss = self._run(("step", block.name, renew, kind), partial(flat.step, renew=renew), leaves, spec)
+                flat.age = 0 if renew else flat.age + 1
         except _RefusedError as error:
             self.refused = str(error)
             self._forget()

@@ -115,6 +115,7 @@ class Run:
             bound=recipe.bound,
             output=task.output,
             flatness=bundle,
+            v_every=recipe.v_every,
             **choices,
         )
         sam = recipe.method == "sam"
