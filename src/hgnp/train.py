@@ -1,6 +1,7 @@
 """`prune`, the one call: train, prune while training, fine-tune. The loop itself is `training/run.py`."""
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ from hgnp.curvature.forward import Output
 from hgnp.curvature.losses import Loss
 from hgnp.files import read_json
 from hgnp.modes import as_found
+from hgnp.progress import Bar, Progress, Silent
 from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Target
 from hgnp.storage import load
@@ -41,7 +43,7 @@ def prune(
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
     on_epoch: Callable[[State], object] | None = None,
-    _progress: Any = None,
+    _progress: Progress | None = None,
     _about: dict[str, Any] | None = None,
 ) -> Result:
     """Train `net` and prune it in place by `recipe`.
@@ -57,6 +59,8 @@ def prune(
     out         the run's folder: checkpoint every epoch, metrics, the pruned model (docs/runs.md)
     resume      go on with the run in `out`, to the result it would have had; a finished one is returned
     on_epoch    called after every epoch; True ends the run there
+
+    On a terminal a bar shows how the run goes.
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net: a {type(net).__name__} was given; an nn.Module would do")
@@ -93,7 +97,8 @@ def prune(
     place = next(net.parameters()).device
     batches = Batches(train, "train", unpack, place)
     held_out = None if val is None else Batches(val, "val", unpack, place)
-    run = Run(net, Task(batches, held_out, loss, metric, output), recipe, folder, _progress, _about or {})
+    progress = _progress or (Bar() if sys.stderr.isatty() else Silent())
+    run = Run(net, Task(batches, held_out, loss, metric, output), recipe, folder, progress, _about or {})
     try:
         run.prepare(stored, optimizer, scheduler, protect)
     except BaseException:

@@ -25,6 +25,7 @@ from hgnp.files import write_json
 from hgnp.flatness import Flatness
 from hgnp.neurons import Neurons, Preview
 from hgnp.neurons.surgery import Change, commit
+from hgnp.progress import Progress
 from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Row, Target
 from hgnp.storage import changes_to_fit, describe, save
@@ -66,7 +67,13 @@ class Run:
     """One run, from its first batch to its result."""
 
     def __init__(
-        self, net: nn.Module, task: Task, recipe: Recipe, folder: Folder | None, progress: Any, about: dict[str, Any]
+        self,
+        net: nn.Module,
+        task: Task,
+        recipe: Recipe,
+        folder: Folder | None,
+        progress: Progress,
+        about: dict[str, Any],
     ) -> None:
         self.net, self.task, self.recipe, self.folder, self.about = net, task, recipe, folder, about
         self.plan = Plan(recipe)
@@ -302,8 +309,7 @@ class Run:
         } | self.about | {"features": self.features | self.about.get("features", {})}  # fmt: skip
 
     def tell(self, what: str, *args: Any) -> None:
-        if self._progress is not None:
-            getattr(self._progress, what)(*args)
+        getattr(self._progress, what)(*args)
 
     # What a run can go on from
 

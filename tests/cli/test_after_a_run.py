@@ -1,0 +1,126 @@
+"""`hgnp compare`, `bench`, `report`, `export` and `sharpness` on real runs of a few seconds."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import hgnp
+from hgnp.cli import app
+from hgnp.experiments.data import digits
+from hgnp.experiments.models import DigitsNet
+
+QUICK = [
+    "--set", "model_args.width=8", "--set", "data_args.batch=256", "--set", "recipe.warmup_epochs=1", "--set",
+    "recipe.neurons_per_round=16", "--set", "recipe.finetune_epochs=1", "--set", "recipe.keep=0.4", "--device", "cpu",
+]  # fmt: skip
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        app(list(arguments))
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for method in ("hgnp", "taylor"):
+        assert call("run", *QUICK, "--method", method, "--out", str(folder / method)) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def small(runs: Path) -> torch.nn.Module:
+    return hgnp.load(runs / "hgnp", DigitsNet(width=8)).eval()
+
+
+def test_compare(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--new", "classes=10", "--new", "train_samples=1347"]
+    assert call("compare", str(runs / "hgnp"), str(runs / "taylor"), "--out", "c", *given, "--json") == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out.splitlines()[-1])
+    (study,) = found["studies"]
+    assert study["baseline"] == "taylor"
+    assert {group["method"] for group in study["groups"]} == {"hgnp", "taylor"}
+    assert found["recommendation"]["sentences"]
+    assert "overtakes" in said.err or "crosses" in said.err or "κ" in said.err
+    assert {"page.html", "summary.csv", "curves.csv", "comparison.json", "figures"} <= {
+        p.name for p in Path("c").iterdir()
+    }
+    assert call("compare", str(runs / "hgnp"), "--new", "clases=10") == 2
+    assert "did you mean classes" in capsys.readouterr().err
+
+
+def test_report_of_several_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("report", str(runs / "hgnp"), str(runs / "taylor"), "--out", "r") == 0
+    assert Path("r/page.html").stat().st_size > 10_000
+    assert list(Path("r/figures").rglob("*.svg"))
+    assert call("report", str(runs)) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("suffix", ["onnx", "pt2"])
+def test_export(runs: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("export", str(runs / "hgnp"), f"small.{suffix}") == 0
+    assert f"small.{suffix}" in capsys.readouterr().out
+    x = next(iter(digits(batch=7).val))[0]
+    expected = small(runs)(x).detach()
+    if suffix == "onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession("small.onnx")
+        found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+    else:
+        found = torch.export.load("small.pt2").module()(x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_sharpness(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("sharpness", str(runs / "hgnp"), "--json") == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    batch = next(iter(digits(batch=256).val))
+    expected = hgnp.sharpness(small(runs), [batch]).eigenvalues[0]
+    assert found["plain"]["eigenvalues"][0] == pytest.approx(expected, rel=1e-3)
+    assert found["scale-invariant"]["eigenvalues"][0] > 0
+
+
+def test_bench(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--batch",
+        "8",
+        "--device",
+        "cpu",
+        "--variant",
+        "eager",
+        "--repeats",
+        "2",
+        "--weights",
+        "0.1",
+        "--json",
+    ]
+    assert call("bench", str(runs / "hgnp"), str(runs / "taylor"), *arguments) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["network"] for row in rows] == ["full", "neuron-pruned, hgnp", "neuron-pruned, taylor", "weight-pruned"]
+    assert all(row["median_ms"] > 0 for row in rows)
+    result = json.loads((runs / "hgnp" / "result.json").read_text())
+    assert rows[1]["parameters"] == result["after"]["parameters"]
+    assert rows[1]["macs"] == result["after"]["macs"]
+    assert rows[3]["kept"] == pytest.approx(0.1)
+    assert (runs / "hgnp" / "bench.csv").is_file()
+
+
+def test_runs_that_are_not_finished_or_not_there(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("bench", "sharpness"):
+        assert call(command, "nowhere") == 2
+    assert call("export", "nowhere", "x.onnx") == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert all("nowhere" in line for line in lines)
