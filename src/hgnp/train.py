@@ -23,7 +23,8 @@ from hgnp.training.batches import Batches, Unpack
 from hgnp.training.evaluate import Metric
 from hgnp.training.folder import Folder
 from hgnp.training.optimizers import OptimizerOrMaker
-from hgnp.training.run import Run, State, Task
+from hgnp.training.run import Run
+from hgnp.training.task import State, Task
 
 
 def prune(

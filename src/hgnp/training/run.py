@@ -12,15 +12,13 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from hgnp.baselines import SAM
-from hgnp.curvature.forward import Output, samples_in
-from hgnp.curvature.losses import Loss
+from hgnp.curvature.forward import samples_in
 from hgnp.files import write_json
 from hgnp.flatness import Flatness
 from hgnp.neurons import Neurons, Preview
@@ -30,37 +28,17 @@ from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Row, Target
 from hgnp.storage import changes_to_fit, describe, save
 from hgnp.training import schedule, streams
-from hgnp.training.batches import Batches, check_first, check_labels, is_classification, pick
+from hgnp.training.batches import check_first, check_labels, is_classification, pick
 from hgnp.training.epoch import DivergedError, Epochs
-from hgnp.training.evaluate import Metric, evaluate
+from hgnp.training.evaluate import evaluate
 from hgnp.training.folder import Folder, versions
 from hgnp.training.measure import copied, features, latencies, sample_of, top_curvature
 from hgnp.training.optimizers import OptimizerOrMaker, make_optimizer, make_scheduler, step_scheduler
 from hgnp.training.plan import Plan
 from hgnp.training.rounds import Pruner
+from hgnp.training.task import State, Task
 
 Batch = tuple[Any, Any]
-
-
-@dataclass(frozen=True)
-class State:
-    """What `on_epoch` sees."""
-
-    epoch: int
-    row: Row
-    history: list[Row]
-    net: nn.Module
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is to be learned, and from what."""
-
-    train: Batches
-    val: Batches | None
-    loss: Loss
-    metric: Metric | None
-    output: Output | None
 
 
 class Run:
