@@ -22,6 +22,7 @@ from hgnp.modes import evaluating
 
 TOLERANCE = 1e-4
 MAX_STEPS = 200
+MAX_BYTES = 8 << 30  # of the basis, which large networks fill before that
 
 
 @dataclass(frozen=True)
@@ -106,14 +107,15 @@ def _lanczos(product: Callable[[Tensor], Tensor], parameters: list[Tensor], size
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(size, generator=generator, dtype=torch.float64).to(parameters[0])
     basis = [v / v.norm()]
+    most = max(min(MAX_STEPS, MAX_BYTES // (size * v.element_size())), k)
     alphas: list[float] = []
     betas: list[float] = []
     while True:
         w = product(basis[-1])
         alphas.append((w @ basis[-1]).item())
-        stacked = torch.stack(basis)
         for _ in range(2):  # once leaves what the first subtraction rounds away
-            w = w - stacked.T @ (stacked @ w)
+            for v in basis:
+                w.sub_(v * (v @ w))
         beta = w.norm().item()
         T = torch.diag(torch.tensor(alphas, dtype=torch.float64))
         if betas:
@@ -124,7 +126,7 @@ def _lanczos(product: Callable[[Tensor], Tensor], parameters: list[Tensor], size
         scale = values.abs().max().item()
         done = len(alphas) >= k and bool((residuals[-k:] <= TOLERANCE * scale).all())
         exhausted = len(alphas) == size or beta <= 1e-12 * scale
-        if done or exhausted or len(alphas) == MAX_STEPS:
+        if done or exhausted or len(alphas) == most:
             top = values.flip(0)[:k].tolist()
             return Sharpness(tuple(top), tuple(residuals.flip(0)[:k].tolist()), len(alphas), done or exhausted)
         betas.append(beta)
