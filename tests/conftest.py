@@ -1,5 +1,6 @@
 """One thread a worker, and a line at the end that says what the random networks were made of."""
 
+import signal
 from collections import Counter
 from typing import Any
 
@@ -7,6 +8,9 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a suite in the background would be deaf to it
 settings.register_profile("hgnp", deadline=None, derandomize=True, print_blob=False)
 settings.load_profile("hgnp")
 
