@@ -8,9 +8,7 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a suite in the background would be deaf to it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background would be deaf to it
 settings.register_profile("hgnp", deadline=None, derandomize=True, print_blob=False)
 settings.load_profile("hgnp")
 
