@@ -88,3 +88,11 @@ def test_a_run_that_is_refused_leaves_nothing_behind(capsys: pytest.CaptureFixtu
     assert call("run", *QUICK, "--set", "recipe.keep=1e-6", "--out", "x") == 2
     assert "can be left" in capsys.readouterr().err
     assert not Path("x").exists()
+
+
+def test_a_run_without_a_folder_leaves_what_is_there_alone() -> None:
+    Path("runs/demo").mkdir(parents=True)
+    Path("runs/demo/model.safetensors").write_bytes(b"mine")
+    assert call("run", *QUICK) == 0
+    assert Path("runs/demo/model.safetensors").read_bytes() == b"mine"
+    assert Path("runs/demo-2/result.json").is_file()

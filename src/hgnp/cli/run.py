@@ -138,11 +138,14 @@ def effective(
 
 
 def default_folder(name: str, *, resume: bool) -> Path:
-    """runs/NAME, runs/NAME-2 …: the first without a run, or, to resume, the last with one."""
+    """runs/NAME, runs/NAME-2 …: the first that is empty or not there, or, to resume, the last with a run."""
     folder, number = RUNS / name, 1
     while True:
         following = RUNS / f"{name}-{number + 1}"
-        occupied = ((following if resume else folder) / "run.json").exists()
+        if resume:
+            occupied = (following / "run.json").exists()
+        else:
+            occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
         if not occupied:
             return folder
         folder, number = following, number + 1
