@@ -97,36 +97,24 @@ class Epochs:
     ) -> Steps:
         """One pass over `batches`. `rate` and `mu` say how they go over the epoch, from 0 to 1."""
         self.net.train()
-        with nullcontext() if self.engine is None else self.engine.running():
-            return self._steps(batches, steps, epoch, rate, mu, before_step, show)
-
-    def _steps(
-        self,
-        batches: Iterable[tuple[Any, Any]],
-        steps: int | None,
-        epoch: int,
-        rate: Callable[[float], float] | None,
-        mu: Callable[[float], float],
-        before_step: Callable[[tuple[Any, Any]], None],
-        show: Callable[[int, float | None], None],
-    ) -> Steps:
         seen = Steps()
         shown = time.perf_counter()
-        for step, batch in enumerate(batches):
-            share = step / steps if steps else 0.0
-            before_step(batch)
-            if rate is not None:
-                for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-                    group["lr"] = peak * rate(share)
-            if self.flatness is not None:
-                self.flatness.mu = mu(share)
-            self.step(batch, seen)
-            if (step + 1) % CHECK_EVERY == 0:
-                self._check(seen, epoch)
-            if time.perf_counter() - shown > SHOW_EVERY:
-                shown = time.perf_counter()
-                show(step + 1, float(seen.losses[seen.checked - 1]) if seen.checked else None)
-        self._check(seen, epoch)
+        with nullcontext() if self.engine is None else self.engine.running():
+            for step, batch in enumerate(batches):
+                share = step / steps if steps else 0.0
+                before_step(batch)
+                if rate is not None:
+                    for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+                        group["lr"] = peak * rate(share)
+                if self.flatness is not None:
+                    self.flatness.mu = mu(share)
+                self.step(batch, seen)
+                if (step + 1) % CHECK_EVERY == 0:
+                    self._check(seen, epoch)
+                if time.perf_counter() - shown > SHOW_EVERY:
+                    shown = time.perf_counter()
+                    show(step + 1, float(seen.losses[seen.checked - 1]) if seen.checked else None)
+            self._check(seen, epoch)
         return seen
 
     def step(self, batch: tuple[Any, Any], seen: Steps) -> None:
