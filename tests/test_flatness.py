@@ -11,6 +11,7 @@ from torch import nn
 
 from curvature_cases import CHOICES, Attention, convnet, gradients, images, shaken
 from hgnp import Flatness
+from hgnp.flatness import Pass
 
 
 def net_of(activation=nn.ReLU):
@@ -128,9 +129,10 @@ def test_gamma_is_of_the_loss_alone():
 
 
 def test_nothing_is_read_back_in_a_step(monkeypatch):
-    """Only the index of the block, a number of the batch before, is looked at by the host."""
+    """On a GPU only the index of the block, a number of the batch before, is looked at by the host."""
     x, y = images(6)
     flat = Flatness(convnet("batch"), bound=-1.0)
+    monkeypatch.setattr(Pass, "acts", lambda *_: True)
     for _ in range(3):
         flat.backward(x, y)
 
@@ -142,6 +144,23 @@ def test_nothing_is_read_back_in_a_step(monkeypatch):
     flat.backward(x, y)
     monkeypatch.undo()
     assert flat.curvature > 0
+
+
+@pytest.mark.parametrize(
+    "choices", [{}, {"labels": "sampled"}, {"norm": "frozen"}, {"flatness": "paper"}, {"v_every": 2}]
+)
+def test_a_hinge_known_to_be_closed_saves_work_and_changes_nothing(monkeypatch, choices):
+    found = []
+    for known in (True, False):
+        if not known:
+            monkeypatch.setattr(Pass, "acts", lambda *_: True)
+        net = convnet("batch")
+        flat = Flatness(net, bound=1e3, **choices)
+        for step in range(3):
+            net.zero_grad()
+            flat.backward(*images(6 + step))
+        found.append((gradients(net), flat.state_dict()["pairs"], flat.curvature))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("curvature", ["ggn", "hessian"])

@@ -7,13 +7,15 @@ is differentiated. A step, with the default choices:
     backward of C, activations only   → Γ, the next v           curvature.direction
     backward of C + μ·max(0, q − B)   → .grad
 
-The hinge is decided on the device; nothing in a step waits for it.
+Where the hinge is known to be closed, one backward of C alone is left, which shows Γ on its way. On a GPU it is decided on the
+device, and nothing in a step waits for it.
 """
 
 import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from hgnp.curvature.forward import Forward, Output, UnfitError, autocast_off, la
 from hgnp.curvature.gauss_newton import GaussNewton
 from hgnp.curvature.hessian import Hessian
 from hgnp.curvature.losses import Loss, loss_curvature
-from hgnp.curvature.random import RandomState, capturing
+from hgnp.curvature.random import RandomState, undisturbed
 from hgnp.curvature.spectrum import Observer
 from hgnp.removal import Removal, listen
 
@@ -43,6 +45,21 @@ class Seen:
     radius: Tensor
     residual: Tensor
     curvature: Tensor
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass along v, still to be differentiated."""
+
+    loss: Tensor
+    z: Any
+    q: Tensor
+    observer: Observer | None
+    seen: Seen
+
+    def acts(self, bound: float) -> bool:
+        """Whether q has to be differentiated: not if the hinge is known to be closed. On a GPU nobody waits to know."""
+        return self.q.device.type != "cpu" or bool(self.q > bound)
 
 
 class Flatness:
@@ -143,15 +160,39 @@ class Flatness:
         """The step itself, along the v that is known."""
         if self._frozen and any(layer.training for layer in tracked(self.net)):
             return self._apart(inputs, target, scale, renew)
-        loss, q, self.seen = self._penalised(self.v, inputs, target, scale, update=renew)
-        self._autograd((loss + self._penalty(q)) * scale)
+        found = self._penalised(self.v, inputs, target, renew=renew)
+        self.seen = found.seen
+        loss = found.loss
+
+        def backward() -> None:
+            self._autograd((loss + self._penalty(found.q) if found.acts(self.bound) else loss) * scale)
+
+        if found.observer is None:
+            backward()
+        elif found.acts(self.bound) or self.choices.labels == "sampled":
+            self._renew(found, target, scale, meanwhile=backward)
+        else:  # C alone is differentiated, and shows Γ on the way
+            with found.observer.gathering(scale):
+                self.v.update(found.observer, backward, cold=False)
         return loss.detach()
+
+    def _renew(
+        self, found: "Pass", target: Any, scale: float | Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        observer = found.observer
+        assert observer is not None
+        gather = partial(self.v.pull, observer, found.loss, found.z, target, scale)
+        self.v.update(observer, gather, cold=False, meanwhile=meanwhile)
 
     def _apart(self, inputs: Any, target: Any, scale: float | Tensor, renew: bool) -> Tensor:
         """C and q are of two functions: two passes, with the same dropout masks and one update of the buffers."""
-        with self._undisturbed():
-            _, q, self.seen = self._penalised(self.v, inputs, target, scale, update=renew, traceless=True)
-            self._autograd(self._penalty(q) * scale)
+        with undisturbed(*self.net.parameters()):  # dropout masks repeat from pass to pass
+            found = self._penalised(self.v, inputs, target, renew=renew, traceless=True)
+            self.seen = found.seen
+            if renew:
+                self._renew(found, target, scale)
+            if found.acts(self.bound):
+                self._autograd(self._penalty(found.q) * scale)
         return self._plain(inputs, target, scale)
 
     def _plain(self, inputs: Any, target: Any, scale: float | Tensor) -> Tensor:
@@ -180,32 +221,32 @@ class Flatness:
         v = self.v.copy()
         self._look(v, inputs, target, 1.0, cold=True)
         with RandomState(*self.net.parameters()):
-            loss, q, _ = self._penalised(v, inputs, target, 1.0, update=False, traceless=True, within=within)
-        return loss + mu * self._hinge(q)
+            found = self._penalised(v, inputs, target, renew=False, traceless=True, within=within)
+        return found.loss + mu * self._hinge(found.q)
 
     def _look(self, v: Direction, inputs: Any, target: Any, scale: float | Tensor, *, cold: bool = False) -> None:
         """Updates v to this batch by a pass that leaves no trace; with `cold`, as exactly as from a cold start."""
         observer = v.observer(inputs)
-        with self._undisturbed():
+        with undisturbed(*self.net.parameters()):  # dropout masks repeat from pass to pass
             z = self._run(inputs, Forward(watch=observer, frozen=self._frozen), traceless=True)
-            v.update(observer, self.loss(z, target), z, target, scale, cold=cold or v.block() is None)
+            gather = partial(v.pull, observer, self.loss(z, target), z, target, scale)
+            v.update(observer, gather, cold=cold or v.block() is None)
 
     def _penalised(
         self,
         v: Direction,
         inputs: Any,
         target: Any,
-        scale: float | Tensor,
         *,
-        update: bool,
+        renew: bool,
         traceless: bool = False,
         within: contextlib.AbstractContextManager[Any] | None = None,
-    ) -> tuple[Tensor, Tensor, Seen]:
-        """C and q of one pass along v, and what it showed; with `update`, the next v is solved for on the way."""
+    ) -> Pass:
+        """C and q of one pass along v; with `renew`, an observer watches it for the next v."""
         block = v.block()
         assert block is not None
         pair, seeds = v.pairs[block.name], v.seeds(block)
-        observer = v.observer(inputs) if update else None
+        observer = v.observer(inputs) if renew else None
         term = self._term(seeds, observer)
         z = self._run(inputs, term, traceless=traceless, within=within)
         loss = self.loss(z, target)
@@ -215,19 +256,13 @@ class Flatness:
                 self._checked.add((block.name, self.net.training))
             q = term.quotient(loss, z, target)
         seen = Seen(block, [part.detach() for _, part in seeds], pair.value, pair.residual, q.detach())
-        if observer is not None:
-            v.update(observer, loss, z, target, scale, cold=False)
-        return loss, q, seen
+        return Pass(loss, z, q, observer, seen)
 
     def _term(self, seeds: list[tuple[Tensor, Tensor]], observer: Observer | None) -> GaussNewton | Hessian:
         if self.choices.curvature == "hessian":
             return Hessian(seeds, watch=observer, frozen=self._frozen)
         assert self._loss_curvature is not None
         return GaussNewton(seeds, self._loss_curvature, watch=observer, frozen=self._frozen)
-
-    def _undisturbed(self) -> contextlib.AbstractContextManager[Any]:
-        """Dropout masks repeat from pass to pass. A step that is being captured draws nothing at random."""
-        return contextlib.nullcontext() if capturing() else RandomState(*self.net.parameters())
 
     def _penalty(self, q: Tensor) -> Tensor:
         return (self.mu if self.weight is None else self.weight) * self._hinge(q)

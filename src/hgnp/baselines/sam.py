@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hgnp.curvature.forward import Output, run
 from hgnp.curvature.losses import Loss
-from hgnp.curvature.random import RandomState
+from hgnp.curvature.random import undisturbed
 
 
 class SAM:
@@ -34,7 +34,7 @@ class SAM:
         """Adds scale·∇C(w + ε) to `.grad` and returns C(w). Dropout masks are the same in both passes, and buffers see the
         first alone."""
         parameters = [p for p in self.net.parameters() if p.requires_grad]
-        with RandomState(*parameters):
+        with undisturbed(*parameters):
             loss = self.loss(run(self.net, inputs, output=self.output), target)
             found = torch.autograd.grad(loss, parameters, allow_unused=True)
         used = [(p, g) for p, g in zip(parameters, found, strict=True) if g is not None]

@@ -6,19 +6,22 @@ chooses. All that a step takes from a batch for v goes through `update`; all tha
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hgnp.curvature.blocks import Block, find_blocks
+from hgnp.curvature.branches import Branches
 from hgnp.curvature.choices import Choices
-from hgnp.curvature.eigen import arbitrary
+from hgnp.curvature.eigen import arbitrary, top_of_each
 from hgnp.curvature.factors import wide
 from hgnp.curvature.forward import autocast_off, samples_in
 from hgnp.curvature.losses import LossCurvature
-from hgnp.curvature.spectrum import Chosen, Observer, Pair, solve
+from hgnp.curvature.spectrum import Chosen, Observer, Pair, choose_block
+
+COLD_STEPS = 60
 
 
 class Direction:
@@ -41,9 +44,13 @@ class Direction:
         other._generator = None if self._generator is None else self._generator.clone_state()
         return other
 
+    def name(self) -> str | None:
+        """Of the block that was chosen. Waits for the last choice."""
+        return None if self.chosen is None else self.chosen.block().name
+
     def block(self) -> Block | None:
-        """The block that was chosen, unless it is gone, frozen or of another shape by now. Waits for the last choice."""
-        name = None if self.chosen is None else self.chosen.block().name
+        """The block that was chosen, unless it is gone, frozen or of another shape by now."""
+        name = self.name()
         found = next((block for block in find_blocks(self.net) if block.name == name), None)
         return found if found is not None and self.pairs[found.name].fits(found) else None
 
@@ -58,23 +65,47 @@ class Direction:
         )  # fmt: skip
 
     def update(
-        self, observer: Observer, loss: Tensor, z: Any, target: Any, scale: float | Tensor, *, cold: bool
+        self,
+        observer: Observer,
+        gather: Callable[[], None],
+        *,
+        cold: bool,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """v of the batch that the observer has seen go forward to the output z and the loss."""
+        """v of the batch that the observer has seen go forward. `gather` shows it the derivatives of C; `meanwhile` is work
+        of the step that needs nothing of the new v, and runs beside the search for it where that can be."""
         if not observer.psi:
             raise ValueError("net: none of its Linear and convolution layers was called in a way that can be seen; "
                              "a scripted or compiled network must be given as the plain module")  # fmt: skip
+        branches, steps = Branches(), COLD_STEPS if cold else None
+        blocks = [block for block in find_blocks(self.net) if block.name in observer.psi]
+        starts = [self._start(block) for block in blocks]
+        like = blocks[0].weight
+        with branches.branch(), torch.no_grad(), autocast_off(like):
+            sides = [observer.psi[block.name].factor() for block in blocks]
+            psi = top_of_each(sides, [start for start, _ in starts], steps)
+        gather()
+        known = [number for number, block in enumerate(blocks) if observer.gamma[block.name].positions]
+        with branches.branch(), torch.no_grad(), autocast_off(like):
+            others = [observer.gamma[blocks[number].name].factor() for number in known]
+            gamma = top_of_each(others, [starts[number][1] for number in known], steps)
+        if meanwhile is not None:
+            meanwhile()
+        branches.join()
+        with torch.no_grad(), autocast_off(like):
+            pairs, self.chosen = choose_block(
+                observer, [blocks[n] for n in known], [psi[n] for n in known], gamma, empirical=self._empirical
+            )
+        self.pairs = self.pairs | pairs
+
+    def pull(self, observer: Observer, loss: Tensor, z: Any, target: Any, scale: float | Tensor) -> None:
+        """A `gather` of its own: a backward pass for activations alone."""
         with autocast_off(loss):
             if self.choices.labels == "sampled":
                 assert self._curvature is not None
                 observer.pull(z, self._curvature.draw(z.detach(), target, self._draws(z.device)), scale)
             else:
                 observer.pull(loss, None, scale)
-            with torch.no_grad():
-                blocks = find_blocks(self.net)
-                start = {block.name: self._start(block) for block in blocks}
-                pairs, self.chosen = solve(observer, blocks, start, empirical=self._empirical, cold=cold)
-                self.pairs |= pairs
 
     def _start(self, block: Block) -> tuple[Tensor, Tensor]:
         """The last eigenvectors, or the same arbitrary ones for every run."""

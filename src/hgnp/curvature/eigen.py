@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hgnp.curvature.branches import Branches
 from hgnp.curvature.factors import Factor, Rows, raised, unit
 
 
@@ -37,33 +38,44 @@ def top(factor: Factor, start: Tensor, steps: int) -> Eigenpair:
     return Eigenpair(value, v, rest / value.clamp_min(torch.finfo(v.dtype).tiny))
 
 
-def top_of_each(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int) -> list[Eigenpair]:
-    """`top` of many factors. Those of equally many rows R are worked on together: with K = RRᵀ and s = K^p R x,
+def top_of_each(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int | None = None) -> list[Eigenpair]:
+    """`top` of many factors, after `steps` or as many as are due from a warm start. Those of equally many rows R are worked
+    on together: with K = RRᵀ and s = K^p R x,
 
         v = Rᵀs/√(sᵀKs),   λ = ‖Ks‖²/(c·sᵀKs),   ‖Fv‖² = (Ks)ᵀK(Ks)/(c²·sᵀKs),   ‖Fv − λv‖² = ‖Fv‖² − λ²,
 
     c being the count that R is divided by: all but the products with R itself is one operation for all factors."""
     together: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
-    found: list[Eigenpair | None] = [None] * len(factors)
+    found: dict[int, Eigenpair] = {}
+    branches = Branches()
     for number, factor in enumerate(factors):
         if isinstance(factor, Rows) and factor.is_flat:
             together[factor.rows.shape[1], factor.rows.dtype].append(number)
         else:
-            found[number] = top(factor, starts[number], steps)
+            with branches.branch():
+                found[number] = top(factor, starts[number], steps or factor.warm)
     for numbers in together.values():
-        mine = [factors[number] for number in numbers]
-        pairs = _together([each for each in mine if isinstance(each, Rows)], [starts[n] for n in numbers], steps)
-        for number, pair in zip(numbers, pairs, strict=True):
-            found[number] = pair
-    return [pair for pair in found if pair is not None]
+        with branches.branch():
+            rows = [factor for number in numbers if isinstance(factor := factors[number], Rows)]
+            found |= zip(
+                numbers, _together(rows, [starts[number] for number in numbers], steps or Rows.warm), strict=True
+            )
+    branches.join()
+    return [found[number] for number in range(len(factors))]
 
 
 def _together(factors: Sequence[Rows], starts: Sequence[Tensor], steps: int) -> list[Eigenpair]:
     """Entries are the groups of all factors, one after the other."""
-    K = torch.cat([factor.gram() for factor in factors])  # (entries, R, R)
+    branches = Branches()
+    grams, images = [], []
+    for factor, start in zip(factors, starts, strict=True):
+        with branches.branch():
+            grams.append(factor.gram())
+            images.append(factor.apply(start))
+    branches.join()
+    K, r = torch.cat(grams), torch.cat(images)  # (entries, R, R) and (entries, R)
     counts = [factor.rows.shape[0] for factor in factors]
     count = torch.cat([K.new_full((n,), factor.count) for n, factor in zip(counts, factors, strict=True)])
-    r = torch.cat([factor.apply(x) for factor, x in zip(factors, starts, strict=True)])  # (entries, R)
     s = (raised(K, steps) @ r.unsqueeze(2)).squeeze(2)
     s = s / torch.linalg.vector_norm(s, dim=1, keepdim=True).clamp_min(torch.finfo(s.dtype).tiny)
     Ks = (K @ s.unsqueeze(2)).squeeze(2)
@@ -81,9 +93,11 @@ def _together(factors: Sequence[Rows], starts: Sequence[Tensor], steps: int) -> 
         factors, starts, s.split(counts), value.split(counts), residual.split(counts), good.split(counts), strict=True
     )
     for factor, start, its_s, its_value, its_residual, its_good in rest:
-        v = factor.adjoint(its_s)
-        v = torch.where(its_good.unsqueeze(1), v, arbitrary(start.shape[1], start.dtype, start.device))
-        pairs.append(Eigenpair(its_value, v, its_residual))
+        with branches.branch():
+            v = factor.adjoint(its_s)
+            v = torch.where(its_good.unsqueeze(1), v, arbitrary(start.shape[1], start.dtype, start.device))
+            pairs.append(Eigenpair(its_value, v, its_residual))
+    branches.join()
     return pairs
 
 

@@ -10,6 +10,7 @@ A layer that is called several times in a pass (weight sharing) has the position
 (G, side), rows (G, R, side), with one factor for each of G groups. Every sum over a batch is taken in `product`.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +24,9 @@ GRAM_LIMIT = 512  # at most so many rows have their Gram matrix formed
 
 
 class Factor(Protocol):
+    warm: int
+    """Steps from an eigenvector of the last batch that are worth their cost."""
+
     def product(self, x: Tensor) -> Tensor:
         """The factor of each group times x, (G, side) → (G, side)."""
 
@@ -47,6 +51,8 @@ def raised(K: Tensor, steps: int) -> Tensor:
 
 
 class _Powers:
+    warm = 4
+
     def product(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
@@ -110,13 +116,20 @@ class Dense(_Powers):
     def product(self, x: Tensor) -> Tensor:
         return (self.matrix @ x.unsqueeze(2)).squeeze(2)
 
+    def advance(self, x: Tensor, steps: int) -> Tensor:
+        return unit((raised(self.matrix, steps) @ x.unsqueeze(2)).squeeze(2))
+
     def dense(self) -> Tensor:
         return self.matrix
 
 
 @dataclass(frozen=True)
 class Patches(_Powers):
-    """Ψ of a convolution without its patches: r = conv(a, x) + b, Ψ[x; b] = (weight-gradient(a, r)/N, Σ r/N)."""
+    """Ψ of a convolution without its patches: r = conv(a, x) + b, Ψ[x; b] = (weight-gradient(a, r)/N, Σ r/N).
+
+    Inputs in bfloat16 on a GPU are taken as they are: r is rounded, its sums are not."""
+
+    warm = 1  # a product goes twice over all inputs
 
     inputs: list[Tensor]
     options: list[dict[str, Any]]
@@ -131,17 +144,21 @@ class Patches(_Powers):
         total = torch.zeros_like(x)
         for a, options in zip(self.inputs, self.options, strict=True):
             conv = (options["stride"], options["padding"], options["dilation"])
-            r = torch.convolution(
-                a, filters, x[:, side] if self.bias else None, *conv, False, [0] * len(conv[0]), self.groups
-            )
+            taps = filters.to(a.dtype)
+            shift = x[:, side].to(a.dtype) if self.bias else None
+            r = torch.convolution(a, taps, shift, *conv, False, [0] * len(conv[0]), self.groups)
             grad = torch.ops.aten.convolution_backward(
-                r, a, filters, None, *conv, False, [0] * len(conv[0]), self.groups, [False, True, False]
+                r, a, taps, None, *conv, False, [0] * len(conv[0]), self.groups, [False, True, False]
             )[1].reshape(self.groups, side)
-            total += torch.cat([grad, r.transpose(0, 1).flatten(1).sum(1, keepdim=True)], 1) if self.bias else grad
+            if self.bias:
+                sums = r.sum([d for d in range(r.dim()) if d != 1], dtype=x.dtype).unsqueeze(1)
+                grad = torch.cat([grad.to(x.dtype), sums], 1)
+            total += grad
         return total / self.count
 
     def dense(self) -> Tensor:
-        eye = torch.eye(self.kernel[1:].numel() + self.bias, dtype=self.inputs[0].dtype, device=self.inputs[0].device)
+        like = wide(self.inputs[0][:0])
+        eye = torch.eye(self.kernel[1:].numel() + self.bias, dtype=like.dtype, device=like.device)
         return torch.stack([self.product(row.expand(self.groups, -1)) for row in eye], 2)
 
 
@@ -158,8 +175,8 @@ class PsiMoments:
     @torch.no_grad()
     def add(self, options: dict[str, Any]) -> None:
         a = options["input"].detach()
-        a = a if self.reduce else wide(a)  # sums of half precision need no copy of it all
         if "stride" not in options:
+            a = a if self.reduce else wide(a)  # sums of half precision need no copy of it all
             a = a.reshape(_leading(a, self.samples, self.block), -1, a.shape[-1])  # (N, T, d)
             self.positions += a.shape[1]
             if self.reduce:
@@ -172,10 +189,11 @@ class PsiMoments:
         lengths = output_lengths(a, conv, self.block.weight)
         self.positions += lengths.numel() * (a.shape[0] // self.samples)
         if self.reduce:
-            sums = patch_sums(a, conv, self.block.weight, lengths)  # (N·r, C_in, *kernel)
-            self._sum(sums.reshape(self.samples, -1, self.block.groups, self.block.weight[0].numel()).sum(1))
+            sums = patch_sums(a, conv, self.block.weight, lengths)  # (N·r, C_in, taps)
+            sums = sums.reshape(self.samples, -1, self.block.groups, self.block.weight[0].numel())
+            self._sum(sums.squeeze(1) if sums.shape[1] == 1 else sums.sum(1))
         else:
-            self.inputs.append(a)
+            self.inputs.append(a if a.dtype == torch.bfloat16 and a.is_cuda else wide(a))
             self.options.append(conv)
 
     def _sum(self, sums: Tensor) -> None:
@@ -205,7 +223,7 @@ class GammaMoments:
     @torch.no_grad()
     def add(self, g: Tensor, factor: float | Tensor = 1.0) -> None:
         """factor·g = N·∂C/∂s of one call; the factor is applied to what is left of g."""
-        g = per_position(g if self.reduce else wide(g), self.samples, self.block)  # (N, T, C)
+        g = per_position(g, self.samples, self.block)  # (N, T, C)
         self.positions += g.shape[1]
         groups, side = self.block.gamma_shape
         factor = factor if self.scale is None else factor * self.scale
@@ -214,10 +232,11 @@ class GammaMoments:
             return
         flat = g.reshape(-1, groups, side).transpose(0, 1)  # (G, N·T, side)
         if flat.shape[1] <= side:
-            self.rows.append(g.reshape(-1, groups * side) * factor)
+            self.rows.append(wide(g.reshape(-1, groups * side)) * factor)
         else:
-            root = torch.ones_like(g[0, 0]).mul_(factor).view(groups, 1, side)
-            outer = flat.mT @ flat * root * root.mT
+            outer = wide_bmm(flat.mT, flat)
+            root = torch.ones_like(outer[:, 0]).mul_(_by_group(factor, groups)).unsqueeze(1)
+            outer = outer * root * root.mT
             self.matrix = outer if self.matrix is None else self.matrix + outer
 
     def factor(self) -> Factor:
@@ -232,13 +251,28 @@ class GammaMoments:
         return Dense(self.matrix / count if rows is None else self.matrix / count + rows.dense())
 
 
+HALF = (torch.float16, torch.bfloat16)
+
+
+def _by_group(factor: float | Tensor, groups: int) -> float | Tensor:
+    return factor.view(groups, -1) if isinstance(factor, Tensor) and factor.dim() else factor
+
+
 def wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if x.dtype in HALF else x
+
+
+def wide_bmm(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y, (B, n, k) and (B, k, m), to float32 if they are of half precision; on a GPU without copies of them."""
+    if x.dtype in HALF and x.is_cuda and hasattr(torch.ops.aten.bmm, "dtype"):  # torch 2.8
+        product: Tensor = torch.ops.aten.bmm.dtype(x, y.to(x.dtype), torch.float32)
+        return product
+    return wide(x) @ wide(y)
 
 
 def wide_sum(x: Tensor, dim: int) -> Tensor:
     """The sum along a dimension, in a precision that can hold it."""
-    return x.sum(dim, dtype=torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None)
+    return x.sum(dim, dtype=torch.float32 if x.dtype in HALF else None)
 
 
 def _leading(x: Tensor, samples: int, block: Block) -> int:
@@ -278,26 +312,23 @@ def output_lengths(a: Tensor, conv: dict[str, Any], weight: Tensor) -> torch.Siz
 
 
 def patch_sums(a: Tensor, conv: dict[str, Any], weight: Tensor, lengths: torch.Size) -> Tensor:
-    """Σ_t of the patches, (N, C_in, *kernel), one spatial dimension after the other."""
-    for dim in range(len(lengths)):
-        options = (conv[key][dim] for key in ("stride", "padding", "dilation"))
-        a = _tap_sums(a, 2 + dim, weight.shape[2 + dim], lengths[dim], *options)
-    return a
+    """Σ_t of the patches, (N, C_in, taps): what each tap of the kernel meets is a sum over some of the positions."""
+    dtype = a.dtype if a.dtype in HALF and a.is_cuda else wide(a[:0]).dtype
+    sizes = tuple(
+        zip(a.shape[2:], weight.shape[2:], lengths, conv["stride"], conv["padding"], conv["dilation"], strict=True)
+    )
+    meets = _meets(sizes, dtype, a.device)
+    return wide_bmm(meets.expand(a.shape[0], -1, -1), a.flatten(2).transpose(1, 2)).transpose(1, 2)
 
 
-def _tap_sums(a: Tensor, dim: int, taps: int, length: int, stride: int, padding: int, dilation: int) -> Tensor:
-    """Along one dimension, the sum of what each kernel tap meets. With stride 1 a tap meets all but an edge, so that
-    the whole is summed once."""
-    size = a.shape[dim]
-    total = wide_sum(a, dim) if stride == 1 and taps > 1 else None
-    sums = []
-    for tap in range(taps):
-        first = tap * dilation - padding
-        start = first if first >= 0 else first + stride * -(first // stride)
-        stop = min(first + stride * (length - 1) + 1, size)
-        if total is not None and 2 * (stop - start) > size:
-            met = total - wide_sum(a.narrow(dim, 0, start), dim) if start > 0 else total
-            sums.append(met - wide_sum(a.narrow(dim, stop, size - stop), dim) if stop < size else met)
-        else:
-            sums.append(wide_sum(a[(slice(None),) * dim + (slice(start, max(stop, start), stride),)], dim))
-    return torch.stack(sums, dim)
+@functools.lru_cache(256)
+def _meets(sizes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(taps, positions): 1 where a tap of the kernel meets a position of the input in some output."""
+    both = torch.ones(1, 1, dtype=dtype, device=device)
+    for size, taps, length, stride, padding, dilation in sizes:
+        position = torch.arange(size, device=device)
+        tap = torch.arange(taps, device=device).unsqueeze(1)
+        offset = position + padding - tap * dilation
+        meets = (offset % stride == 0) & (offset >= 0) & (offset < length * stride)
+        both = torch.kron(both, meets.to(dtype))
+    return both

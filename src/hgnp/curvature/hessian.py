@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hgnp.curvature.forward import Forward, Func, Watch
 from hgnp.curvature.norms import PRIMITIVE
-from hgnp.curvature.operations import name_of
+from hgnp.curvature.operations import name_of, tensors_in
 from hgnp.curvature.tangent import FUSED
 
 
@@ -26,11 +26,18 @@ class Primitive(Forward):
 
 
 class Hessian(Primitive):
-    """A pass after which q along `seeds`, the block's parameters with their directions, can be taken."""
+    """A pass after which q along `seeds`, the block's parameters with their directions, can be taken. What comes before the
+    block is differentiated once, and runs as it is."""
 
     def __init__(self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None, frozen: bool) -> None:
         super().__init__(watch=watch, frozen=frozen)
         self._seeds = seeds
+        self._reached = False
+
+    def compute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._reached:
+            self._reached = any(x is parameter for x in tensors_in((args, kwargs)) for parameter, _ in self._seeds)
+        return super().compute(func, args, kwargs) if self._reached else self.primal(func, args, kwargs)
 
     def quotient(self, loss: Tensor, z: Any, target: Any) -> Tensor:
         """q, differentiable."""

@@ -10,12 +10,14 @@ derivatives. With n = (s − m)·inv, P(z) = z − mean z − n·mean(n z) and �
 Given adjoints Y of y and Z of ẏ, and a = mean(nZ), b = mean(nṡ), c = mean(Zṡ) − mean Z·mean ṡ,
 
     adjoint of ṡ = γ·inv·P(Z)
-    adjoint of s = γ·inv·P(Y) − γ·inv²·[n(c − 3ab) + b(Z − mean Z) + a(ṡ − mean ṡ)]
-    adjoint of γ = Σ nY + Σ inv·Z·P(ṡ),    adjoint of β = Σ Y.
+    adjoint of s = γ·inv·[P(Y − inv·b·Z − inv·a·ṡ) − inv·(c − ab)·n]
+    adjoint of γ = Σ nY + inv·Σ(c − ab),    adjoint of β = Σ Y.
 
-ẏ is what BatchNorm's own backward makes of ṡ, because its Jacobian is symmetric: one fused kernel serves all three P.
+ẏ is what BatchNorm's own backward makes of ṡ, because its Jacobian is symmetric: the kernels that synchronised BatchNorm is
+made of, one for sums and one that spreads them, serve all three P, and the last term is one more multiple of n in it.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -146,44 +148,74 @@ class BatchNormDual(torch.autograd.Function):
         eps: float,
     ) -> tuple[Tensor, Tensor]:
         y, mean, inv = torch.native_batch_norm(s, weight, bias, running_mean, running_var, True, momentum, eps)
-        dy, sum_nds, sum_ds = _backward(ds, s, weight, mean, inv, eps)
-        ctx.save_for_backward(s, ds, weight, mean, inv, sum_nds, sum_ds)
+        ds = _laid_out_as(s, ds)
+        sum_ds, sum_dsx = _sums(ds, s, mean, inv)
+        ctx.save_for_backward(s, ds, weight, mean, inv, sum_ds, sum_dsx)
         ctx.set_materialize_grads(False)
-        ctx.eps = eps
-        return y, dy
+        return y, _spread(ds, s, weight, mean, inv, sum_ds, sum_dsx)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, Y: Tensor | None, Z: Tensor | None) -> tuple[Tensor | None, ...]:
-        s, ds, weight, mean, inv, sum_nds, sum_ds = ctx.saved_tensors
+        s, ds, weight, mean, inv, sum_ds, sum_dsx = ctx.saved_tensors
         needs_weight, needs_bias = ctx.needs_input_grad[2:4]
-        Y = torch.zeros_like(s) if Y is None else Y
-        grad_s, grad_weight, grad_bias = _backward(Y, s, weight, mean, inv, ctx.eps)
+        Y = torch.zeros_like(s) if Y is None else _laid_out_as(s, Y)
+        sum_Y, sum_Yx = _sums(Y, s, mean, inv)
         if Z is None:  # C alone: no tangent is touched
-            return grad_s, None, grad_weight if needs_weight else None, grad_bias if needs_bias else None, *_REST
-        grad_ds, sum_nZ, sum_Z = _backward(Z, s, weight, mean, inv, ctx.eps)
-        count = s.numel() // s.shape[1]
-        dims = [d for d in range(s.dim()) if d != 1]
-        a, b, z, d = sum_nZ / count, sum_nds / count, sum_Z / count, sum_ds / count
-        c = (Z * ds).sum(dims, dtype=inv.dtype) / count - z * d
-        scale = inv * inv if weight is None else inv * inv * weight.to(inv.dtype)
-        k_s, k_Z, k_ds = scale * inv * (c - 3 * a * b), scale * b, scale * a
-        const = k_s * mean + k_Z * z + k_ds * d
-        for k, x in ((k_s, s), (k_Z, Z), (k_ds, ds)):
-            grad_s.addcmul_(x, k.to(x.dtype).view(_shape(s)), value=-1)
-        grad_s.add_(const.to(grad_s.dtype).view(_shape(s)))
-        grad_weight = grad_weight + inv * count * (c - a * b)
-        return grad_s, grad_ds, grad_weight if needs_weight else None, grad_bias if needs_bias else None, *_REST
+            grad_s, grad_ds, more = _spread(Y, s, weight, mean, inv, sum_Y, sum_Yx), None, sum_Yx
+        else:
+            Z = _laid_out_as(s, Z)
+            count = s.numel() // s.shape[1]
+            sum_Z, sum_Zx = _sums(Z, s, mean, inv)
+            _, covariance = _sums(Z, ds, sum_ds / count, torch.ones_like(inv))  # count·c
+            grad_ds = _spread(Z, s, weight, mean, inv, sum_Z, sum_Zx)
+            share = inv * inv / count
+            of_Z, of_ds = share * sum_dsx, share * sum_Zx
+            product = of_Z * sum_Zx  # count·ab
+            W = torch.addcmul(Y, Z, of_Z.to(Y.dtype).view(_shape(s)), value=-1)
+            W.addcmul_(ds, of_ds.to(Y.dtype).view(_shape(s)), value=-1)
+            sum_W = sum_Y.addcmul(of_Z, sum_Z, value=-1).addcmul_(of_ds, sum_ds, value=-1)
+            more = sum_Yx + covariance
+            grad_s = _spread(W, s, weight, mean, inv, sum_W, torch.sub(more, product, alpha=3))
+            more = more - product
+        grad_weight = (more * inv).to(weight.dtype) if needs_weight else None
+        return grad_s, grad_ds, grad_weight, sum_Y.to(weight.dtype) if needs_bias else None, *_REST
 
 
 _REST = (None,) * 4  # statistics, momentum and eps have no derivative
 
 
-def _backward(
-    z: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """γ·inv·P(z), Σ n z and Σ z."""
-    out: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward(
-        z, s, weight, None, None, mean, inv, True, eps, [True, True, True]
+def _laid_out_as(s: Tensor, x: Tensor) -> Tensor:
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(s.dim())
+    is_last = last is not None and s.is_contiguous(memory_format=last) and not s.is_contiguous()
+    return x.contiguous(memory_format=last if is_last and last is not None else torch.contiguous_format)
+
+
+def _sums(z: Tensor, s: Tensor, mean: Tensor, inv: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ z and Σ z·(s − mean) of each channel."""
+    if z.is_cuda:
+        both: tuple[Tensor, Tensor] = torch.batch_norm_backward_reduce(z, s, mean, inv, None, True, False, False)[:2]
+        return both
+    _, normalised, plain = torch.ops.aten.native_batch_norm_backward(
+        z, s, None, None, None, mean, inv, True, 0.0, [False, True, True]
     )
-    return out
+    return plain, normalised / inv
+
+
+def _spread(
+    z: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, sum_z: Tensor, sum_zx: Tensor
+) -> Tensor:
+    """γ·inv·(z − Σz/count − (s − mean)·inv²·Σz(s − mean)/count)."""
+    count = s.numel() // s.shape[1]
+    if z.is_cuda:
+        return torch.batch_norm_backward_elemt(z, s, mean, inv, weight, sum_z, sum_zx, _counts(count, z.device))
+    scale = inv if weight is None else inv * weight
+    slope = scale * inv * inv * sum_zx / count
+    shift = slope * mean - scale * sum_z / count
+    scale, slope, shift = (k.to(z.dtype).view(_shape(s)) for k in (scale, slope, shift))
+    return torch.addcmul(shift, z, scale).addcmul_(s, slope, value=-1)
+
+
+@functools.lru_cache(256)
+def _counts(count: int, device: torch.device) -> Tensor:
+    return torch.full((1,), count, dtype=torch.int32, device=device)

@@ -1,5 +1,7 @@
 """Random state of the CPU and of the devices that tensors live on: taken, and put back."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -27,3 +29,8 @@ class RandomState:
         torch.set_rng_state(self._cpu)
         for device, state in self._cuda.items():
             torch.cuda.set_rng_state(state, device)
+
+
+def undisturbed(*tensors: Tensor) -> AbstractContextManager[object]:
+    """What is drawn within is drawn again afterwards. A step that is being captured draws nothing at random."""
+    return nullcontext() if capturing() else RandomState(*tensors)

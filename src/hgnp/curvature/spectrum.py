@@ -4,7 +4,8 @@
 zero everywhere else. `Observer` is what a forward pass shows its layers to: it gathers Ψ on the way and Γ in `pull`.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,10 @@ import torch
 from torch import Tensor
 
 from hgnp.curvature.blocks import Block
-from hgnp.curvature.eigen import Eigenpair, arbitrary, kronecker_residual, top_of_each
+from hgnp.curvature.eigen import Eigenpair, arbitrary, kronecker_residual
 from hgnp.curvature.factors import GammaMoments, PsiMoments, per_position, plain_convolution, unit, wide
 from hgnp.curvature.forward import autocast_off
 from hgnp.curvature.random import capturing
-
-COLD_STEPS = 60
-WARM_STEPS = 4
 
 
 class _Probe(torch.autograd.Function):
@@ -73,16 +71,22 @@ class Observer:
         probed: Tensor = _Probe.apply(out, self._anchor, sink)
         return probed
 
-    def pull(self, output: Tensor, cotangent: Tensor | None, scale: float | Tensor) -> None:
-        """Γ from the derivatives of `output` (C itself, or the logits with a drawn cotangent): a backward pass for
-        activations alone. `scale` keeps them in a half-precision range and is divided out again."""
-        assert self._anchor is not None
-        cotangent = torch.ones_like(output) if cotangent is None else cotangent.to(output.dtype)
+    @contextlib.contextmanager
+    def gathering(self, scale: float | Tensor) -> Iterator[None]:
+        """Γ from the derivatives that a backward pass within shows, of scale·C: it is divided out again."""
         self._factor = self.samples / scale
         try:
-            torch.autograd.grad(output, self._anchor, cotangent * scale, retain_graph=True, allow_unused=True)
+            yield
         finally:
             self._factor = None
+
+    def pull(self, output: Tensor, cotangent: Tensor | None, scale: float | Tensor) -> None:
+        """Γ from the derivatives of `output` (C itself, or the logits with a drawn cotangent): a backward pass for
+        activations alone. `scale` keeps them in a half-precision range."""
+        assert self._anchor is not None
+        cotangent = torch.ones_like(output) if cotangent is None else cotangent.to(output.dtype)
+        with self.gathering(scale):
+            torch.autograd.grad(output, self._anchor, cotangent * scale, retain_graph=True, allow_unused=True)
 
     def empirical(self, block: Block, psi: Tensor, gamma: Tensor) -> Tensor:
         """mean_i (Σ_t (v^Ψ·ã_it)(v^Γ·g_it))² of each group, (G,): the quotient of the block's own Fisher matrix."""
@@ -207,21 +211,18 @@ def _unit_or_arbitrary(v: Tensor) -> Tensor:
     return unit(torch.where(v.abs().amax(1, keepdim=True) == 0, arbitrary(v.shape[1], v.dtype, v.device), v))
 
 
-def solve(
-    observer: Observer, blocks: list[Block], start: dict[str, tuple[Tensor, Tensor]], *, empirical: bool, cold: bool
+def choose_block(
+    observer: Observer, blocks: list[Block], psi: Sequence[Eigenpair], gamma: Sequence[Eigenpair], *, empirical: bool
 ) -> tuple[dict[str, Pair], Chosen]:
-    """The eigenpairs of every block that was seen, from `start`, and the block to penalise."""
-    steps = COLD_STEPS if cold else WARM_STEPS
+    """The blocks' pairs, and the block to penalise."""
     pairs: dict[str, Pair] = {}
     scores: list[Tensor] = []
-    seen = [block for block in blocks if block.name in observer.psi and observer.gamma[block.name].positions]
-    factors = [moments[block.name].factor() for moments in (observer.psi, observer.gamma) for block in seen]
-    starts = [start[block.name][side] for side in (0, 1) for block in seen]
-    tops = top_of_each(factors, starts, steps)
-    for block, psi, gamma in zip(seen, tops[: len(seen)], tops[len(seen) :], strict=True):
-        score = observer.empirical(block, psi.vector, gamma.vector) if empirical else psi.value * gamma.value
+    for block, its_psi, its_gamma in zip(blocks, psi, gamma, strict=True):
+        score = its_psi.value * its_gamma.value
+        if empirical:
+            score = observer.empirical(block, its_psi.vector, its_gamma.vector)
         score = torch.nan_to_num(score, nan=-1.0, posinf=-1.0)  # an overflow of half precision is no curvature
         best = score.max(0)
-        pairs[block.name] = Pair(psi, gamma, best.indices)
-        scores.append(best.values.to(torch.float64 if psi.value.dtype == torch.float64 else torch.float32))
-    return pairs, Chosen.of(torch.stack(scores).argmax(), seen)
+        pairs[block.name] = Pair(its_psi, its_gamma, best.indices)
+        scores.append(best.values.to(torch.float64 if score.dtype == torch.float64 else torch.float32))
+    return pairs, Chosen.of(torch.stack(scores).argmax(), blocks)

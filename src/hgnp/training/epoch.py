@@ -77,9 +77,9 @@ class Epochs:
         self.flatness = trainer if isinstance(trainer, Flatness) else None
         self.precision = precision_on(recipe, device)
         self.engine: Engine | None = None
-        if self.flatness is not None and device.type == "cuda" and recipe.engine == "auto" and self.precision != "fp16":
+        if device.type == "cuda" and recipe.engine == "auto" and self.precision != "fp16":
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in torch's stubs
-            self.engine = Engine(self.flatness)
+            self.engine = Engine(trainer)
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         """The learning rates that a schedule scales."""
         self.scaler = torch.amp.GradScaler(device.type) if self.precision == "fp16" else None

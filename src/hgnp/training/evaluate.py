@@ -1,6 +1,7 @@
 """Loss and metric over the validation data, in evaluation mode."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -8,38 +9,64 @@ from torch import Tensor, nn
 
 from hgnp.curvature.forward import Output, run, samples_in
 from hgnp.curvature.losses import Loss
+from hgnp.graphs import Capture, Replayed
 from hgnp.modes import evaluating
+from hgnp.removal import Removal, listen
 from hgnp.training.batches import ignored_label, is_classification
 
 Metric = Callable[[Tensor, Tensor], Any]
 
 
-def evaluate(
-    net: nn.Module, batches: Iterable[tuple[Any, Any]], loss: Loss, metric: Metric | None, output: Output | None
-) -> tuple[float, float]:
-    """(mean loss, metric). A given metric sees all outputs and targets at once, as many metrics are no means over batches;
-    without one it is accuracy for class labels, and minus the loss otherwise, so that higher is better."""
-    total: list[Tensor] = []
-    right: list[Tensor] = []
-    counted: list[Tensor] = []
-    seen: list[tuple[Tensor, Tensor]] = []
-    samples = 0
-    with evaluating(net), torch.no_grad():
-        for inputs, target in batches:
-            out = run(net, inputs, output=output)
-            n = samples_in(inputs)
-            total.append(loss(out, target).detach().double() * n)
-            samples += n
-            if metric is not None:
-                seen.append((out, target))
-            elif is_classification(loss, target):
-                counts = target != ignored_label(loss)
-                right.append(((out.argmax(1) == target) & counts).sum())
-                counted.append(counts.sum())
-        mean = float(torch.stack(total).sum() / samples)
-        if metric is not None:
-            return mean, _number(metric(_joined([o for o, _ in seen]), _joined([t for _, t in seen])))
-    return mean, int(torch.stack(right).sum()) / int(torch.stack(counted).sum()) if right else -mean
+class Evaluation:
+    """(mean loss, metric) of a network over batches.
+
+    A given metric sees all outputs and targets at once, as many metrics are no means over batches; without one it is accuracy
+    for class labels, and minus the loss otherwise, so that higher is better. With `graphs` the passes of a network on a GPU
+    come from CUDA graphs; they are in full precision either way.
+    """
+
+    def __init__(
+        self, net: nn.Module, loss: Loss, metric: Metric | None, output: Output | None, *, graphs: bool = False
+    ) -> None:
+        self.net, self.loss, self.metric, self.output = net, loss, metric, output
+        self._capture: Capture | None = None
+        self._of_batch: Callable[[Any], tuple[Tensor, ...]] = self._plain
+        if graphs:
+            self._capture = Capture(next(net.parameters()).device)
+            self._of_batch = self._replayed = Replayed(self._plain, self._capture)
+            listen(net, self.neurons_removed)
+
+    def __call__(self, batches: Iterable[tuple[Any, Any]]) -> tuple[float, float]:
+        parts: list[tuple[Tensor, ...]] = []
+        samples = 0
+        running = nullcontext() if self._capture is None else self._capture.running()
+        with evaluating(self.net), torch.no_grad(), running:
+            for inputs, target in batches:
+                parts.append(self._of_batch((inputs, target)))
+                samples += samples_in(inputs)
+            total, *rest = zip(*parts, strict=True)
+            mean = float(torch.stack(total).sum() / samples)
+            if self.metric is not None:
+                return mean, _number(self.metric(_joined(rest[0]), _joined(rest[1])))
+        if not rest:
+            return mean, -mean
+        right, counted = (int(torch.stack(counts).sum()) for counts in rest)
+        return mean, right / counted
+
+    def _plain(self, batch: tuple[Any, Any]) -> tuple[Tensor, ...]:
+        """The batch's sum of losses, and what its metric is made of."""
+        inputs, target = batch
+        out = run(self.net, inputs, output=self.output)
+        total = self.loss(out, target).detach().double() * samples_in(inputs)
+        if self.metric is not None:
+            return total, out, target
+        if not is_classification(self.loss, target):
+            return (total,)
+        counts = target != ignored_label(self.loss)
+        return total, ((out.argmax(1) == target) & counts).sum(), counts.sum()
+
+    def neurons_removed(self, removal: Removal) -> Callable[[], None]:
+        return self._replayed.forget
 
 
 def _number(value: Any) -> float:
@@ -50,7 +77,7 @@ def _number(value: Any) -> float:
         raise ValueError(f"metric: it returned {given}; one number, higher is better, would do") from None
 
 
-def _joined(parts: list[Any]) -> Tensor:
+def _joined(parts: Sequence[Any]) -> Tensor:
     if not all(isinstance(part, Tensor) for part in parts):
         raise ValueError(f"metric: outputs and targets must be tensors, not {type(parts[0]).__name__}; give output")
-    return torch.cat(parts)
+    return torch.cat(list(parts))

@@ -30,7 +30,7 @@ from hgnp.storage import changes_to_fit, describe, save
 from hgnp.training import schedule, streams
 from hgnp.training.batches import check_first, check_labels, is_classification, pick
 from hgnp.training.epoch import DivergedError, Epochs
-from hgnp.training.evaluate import evaluate
+from hgnp.training.evaluate import Evaluation
 from hgnp.training.folder import Folder, versions
 from hgnp.training.measure import copied, features, latencies, sample_of, top_curvature
 from hgnp.training.optimizers import OptimizerOrMaker, make_optimizer, make_scheduler, step_scheduler
@@ -106,6 +106,8 @@ class Run:
         sam = recipe.method == "sam"
         trainer = SAM(net, loss=task.loss, rho=recipe.rho, output=task.output) if sam else self.flatness
         self.epochs = Epochs(net, trainer, self.optimizer, recipe, task.train.device)
+        graphs = self.epochs.engine is not None
+        self.evaluation = Evaluation(net, task.loss, task.metric, task.output, graphs=graphs)
         self.pruner = Pruner(self.neurons, self.flatness, recipe, self.optimizer, at_start)
         if stored is not None:
             self._restore(stored)
@@ -212,7 +214,7 @@ class Run:
             return None, None
         streams.begin_epoch(task.val.loader, self.plan.epoch)
         batches = self._checked(task.val) if self.plan.epoch == 0 else task.val
-        return evaluate(self.net, batches, task.loss, task.metric, task.output)
+        return self.evaluation(batches)
 
     def _checked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:

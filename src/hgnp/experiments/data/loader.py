@@ -15,6 +15,8 @@ from torch import Tensor
 
 from hgnp.messages import first_line
 
+AT_ONCE = 16  # batches that are made together on a GPU, where launching takes longer than running
+
 
 class Source(Protocol):
     """Pictures of one size with their labels, wherever they are."""
@@ -99,13 +101,15 @@ class Loader:
         if self.crop:
             places = torch.randint(2 * self.crop + 1, (2, total), generator=generator).to(device)
         start = 0
-        for x, y in self.source.batches(order[:total].split(self.batch)):
+        at_once = self.batch * (AT_ONCE if isinstance(self.source, Memory) and device.type == "cuda" else 1)
+        for x, y in self.source.batches(order[:total].split(at_once)):
             now = slice(start, start := start + len(y))
             if places is not None:
                 x = cropped(x, places[:, now], self.crop)
             if mirrored is not None:
                 x = torch.where(mirrored[now].view(-1, 1, 1, 1), x.flip(-1), x)
-            yield x.float().mul_(self._scale).add_(self._shift), y
+            x = x.float().mul_(self._scale).add_(self._shift)
+            yield from zip(x.split(self.batch), y.split(self.batch), strict=True)
 
 
 def cropped(x: Tensor, places: Tensor, padding: int) -> Tensor:

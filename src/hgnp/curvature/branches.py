@@ -1,0 +1,50 @@
+"""Independent work side by side.
+
+In a step that is being captured into a CUDA graph, work on side streams becomes branches of the graph: the small kernels of
+many blocks run beside each other and beside the large ones of the main stream. Elsewhere it simply runs where it is called.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from hgnp.curvature.random import capturing
+
+STREAMS = 12
+_turns = itertools.count()
+
+
+class Branches:
+    """Branches from the stream that is current now. Whoever opens them keeps what they read alive until `join`."""
+
+    def __init__(self) -> None:
+        self._main = torch.cuda.current_stream() if capturing() else None
+        self._open: list[torch.cuda.Stream] = []
+
+    @contextlib.contextmanager
+    def branch(self) -> Iterator[None]:
+        """What is called within runs after all that was called on the main stream so far, beside what follows there."""
+        if self._main is None:
+            yield
+            return
+        streams = _streams(self._main.device.index)
+        stream = next(each for each in (streams[next(_turns) % STREAMS] for _ in streams) if each != self._main)
+        stream.wait_stream(self._main)
+        self._open.append(stream)
+        with torch.cuda.stream(stream):
+            yield
+
+    def join(self) -> None:
+        """What follows on the main stream runs after all branches."""
+        for stream in self._open:
+            assert self._main is not None
+            self._main.wait_stream(stream)
+        self._open = []
+
+
+@functools.cache
+def _streams(device: int) -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream(device) for _ in range(STREAMS)]

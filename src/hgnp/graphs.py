@@ -1,0 +1,119 @@
+"""Work on batches from CUDA graphs: what is done again and again on the same shapes is launched as a whole.
+
+A small network's pass is a few hundred kernels of microseconds each, and launching them takes longer than running them. The
+first piece of a kind runs as it is (libraries choose their algorithms then), the second is captured, and from then on it is
+replayed. What a graph reads must stay where it is: whoever owns one forgets it when the network changes.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from hgnp.messages import first_line
+
+T = TypeVar("T")
+
+
+class RefusedError(Exception):
+    """Work that cannot be captured."""
+
+
+class Capture:
+    """Where graphs are captured: one stream, and one pool of memory that all of them share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._pool: Any = None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around captured work: all of it on one stream, with algorithms chosen by trying them."""
+        current, benchmark = torch.cuda.current_stream(self.device), torch.backends.cudnn.benchmark
+        self.stream.wait_stream(current)
+        torch.backends.cudnn.benchmark = True
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            torch.backends.cudnn.benchmark = benchmark
+            current.wait_stream(self.stream)
+
+    def capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """A graph of the work, and what it returns: tensors that a replay fills. Nothing is computed yet."""
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
+                made = work()
+        except Exception as error:
+            raise RefusedError(first_line(error)) from error
+        return graph, made
+
+    def forget(self) -> None:
+        """Once its graphs are gone."""
+        self._pool = None  # it goes with its last graph
+
+
+def kind_of(batch: Any) -> tuple[Any, ...] | None:
+    """What a graph of work on this batch depends on; None if it is not of tensors alone."""
+    leaves, spec = tree_flatten(batch)
+    if not all(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
+        return None
+    return str(spec), *((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def laid_out(batch: T) -> T:
+    """A copy of a batch, pictures with their channels last."""
+
+    def copy(leaf: Tensor) -> Tensor:
+        form = torch.channels_last if leaf.dim() == 4 and leaf.is_floating_point() else torch.preserve_format
+        return leaf.clone(memory_format=form)
+
+    return tree_map(copy, batch)
+
+
+def refill(batch: Any, values: Any) -> None:
+    torch._foreach_copy_(tree_flatten(batch)[0], tree_flatten(values)[0])
+
+
+class Replayed:
+    """A function of a batch to a tree of tensors, that changes nothing: from graphs, one for each shape of a batch."""
+
+    def __init__(self, function: Callable[[Any], Any], capture: Capture) -> None:
+        self._function, self._capture = function, capture
+        self._met: set[Any] = set()
+        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Any, Any]] = {}
+        self.refused: str | None = None
+        """Why it is not captured, if it is not."""
+
+    def __call__(self, batch: Any) -> Any:
+        """Within `Capture.running`."""
+        kind = kind_of(batch)
+        if kind is None or self.refused is not None:
+            return self._function(batch)
+        if kind not in self._graphs:
+            batch = laid_out(batch)
+            if kind not in self._met:
+                self._met.add(kind)
+                return self._function(batch)
+            try:
+                graph, made = self._capture.capture(lambda: self._function(batch))
+            except RefusedError as error:
+                self.refused = str(error)
+                return self._function(batch)
+            self._graphs[kind] = graph, batch, made
+        graph, given, made = self._graphs[kind]
+        refill(given, batch)
+        graph.replay()
+        leaves, spec = tree_flatten(made)
+        return tree_unflatten([leaf.clone() for leaf in leaves], spec)
+
+    def forget(self) -> None:
+        self._graphs.clear()
+        self._met.clear()
+        self._capture.forget()
