@@ -2,6 +2,7 @@
 
 import io
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from curvature_cases import CHOICES, convnet, gradients, images
 from hgnp import Flatness, Neurons
 from hgnp.curvature.blocks import find_blocks
 from hgnp.curvature.eigen import top, top_dense, top_of_each
-from hgnp.curvature.factors import Rows
+from hgnp.curvature.factors import Dense, Patches, Rows
 from hgnp.curvature.forward import Forward
 from hgnp.curvature.spectrum import Observer
 
@@ -298,15 +299,27 @@ def test_factors_solved_together_are_those_solved_one_by_one() -> None:
         made = torch.randn(groups, count, side, generator=generator, dtype=torch.double)
         return Rows(made * torch.linspace(0.1, 2, side, dtype=torch.double), float(count), bias)
 
-    factors = [
+    def patches(channels: int, groups: int, bias: bool) -> Patches:
+        a = torch.randn(4, channels * groups, 5, 6, generator=generator, dtype=torch.double)
+        conv = {"stride": (1, 2), "padding": (1, 0), "dilation": (1, 1)}
+        return Patches([a, a + 1], [conv, conv], torch.Size([groups, channels, 3, 2]), groups, 4.0, bias)
+
+    factors: list[Any] = [
         rows(1, 6, 4, True),
         rows(3, 6, 2, False),
         rows(2, 6, 9, True),
         rows(1, 40, 3, False),
         rows(1, 5, 7, False),
+        rows(1, 6, 900, False),
+        Dense(rows(1, 30, 7, False).dense()),
+        Dense(rows(2, 30, 11, False).dense()),
+        patches(2, 1, True),
+        patches(3, 2, False),
+        patches(1, 1, False),
     ]
-    starts = [torch.randn(f.rows.shape[0], f.rows.shape[2] + f.bias, generator=generator).double() for f in factors]
-    for steps in (4, 60):
+    starts = [torch.randn(f.entries, f.side, generator=generator).double() for f in factors]
+    starts = [start / start.norm(dim=1, keepdim=True) for start in starts]
+    for steps in (1, 4, 60):
         for factor, start, found in zip(factors, starts, top_of_each(factors, starts, steps), strict=True):
             alone = top(factor, start, steps)
             torch.testing.assert_close(found.value, alone.value)

@@ -6,14 +6,15 @@ is what is used. The error of λ is at most the residual squared over the relati
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hgnp.curvature.branches import Branches
-from hgnp.curvature.factors import Factor, Rows, raised, unit
+from hgnp.curvature.factors import Dense, Factor, Patches, Rows, raised, unit
 
 
 @dataclass(frozen=True)
@@ -39,66 +40,154 @@ def top(factor: Factor, start: Tensor, steps: int) -> Eigenpair:
 
 
 def top_of_each(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int | None = None) -> list[Eigenpair]:
-    """`top` of many factors, after `steps` or as many as are due from a warm start. Those of equally many rows R are worked
-    on together: with K = RRᵀ and s = K^p R x,
-
-        v = Rᵀs/√(sᵀKs),   λ = ‖Ks‖²/(c·sᵀKs),   ‖Fv‖² = (Ks)ᵀK(Ks)/(c²·sᵀKs),   ‖Fv − λv‖² = ‖Fv‖² − λ²,
-
-    c being the count that R is divided by: all but the products with R itself is one operation for all factors."""
-    together: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
+    """`top` of many factors, after `steps` or as many as are due from a warm start; those of a kind are worked on together."""
     found: dict[int, Eigenpair] = {}
     branches = Branches()
     for number, factor in enumerate(factors):
-        if isinstance(factor, Rows) and factor.is_flat:
-            together[factor.rows.shape[1], factor.rows.dtype].append(number)
-        else:
+        if _kind(factor, steps) is None:
             with branches.branch():
                 found[number] = top(factor, starts[number], steps or factor.warm)
-    for numbers in together.values():
-        with branches.branch():
-            rows = [factor for number in numbers if isinstance(factor := factors[number], Rows)]
-            found |= zip(
-                numbers, _together(rows, [starts[number] for number in numbers], steps or Rows.warm), strict=True
-            )
+    for kind, solve in ((Rows, _by_gram), (Dense, _by_products), (Patches, _by_two_products)):
+        for numbers in _alike(factors, kind, steps):
+            with branches.branch():
+                mine, begin = [factors[n] for n in numbers], [starts[n] for n in numbers]
+                found |= zip(numbers, solve(mine, begin, steps or mine[0].warm), strict=True)
     branches.join()
     return [found[number] for number in range(len(factors))]
 
 
-def _together(factors: Sequence[Rows], starts: Sequence[Tensor], steps: int) -> list[Eigenpair]:
-    """Entries are the groups of all factors, one after the other."""
+def _kind(factor: Factor, steps: int | None) -> type | None:
+    """How it is worked on together with others; None: by itself."""
+    if isinstance(factor, Rows):
+        return Rows if factor.is_flat else None
+    if isinstance(factor, Patches):
+        return Patches if (steps or factor.warm) == 1 else None
+    return Dense if isinstance(factor, Dense) else None
+
+
+def _alike(factors: Sequence[Factor], kind: type, steps: int | None) -> Iterator[list[int]]:
+    """The factors of a kind in as few parts as can be padded to one size without taking four times the memory."""
+    sides: dict[Any, list[tuple[int, int, int]]] = defaultdict(list)
+    for number, factor in enumerate(factors):
+        if _kind(factor, steps) is kind:
+            rows = (factor.rows.shape[1], factor.rows.dtype) if isinstance(factor, Rows) else None
+            sides[rows].append((factor.side, factor.entries, number))
+    for part in sides.values():
+        part.sort(reverse=True)
+        taken: list[tuple[int, int, int]] = []
+        for each in part:
+            entries = sum(n for _, n, _ in taken) + each[1]
+            if taken and entries * taken[0][0] > 4 * (sum(side * n for side, n, _ in taken) + each[0] * each[1]):
+                yield [number for _, _, number in taken]
+                taken = []
+            taken.append(each)
+        yield [number for _, _, number in taken]
+
+
+def _padded(vectors: Sequence[Tensor]) -> Tensor:
+    """(entries of all, longest side), from (entries, side) each."""
+    longest = max(v.shape[1] for v in vectors)
+    out = vectors[0].new_zeros(sum(len(v) for v in vectors), longest)
+    places, parts = [], []
+    entry = 0
+    for v in vectors:
+        if len(v) == 1:  # rows of their own lie densely: all are copied at once
+            places.append(out[entry, : v.shape[1]])
+            parts.append(v[0])
+        else:
+            out[entry : entry + len(v), : v.shape[1]].copy_(v)
+        entry += len(v)
+    if places:
+        torch._foreach_copy_(places, parts)
+    return out
+
+
+def _apart(factors: Sequence[Factor], v: Tensor, value: Tensor, residual: Tensor) -> Iterator[Eigenpair]:
+    entry = 0
+    for factor in factors:
+        mine = slice(entry, entry := entry + factor.entries)
+        yield Eigenpair(value[mine], v[mine, : factor.side].contiguous(), residual[mine])
+
+
+def _guarded(
+    v: Tensor, start: Tensor, value: Tensor, residual: Tensor, factors: Sequence[Factor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `top` deals with an overflow and with a product that vanishes."""
+    finite = torch.isfinite(value)
+    good = finite & (value > 0)
+    new = _arbitrary(tuple((factor.entries, factor.side) for factor in factors), v.dtype, v.device)
+    v = torch.where(good.unsqueeze(1), v, torch.where(finite.unsqueeze(1), new, start))
+    return v, value, torch.where(good, residual, torch.inf)
+
+
+def _by_gram(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int) -> Iterator[Eigenpair]:
+    """With K = RRᵀ and s = K^p R x,
+
+        v = Rᵀs/√(sᵀKs),   λ = ‖Ks‖²/(c·sᵀKs),   ‖Fv‖² = (Ks)ᵀK(Ks)/(c²·sᵀKs),   ‖Fv − λv‖² = ‖Fv‖² − λ²,
+
+    c being the count that R is divided by."""
+    flat = [factor for factor in factors if isinstance(factor, Rows)]
+    x = _padded(starts)
+    R = x.new_zeros(len(x), flat[0].rows.shape[1], x.shape[1])
+    entry = 0
+    for factor in flat:
+        mine = R[entry : entry + factor.entries]
+        mine[:, :, : factor.rows.shape[2]].copy_(factor.rows)
+        if factor.bias:
+            mine[:, :, factor.rows.shape[2]].fill_(1.0)
+        entry += factor.entries
+    count = _counts(tuple((factor.entries, factor.count) for factor in flat), x.dtype, x.device)
+    K = R @ R.mT
+    s = raised(K, steps) @ (R @ x.unsqueeze(2))
+    s = s / torch.linalg.vector_norm(s, dim=1, keepdim=True).clamp_min(torch.finfo(s.dtype).tiny)
+    Ks = K @ s
+    size = (s * Ks).sum((1, 2))  # ‖Rᵀs‖²
+    value = Ks.square().sum((1, 2)) / (count * size)
+    image = (Ks * (K @ Ks)).sum((1, 2)) / (count.square() * size)
+    v = (s.mT @ R).squeeze(1) / size.sqrt().unsqueeze(1)
+    value = torch.where(size == 0, 0.0, value)
+    return _apart(flat, *_guarded(v, x, value, (image / value.square() - 1).clamp_min(0).sqrt(), flat))
+
+
+def _by_products(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int) -> Iterator[Eigenpair]:
+    """The matrices side by side, padded with zeros."""
+    dense = [factor for factor in factors if isinstance(factor, Dense)]
+    start = _padded(starts)
+    F = start.new_zeros(*start.shape, start.shape[1])
+    entry = 0
+    for factor in dense:
+        F[entry : entry + factor.entries, : factor.side, : factor.side].copy_(factor.matrix)
+        entry += factor.entries
+    x = start.unsqueeze(2)
+    for _ in range(steps - 1):
+        x = F @ x
+        x = x / torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    y = F @ x
+    return _apart(dense, *_guarded(*_of_two(y.squeeze(2), (F @ y).squeeze(2), start), dense))
+
+
+def _by_two_products(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int) -> Iterator[Eigenpair]:
+    """One step by a product and a second one that measures it, not normalised in between."""
     branches = Branches()
-    grams, images = [], []
+    ones, twos = [], []
     for factor, start in zip(factors, starts, strict=True):
         with branches.branch():
-            grams.append(factor.gram())
-            images.append(factor.apply(start))
+            ones.append(factor.product(start))
+            twos.append(factor.product(ones[-1]))
     branches.join()
-    K, r = torch.cat(grams), torch.cat(images)  # (entries, R, R) and (entries, R)
-    counts = [factor.rows.shape[0] for factor in factors]
-    count = torch.cat([K.new_full((n,), factor.count) for n, factor in zip(counts, factors, strict=True)])
-    s = (raised(K, steps) @ r.unsqueeze(2)).squeeze(2)
-    s = s / torch.linalg.vector_norm(s, dim=1, keepdim=True).clamp_min(torch.finfo(s.dtype).tiny)
-    Ks = (K @ s.unsqueeze(2)).squeeze(2)
-    size = (s * Ks).sum(1)  # ‖Rᵀs‖²
-    good = torch.isfinite(size) & (size > 0)
-    size = torch.where(good, size, 1.0)
-    value = Ks.square().sum(1) / (count * size)
-    image = (Ks * (K @ Ks.unsqueeze(2)).squeeze(2)).sum(1) / (count.square() * size)
-    residual = (image / value.square() - 1).clamp_min(0).sqrt()
-    value = torch.where(good, value, torch.where(torch.isfinite(size), 0.0, torch.nan))
-    residual = torch.where(good, residual, torch.inf)
-    s = torch.where(good.unsqueeze(1), s / size.sqrt().unsqueeze(1), 0.0)
-    pairs = []
-    rest = zip(
-        factors, starts, s.split(counts), value.split(counts), residual.split(counts), good.split(counts), strict=True
-    )
-    for factor, start, its_s, its_value, its_residual, its_good in rest:
-        with branches.branch():
-            v = factor.adjoint(its_s)
-            v = torch.where(its_good.unsqueeze(1), v, arbitrary(start.shape[1], start.dtype, start.device))
-            pairs.append(Eigenpair(its_value, v, its_residual))
-    branches.join()
-    return pairs
+    return _apart(factors, *_guarded(*_of_two(_padded(ones), _padded(twos), _padded(starts)), factors))
+
+
+def _of_two(y: Tensor, z: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """v = y/‖y‖, the start, λ = yᵀz/yᵀy and the relative residual √(‖z‖²‖y‖²/(yᵀz)² − 1), from z = Fy."""
+    yy, yz, zz = (y * y).sum(1), (y * z).sum(1), (z * z).sum(1)
+    value = torch.where(yy == 0, 0.0, yz / yy)
+    return y / yy.sqrt().unsqueeze(1), start, value, (zz * yy / yz.square() - 1).clamp_min(0).sqrt()
+
+
+@functools.lru_cache(64)
+def _counts(counts: tuple[tuple[int, float], ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.cat([torch.full((n,), count, dtype=dtype, device=device) for n, count in counts])
 
 
 @functools.cache
@@ -106,6 +195,11 @@ def arbitrary(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The same unit vector for every run, (1, side), without zeros or symmetry."""
     generator = torch.Generator().manual_seed(0)
     return unit(torch.randn(1, side, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype))
+
+
+@functools.lru_cache(64)
+def _arbitrary(sizes: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _padded([arbitrary(side, dtype, device).expand(entries, -1) for entries, side in sizes])
 
 
 def top_dense(factor: Factor) -> Eigenpair:

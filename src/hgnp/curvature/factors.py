@@ -27,6 +27,13 @@ class Factor(Protocol):
     warm: int
     """Steps from an eigenvector of the last batch that are worth their cost."""
 
+    @property
+    def entries(self) -> int:
+        """Groups."""
+
+    @property
+    def side(self) -> int: ...
+
     def product(self, x: Tensor) -> Tensor:
         """The factor of each group times x, (G, side) → (G, side)."""
 
@@ -73,6 +80,14 @@ class Rows(_Powers):
     count: float
     bias: bool = False
 
+    @property
+    def entries(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def side(self) -> int:
+        return self.rows.shape[2] + self.bias
+
     def product(self, x: Tensor) -> Tensor:
         return self.adjoint(self.apply(x) / self.count)
 
@@ -89,8 +104,8 @@ class Rows(_Powers):
 
     @property
     def is_flat(self) -> bool:
-        """Whether RRᵀ is the smaller matrix to work with."""
-        return self.rows.shape[1] <= min(GRAM_LIMIT, 4 * self.rows.shape[2])
+        """Whether RRᵀ is the matrix to work with. On a GPU it is not the arithmetic that counts."""
+        return self.rows.shape[1] <= (GRAM_LIMIT if self.rows.is_cuda else min(GRAM_LIMIT, 4 * self.rows.shape[2]))
 
     def gram(self) -> Tensor:
         """RRᵀ, (G, R, R)."""
@@ -113,11 +128,16 @@ class Dense(_Powers):
 
     matrix: Tensor  # (G, side, side)
 
+    @property
+    def entries(self) -> int:
+        return self.matrix.shape[0]
+
+    @property
+    def side(self) -> int:
+        return self.matrix.shape[1]
+
     def product(self, x: Tensor) -> Tensor:
         return (self.matrix @ x.unsqueeze(2)).squeeze(2)
-
-    def advance(self, x: Tensor, steps: int) -> Tensor:
-        return unit((raised(self.matrix, steps) @ x.unsqueeze(2)).squeeze(2))
 
     def dense(self) -> Tensor:
         return self.matrix
@@ -138,10 +158,18 @@ class Patches(_Powers):
     count: float
     bias: bool
 
+    @property
+    def entries(self) -> int:
+        return self.groups
+
+    @property
+    def side(self) -> int:
+        return self.kernel[1:].numel() + self.bias
+
     def product(self, x: Tensor) -> Tensor:
         side = self.kernel[1:].numel()
         filters = x[:, :side].reshape(self.groups, *self.kernel[1:])
-        total = torch.zeros_like(x)
+        total: Tensor | None = None
         for a, options in zip(self.inputs, self.options, strict=True):
             conv = (options["stride"], options["padding"], options["dilation"])
             taps = filters.to(a.dtype)
@@ -153,7 +181,8 @@ class Patches(_Powers):
             if self.bias:
                 sums = r.sum([d for d in range(r.dim()) if d != 1], dtype=x.dtype).unsqueeze(1)
                 grad = torch.cat([grad.to(x.dtype), sums], 1)
-            total += grad
+            total = grad.to(x.dtype) if total is None else total + grad
+        assert total is not None
         return total / self.count
 
     def dense(self) -> Tensor:
@@ -233,29 +262,29 @@ class GammaMoments:
         flat = g.reshape(-1, groups, side).transpose(0, 1)  # (G, N·T, side)
         if flat.shape[1] <= side:
             self.rows.append(wide(g.reshape(-1, groups * side)) * factor)
-        else:
-            outer = wide_bmm(flat.mT, flat)
-            root = torch.ones_like(outer[:, 0]).mul_(_by_group(factor, groups)).unsqueeze(1)
+            return
+        outer = wide_bmm(flat.mT, flat)
+        if isinstance(factor, Tensor) and factor.dim():
+            root = factor.view(groups, 1, side)
             outer = outer * root * root.mT
-            self.matrix = outer if self.matrix is None else self.matrix + outer
+        else:
+            outer = outer * factor**2
+        self.matrix = outer if self.matrix is None else self.matrix + outer
 
     def factor(self) -> Factor:
         groups, side = self.block.gamma_shape
         count = float(self.samples if self.reduce else self.samples * self.positions)
         if self.reduce:
-            return Rows(torch.stack(self.rows).sum(0).view(-1, groups, side).transpose(0, 1), count)
-        rows = Rows(torch.cat(self.rows).view(-1, groups, side).transpose(0, 1), count) if self.rows else None
+            rows = self.rows[0] if len(self.rows) == 1 else torch.stack(self.rows).sum(0)
+            return Rows(rows.view(-1, groups, side).transpose(0, 1), count)
+        kept = Rows(torch.cat(self.rows).view(-1, groups, side).transpose(0, 1), count) if self.rows else None
         if self.matrix is None:
-            assert rows is not None
-            return rows
-        return Dense(self.matrix / count if rows is None else self.matrix / count + rows.dense())
+            assert kept is not None
+            return kept
+        return Dense(self.matrix / count if kept is None else self.matrix / count + kept.dense())
 
 
 HALF = (torch.float16, torch.bfloat16)
-
-
-def _by_group(factor: float | Tensor, groups: int) -> float | Tensor:
-    return factor.view(groups, -1) if isinstance(factor, Tensor) and factor.dim() else factor
 
 
 def wide(x: Tensor) -> Tensor:

@@ -215,14 +215,17 @@ def choose_block(
     observer: Observer, blocks: list[Block], psi: Sequence[Eigenpair], gamma: Sequence[Eigenpair], *, empirical: bool
 ) -> tuple[dict[str, Pair], Chosen]:
     """The blocks' pairs, and the block to penalise."""
-    pairs: dict[str, Pair] = {}
-    scores: list[Tensor] = []
-    for block, its_psi, its_gamma in zip(blocks, psi, gamma, strict=True):
-        score = its_psi.value * its_gamma.value
-        if empirical:
-            score = observer.empirical(block, its_psi.vector, its_gamma.vector)
-        score = torch.nan_to_num(score, nan=-1.0, posinf=-1.0)  # an overflow of half precision is no curvature
-        best = score.max(0)
-        pairs[block.name] = Pair(its_psi, its_gamma, best.indices)
-        scores.append(best.values.to(torch.float64 if score.dtype == torch.float64 else torch.float32))
-    return pairs, Chosen.of(torch.stack(scores).argmax(), blocks)
+    if empirical:
+        scores = torch.cat(
+            [observer.empirical(b, p.vector, g.vector) for b, p, g in zip(blocks, psi, gamma, strict=True)]
+        )
+    else:
+        scores = torch.cat([each.value for each in psi]) * torch.cat([each.value for each in gamma])
+    scores = torch.nan_to_num(scores, nan=-1.0, posinf=-1.0)  # an overflow of half precision is no curvature
+    first = torch.zeros((), dtype=torch.long, device=scores.device)
+    groups, best = [first] * len(blocks), scores
+    if any(block.groups > 1 for block in blocks):
+        tops = [part.max(0) for part in scores.split([block.groups for block in blocks])]
+        groups, best = [each.indices for each in tops], torch.stack([each.values for each in tops])
+    pairs = {b.name: Pair(p, g, group) for b, p, g, group in zip(blocks, psi, gamma, groups, strict=True)}
+    return pairs, Chosen.of(best.argmax(), blocks)

@@ -132,7 +132,7 @@ class Engine:
         def work() -> Tensor | None:
             loss = piece(*batch)
             if flat is not None and flat.v.chosen is not known:
-                torch._foreach_copy_(self._memory, _tensors(flat.v.pairs, self._static))
+                _copy(self._memory, _tensors(flat.v.pairs, self._static))
             fresh = [(self._grads[p], p.grad) for p in parameters if p.grad is not None]
             if fresh:  # all graphs leave their gradients in the same memory
                 torch._foreach_copy_([kept for kept, _ in fresh], [grad for _, grad in fresh])
@@ -180,7 +180,7 @@ class Engine:
                 self._static = {name: _copied(pair) for name, pair in pairs.items()}
                 self._memory = _tensors(self._static, self._static)
             elif any(pairs[name] is not self._static[name] for name in pairs):
-                torch._foreach_copy_(self._memory, _tensors(pairs, self._static))
+                _copy(self._memory, _tensors(pairs, self._static))
             flat.v.pairs = self._static
 
     def _forget(self) -> None:
@@ -201,4 +201,11 @@ def _copied(pair: Pair) -> Pair:
 
 
 def _tensors(pairs: dict[str, Pair], order: dict[str, Pair]) -> list[Tensor]:
-    return [tensor for name in order for _, tensor in sorted(pairs[name].state().items())]
+    return [tensor.reshape(-1) for name in order for _, tensor in sorted(pairs[name].state().items())]
+
+
+def _copy(into: list[Tensor], values: list[Tensor]) -> None:
+    """All that are of one type at once."""
+    for of_kind in (torch.is_floating_point, lambda x: not torch.is_floating_point(x)):
+        mine = [number for number, tensor in enumerate(into) if of_kind(tensor)]
+        torch._foreach_copy_([into[number] for number in mine], [values[number] for number in mine])
