@@ -31,8 +31,9 @@ from hgnp.curvature.forward import Forward, Output, UnfitError, autocast_off, la
 from hgnp.curvature.gauss_newton import GaussNewton
 from hgnp.curvature.hessian import Hessian
 from hgnp.curvature.losses import Loss, loss_curvature
-from hgnp.curvature.random import RandomState, undisturbed
+from hgnp.curvature.random import RandomState, capturing, undisturbed
 from hgnp.curvature.spectrum import Observer
+from hgnp.curvature.tape import Tape
 from hgnp.removal import Removal, listen
 
 
@@ -60,6 +61,15 @@ class Pass:
     def acts(self, bound: float) -> bool:
         """Whether q has to be differentiated: not if the hinge is known to be closed. On a GPU nobody waits to know."""
         return self.q.device.type != "cpu" or bool(self.q > bound)
+
+
+@dataclass(frozen=True)
+class First:
+    """A batch's forward pass in the paper's order, before v is known."""
+
+    z: Any
+    tape: Tape | None  # None where operations cannot be run again
+    kept: bool  # whether it will be differentiated again
 
 
 class Flatness:
@@ -128,6 +138,8 @@ class Flatness:
         self.v = Direction(net, self.choices, self._loss_curvature)
         self.weight: Tensor | None = None
         """mu on the device, for a step that is captured once and run with several."""
+        self.first: First | None = None
+        """The pass of the batch whose step comes next, in the paper's order."""
         self.seen: Seen | None = None
         """All that is known of the last step, without waiting for the device."""
         self._bends: dict[bool, Reasons] = {}
@@ -153,19 +165,35 @@ class Flatness:
         """What comes before a step: finding v where it is not that of the batch before."""
         if self.net.training not in self._bends:
             self._bends[self.net.training] = self._trace(inputs)
-        if not self.lags or self.v.block() is None:
+        if not self.lags and not self._frozen:
+            self.first = self._forward_first(inputs, target, scale)
+        elif not self.lags or self.v.block() is None:
             self._look(self.v, inputs, target, scale)
+
+    def _forward_first(self, inputs: Any, target: Any, scale: float | Tensor) -> First:
+        """The pass that v is found from. C's own pass it is as well: it alone updates buffers."""
+        observer, tape = self.v.observer(inputs), Tape()
+        state = None if capturing() else RandomState(*self.net.parameters())
+        z = self._run(inputs, Forward(watch=observer, tape=tape))
+        gather = partial(self.v.pull, observer, self.loss(z, target), z, target, scale)
+        self.v.update(observer, gather, cold=self.v.block() is None)
+        repeats = state is None or state.is_now()
+        if state is not None:
+            state.restore()  # a second pass draws the same
+        return First(z, tape if repeats else None, kept=capturing())
 
     def step(self, inputs: Any, target: Any, *, renew: bool, scale: float | Tensor = 1.0) -> Tensor:
         """The step itself, along the v that is known."""
         if self._frozen and any(layer.training for layer in tracked(self.net)):
             return self._apart(inputs, target, scale, renew)
-        found = self._penalised(self.v, inputs, target, renew=renew)
+        first, self.first = self.first, None
+        found = self._penalised(self.v, inputs, target, renew=renew, first=first)
         self.seen = found.seen
         loss = found.loss
 
         def backward() -> None:
-            self._autograd((loss + self._penalty(found.q) if found.acts(self.bound) else loss) * scale)
+            total = (loss + self._penalty(found.q) if found.acts(self.bound) else loss) * scale
+            self._autograd(total, retain_graph=first is not None and first.kept)
 
         if found.observer is None:
             backward()
@@ -241,14 +269,20 @@ class Flatness:
         renew: bool,
         traceless: bool = False,
         within: contextlib.AbstractContextManager[Any] | None = None,
+        first: First | None = None,
     ) -> Pass:
-        """C and q of one pass along v; with `renew`, an observer watches it for the next v."""
+        """C and q of one pass along v; with `renew`, an observer watches it for the next v. Of a pass that was made before
+        only what is behind the block runs again, if it can be."""
         block = v.block()
         assert block is not None
         pair, seeds = v.pairs[block.name], v.seeds(block)
         observer = v.observer(inputs) if renew else None
         term = self._term(seeds, observer)
-        z = self._run(inputs, term, traceless=traceless, within=within)
+        z = None
+        if first is not None and first.tape is not None:
+            z = first.tape.again(term, [parameter for parameter, _ in seeds], first.z)
+        if z is None:
+            z = self._run(inputs, term, traceless=traceless or first is not None, within=within)
         loss = self.loss(z, target)
         with autocast_off(loss):
             if isinstance(term, GaussNewton) and (block.name, self.net.training) not in self._checked:
@@ -291,10 +325,10 @@ class Flatness:
         with RandomState(*self.net.parameters()):
             return mode.reasons(self._run(inputs, mode, traceless=True))
 
-    def _autograd(self, total: Tensor) -> None:
+    def _autograd(self, total: Tensor, *, retain_graph: bool = False) -> None:
         try:
             with autocast_off(total):
-                total.backward()
+                total.backward(retain_graph=retain_graph)
         except RuntimeError as error:
             if "is not implemented" in str(error):
                 raise ValueError(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hgnp.curvature.operations import CONVOLUTIONS, name_of, tensors_in
+from hgnp.curvature.tape import Tape
 
 Func = Callable[..., Any]
 Output = Callable[[Any], Any]
@@ -44,10 +45,11 @@ def layer_options(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 
 
 class Forward(TorchFunctionMode):
-    def __init__(self, *, watch: Watch | None = None, frozen: bool = False) -> None:
+    def __init__(self, *, watch: Watch | None = None, frozen: bool = False, tape: Tape | None = None) -> None:
         super().__init__()
         self.watch = watch
         self.frozen = frozen
+        self.tape = tape
 
     def __torch_function__(
         self, func: Func, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -58,7 +60,13 @@ class Forward(TorchFunctionMode):
                              "call it as torch.nn.functional has it")  # fmt: skip
         if self.frozen and func in (F.batch_norm, F.instance_norm):
             args, kwargs = frozen_statistics(func, args, kwargs or {})
-        return self.compute(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if self.tape is None:
+            return self.compute(func, args, kwargs)
+        given = self.tape.given(args, kwargs)
+        out = self.compute(func, args, kwargs)
+        self.tape.note(func, args, kwargs, given, out)
+        return out
 
     def compute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.primal(func, args, kwargs)

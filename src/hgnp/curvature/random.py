@@ -25,6 +25,11 @@ class RandomState:
     def __exit__(self, *_: object) -> None:
         self.restore()
 
+    def is_now(self) -> bool:
+        """Whether nothing was drawn since."""
+        here = torch.equal(self._cpu, torch.get_rng_state())
+        return here and all(torch.equal(s, torch.cuda.get_rng_state(device)) for device, s in self._cuda.items())
+
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)
         for device, state in self._cuda.items():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hgnp.baselines import SAM
 from hgnp.curvature.spectrum import Chosen, Pair
-from hgnp.flatness import Flatness, Seen
+from hgnp.flatness import First, Flatness, Seen
 from hgnp.graphs import Capture, RefusedError, kind_of, laid_out, refill
 from hgnp.removal import Removal, listen
 
@@ -36,6 +36,8 @@ class Captured:
     seen: Seen | None
     choice: Chosen | None
     """The next block, on the device."""
+    first: First | None
+    """A pass that the step goes on from."""
 
 
 class Engine:
@@ -142,9 +144,10 @@ class Engine:
             graph, loss = self._capture_at.capture(work)
             grads = [(p, self._grads[p]) for p in parameters if p.grad is not None]
             if flat is None or before is None:
-                return Captured(graph, batch, loss, grads, None, None)
+                return Captured(graph, batch, loss, grads, None, None, None)
             seen = None if flat.seen is before[0] else flat.seen
-            return Captured(graph, batch, loss, grads, seen, None if flat.v.chosen is known else flat.v.chosen)
+            choice = None if flat.v.chosen is known else flat.v.chosen
+            return Captured(graph, batch, loss, grads, seen, choice, flat.first)
         finally:
             if flat is not None and before is not None:
                 flat.weight = None
@@ -164,6 +167,8 @@ class Engine:
         captured.graph.replay()
         for parameter, grad in captured.grads:
             parameter.grad = grad
+        if flat is not None:
+            flat.first = captured.first
         if flat is not None and captured.choice is not None:
             flat.v.chosen = Chosen.of(captured.choice.index, captured.choice.blocks)
         if flat is not None and captured.seen is not None:
