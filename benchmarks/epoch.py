@@ -17,7 +17,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,15 +67,8 @@ class Bench:
         recipe = hgnp.Recipe(keep=1.0, engine="auto" if engine else "eager")
         return Epochs(own, trainer, optimizer, recipe, self.device)
 
-    def steps(self, epochs: Epochs, count: int) -> Steps:
-        mu = 0.0 if epochs.flatness is None else epochs.flatness.mu
-        return epochs.train(
-            itertools.islice(self.batches, count), steps=count, epoch=0, rate=None, mu=lambda _: mu,
-            before_step=lambda _: None, show=lambda *_: None,
-        )  # fmt: skip
-
     def warm(self, epochs: Epochs) -> None:
-        self.steps(epochs, 40 if epochs.engine is not None else 5)
+        steps(epochs, self.batches, 40 if epochs.engine is not None else 5)
 
     def measured(self, net: nn.Module, name: str, kept: float, method: str, *, engine: bool) -> Measured:
         key = name, kept, method, engine
@@ -90,10 +83,10 @@ class Bench:
         self.warm(epochs)
         if plain is not None:
             return replace(plain, epoch=plain.epoch - AFTER * plain.step + self._round(epochs))
-        step, count = self.steps(epochs, 10).seconds / 10, 20
+        step, count = steps(epochs, self.batches, 10).seconds / 10, 20
         if engine:
             count = min(max(20, int(self.budget / step)), self.epoch_steps)
-        seen = self.steps(epochs, count)
+        seen = steps(epochs, self.batches, count)
         step = seen.seconds / count
         how = "eager" if epochs.engine is None else "graphs"
         if epochs.engine is not None and epochs.engine.refused is not None:
@@ -110,7 +103,7 @@ class Bench:
         scores = hgnp.sensitivity(epochs.net, neurons, [batch])
         neurons.remove(neurons.least(scores, ROUND), epochs.optimizer)
         self.wait()
-        return time.perf_counter() - start + self.steps(epochs, AFTER).seconds
+        return time.perf_counter() - start + steps(epochs, self.batches, AFTER).seconds
 
     def epochs(self, net: nn.Module, name: str, kept: float) -> None:
         size = f"{sum(p.numel() for p in net.parameters()):,}"
@@ -139,7 +132,7 @@ class Bench:
         self.warm(epochs)
         self.clean()
         torch.cuda.reset_peak_memory_stats()
-        self.steps(epochs, AFTER)
+        steps(epochs, self.batches, AFTER)
         return torch.cuda.max_memory_allocated() - held[0], torch.cuda.max_memory_reserved() - held[1]
 
     def naive(self, net: nn.Module, name: str, kept: float) -> None:
@@ -183,6 +176,15 @@ class Bench:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def steps(epochs: Epochs, batches: Iterable[tuple[Any, Any]], count: int) -> Steps:
+    """The next `count` steps of a run's training; `seconds` of what is returned are all that they took."""
+    mu = 0.0 if epochs.flatness is None else epochs.flatness.mu
+    return epochs.train(
+        itertools.islice(batches, count), steps=count, epoch=0, rate=None, mu=lambda _: mu,
+        before_step=lambda _: None, show=lambda *_: None,
+    )  # fmt: skip
 
 
 def options(name: str, method: str) -> dict[str, Any]:
