@@ -54,8 +54,8 @@ class Costs(Lines):
         super().__init__()
         self.experiment, self.out, self.minutes = experiment, out, minutes
         self.file = out / "costs.json"
-        new = {"plain": {}, "checkpoints": {}, "wall": []}
-        self.known: dict[str, Any] = read_json(self.file) if self.file.exists() else new
+        new: dict[str, Any] = {"plain": {}, "checkpoints": {}, "wall": []}
+        self.known = read_json(self.file) if self.file.exists() else new
         self.began = self.saving = time.perf_counter()
         self.apart = 0.0
 
