@@ -33,6 +33,7 @@ from hgnp.experiments.models import VGG16, ResNet18
 from hgnp.experiments.presets import preset
 from hgnp.messages import first_line
 from hgnp.training.epoch import Epochs, Steps
+from hgnp.training.optimizers import make_optimizer
 from naive import naive_step
 
 NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -63,9 +64,8 @@ class Bench:
         """A copy of `net`, trained as a run would."""
         own = copy.deepcopy(net).to(memory_format=torch.channels_last)
         trainer = SAM(own) if method == "SAM" else hgnp.Flatness(own, **options(name, method))
-        optimizer = torch.optim.SGD(own.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4)
-        recipe = hgnp.Recipe(keep=1.0, engine="auto" if engine else "eager")
-        return Epochs(own, trainer, optimizer, recipe, self.device)
+        recipe = hgnp.Recipe(keep=1.0, lr=1e-3, engine="auto" if engine else "eager")
+        return Epochs(own, trainer, make_optimizer(own, recipe, None), recipe, self.device)
 
     def warm(self, epochs: Epochs) -> None:
         steps(epochs, self.batches, 40 if epochs.engine is not None else 5)
