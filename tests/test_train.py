@@ -1,6 +1,7 @@
 """`hgnp.prune`: Algorithm 2 as a user meets it."""
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 
 import hgnp
 from hgnp.recipe import METHODS
+from hgnp.training.rounds import Pruner
 from train_cases import Net, loaders, made, recipe, stripes
 
 KEYS = (
     "epoch phase loss penalty radius curvature hinge blocks val_loss metric kept parameters neurons macs removed widths "
-    "lr mu seconds"
+    "lr mu seconds train_seconds"
 )
 
 
@@ -144,6 +146,22 @@ def test_few_neurons_every_so_many_steps() -> None:
     assert [row["removed"] for row in history[:2]] == [0, 0]
     assert history[2]["removed"] == 3  # six steps an epoch
     assert sum(row["removed"] for row in history) == 48 - history[-1]["neurons"]
+
+
+@pytest.mark.parametrize("unit", ["epochs", "steps"])
+def test_seconds_of_the_steps_alone(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What scoring takes is part of an epoch, not of its steps."""
+    scored = Pruner.round
+
+    def slow(self: Pruner, batches: list[Any]) -> int:
+        time.sleep(0.5)
+        return scored(self, batches)
+
+    monkeypatch.setattr(Pruner, "round", slow)
+    r = recipe(prune_unit=unit, prune_every=6 if unit == "steps" else 1, warmup_epochs=1, keep=0.8, finetune_epochs=0)
+    for row in hgnp.prune(made(), *loaders(), recipe=r).history:
+        rounds = 0.5 if row["phase"] == "prune" else 0.0
+        assert 0 < row["train_seconds"] < row["seconds"] - rounds
 
 
 def test_ablations_differ_only_where_they_should() -> None:

@@ -20,6 +20,7 @@ NUMBERS = (
     "kept",
     "neurons",
     "seconds",
+    "train_seconds",
 )
 KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a number": (int | float, NUMBERS),

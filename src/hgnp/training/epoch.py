@@ -34,10 +34,12 @@ class Steps:
     mus: list[float] = field(default_factory=list)
     blocks: Counter[str] = field(default_factory=Counter)
     checked: int = 0
+    seconds: float = 0.0
+    """Of the steps alone: what is done before a step, such as a round of pruning, is not counted."""
 
     def summary(self, bound: float) -> dict[str, Any]:
         steps = len(self.losses)
-        row: dict[str, Any] = {"loss": _mean(self.losses)}
+        row: dict[str, Any] = {"loss": _mean(self.losses), "train_seconds": self.seconds}
         if not self.curvatures:
             return row | {"penalty": 0.0, "radius": None, "curvature": None, "hinge": None, "blocks": {}}
         q = torch.stack([value.double() for value in self.curvatures]).cpu()
@@ -98,11 +100,13 @@ class Epochs:
         """One pass over `batches`. `rate` and `mu` say how they go over the epoch, from 0 to 1."""
         self.net.train()
         seen = Steps()
-        shown = time.perf_counter()
+        start = shown = time.perf_counter()
         with nullcontext() if self.engine is None else self.engine.running():
             for step, batch in enumerate(batches):
                 share = step / steps if steps else 0.0
+                paused = time.perf_counter()
                 before_step(batch)
+                start += time.perf_counter() - paused
                 if rate is not None:
                     for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
                         group["lr"] = peak * rate(share)
@@ -115,6 +119,7 @@ class Epochs:
                     shown = time.perf_counter()
                     show(step + 1, float(seen.losses[seen.checked - 1]) if seen.checked else None)
             self._check(seen, epoch)
+        seen.seconds = time.perf_counter() - start
         return seen
 
     def step(self, batch: tuple[Any, Any], seen: Steps) -> None:
