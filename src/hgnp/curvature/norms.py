@@ -167,13 +167,15 @@ class BatchNormDual(torch.autograd.Function):
             Z = _laid_out_as(s, Z)
             count = s.numel() // s.shape[1]
             sum_Z, sum_Zx = _sums(Z, s, mean, inv)
-            _, covariance = _sums(Z, ds, sum_ds / count, torch.ones_like(inv))  # count·c
+            zero, one = _constants(len(inv), inv.dtype, inv.device)
+            _, covariance = _sums(Z, ds, sum_ds / count, one)  # count·c
             grad_ds = _spread(Z, s, weight, mean, inv, sum_Z, sum_Zx)
             share = inv * inv / count
             of_Z, of_ds = share * sum_dsx, share * sum_Zx
             product = of_Z * sum_Zx  # count·ab
-            W = torch.addcmul(Y, Z, of_Z.to(Y.dtype).view(_shape(s)), value=-1)
-            W.addcmul_(ds, of_ds.to(Y.dtype).view(_shape(s)), value=-1)
+            # Y − inv·b·Z − inv·a·ṡ: a multiple of a channel is taken away by what spreads sums, from a mean of 0
+            W = _spread(Y, Z, None, zero, one, zero, of_Z * count)
+            W = _spread(W, ds, None, zero, one, zero, of_ds * count)
             sum_W = sum_Y.addcmul(of_Z, sum_Z, value=-1).addcmul_(of_ds, sum_ds, value=-1)
             more = sum_Yx + covariance
             grad_s = _spread(W, s, weight, mean, inv, sum_W, torch.sub(more, product, alpha=3))
@@ -214,6 +216,11 @@ def _spread(
     shift = slope * mean - scale * sum_z / count
     scale, slope, shift = (k.to(z.dtype).view(_shape(s)) for k in (scale, slope, shift))
     return torch.addcmul(shift, z, scale).addcmul_(s, slope, value=-1)
+
+
+@functools.lru_cache(256)
+def _constants(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.zeros(channels, dtype=dtype, device=device), torch.ones(channels, dtype=dtype, device=device)
 
 
 @functools.lru_cache(256)

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hgnp.baselines import SAM
+from hgnp.curvature.operations import tensors_in
 from hgnp.curvature.spectrum import Chosen, Pair
 from hgnp.flatness import First, Flatness, Seen
 from hgnp.graphs import Capture, RefusedError, kind_of, laid_out, refill
@@ -38,6 +40,8 @@ class Captured:
     """The next block, on the device."""
     first: First | None
     """A pass that the step goes on from."""
+    versions: Any
+    """Puts back the counters of changes that autograd knew parameters and batch by when that pass was captured."""
 
 
 class Engine:
@@ -144,10 +148,11 @@ class Engine:
             graph, loss = self._capture_at.capture(work)
             grads = [(p, self._grads[p]) for p in parameters if p.grad is not None]
             if flat is None or before is None:
-                return Captured(graph, batch, loss, grads, None, None, None)
+                return Captured(graph, batch, loss, grads, None, None, None, None)
             seen = None if flat.seen is before[0] else flat.seen
             choice = None if flat.v.chosen is known else flat.v.chosen
-            return Captured(graph, batch, loss, grads, seen, choice, flat.first)
+            read = (*parameters, *self.net.buffers(), *tensors_in(batch))
+            return Captured(graph, batch, loss, grads, seen, choice, flat.first, _unsafe_preserve_version_counter(read))
         finally:
             if flat is not None and before is not None:
                 flat.weight = None
@@ -169,6 +174,8 @@ class Engine:
             parameter.grad = grad
         if flat is not None:
             flat.first = captured.first
+            if captured.first is not None:  # a replay has it compute with the parameters as they are
+                captured.versions.__exit__(None, None, None)
         if flat is not None and captured.choice is not None:
             flat.v.chosen = Chosen.of(captured.choice.index, captured.choice.blocks)
         if flat is not None and captured.seen is not None:
