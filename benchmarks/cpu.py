@@ -1,17 +1,16 @@
 """Training steps on a CPU: contiguous or channels last, one thread or two, operation by operation or compiled.
 
-    python benchmarks/cpu.py [--budget 40] [--only digits vgg16-32 …] [--no-compile] [--out benchmarks/cpu.md]
+    python benchmarks/cpu.py [--budget 12] [--only digits-64 vgg16-32-half …] [--part formats threads compile] [--out FILE]
 
 All ways of a network are timed in turns in one process, so that they meet the same conditions; numbers are medians over the
-turns. The learning rate is 0: every turn does the same work, on the same penalised block. *Half*: half of the neurons removed at
-random, as in the middle of a run, which leaves odd widths. The compiler's caches are off; its seconds are those of a first run.
+turns. The learning rate is 0: every turn does the same work, on the same penalised block. *Left* is the fraction of neurons left
+after a removal at random, as in the middle of a run: it leaves odd widths. The compiler's caches are off, as in a first run.
 """
 
 import argparse
 import copy
 import datetime
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,34 +25,43 @@ import hgnp
 from hgnp.experiments.models import VGG16, DigitsNet, ResNet18
 from hgnp.timing import side_by_side
 
+Step = Callable[[], object]
+
 DEVICE = torch.device("cpu")
 FORMATS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
-CIFAR, DIGITS = (3, 32, 32), (1, 8, 8)
-CASES: dict[str, tuple[str, Callable[[], nn.Module], bool, tuple[int, ...], int]] = {
-    "digits": ("DigitsNet", DigitsNet, False, DIGITS, 64),
-    "digits-half": ("DigitsNet, half", DigitsNet, True, DIGITS, 64),
-    "vgg16-32": ("VGG-16-BN", VGG16, False, CIFAR, 32),
-    "vgg16-128": ("VGG-16-BN", VGG16, False, CIFAR, 128),
-    "vgg16-half": ("VGG-16-BN, half", VGG16, True, CIFAR, 128),
-    "resnet18-32": ("ResNet-18", ResNet18, False, CIFAR, 32),
-    "resnet18-128": ("ResNet-18", ResNet18, False, CIFAR, 128),
-    "resnet18-half": ("ResNet-18, half", ResNet18, True, CIFAR, 128),
+NETS: dict[str, tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = {
+    "digits": ("DigitsNet", DigitsNet, (1, 8, 8)),
+    "vgg16": ("VGG-16-BN", VGG16, (3, 32, 32)),
+    "resnet18": ("ResNet-18", ResNet18, (3, 32, 32)),
 }
+LEFT = {"": 1.0, "half": 0.5, "fifth": 0.2}
+CASES = [
+    f"{net}-{batch}{'-' * bool(left)}{left}"
+    for net, batches in {"digits": (64,), "vgg16": (32, 128), "resnet18": (32, 128)}.items()
+    for batch in batches
+    for left in LEFT
+]
 SHORT = 0.05  # seconds; shorter steps are timed several at a time
 
 
 def made(case: str) -> tuple[nn.Module, Tensor, Tensor]:
-    _, make, half, shape, batch = CASES[case]
+    net_name, batch, left, *_ = [*case.split("-"), ""]
+    _, make, shape = NETS[net_name]
     torch.manual_seed(0)
     net = make()
-    if half:
+    if left:
         neurons = hgnp.Neurons(net, torch.randn(2, *shape))
         scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
-        neurons.remove(neurons.least(scores, neurons.count // 2))
-    return net, torch.randn(batch, *shape), torch.randint(0, 10, (batch,))
+        neurons.remove(neurons.least(scores, round(neurons.count * (1 - LEFT[left]))))
+    return net, torch.randn(int(batch), *shape), torch.randint(0, 10, (int(batch),))
 
 
-def trained(net: nn.Module, backward: Callable[[], object]) -> Callable[[], None]:
+def head(case: str) -> str:
+    net, batch, left, *_ = [*case.split("-"), ""]
+    return f"| {NETS[net][0]} | {batch} | {LEFT[left]:g} |"
+
+
+def trained(net: nn.Module, backward: Step) -> Step:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0, momentum=0.9, weight_decay=5e-4)
 
     def step() -> None:
@@ -64,124 +72,127 @@ def trained(net: nn.Module, backward: Callable[[], object]) -> Callable[[], None
     return step
 
 
-def plain(net: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Callable[[], None]:
-    return trained(net, lambda: F.cross_entropy(forward(x), y).backward())
+def in_both_formats(case: str, mu: float) -> dict[str, Step]:
+    net, x, y = made(case)
+    steps: dict[str, Step] = {}
+    blocks = set()
+    for label, form in FORMATS.items():
+        mine = copy.deepcopy(net).to(memory_format=form)  # type: ignore[call-overload]
+        flat = hgnp.Flatness(mine, mu=mu)
+        data = x.contiguous(memory_format=form)
+        steps[label] = trained(mine, lambda flat=flat, data=data: flat.backward(data, y))  # type: ignore[misc]
+        steps[label](), steps[label]()
+        blocks.add(flat.block)
+    assert len(blocks) == 1, blocks
+    return steps
 
 
-def inference(forward: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], None]:
-    def call() -> None:
-        with torch.no_grad():
-            forward(x)
+def medians(steps: list[Step], budget: float, clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    """Milliseconds of a step of each kind."""
+    start = time.perf_counter()
+    steps[0]()
+    many = max(1, round(SHORT / (time.perf_counter() - start)))
 
-    return call
+    def repeated(step: Step) -> Step:
+        return lambda: [step() for _ in range(many)]
+
+    found = side_by_side(
+        [repeated(step) for step in steps], device=DEVICE, repeats=60, warmup=1, budget=budget, clock=clock
+    )
+    return [timing.median / many for timing in found]
 
 
-def medians(calls: dict[str, tuple[int, Callable[[], None]]], budget: float) -> dict[str, tuple[float, float]]:
-    """Way → milliseconds of a step and half the width of their middle half; a way is a number of threads and a step."""
-    times = {}
-    for way, (threads, step) in calls.items():
-        torch.set_num_threads(threads)
-        step()
-        start = time.perf_counter()
-        step()
-        times[way] = time.perf_counter() - start
-    many = max(1, round(SHORT / min(times.values())))
+def formats(case: str, budget: float) -> list[str]:
+    torch.set_num_threads(1)
+    rows = []
+    for kind, mu in (("plain", 0.0), ("HGNP", 1e-3)):
+        one, other = medians(list(in_both_formats(case, mu).values()), budget, time.process_time)
+        rows.append(f"{head(case)} {kind} | {one:.1f} | {other:.1f} | {one / other:.2f}× |")
+    return rows
 
-    def timed(threads: int, step: Callable[[], None]) -> Callable[[], None]:
+
+def threads(case: str, budget: float) -> list[str]:
+    def with_threads(number: int, step: Step) -> Step:
         def call() -> None:
-            torch.set_num_threads(threads)
-            for _ in range(many):
-                step()
+            torch.set_num_threads(number)
+            step()
 
         return call
 
-    found = side_by_side([timed(*call) for call in calls.values()], device=DEVICE, repeats=40, warmup=1, budget=budget)
-    return {way: (t.median / many, (t.high - t.low) / 2 / many) for way, t in zip(calls, found, strict=True)}
-
-
-def formats_and_threads(case: str, budget: float) -> list[str]:
-    net, x, y = made(case)
-    name, *_, batch = CASES[case]
     rows = []
     for kind, mu in (("plain", 0.0), ("HGNP", 1e-3)):
-        calls: dict[str, tuple[int, Callable[[], None]]] = {}
-        blocks: set[str | None] = set()
-        for label, form in FORMATS.items():
-            mine = copy.deepcopy(net).to(memory_format=form)
-            data = x.contiguous(memory_format=form)
-            flat = hgnp.Flatness(mine, mu=mu)
-            step = trained(mine, lambda flat=flat, data=data: flat.backward(data, y))
-            for threads in (1, 2):
-                calls[f"{label}, {threads}"] = (threads, step)
-            step(), step()
-            blocks.add(flat.block)
-        assert len(blocks) == 1, blocks
-        found = medians(calls, budget)
-        base = found["contiguous, 2"][0]
-        cells = [f"{ms:.1f} ± {spread:.1f} ({base / ms:.2f}×)" for ms, spread in found.values()]
-        rows.append(f"| {name} | {batch} | {kind} | {' | '.join(cells)} |")
-        print(rows[-1], flush=True)
+        steps = [with_threads(n, step) for step in in_both_formats(case, mu).values() for n in (1, 2)]
+        a, b, c, d = medians(steps, budget)
+        rows.append(f"{head(case)} {kind} | {a:.1f} | {b:.1f} | {a / b:.2f}× | {c:.1f} | {d:.1f} | {c / d:.2f}× |")
     return rows
 
 
-def compiled(case: str, budget: float, threads: int = 2) -> list[str]:
+def compiled(case: str, budget: float) -> list[str]:
     """Seconds of compiling, milliseconds before and after, and after how many calls it has paid."""
-    name, *_, batch = CASES[case]
+    torch.set_num_threads(1)
+    torch.compile(lambda x: x + 1)(torch.zeros(8))  # what is built once a process is no part of it
     rows = []
     for label, form in FORMATS.items():
-        for kind in ("plain step", "validation batch"):
+        for kind in ("plain step", "validation"):
             net, x, y = made(case)
-            net, x = net.to(memory_format=form), x.contiguous(memory_format=form)
-            torch.set_num_threads(threads)
+            net, x = net.to(memory_format=form), x.contiguous(memory_format=form)  # type: ignore[call-overload]
             torch._dynamo.reset()
-            fast = torch.compile(net)
-            if kind == "plain step":
-                before, after = plain(net, net, x, y), plain(net, fast, x, y)
-            else:
-                net.eval()
-                before, after = inference(net, x), inference(fast, x)
+            steps: list[Step] = []
+            for forward in (net, torch.compile(net)):
+                if kind == "plain step":
+                    steps.append(trained(net, lambda forward=forward: F.cross_entropy(forward(x), y).backward()))  # type: ignore[misc]
+                else:
+                    steps.append(torch.no_grad()(lambda forward=forward: forward(x)))
+            net.train(kind == "plain step")
             start = time.perf_counter()
-            after()
+            steps[1]()
             seconds = time.perf_counter() - start
-            found = medians({"before": (threads, before), "after": (threads, after)}, budget / 2)
-            (slow, _), (quick, _) = found.values()
-            saved = slow - quick
-            pays = f"{seconds * 1e3 / saved:,.0f}" if saved > 0.02 * slow else "never"
+            slow, quick = medians(steps, budget, time.process_time)
+            calls = f"{seconds * 1e3 / (slow - quick):,.0f}" if slow > 1.02 * quick else "–"
             rows.append(
-                f"| {name} | {batch} | {label} | {kind} | {slow:.1f} | {quick:.1f} | {slow / quick:.2f}× | {seconds:.0f} | {pays} |"
+                f"{head(case)} {label} | {kind} | {slow:.1f} | {quick:.1f} | {slow / quick:.2f}× | {seconds:.0f} | {calls} |"
             )
-            print(rows[-1], flush=True)
     return rows
+
+
+PARTS: dict[str, tuple[Callable[[str, float], list[str]], list[str]]] = {
+    "formats": (formats, [
+        "## Memory format", "", "One thread, milliseconds of the processor's own time, as the machine was shared.", "",
+        "| network | batch | left | step | contiguous | channels last | gain |", "|---|--:|--:|---|--:|--:|--:|",
+    ]),
+    "threads": (threads, [
+        "## Threads", "", "Milliseconds by the clock on the wall.", "",
+        "| network | batch | left | step | contiguous, 1 thread | 2 | gain | channels last, 1 | 2 | gain |",
+        "|---|--:|--:|---|--:|--:|--:|--:|--:|--:|",
+    ]),
+    "compile": (compiled, [
+        "## torch.compile", "", "One thread, the processor's own time; *to compile* by the clock on the wall.", "",
+        "| network | batch | left | format | what | as it is | compiled | gain | s to compile | pays after |",
+        "|---|--:|--:|---|---|--:|--:|--:|--:|--:|",
+    ]),
+}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=float, default=40.0, help="seconds a network and kind of step")
-    parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--budget", type=float, default=12.0, help="seconds for what is timed in turns")
+    parser.add_argument("--only", nargs="+", default=CASES, choices=CASES)
+    parser.add_argument("--part", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     lines = [
         "# Steps on a CPU", "",
-        f"`python benchmarks/cpu.py {' '.join(sys.argv[1:])}`, {datetime.date.today()}, {os.cpu_count()} cores "
-        f"({torch.backends.cpu.get_cpu_capability()}), torch {torch.__version__}.", "",
-        (__doc__ or "").split("\n\n", 2)[2].strip().replace("\n", " "), "",
-        "## Memory format and threads", "",
-        "Milliseconds of a step with SGD, ± half of the interquartile range, and how many times as fast as contiguous with two "
-        "threads.", "",
-        "| network | batch | step | contiguous, 1 thread | contiguous, 2 | channels last, 1 | channels last, 2 |",
-        "|---|--:|---|--:|--:|--:|--:|",
+        f"`python benchmarks/cpu.py`, {datetime.date.today()}, {os.cpu_count()} cores, "
+        f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}.", "",
+        " ".join((__doc__ or "").split("\n\n")[-1].split()),
     ]  # fmt: skip
-    for case in args.only:
-        lines += formats_and_threads(case, args.budget)
-    if not args.no_compile:
-        lines += [
-            "", "## torch.compile", "", "Two threads.", "",
-            "| network | batch | format | what | as it is, ms | compiled, ms | | seconds to compile | pays after calls |",
-            "|---|--:|---|---|--:|--:|--:|--:|--:|",
-        ]  # fmt: skip
+    for part in args.part:
+        measure, opening = PARTS[part]
+        lines += ["", *opening]
+        print("\n".join(opening), flush=True)
         for case in args.only:
-            lines += compiled(case, args.budget)
+            lines += (rows := measure(case, args.budget))
+            print("\n".join(rows), flush=True)
     if args.out is not None:
         args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -77,7 +77,8 @@ class Epochs:
         self.flatness = trainer if isinstance(trainer, Flatness) else None
         self.precision = precision_on(recipe, device)
         self.engine: Engine | None = None
-        if self.flatness is not None and device.type == "cuda" and recipe.engine == "auto" and self.precision != "fp16":
+        graphs = recipe.engine != "eager" and self.precision != "fp16"
+        if self.flatness is not None and device.type == "cuda" and graphs:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in torch's stubs
             self.engine = Engine(self.flatness)
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
