@@ -3,8 +3,8 @@
     python benchmarks/cpu.py [--budget 12] [--only digits-64 vgg16-32-half …] [--part formats threads compile] [--out FILE]
 
 All ways of a network are timed in turns in one process, so that they meet the same conditions; numbers are medians over the
-turns. The learning rate is 0: every turn does the same work, on the same penalised block. *Left* is the fraction of neurons left
-after a removal at random, as in the middle of a run: it leaves odd widths. The compiler's caches are off, as in a first run.
+turns. The learning rate is 0: every turn does the same work, on the same penalised block. *Left* is the fraction of the neurons
+that are left after a removal at random, as amid a run: it leaves odd widths. The compiler's caches are off, as in a first run.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import datetime
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # read when torch is imported
@@ -72,6 +73,10 @@ def trained(net: nn.Module, backward: Step) -> Step:
     return step
 
 
+def backward(forward: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> None:
+    F.cross_entropy(forward(x), y).backward()
+
+
 def in_both_formats(case: str, mu: float) -> dict[str, Step]:
     net, x, y = made(case)
     steps: dict[str, Step] = {}
@@ -80,7 +85,7 @@ def in_both_formats(case: str, mu: float) -> dict[str, Step]:
         mine = copy.deepcopy(net).to(memory_format=form)  # type: ignore[call-overload]
         flat = hgnp.Flatness(mine, mu=mu)
         data = x.contiguous(memory_format=form)
-        steps[label] = trained(mine, lambda flat=flat, data=data: flat.backward(data, y))  # type: ignore[misc]
+        steps[label] = trained(mine, partial(flat.backward, data, y))
         steps[label](), steps[label]()
         blocks.add(flat.block)
     assert len(blocks) == 1, blocks
@@ -137,13 +142,12 @@ def compiled(case: str, budget: float) -> list[str]:
             net, x, y = made(case)
             net, x = net.to(memory_format=form), x.contiguous(memory_format=form)  # type: ignore[call-overload]
             torch._dynamo.reset()
-            steps: list[Step] = []
-            for forward in (net, torch.compile(net)):
-                if kind == "plain step":
-                    steps.append(trained(net, lambda forward=forward: F.cross_entropy(forward(x), y).backward()))  # type: ignore[misc]
-                else:
-                    steps.append(torch.no_grad()(lambda forward=forward: forward(x)))
-            net.train(kind == "plain step")
+            plain = kind == "plain step"
+            net.train(plain)
+            steps = [
+                trained(net, partial(backward, forward, x, y)) if plain else partial(torch.no_grad()(forward), x)
+                for forward in (net, torch.compile(net))
+            ]
             start = time.perf_counter()
             steps[1]()
             seconds = time.perf_counter() - start

@@ -58,25 +58,20 @@ def trajectory(**given: Any) -> list[dict[str, Any]]:
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.003, fused=True)
     net(torch.randn(4, 1, 6, 6, dtype=torch.float64)).square().mean().backward()
     optimizer.step()
-    (x, y), (u, v) = stripes(), stripes(60, seed=2)
-    train = DataLoader(TensorDataset(x.double(), y), batch_size=32, shuffle=True)
+    (x, y), (u, v) = stripes(48), stripes(12, seed=2)
+    train = DataLoader(TensorDataset(x.double(), y), batch_size=16, shuffle=True)
     mine = recipe(keep=0.5, warmup_epochs=1, finetune_epochs=1, **given)
     return hgnp.prune(net, train, [(u.double(), v)], recipe=mine, optimizer=optimizer).history
 
 
 @pytest.mark.parametrize(
     "given",
-    [
-        {"mu": 0.01, "bound": 0.0},
-        {"mu": 0.01, "bound": 0.0, "flatness": "paper"},
-        {"method": "sam"},
-        {"method": "taylor"},
-    ],
+    [{"mu": 0.01, "bound": 0.0}, {"mu": 0.01, "flatness": "paper"}, {"method": "sam"}, {"method": "taylor"}],
     ids=["hgnp", "paper", "sam", "taylor"],
 )
 def test_the_same_trajectory(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trajectory(engine="eager", **given)
-    for way in WAYS if given.get("method") == "taylor" else WAYS[::2]:  # two threads are slow where others are at work
+    for way in WAYS if "bound" in given else WAYS[::2]:
         force(monkeypatch, way)
         same(trajectory(engine="measured", **given), expected)
 
@@ -87,7 +82,8 @@ def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
         assert one["widths"] == other["widths"]
         assert one["blocks"] == other["blocks"]
         for name in ("loss", "val_loss", "metric", "curvature", "radius"):
-            assert one[name] == pytest.approx(other[name], rel=1e-9), name
+            if other[name] is not None:  # plain training has no curvature
+                assert one[name] == pytest.approx(other[name], rel=1e-9), name
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -109,9 +105,9 @@ def test_a_way_is_taken_for_the_run_and_no_longer(monkeypatch: pytest.MonkeyPatc
     assert optimizer.state[net.b.weight]["momentum_buffer"].is_contiguous()
 
     net = made()
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     force(monkeypatch, Way("contiguous", 1))
     with pytest.raises(ArithmeticError, match="the loss is"):
-        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         hgnp.prune(net, *loaders(), recipe=recipe(lr=1e30))
     assert torch.get_num_threads() == 2
     assert net.b.weight.is_contiguous(memory_format=torch.channels_last)
