@@ -58,7 +58,6 @@ class Run:
         self.plan = Plan(recipe)
         self._progress = progress
         self._filled: list[Change] = []
-        self._found = formats_of(net)
 
     def prepare(
         self, stored: dict[str, Any] | None, optimizer: OptimizerOrMaker | None, scheduler: Any, protect: Iterable[str]
@@ -78,7 +77,7 @@ class Run:
             train=task.train.loader,
             val=None if task.val is None else task.val.loader,
         )
-        self.inputs, self.full = inputs, copied(net)
+        self.inputs, self.full, self._found = inputs, copied(net), formats_of(net)
         if stored is not None and recipe.coupling == "paper":  # its structure is that of the network as it is now
             self._fill(stored)
         two = pick(inputs, torch.arange(min(2, samples_in(inputs))))
