@@ -159,6 +159,8 @@ def _fastest(net: nn.Module, task: Task, recipe: Recipe, batch: Batch) -> Choice
         return Choice(Way(), notes=tuple(notes))
     try:
         timings = side_by_side(list(ways.values()), device=task.train.device, warmup=1, budget=SECONDS)
+    except Exception as error:
+        return Choice(Way(), notes=(*notes, f"steps run as found, as measuring failed: {first_line(error)}"))
     finally:
         torch.set_num_threads(found)
     step_ms = {str(way): round(timing.median, 3) for way, timing in zip(ways, timings, strict=True)}
