@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from hgnp.messages import first_line
@@ -67,12 +67,14 @@ def kind_of(batch: Any) -> tuple[Any, ...] | None:
     return str(spec), *((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
-def laid_out(batch: T) -> T:
-    """A copy of a batch, pictures with their channels last."""
+def laid_out(batch: T, net: nn.Module) -> T:
+    """A copy of a batch, pictures with their channels last if the network's convolutions have theirs so."""
+    weights = [module.weight for module in net.modules() if isinstance(module, nn.Conv2d)]
+    last = any(not w.is_contiguous() and w.is_contiguous(memory_format=torch.channels_last) for w in weights)
 
     def copy(leaf: Tensor) -> Tensor:
-        form = torch.channels_last if leaf.dim() == 4 and leaf.is_floating_point() else torch.preserve_format
-        return leaf.clone(memory_format=form)
+        picture = last and leaf.dim() == 4 and leaf.is_floating_point()
+        return leaf.clone(memory_format=torch.channels_last if picture else torch.contiguous_format)
 
     return tree_map(copy, batch)
 
@@ -82,10 +84,11 @@ def refill(batch: Any, values: Any) -> None:
 
 
 class Replayed:
-    """A function of a batch to a tree of tensors, that changes nothing: from graphs, one for each shape of a batch."""
+    """A function of a batch, by a network, to a tree of tensors, that changes nothing: from graphs, one for each shape of a
+    batch."""
 
-    def __init__(self, function: Callable[[Any], Any], capture: Capture) -> None:
-        self._function, self._capture = function, capture
+    def __init__(self, function: Callable[[Any], Any], net: nn.Module, capture: Capture) -> None:
+        self._function, self._net, self._capture = function, net, capture
         self._met: set[Any] = set()
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Any, Any]] = {}
         self.refused: str | None = None
@@ -97,7 +100,7 @@ class Replayed:
         if kind is None or self.refused is not None:
             return self._function(batch)
         if kind not in self._graphs:
-            batch = laid_out(batch)
+            batch = laid_out(batch, self._net)
             if kind not in self._met:
                 self._met.add(kind)
                 return self._function(batch)

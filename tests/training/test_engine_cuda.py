@@ -125,6 +125,24 @@ def test_validation_from_graphs_is_validation() -> None:
     )
 
 
+def test_a_network_that_takes_a_layout_for_granted_is_trained_in_it() -> None:
+    class Viewed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.out = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4 * 36, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.norm(self.conv(x)).view(len(x), -1))
+
+    torch.manual_seed(0)
+    recipe = hgnp.Recipe(keep=0.7, warmup_epochs=1, neurons_per_round=1, finetune_epochs=1, precision="float32")
+    result = hgnp.prune(Viewed().double().cuda(), batches(8), batches(3), recipe=recipe)
+    assert result.reached
+    model = net().float()
+    result = hgnp.prune(model, [(x.float(), y) for x, y in batches(4)], recipe=hgnp.Recipe(keep=1.0, warmup_epochs=1))
+    assert model.a.weight.is_contiguous(memory_format=torch.channels_last)  # as it was found
+
+
 def test_a_network_that_draws_random_numbers_is_not_captured() -> None:
     _, losses, _, engine = trained(True, dropout=0.5, mu=0.05, bound=0.0)
     assert engine.refused == "its forward draws random numbers"

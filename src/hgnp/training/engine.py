@@ -108,7 +108,7 @@ class Engine:
     def _as_it_is(self, batch: Any) -> Tensor:
         """Not captured. A network that draws random numbers never will be: the draw must repeat from pass to pass."""
         before = torch.cuda.get_rng_state(self.device)
-        loss = self.trainer.backward(*laid_out(batch))
+        loss = self.trainer.backward(*laid_out(batch, self.net))
         if not torch.equal(before, torch.cuda.get_rng_state(self.device)):
             self.refused = "its forward draws random numbers"
         return loss
@@ -116,7 +116,7 @@ class Engine:
     def _run(self, key: Any, piece: Piece, batch: Any) -> Tensor | None:
         """A piece of a step: as it is the first time, from its graph from then on."""
         if key not in self._graphs:
-            batch = laid_out(batch)
+            batch = laid_out(batch, self.net)
             if self._first(key):
                 return piece(*batch)
             self._graphs[key] = self._capture(piece, batch)

@@ -79,8 +79,7 @@ class Epochs:
         self.flatness = trainer if isinstance(trainer, Flatness) else None
         self.precision = precision_on(recipe, device)
         self.engine: Engine | None = None
-        if device.type == "cuda" and recipe.engine == "auto" and self.precision != "fp16":
-            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in torch's stubs
+        if device.type == "cuda" and recipe.engine != "eager" and self.precision != "fp16":
             self.engine = Engine(trainer)
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         """The learning rates that a schedule scales."""

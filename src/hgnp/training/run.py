@@ -12,15 +12,14 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from hgnp.baselines import SAM
 from hgnp.curvature.forward import samples_in
 from hgnp.files import write_json
-from hgnp.flatness import Flatness
 from hgnp.neurons import Neurons, Preview
 from hgnp.neurons.surgery import Change, commit
 from hgnp.progress import Progress
@@ -37,6 +36,8 @@ from hgnp.training.optimizers import OptimizerOrMaker, make_optimizer, make_sche
 from hgnp.training.plan import Plan
 from hgnp.training.rounds import Pruner
 from hgnp.training.task import State, Task
+from hgnp.training.trainer import make_flatness, make_trainer
+from hgnp.training.ways import Choice, Way, choose, formats_of
 
 Batch = tuple[Any, Any]
 
@@ -76,13 +77,14 @@ class Run:
             train=task.train.loader,
             val=None if task.val is None else task.val.loader,
         )
-        self.inputs, self.full = inputs, copied(net)
+        self.inputs, self.full, self._found = inputs, copied(net), formats_of(net)
         if stored is not None and recipe.coupling == "paper":  # its structure is that of the network as it is now
             self._fill(stored)
         two = pick(inputs, torch.arange(min(2, samples_in(inputs))))
         self.samples = samples_in(two)
         protect = protect if isinstance(protect, str) else list(protect)
-        self.neurons = Neurons(net, two, protect=protect, approximate=recipe.approximate)
+        neurons_of = partial(Neurons, example_input=two, protect=protect, approximate=recipe.approximate)
+        self.neurons = neurons_of(net)
         at_start = self.neurons.preview({}) if stored is None else Preview(**stored["at_start"])
         self.optimizer = make_optimizer(net, recipe, optimizer)
         self.scheduler = make_scheduler(self.optimizer, recipe, scheduler, validated=task.val is not None)
@@ -92,19 +94,8 @@ class Run:
             "parameter groups": len(self.optimizer.param_groups),
             "protect": sorted(protect),
         }
-        bundle, choices = recipe.flatness_choices
-        self.flatness = Flatness(
-            net,
-            loss=task.loss,
-            mu=recipe.training_mu,
-            bound=recipe.bound,
-            output=task.output,
-            flatness=bundle,
-            v_every=recipe.v_every,
-            **choices,
-        )
-        sam = recipe.method == "sam"
-        trainer = SAM(net, loss=task.loss, rho=recipe.rho, output=task.output) if sam else self.flatness
+        self.flatness = make_flatness(net, task, recipe)
+        trainer = make_trainer(self.flatness, task, recipe)
         self.epochs = Epochs(net, trainer, self.optimizer, recipe, task.train.device)
         graphs = self.epochs.engine is not None
         self.evaluation = Evaluation(net, task.loss, task.metric, task.output, graphs=graphs)
@@ -113,6 +104,8 @@ class Run:
             self._restore(stored)
         else:
             self.pruner.check_reachable()
+            with streams.untouched(*self._loaders()):
+                self.chosen = choose(net, task, recipe, (inputs, target), neurons_of)
             if self.folder is not None:
                 self.folder.write_info(self._info())
             self._save()
@@ -128,18 +121,21 @@ class Run:
     def go(self, on_epoch: Callable[[State], object] | None) -> Result:
         plan = self.plan
         self.tell("start", self._info() | {"epochs_done": plan.epoch, "out": self.folder and str(self.folder.path)})
-        while self._goes_on():
-            start = time.perf_counter()
-            row = self._epoch()
-            row["seconds"] = time.perf_counter() - start
-            plan.history.append(row)
-            plan.seconds += row["seconds"]
-            plan.epoch += 1
-            if on_epoch is not None and on_epoch(State(row["epoch"], row, plan.history, self.net)) is True:
-                plan.stopped = f"on_epoch ended it after epoch {row['epoch']}"
-            self._save()
-            recent = [row["seconds"] for row in plan.history[-3:]]
-            self.tell("epoch", row, self._epochs_left() * sum(recent) / len(recent) if self._goes_on() else None)
+        for note in self.chosen.notes:
+            self.tell("note", note)
+        with self.chosen.way.taken(self.net, self.optimizer, self._found):
+            while self._goes_on():
+                start = time.perf_counter()
+                row = self._epoch()
+                row["seconds"] = time.perf_counter() - start
+                plan.history.append(row)
+                plan.seconds += row["seconds"]
+                plan.epoch += 1
+                if on_epoch is not None and on_epoch(State(row["epoch"], row, plan.history, self.net)) is True:
+                    plan.stopped = f"on_epoch ended it after epoch {row['epoch']}"
+                self._save()
+                recent = [row["seconds"] for row in plan.history[-3:]]
+                self.tell("epoch", row, self._epochs_left() * sum(recent) / len(recent) if self._goes_on() else None)
         return self._finish()
 
     def _goes_on(self) -> bool:
@@ -281,7 +277,8 @@ class Run:
             "name": None, "method": self.recipe.method, "seed": self.recipe.seed, "metric": self._metric_name(),
             "model": type(self.net).__qualname__, "recipe": self.recipe.as_dict(), "versions": versions(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-            "threads": torch.get_num_threads(), "start": None, "input": sample_of(self.inputs),
+            "threads": self.chosen.way.threads or torch.get_num_threads(), "way": self.chosen.state_dict(),
+            "start": None, "input": sample_of(self.inputs),
             "at_start": {
                 "parameters": start.parameters, "neurons": start.neurons, "macs": start.macs // self.samples,
                 "widths": {layer.name: layer.total for layer in self.neurons.layers},
@@ -312,6 +309,7 @@ class Run:
             "at_start": dataclasses.asdict(self.pruner.at_start),
             "plan": self.plan.state_dict(),
             "made_with": self.made_with,
+            "way": self.chosen.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "peaks": self.epochs.peaks,
             "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -338,6 +336,9 @@ class Run:
             self._fill(stored)
         for name in ("neurons", "plan", "optimizer", "flatness"):
             getattr(self, name).load_state_dict(stored[name])
+        self.chosen = (
+            Choice.of_state(stored["way"]) if "way" in stored else Choice(Way())
+        )  # of a run before there were ways
         self.epochs.peaks = stored["peaks"]
         if self.scheduler is not None:
             self.scheduler.load_state_dict(stored["scheduler"])
