@@ -182,8 +182,8 @@ class Neurons:
         multiple: int,
         confirm: bool,
     ) -> Selection:
-        """Some cuts do not fit though their like did: then the layers concerned are left one neuron more, once each, or the
-        units alone."""
+        """Some cuts do not fit though their like did: then the layers concerned are left one neuron (or `multiple`) more, once
+        each, or the units alone."""
         units, asked = dict(self._living.units), floors
         while True:
             ranking = bundled(_scored(units.values(), values), values, alive, multiple)
@@ -200,10 +200,10 @@ class Neurons:
                 layer
                 for unit in guilty
                 for layer, _ in unit.members
-                if alive[layer] - len(cut.get(layer, ())) <= floors[layer]
+                if alive[layer] - len(cut.get(layer, ())) < floors[layer] + multiple
             }
             if tight and floors[min(tight)] == asked[min(tight)]:
-                floors = {layer: least + (layer in tight) for layer, least in floors.items()}
+                floors = {layer: least + multiple * (layer in tight) for layer, least in floors.items()}
                 units = dict(self._living.units)
             elif not guilty:
                 return self._selected([], n, "coupled")
