@@ -170,12 +170,13 @@ def main() -> None:
     cuda = arguments.device.startswith("cuda")
     arguments.batch = arguments.batch or (2000 if cuda else 256)
     arguments.variants = arguments.variants or ["eager", "channels_last", *(["bf16"] if cuda else [])]
-    rows: list[Row] = []
+    known: dict[tuple[str, int, int], Row] = {}
     failures: list[str] = []
 
-    def save(more: Sequence[Row] = ()) -> None:
+    def save(rows: Sequence[Row] = ()) -> None:
+        known.update({(row.net, row.seed, row.multiple): row for row in rows})
         if arguments.out:
-            write(arguments.out, report([*rows, *more], failures, arguments))
+            write(arguments.out, report(list(known.values()), failures, arguments))
 
     for net in arguments.nets:
         for seed in range(arguments.seeds):
@@ -185,10 +186,9 @@ def main() -> None:
                 failures.append(f"{net}, seed {seed}: {error}")
                 print(failures[-1], file=sys.stderr, flush=True)
             else:
-                rows += found
                 print(*(line(row, arguments.variants) for row in found), sep="\n", flush=True)
     save()
-    print(report(rows, failures, arguments))
+    print(report(list(known.values()), failures, arguments))
 
 
 if __name__ == "__main__":

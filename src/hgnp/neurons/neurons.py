@@ -146,8 +146,8 @@ class Neurons:
         each was due, at different places: removing that is no longer the same as masking.
 
         With `multiple` every layer that loses neurons ends at a width that is a multiple of it: units go in bundles, each as
-        important as its neurons on average, and a bundle that no longer fits into n is skipped. Layers that cannot get there,
-        being narrower or tied to others that cannot, stay as they are.
+        important as its neurons on average, and a bundle that no longer fits into n is skipped with all behind it. Layers
+        that cannot get there, being narrower or tied to others that cannot, stay as they are.
 
         Most of the time goes into trying the cut on the network's own code, so that what does not fit is left out.
         `confirm=False` leaves that to `remove`, for cuts that are only to be looked at.
