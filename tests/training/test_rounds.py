@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import hgnp
+from hgnp.experiments.models import DigitsNet
 from hgnp.neurons.structure import Structure
 from hgnp.training.rounds import Pruner
 from train_cases import loaders, made, recipe
@@ -104,9 +105,36 @@ def test_the_last_round_takes_no_more_than_bundles_must_and_tries_its_best_cut_a
 
     monkeypatch.setattr(Structure, "misfit", counted)
     pruner.round([])
-    assert neurons.kept == max(kept for kept in possible if kept <= keep)
+    assert max(kept for kept in possible if kept <= keep) <= neurons.kept <= keep
     assert all(layer.alive % 2 == 0 for layer in neurons.layers)
     assert len(tried) == 2  # the round's own cut, and the one that is just enough
+
+
+def test_a_bundle_that_later_ones_made_needless_stays() -> None:
+    """By importance the first layer's bundle goes first, then two of the second's, which alone meet the target."""
+    net = DigitsNet()
+    neurons = hgnp.Neurons(net, torch.zeros(2, 1, 8, 8))
+    small = dict(zip(["features.0", "features.3", "features.7", "features.10"], [40, 40, 8, 16], strict=True))
+    neurons.remove({layer.name: list(range(layer.alive - small[layer.name])) for layer in neurons.layers})
+    for name, width in small.items():
+        sizes = torch.full((width,), 9.0)
+        if name == "features.0":
+            sizes[:8] = 0.1
+        elif name == "features.3":
+            sizes[:16] = torch.tensor([1.0, 2.0]).repeat(8)
+        weight = net.get_parameter(f"{name}.weight")
+        with torch.no_grad():
+            weight *= (sizes / weight.flatten(1).norm(dim=1)).view(-1, 1, 1, 1)
+    r = recipe(keep=0.05, method="l2", neurons_per_round=40, multiple=8)
+    pruner = Pruner(
+        neurons, hgnp.Flatness(net, mu=0.0), r, torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({})
+    )
+    scores = hgnp.sensitivity(net, neurons, [], criterion="l2")
+    kept = [neurons.preview(neurons.least(scores, n, multiple=8)).kept for n in (8, 16, 24)]
+    assert kept[1] > 0.05 > kept[2]
+    assert pruner.round([]) == 16
+    assert {layer.name: layer.alive for layer in neurons.layers} == small | {"features.3": 24}
+    assert kept[2] < neurons.kept <= 0.05
 
 
 class Moody(nn.Module):

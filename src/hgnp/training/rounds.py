@@ -78,9 +78,27 @@ class Pruner:
     def _just_enough(self, scores: Scores, n: int, cut: Selection) -> Selection:
         """A cut that meets the target and as little more as can be. Cuts are compared before they are tried, which is quick,
         and the best is tried; should it not fit, all of them are."""
-        best = self._search(scores, n, cut, confirm=False)
-        tried = self._least(scores, best.requested)
+        best, used = self._search(scores, n, cut, confirm=False), scores
+        if self.recipe.multiple > 1:
+            best, used = self._spare(best, scores)
+        tried = self._least(used, best.requested)
         return tried if tried == best else self._search(scores, n, cut, confirm=True)
+
+    def _spare(self, cut: Selection, scores: Scores) -> tuple[Selection, Scores]:
+        """The cut, and the scores it is chosen by, without the layers that the others can do without: bundles are large, and
+        the last may have made earlier ones needless. The most important are spared first."""
+        for layer in sorted(cut, key=lambda name: -float(scores[name][cut[name]].mean())):
+            fewer = {name: values for name, values in scores.items() if name != layer}
+            able = self._least(fewer, self.neurons.count, confirm=False)
+            smaller = self._least(fewer, sum(len(cut[name]) for name in cut if name in able), confirm=False)
+            if self._nearer(smaller, cut):
+                cut, scores = smaller, fewer
+        return cut, scores
+
+    def _nearer(self, smaller: Selection, cut: Selection) -> bool:
+        """Whether a cut meets the target, and with less than another."""
+        left, other = (self._fraction(self.neurons.preview(each)) for each in (smaller, cut))
+        return other < left <= self.recipe.keep
 
     def _search(self, scores: Scores, n: int, cut: Selection, *, confirm: bool) -> Selection:
         """Bisection on the number of neurons, then a look at the numbers just below, as what no longer fits is skipped and a
@@ -100,10 +118,6 @@ class Pruner:
             if fewer < 1:
                 break
             smaller = self._least(scores, fewer, confirm=confirm)
-            if (
-                self._fraction(self.neurons.preview(cut))
-                < self._fraction(self.neurons.preview(smaller))
-                <= self.recipe.keep
-            ):
+            if self._nearer(smaller, cut):
                 cut = smaller
         return cut
