@@ -21,11 +21,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
+import hgnp
 from hgnp import runs
 from hgnp.experiments.again import networks, sample
 from hgnp.experiments.bench import Entry, equal_accuracy
 from hgnp.files import write
+from hgnp.timing import side_by_side
+
+STEP_BATCH = 128
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,26 @@ def row_of(run: runs.Run, net: str, seed: int, multiple: int) -> Row:
     return Row(net, seed, multiple, last["kept"], last["metric"], last["macs"] / start["macs"], epoch, {}, widths)
 
 
+def steps(nets: Sequence[nn.Module], picture: Tensor, arguments: argparse.Namespace) -> list[float]:
+    """Milliseconds of a training step with the flatness term, operation by operation, all networks in turns."""
+    device = torch.device(arguments.device)
+    x = torch.randn(STEP_BATCH, *picture.shape, device=device)
+    calls = []
+    for net in nets:
+        flat = hgnp.Flatness(net.to(device).train())
+        with torch.no_grad():
+            y = net(x).argmax(1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
+
+        def step(flat: hgnp.Flatness = flat, y: Tensor = y, optimizer: torch.optim.SGD = optimizer) -> None:
+            optimizer.zero_grad()
+            flat.backward(x, y)
+            optimizer.step()
+
+        calls.append(step)
+    return [timing.median for timing in side_by_side(calls, device=device, repeats=arguments.repeats)]
+
+
 def rows_of(net: str, seed: int, arguments: argparse.Namespace, save: Callable[[Sequence[Row]], None]) -> list[Row]:
     """The networks of one seed, timed. What is known is saved after each run and after the timing."""
     folders = {m: arguments.runs / f"{net}-{m}-{seed}" for m in arguments.multiples}
@@ -87,6 +112,9 @@ def rows_of(net: str, seed: int, arguments: argparse.Namespace, save: Callable[[
     times: dict[str, dict[str, float | None]] = defaultdict(dict)
     for timed in bench.rows:
         times[timed["network"]][timed["variant"]] = timed["median_ms"]
+    nets = [networks(first)[0], *(networks(folder)[1] for folder in folders.values())]
+    for row, ms in zip(rows, steps(nets, sample(first)[0], arguments), strict=True):
+        times[str(row.multiple or "full")]["a step"] = ms
     rows = [replace(row, milliseconds=times[str(row.multiple or "full")]) for row in rows]
     save(rows)
     return rows
@@ -95,7 +123,7 @@ def rows_of(net: str, seed: int, arguments: argparse.Namespace, save: Callable[[
 def line(row: Row, variants: Sequence[str]) -> str:
     cells = [row.net, str(row.seed), str(row.multiple or "full"), f"{row.kept:.2%}"]
     cells += ["" if row.accuracy is None else f"{row.accuracy:.2%}", f"{row.macs:.2%}", f"{row.epoch:.2f}"]
-    times = [row.milliseconds.get(variant) for variant in variants]
+    times = [row.milliseconds.get(variant) for variant in ("a step", *variants)]
     cells += ["–" if ms is None else f"{ms:.2f}" for ms in times]
     return f"| {' | '.join([*cells, ', '.join(map(str, row.widths))])} |"
 
@@ -116,7 +144,7 @@ def against(rows: Sequence[Row], net: str, multiple: int, base: int, variants: S
     parts = [f"accuracy {mean.replace('-', '−')}", f"κ × {ratio([(a.kept, b.kept) for a, b in pairs])}"]
     parts += [f"MACs × {ratio([(a.macs, b.macs) for a, b in pairs])}"]
     parts += [f"seconds of an epoch × {ratio([(a.epoch, b.epoch) for a, b in pairs])}"]
-    for variant in variants:
+    for variant in ("a step", *variants):
         times = [(a.milliseconds.get(variant), b.milliseconds.get(variant)) for a, b in pairs]
         parts.append(f"ms {variant} × {ratio(times)}")
     return f"- {net}, {multiple} against {base}, mean over {len(pairs)} seeds (range): " + "; ".join(parts) + "."
@@ -129,15 +157,16 @@ def report(rows: Sequence[Row], failures: Sequence[str], arguments: argparse.Nam
     base, *others = arguments.multiples
     compared = [against(rows, net, multiple, base, arguments.variants) for net in arguments.nets for multiple in others]
     heads = ["network", "seed", "multiple", "κ", "accuracy", "MACs", "s an epoch"]
-    heads += [f"ms {variant}" for variant in arguments.variants]
+    heads += [f"ms {variant}" for variant in ("a step", *arguments.variants)]
     return "\n".join([
         "# Widths in multiples",
         "",
         f"`python {' '.join(sys.argv)}`, {datetime.date.today()}, {where}, torch {torch.__version__}.",
         "",
         "The same preset, seed and target with `recipe.multiple` 1 and otherwise; until the first round of pruning the runs "
-        "are the same. *MACs* left; *s an epoch*: the quickest of the fine-tuning, of the warm-up for the full network; *ms*: "
-        f"inference of a batch of {arguments.batch}, all networks of a seed timed in turns, median of {arguments.repeats}.",
+        "are the same. *MACs* left; *s an epoch*: the quickest of the fine-tuning, of the warm-up for the full network, as the "
+        f"runs had it, one after the other; *ms a step*: training on a batch of {STEP_BATCH}, operation by operation; other "
+        f"*ms*: inference of a batch of {arguments.batch}, all networks of a seed timed in turns, medians of {arguments.repeats}.",
         "",
         f"| {' | '.join([*heads, 'widths'])} |",
         "|---|" + "--:|" * (len(heads) - 1) + "---|",
