@@ -166,7 +166,7 @@ def report(rows: Sequence[Row], failures: Sequence[str], arguments: argparse.Nam
         "The same preset, seed and target with `recipe.multiple` 1 and otherwise; until the first round of pruning the runs "
         "are the same. *MACs* left; *s an epoch*: the quickest of the fine-tuning, of the warm-up for the full network, as the "
         f"runs had it, one after the other; *ms a step*: training on a batch of {STEP_BATCH}, operation by operation; other "
-        f"*ms*: inference of a batch of {arguments.batch}, all networks of a seed timed in turns, medians of {arguments.repeats}.",
+        f"*ms*: inference of a batch of {arguments.batch}, all networks of a seed in turns, medians of {arguments.repeats}.",
         "",
         f"| {' | '.join([*heads, 'widths'])} |",
         "|---|" + "--:|" * (len(heads) - 1) + "---|",
