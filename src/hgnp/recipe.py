@@ -48,6 +48,8 @@ class Recipe:
     """"coupled": layers that are added lose the same channels. "paper": the same number of channels, each its own."""
     floor: int = 1
     """Neurons that every layer keeps."""
+    multiple: int = 1
+    """Layers that lose neurons end at a multiple of this many: hardware likes multiples of 8. Neurons go in bundles then."""
     approximate: bool = False
     """Whether channels that a norm mixes (LayerNorm, GroupNorm) may go too."""
     score_batches: int = 1
@@ -183,6 +185,7 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     "finetune_epochs": _EPOCHS,
     "coupling": _one_of("coupled", "paper"),
     "floor": _COUNT,
+    "multiple": _COUNT,
     "approximate": _SWITCH,
     "score_batches": _COUNT,
     "mu": _WEIGHT,

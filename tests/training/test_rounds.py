@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import hgnp
+from hgnp.experiments.models import DigitsNet
+from hgnp.neurons.structure import Structure
 from hgnp.training.rounds import Pruner
 from train_cases import loaders, made, recipe
 
@@ -68,3 +70,96 @@ def test_a_network_is_left_in_the_mode_it_came_in() -> None:
     net = made().eval()
     hgnp.prune(net, *loaders(), recipe=recipe())
     assert not any(module.training for module in net.modules())
+
+
+@pytest.mark.parametrize("given", [{}, {"coupling": "paper"}, {"target": "macs"}, {"neurons_per_round": 1}], ids=str)
+def test_a_run_in_multiples_reaches_its_target(given: dict[str, Any]) -> None:
+    result = hgnp.prune(
+        made(), *loaders(), recipe=recipe(**({"keep": 0.35, "multiple": 4, "warmup_epochs": 1} | given))
+    )
+    assert result.stopped is None
+    assert result.target.got <= 0.35
+    rows = [row["widths"] for row in result.history]
+    assert all(width % 4 == 0 for row in rows for width in row.values())
+    assert rows[-1] != {"a": 12, "b": 16, "c": 20}
+
+
+@pytest.mark.parametrize("keep", [0.8, 0.6, 0.5])
+def test_the_last_round_takes_no_more_than_bundles_must_and_tries_its_best_cut_alone(
+    keep: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    net = Residual()
+    neurons = hgnp.Neurons(net, torch.zeros(2, 1, 6, 6))
+    pruner = Pruner(
+        neurons, hgnp.Flatness(net, mu=0.0), recipe(keep=keep, method="l2", neurons_per_round=neurons.count, multiple=2),
+        torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({}),
+    )  # fmt: skip
+    scores = hgnp.sensitivity(net, neurons, [], criterion="l2")
+    possible = [neurons.preview(neurons.least(scores, n, multiple=2)).kept for n in range(1, neurons.count)]
+    tried, misfit = [], Structure.misfit
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        tried.append(args)
+        return misfit(*args, **kwargs)
+
+    monkeypatch.setattr(Structure, "misfit", counted)
+    pruner.round([])
+    assert max(kept for kept in possible if kept <= keep) <= neurons.kept <= keep
+    assert all(layer.alive % 2 == 0 for layer in neurons.layers)
+    assert len(tried) == 2  # the round's own cut, and the one that is just enough
+
+
+def test_a_bundle_that_later_ones_made_needless_stays() -> None:
+    """By importance the first layer's bundle goes first, then two of the second's, which alone meet the target."""
+    net = DigitsNet()
+    neurons = hgnp.Neurons(net, torch.zeros(2, 1, 8, 8))
+    small = dict(zip(["features.0", "features.3", "features.7", "features.10"], [40, 40, 8, 16], strict=True))
+    neurons.remove({layer.name: list(range(layer.alive - small[layer.name])) for layer in neurons.layers})
+    for name, width in small.items():
+        sizes = torch.full((width,), 9.0)
+        if name == "features.0":
+            sizes[:8] = 0.1
+        elif name == "features.3":
+            sizes[:16] = torch.tensor([1.0, 2.0]).repeat(8)
+        weight = net.get_parameter(f"{name}.weight")
+        with torch.no_grad():
+            weight *= (sizes / weight.flatten(1).norm(dim=1)).view(-1, 1, 1, 1)
+    r = recipe(keep=0.05, method="l2", neurons_per_round=40, multiple=8)
+    pruner = Pruner(
+        neurons, hgnp.Flatness(net, mu=0.0), r, torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({})
+    )
+    scores = hgnp.sensitivity(net, neurons, [], criterion="l2")
+    kept = [neurons.preview(neurons.least(scores, n, multiple=8)).kept for n in (8, 16, 24)]
+    assert kept[1] > 0.05 > kept[2]
+    assert pruner.round([]) == 16
+    assert {layer.name: layer.alive for layer in neurons.layers} == small | {"features.3": 24}
+    assert kept[2] < neurons.kept <= 0.05
+
+
+class Moody(nn.Module):
+    """Its code does something else with three to five channels: cuts down to there do not fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Conv2d(1, 12, 3), nn.Conv2d(12, 12, 1), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        x = torch.relu(x) if 3 <= x.size(1) <= 5 else torch.tanh(x)
+        return self.out(torch.relu(self.b(x)).mean((2, 3)))
+
+
+def test_the_last_round_tries_every_cut_where_the_best_does_not_fit() -> None:
+    torch.manual_seed(0)
+    net = Moody()
+    neurons = hgnp.Neurons(net, torch.zeros(2, 1, 6, 6))
+    with torch.no_grad():
+        net.a.weight *= 1e-3  # a's neurons are the first to go
+    r = recipe(keep=0.45, method="l2", neurons_per_round=neurons.count)
+    pruner = Pruner(
+        neurons, hgnp.Flatness(net, mu=0.0), r, torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({})
+    )
+    assert pruner.round([])
+    assert neurons.kept <= 0.45
+    assert not 3 <= net.a.out_channels <= 5

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class Living:
         """Neurons that may go."""
         return sum(int((~self.structure.fixed[self.of(layer)]).sum()) for layer in self.rows)
 
+    @cached_property
     def units(self) -> dict[int, Unit]:
         """Neurons that may go, by what they hang on."""
         members: dict[int, list[tuple[str, int]]] = defaultdict(list)

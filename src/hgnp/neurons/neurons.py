@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from hgnp.neurons.confirm import confirm
+from hgnp.neurons.bundles import bundled, side_by_side
+from hgnp.neurons.confirm import confirm as confirm_all
 from hgnp.neurons.gates import Gates, find_gates
 from hgnp.neurons.graph import tensors_of
 from hgnp.neurons.lanes import Lanes
@@ -22,8 +23,10 @@ from hgnp.neurons.selection import (
     Scores,
     Selection,
     Unit,
+    Values,
     as_count,
     as_lists,
+    as_multiple,
     floors_of,
     least_coupled,
     least_paper,
@@ -72,7 +75,7 @@ class Neurons:
         for name, rows in self._rows.items():
             if name in self._protect:
                 ties.fix(rows, "it is protected")
-        confirm(self._structure, torch.cat([*self._rows.values(), torch.zeros(0, dtype=torch.long)]))
+        confirm_all(self._structure, torch.cat([*self._rows.values(), torch.zeros(0, dtype=torch.long)]))
         self._living = Living(self._structure, self._rows, torch.ones(len(ties), dtype=torch.bool))
         self._tried: Tensor | None = None
         for name, rows in self._rows.items():
@@ -126,7 +129,14 @@ class Neurons:
     # Choosing
 
     def least(
-        self, scores: Scores, n: int, *, coupling: Coupling = "coupled", floor: int | Mapping[str, int] = 1
+        self,
+        scores: Scores,
+        n: int,
+        *,
+        coupling: Coupling = "coupled",
+        floor: int | Mapping[str, int] = 1,
+        multiple: int = 1,
+        confirm: bool = True,
     ) -> Selection:
         """The n least important neurons over the whole network.
 
@@ -134,34 +144,51 @@ class Neurons:
         unit that no longer fits into n is skipped. Layers without scores keep all their neurons; every layer keeps `floor`.
         `coupling="paper"` instead takes the same number from each of the layers that are added together, the average of what
         each was due, at different places: removing that is no longer the same as masking.
+
+        With `multiple` every layer that loses neurons ends at a width that is a multiple of it: units go in bundles, each as
+        important as its neurons on average, and a bundle that no longer fits into n is skipped with all behind it. Layers
+        that cannot get there, being narrower or tied to others that cannot, stay as they are.
+
+        Most of the time goes into trying the cut on the network's own code, so that what does not fit is left out.
+        `confirm=False` leaves that to `remove`, for cuts that are only to be looked at.
         """
-        n = as_count(n)
+        n, multiple = as_count(n), as_multiple(multiple)
         if coupling not in ("coupled", "paper"):
             raise ValueError(f"coupling must be 'coupled' or 'paper', not {coupling!r}")
         alive = {layer.name: layer.alive for layer in self.layers}
         values = as_lists(scores, alive)
         floors = floors_of(floor, alive)
         if coupling == "paper":
-            return self._selected(self._least_apart(values, n, alive, floors), n, coupling)
-        return self._least_together(values, n, alive, floors)
+            return self._selected(self._least_apart(values, n, alive, floors, multiple), n, coupling)
+        return self._least_together(values, n, alive, floors, multiple, confirm)
 
     def _least_apart(
-        self, values: Mapping[str, list[float]], n: int, alive: Mapping[str, int], floors: Mapping[str, int]
+        self, values: Values, n: int, alive: Mapping[str, int], floors: Mapping[str, int], multiple: int
     ) -> list[Unit]:
-        families = self._lanes.families(list(self._living.units().values()), self._rows, self._living.alive)
+        families = self._lanes.families(list(self._living.units.values()), self._rows, self._living.alive)
         families = [[_scored(lane, values) for lane in lanes] for lanes in families]
-        return least_paper([lanes for lanes in families if all(lanes)], values, n, _room(alive, floors))
+        families = [lanes for lanes in families if all(lanes)]
+        if multiple == 1:
+            return least_paper(families, values, n, _room(alive, floors))
+        abreast = [unit for lanes in families for unit in side_by_side(lanes, values)]
+        return least_coupled(bundled(abreast, values, alive, multiple), n, _room(alive, floors))
 
     def _least_together(
-        self, values: Mapping[str, list[float]], n: int, alive: Mapping[str, int], floors: Mapping[str, int]
+        self,
+        values: Values,
+        n: int,
+        alive: Mapping[str, int],
+        floors: Mapping[str, int],
+        multiple: int,
+        confirm: bool,
     ) -> Selection:
-        """Some cuts do not fit though their like did: then the layers concerned are left one neuron more, once each, or the
-        units alone."""
-        units, asked = self._living.units(), floors
+        """Some cuts do not fit though their like did: then the layers concerned are left one neuron (or `multiple`) more, once
+        each, or the units alone."""
+        units, asked = dict(self._living.units), floors
         while True:
-            chosen = least_coupled(_scored(units.values(), values), values, n, _room(alive, floors))
-            cut = self._selected(chosen, n, "coupled")
-            if not cut:
+            ranking = bundled(_scored(units.values(), values), values, alive, multiple)
+            cut = self._selected(least_coupled(ranking, n, _room(alive, floors)), n, "coupled")
+            if not cut or not confirm:
                 return cut
             left = self._after(cut)
             found = self._structure.misfit(left.alive)
@@ -173,11 +200,11 @@ class Neurons:
                 layer
                 for unit in guilty
                 for layer, _ in unit.members
-                if alive[layer] - len(cut.get(layer, ())) <= floors[layer]
+                if alive[layer] - len(cut.get(layer, ())) < floors[layer] + multiple
             }
             if tight and floors[min(tight)] == asked[min(tight)]:
-                floors = {layer: least + (layer in tight) for layer, least in floors.items()}
-                units = self._living.units()
+                floors = {layer: least + multiple * (layer in tight) for layer, least in floors.items()}
+                units = dict(self._living.units)
             elif not guilty:
                 return self._selected([], n, "coupled")
 
@@ -307,7 +334,7 @@ class Neurons:
         return table(self.layers, self.frozen, self.preview({}))
 
 
-def _scored(units: Iterable[Unit], scores: Mapping[str, list[float]]) -> list[Unit]:
+def _scored(units: Iterable[Unit], scores: Values) -> list[Unit]:
     return [unit for unit in units if all(layer in scores for layer, _ in unit.members)]
 
 

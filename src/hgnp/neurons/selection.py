@@ -2,7 +2,7 @@
 
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 Scores = Mapping[str, Tensor]
 """Layer → one number a living neuron."""
+Values = Mapping[str, list[float]]
+"""The same, checked, as Python numbers."""
 Coupling = Literal["coupled", "paper"]
 
 
@@ -43,21 +45,29 @@ class Unit:
 
     members: tuple[tuple[str, int], ...]
     """(layer, position now)"""
+    after: "Unit | None" = None
+    """What must have gone before it may go."""
 
-    def importance(self, scores: Mapping[str, list[float]]) -> float:
+    def importance(self, scores: Values) -> float:
         """The mean over the members: what a unit costs for each neuron it frees."""
         return sum(scores[layer][position] for layer, position in self.members) / len(self.members)
 
 
-def least_coupled(
-    units: Sequence[Unit], scores: Mapping[str, list[float]], n: int, room: Mapping[str, int]
-) -> list[Unit]:
-    """Units in order of importance, as long as no more than n neurons go and `room` (layer → how many may go) is left."""
-    left, chosen = dict(room), []
-    for unit in sorted(units, key=lambda unit: unit.importance(scores)):
+def ranked(units: Iterable[Unit], scores: Values) -> list[Unit]:
+    """The least important first."""
+    return sorted(units, key=lambda unit: unit.importance(scores))
+
+
+def least_coupled(ranking: Sequence[Unit], n: int, room: Mapping[str, int]) -> list[Unit]:
+    """Units in the order given, as long as no more than n neurons go and `room` (layer → how many may go) is left."""
+    left, chosen, gone = dict(room), [], {id(None)}
+    for unit in ranking:
+        if len(unit.members) > n or id(unit.after) not in gone:
+            continue
         sizes = Counter(layer for layer, _ in unit.members)
-        if len(unit.members) <= n and all(size <= left[layer] for layer, size in sizes.items()):
+        if all(size <= left[layer] for layer, size in sizes.items()):
             chosen.append(unit)
+            gone.add(id(unit))
             n -= len(unit.members)
             for layer, size in sizes.items():
                 left[layer] -= size
@@ -67,7 +77,7 @@ def least_coupled(
 
 
 def least_paper(
-    families: Sequence[Sequence[Sequence[Unit]]], scores: Mapping[str, list[float]], n: int, room: Mapping[str, int]
+    families: Sequence[Sequence[Sequence[Unit]]], scores: Values, n: int, room: Mapping[str, int]
 ) -> list[Unit]:
     """The paper's way with coupled layers: each loses the same number, the average of what each was due.
 
@@ -75,17 +85,16 @@ def least_paper(
     of its own. What was due is read off the n least important units over the whole network; the average is rounded down, so
     that no more than n neurons go.
     """
-    due = {
-        id(unit) for unit in least_coupled([u for lanes in families for lane in lanes for u in lane], scores, n, room)
-    }
+    everyone = ranked([unit for lanes in families for lane in lanes for unit in lane], scores)
+    due = {id(unit) for unit in least_coupled(everyone, n, room)}
     left, chosen = Counter(room), []
     for lanes in families:
-        ranked = [sorted(lane, key=lambda unit: unit.importance(scores)) for lane in lanes]
+        rankings = [ranked(lane, scores) for lane in lanes]
         count = sum(sum(id(unit) in due for unit in lane) for lane in lanes) // len(lanes)
-        while count and not _sizes(ranked, count) <= left:  # a lane that was due less may have less room
+        while count and not _sizes(rankings, count) <= left:  # a lane that was due less may have less room
             count -= 1
-        left -= _sizes(ranked, count)
-        chosen += [unit for lane in ranked for unit in lane[:count]]
+        left -= _sizes(rankings, count)
+        chosen += [unit for lane in rankings for unit in lane[:count]]
     return chosen
 
 
@@ -117,6 +126,13 @@ def as_count(n: int) -> int:
     if isinstance(n, bool) or not hasattr(n, "__index__") or operator.index(n) < 0:
         raise ValueError(f"n must be a whole number of neurons, 0 or more, not {n!r}")
     return operator.index(n)
+
+
+def as_multiple(multiple: int) -> int:
+    """What widths are to be multiples of, checked."""
+    if isinstance(multiple, bool) or not hasattr(multiple, "__index__") or operator.index(multiple) < 1:
+        raise ValueError(f"multiple must be a whole number of at least 1, such as 8, not {multiple!r}")
+    return operator.index(multiple)
 
 
 def as_positions(layer: str, positions: Sequence[int], alive: int) -> Tensor:

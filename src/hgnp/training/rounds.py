@@ -41,13 +41,14 @@ class Pruner:
         if self.recipe.keep >= 1:
             return
         everyone = {layer.name: torch.zeros(layer.alive) for layer in self.neurons.layers}
-        most = self.neurons.least(everyone, self.neurons.count, floor=self.recipe.floor)
+        most = self.neurons.least(everyone, self.neurons.count, floor=self.recipe.floor, multiple=self.recipe.multiple)
         least = self._fraction(self.neurons.preview(most))
         if least > self.recipe.keep:
             frozen = sum(entry.count for entry in self.neurons.frozen)
+            keeps = f"{self.recipe.floor}" if self.recipe.multiple == 1 else f"a multiple of {self.recipe.multiple}"
             raise ValueError(
                 f"keep: {self.recipe.keep:g} of the {self.recipe.target} was asked; no less than {least:.4g} can be left, as "
-                f"every layer keeps {self.recipe.floor} and {frozen} neurons are frozen (print(hgnp.Neurons(net, x)) says why)"
+                f"every layer keeps {keeps} and {frozen} neurons are frozen (print(hgnp.Neurons(net, x)) says why)"
             )
 
     def round(self, batches: list[tuple[Any, Any]]) -> int:
@@ -68,26 +69,55 @@ class Pruner:
             cut = self._just_enough(scores, n, cut)
         return self.neurons.remove(cut, self.optimizer).taken
 
-    def _least(self, scores: Scores, n: int) -> Selection:
-        return self.neurons.least(scores, n, coupling=cast(Coupling, self.recipe.coupling), floor=self.recipe.floor)
+    def _least(self, scores: Scores, n: int, *, confirm: bool = True) -> Selection:
+        return self.neurons.least(
+            scores, n, coupling=cast(Coupling, self.recipe.coupling), floor=self.recipe.floor,
+            multiple=self.recipe.multiple, confirm=confirm,
+        )  # fmt: skip
 
     def _just_enough(self, scores: Scores, n: int, cut: Selection) -> Selection:
-        """A cut that meets the target and as little more as can be: bisection on the number of neurons, then a look at the
-        numbers just below, as groups that no longer fit are skipped and a smaller number may free more."""
+        """A cut that meets the target and as little more as can be. Cuts are compared before they are tried, which is quick,
+        and the best is tried; should it not fit, all of them are."""
+        best, used = self._search(scores, n, cut, confirm=False), scores
+        if self.recipe.multiple > 1:
+            best, used = self._spare(best, scores)
+        tried = self._least(used, best.requested)
+        return tried if tried == best else self._search(scores, n, cut, confirm=True)
+
+    def _spare(self, cut: Selection, scores: Scores) -> tuple[Selection, Scores]:
+        """The cut, and the scores it is chosen by, without the layers that the others can do without: bundles are large, and
+        the last may have made earlier ones needless. The most important are spared first."""
+        for layer in sorted(cut, key=lambda name: -float(scores[name][cut[name]].mean())):
+            fewer = {name: values for name, values in scores.items() if name != layer}
+            able = self._least(fewer, self.neurons.count, confirm=False)
+            smaller = self._least(fewer, sum(len(cut[name]) for name in cut if name in able), confirm=False)
+            if self._nearer(smaller, cut):
+                cut, scores = smaller, fewer
+        return cut, scores
+
+    def _nearer(self, smaller: Selection, cut: Selection) -> bool:
+        """Whether a cut meets the target, and with less than another."""
+        left, other = (self._fraction(self.neurons.preview(each)) for each in (smaller, cut))
+        return other < left <= self.recipe.keep
+
+    def _search(self, scores: Scores, n: int, cut: Selection, *, confirm: bool) -> Selection:
+        """Bisection on the number of neurons, then a look at the numbers just below, as what no longer fits is skipped and a
+        smaller number may free more."""
         low, high = 0, n
         while high - low > 1:
             middle = (low + high) // 2
-            smaller = self._least(scores, middle)
+            smaller = self._least(scores, middle, confirm=confirm)
             if self._fraction(self.neurons.preview(smaller)) <= self.recipe.keep:
                 high, cut = middle, smaller
             else:
                 low = middle
-        for fewer in range(high - 1, max(high - LOOK_BELOW, 0), -1):
-            smaller = self._least(scores, fewer)
-            if (
-                self._fraction(self.neurons.preview(cut))
-                < self._fraction(self.neurons.preview(smaller))
-                <= self.recipe.keep
-            ):
+        fewer, smaller = high, cut
+        for _ in range(1, LOOK_BELOW):
+            # with bundles, all numbers down to what a cut takes give that same cut
+            fewer = (fewer if self.recipe.multiple == 1 else smaller.taken) - 1
+            if fewer < 1:
+                break
+            smaller = self._least(scores, fewer, confirm=confirm)
+            if self._nearer(smaller, cut):
                 cut = smaller
         return cut

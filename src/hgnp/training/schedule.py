@@ -39,4 +39,6 @@ def rounds_left(recipe: Recipe, *, left: float, neurons: int, at_start: int) -> 
     power = 1.0 if recipe.target == "neurons" else 2.0
     if share < 0.99 and 0 < left < 0.99:
         power = max(math.log(left) / math.log(share), 0.5)
-    return max(math.ceil((share - recipe.keep ** (1 / power)) * at_start / recipe.neurons_per_round), 1)
+    return max(
+        math.ceil((share - recipe.keep ** (1 / power)) * at_start / max(recipe.neurons_per_round, recipe.multiple)), 1
+    )
