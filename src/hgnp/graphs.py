@@ -32,15 +32,13 @@ class Capture:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Around captured work: all of it on one stream, with algorithms chosen by trying them."""
-        current, benchmark = torch.cuda.current_stream(self.device), torch.backends.cudnn.benchmark
+        """Around captured work: all of it on one stream."""
+        current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
-        torch.backends.cudnn.benchmark = True
         try:
             with torch.cuda.stream(self.stream):
                 yield
         finally:
-            torch.backends.cudnn.benchmark = benchmark
             current.wait_stream(self.stream)
 
     def capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:

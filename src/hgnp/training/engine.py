@@ -64,7 +64,7 @@ class Engine:
         listen(self.net, self.neurons_removed)
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """Around the steps of an epoch: all of them on one stream, with algorithms chosen by trying them."""
+        """Around the steps of an epoch: all of them on one stream."""
         return self._capture_at.running()
 
     def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
