@@ -18,7 +18,7 @@ def bench(
     device: Annotated[list[str] | None, typer.Option(metavar="NAME", help="cpu, cuda …; repeatable.")] = None,
     variant: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="eager, channels_last, compile, bf16, fp16, onnx; repeatable."),
+        typer.Option(metavar="NAME", help="eager, no_tf32, channels_last, compile, bf16, fp16, onnx; repeatable."),
     ] = None,
     weights: Annotated[
         list[float] | None,

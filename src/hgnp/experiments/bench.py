@@ -51,7 +51,7 @@ def bench(
     """Time `full`, the same network weight-pruned, and `small`, which keeps the same fraction of parameters.
 
     `sample` is one input without its batch dimension: a tensor, or a tuple of them. `batches` defaults to the paper's: 128 on
-    a CPU, 2000 on a GPU. `variants` are "eager", "channels_last", "compile", "bf16", "fp16" and "onnx" (ONNX Runtime, CPU);
+    a CPU, 2000 on a GPU. `variants` are "eager", "no_tf32" (GPU), "channels_last", "compile", "bf16", "fp16", "onnx" (CPU);
     by default those that make sense on the device. What cannot be run is a row with its reason. `progress(label, i, n)` is
     told of every step.
     """

@@ -1,4 +1,4 @@
-"""Ways to run one network: as it is, in another memory layout, compiled, in half precision, by ONNX Runtime."""
+"""Ways to run one network: as it is, without TF32, in another memory layout, compiled, in half precision, by ONNX Runtime."""
 
 import copy
 import tempfile
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from hgnp.deploy import export, onnx_session, run_onnx
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-VARIANTS = ("eager", "channels_last", "compile", *HALVES, "onnx")
+VARIANTS = ("eager", "no_tf32", "channels_last", "compile", *HALVES, "onnx")
 DEFAULTS = {
     "cpu": ("eager", "channels_last", "compile", "bf16", "onnx"),
-    "cuda": ("eager", "channels_last", "compile", "fp16", "bf16"),
+    "cuda": ("eager", "no_tf32", "channels_last", "compile", "fp16", "bf16"),
 }
 
 
@@ -36,6 +36,10 @@ def way(variant: str, net: nn.Module, example: Sequence[Tensor]) -> Way:
         if not any(isinstance(module, nn.Conv2d) for module in net.modules()):
             raise ValueError("the network has no 2-d convolutions")
         return Way(_laid_out(copy.deepcopy(net)), _channels_last)
+    if variant == "no_tf32":
+        if example[0].device.type != "cuda":
+            raise ValueError("TF32 is a GPU's")
+        return Way(_without_tf32(net))
     if variant == "compile":
         return Way(torch.compile(net, dynamic=False))
     if variant in HALVES:
@@ -50,6 +54,19 @@ def way(variant: str, net: nn.Module, example: Sequence[Tensor]) -> Way:
             session = onnx_session(exported.path, threads=torch.get_num_threads())
         return Way(lambda *tensors: run_onnx(session, tensors))
     return Way(net)
+
+
+def _without_tf32(net: nn.Module) -> Callable[..., Any]:
+    """Full float32, as older GPUs compute: cuDNN's convolutions are in TF32 unless told otherwise."""
+
+    def call(*tensors: Tensor) -> Any:
+        before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+        try:
+            return net(*tensors)
+        finally:
+            torch.backends.cudnn.allow_tf32 = before
+
+    return call
 
 
 def _laid_out(net: nn.Module) -> nn.Module:

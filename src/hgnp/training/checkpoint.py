@@ -44,9 +44,12 @@ def _packed(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         return value
     if isinstance(value, Tensor | np.ndarray):
         name = str(len(tensors))
-        tensor = torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value.detach().cpu()
-        tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
-        return {"array" if isinstance(value, np.ndarray) else "tensor": name}
+        if isinstance(value, np.ndarray):
+            tensors[name] = torch.from_numpy(value.copy())
+            return {"array": name}
+        elsewhere = value.detach().contiguous() if value.is_cuda else value.detach()  # laid out where that is quick
+        tensors[name] = elsewhere.cpu() if value.is_cuda else elsewhere.clone(memory_format=torch.contiguous_format)
+        return {"tensor": name}
     if isinstance(value, np.generic):
         return _packed(value.item(), tensors, where)
     if isinstance(value, dict):
