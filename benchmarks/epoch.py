@@ -42,12 +42,13 @@ NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "resnet18": (ResNet18, "resnet18-cifar10"),
     "vgg16": (VGG16, "vgg16-cifar10"),
 }
+EVERY_STEP = {"v_every": 1, "rest_closed": False}
 HGNP: dict[str, dict[str, Any] | None] = {  # choices beside the preset's; None: the default's
     "HGNP, default": None,
     "HGNP, preset": {},
-    "HGNP, preset, first block": {},
-    "HGNP, literal order": {"v_from": "this_batch", "v_every": 1},
-    "HGNP, paper": {"flatness": "paper", "curvature": "hessian", "v_from": "this_batch", "v_every": 1},
+    "HGNP, preset, first block": {"rest_closed": False},
+    "HGNP, literal order": {"v_from": "this_batch"} | EVERY_STEP,
+    "HGNP, paper": {"flatness": "paper", "curvature": "hessian", "v_from": "this_batch"} | EVERY_STEP,
 }
 FIRST = "HGNP, preset, first block"
 METHODS = ["plain", "Taylor", *HGNP, "SAM"]
@@ -213,7 +214,8 @@ def options(name: str, method: str) -> dict[str, Any]:
         return {}
     recipe = hgnp.Recipe(**preset(NETS[name][1]).recipe)
     bundle, choices = recipe.flatness_choices
-    return {"mu": recipe.mu, "bound": recipe.bound, "v_every": recipe.v_every, "flatness": bundle, **choices, **beside}
+    ours = {"v_every": recipe.v_every, "rest_closed": recipe.rest_closed, "flatness": bundle, **choices}
+    return {"mu": recipe.mu, "bound": recipe.bound, **ours, **beside}
 
 
 @contextlib.contextmanager

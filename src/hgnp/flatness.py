@@ -30,6 +30,7 @@ from hgnp.curvature.direction import Direction
 from hgnp.curvature.forward import Forward, Output, UnfitError, autocast_off, layer_of, run
 from hgnp.curvature.gauss_newton import GaussNewton
 from hgnp.curvature.hessian import Hessian
+from hgnp.curvature.late import Late
 from hgnp.curvature.losses import Loss, loss_curvature
 from hgnp.curvature.random import RandomState, capturing, undisturbed
 from hgnp.curvature.spectrum import Observer
@@ -64,6 +65,14 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What a step does."""
+
+    term: bool  # whether the term is looked at
+    renew: bool  # whether the next v is solved for on the way
+
+
+@dataclass(frozen=True)
 class First:
     """A batch's forward pass in the paper's order, before v is known."""
 
@@ -85,6 +94,7 @@ class Flatness:
     "this_batch"; convention "reduce" or "expand"; labels "batch" or "sampled"; ranking "kfac" or "empirical".
 
     v_every   with v_from "last_batch", v is renewed in every so many steps and kept in between: cheaper, and older
+    rest_closed  if the hinge is closed in the first step along a new v, the steps until the next renewal are plain ones
     """
 
     def __init__(
@@ -104,6 +114,7 @@ class Flatness:
         labels: str | None = None,
         ranking: str | None = None,
         v_every: int = 1,
+        rest_closed: bool = False,
     ) -> None:
         if not (math.isfinite(mu) and mu >= 0):
             raise ValueError(f"mu: {mu!r} was given; a finite number of at least 0 would do")
@@ -126,10 +137,20 @@ class Flatness:
             raise ValueError(
                 f"v_every: {v_every} was given with v_from='this_batch', which renews v in every step; 1 would do"
             )
+        if not isinstance(rest_closed, bool):
+            raise ValueError(f"rest_closed: {rest_closed!r} was given; True or False would do")
+        if rest_closed and self.choices.v_from == "this_batch":
+            raise ValueError(
+                "rest_closed: True was given with v_from='this_batch', which looks in every step; False would do"
+            )
         refuse_unseen(net)
-        self.v_every = v_every
+        self.v_every, self.rest_closed = v_every, rest_closed
         self.age = 0
         """Steps since v was renewed."""
+        self._resting = False
+        self._first_q: Late | None = None  # q of the first step along this v, on its way
+        self.rested = False
+        """Whether the last step was a plain one, as the term rests."""
         self._frozen = self.choices.norm == "frozen"
         self.lags = self.choices.v_from == "last_batch"
         """Whether a step penalises along the v of the batch before."""
@@ -151,15 +172,33 @@ class Flatness:
         if self.mu == 0:
             return self._plain(inputs, target, scale)
         self.prepare(inputs, target, scale=scale)
-        renew = self.renews
-        loss = self.step(inputs, target, renew=renew, scale=scale)
-        self.age = 0 if renew else self.age + 1
+        kind = self.kind()
+        loss = self.run(kind, inputs, target, scale=scale)
+        self.done(kind)
         return loss
 
-    @property
-    def renews(self) -> bool:
-        """Whether the next step solves for a new v on its way."""
-        return self.lags and self.age + 1 >= self.v_every
+    def kind(self) -> Kind:
+        """What the next step does."""
+        if self._first_q is not None:
+            self._resting, self._first_q = not self._first_q.item() > self.bound, None
+        return Kind(term=not self._resting, renew=self.lags and self.age + 1 >= self.v_every)
+
+    def run(self, kind: Kind, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
+        """A step of this kind."""
+        if kind.term:
+            return self.step(inputs, target, renew=kind.renew, scale=scale)
+        return self._renew_at_rest(inputs, target, scale) if kind.renew else self._plain(inputs, target, scale)
+
+    def done(self, kind: Kind) -> None:
+        """After a step of this kind."""
+        self.rested = not kind.term
+        if kind.renew:
+            self.age, self._resting = 0, False
+            return
+        if self.rest_closed and self.age == 0:
+            assert self.seen is not None
+            self._first_q = Late.of(self.seen.curvature)
+        self.age += 1
 
     def prepare(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> None:
         """What comes before a step: finding v where it is not that of the batch before."""
@@ -197,12 +236,34 @@ class Flatness:
 
         if found.observer is None:
             backward()
-        elif found.acts(self.bound) or self.choices.labels == "sampled":
+        elif found.acts(self.bound):
             self._renew(found, target, scale, meanwhile=backward)
-        else:  # C alone is differentiated, and shows Γ on the way
-            with found.observer.gathering(scale):
-                self.v.update(found.observer, backward, cold=False)
+        else:
+            self._renew_by(backward, found.observer, loss, found.z, target, scale)
         return loss.detach()
+
+    def _renew_at_rest(self, inputs: Any, target: Any, scale: float | Tensor) -> Tensor:
+        """A plain step that shows the next v."""
+        if self._frozen:  # v is of another function than C
+            self._look(self.v, inputs, target, scale)
+            return self._plain(inputs, target, scale)
+        observer = self.v.observer(inputs)
+        z = self._run(inputs, Forward(watch=observer))
+        loss = self.loss(z, target)
+        self._renew_by(lambda: self._autograd(loss * scale), observer, loss, z, target, scale)
+        return loss.detach()
+
+    def _renew_by(
+        self, backward: Callable[[], None], observer: Observer, loss: Tensor, z: Any, target: Any, scale: float | Tensor
+    ) -> None:
+        """The next v, where the step differentiates C alone: that shows Γ on the way."""
+        if self.choices.labels == "sampled":
+            self.v.update(
+                observer, partial(self.v.pull, observer, loss, z, target, scale), cold=False, meanwhile=backward
+            )
+            return
+        with observer.gathering(scale):
+            self.v.update(observer, backward, cold=False)
 
     def _renew(
         self, found: "Pass", target: Any, scale: float | Tensor, meanwhile: Callable[[], None] | None = None
@@ -379,12 +440,14 @@ class Flatness:
         return "\n".join([head, *(f"  {name}: {route}" for name, route in self.routes.items())])
 
     def state_dict(self) -> dict[str, Any]:
-        """Eigenpairs, the chosen block, the stream of sampled labels and the age of v: tensors, strings, numbers and None."""
-        return self.v.state_dict() | {"age": self.age}
+        """Eigenpairs, the chosen block, the stream of sampled labels, the age of v and whether the term rests: tensors,
+        strings, numbers and None."""
+        self.kind()  # waits for what is on its way
+        return self.v.state_dict() | {"age": self.age, "resting": self._resting}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.v.load_state_dict(state)
-        self.age = state["age"]
+        self.age, self._resting, self._first_q = state["age"], state.get("resting", False), None
 
     def neurons_removed(self, removal: Removal) -> Callable[[], None]:
         """Slices every eigenvector with its layer. The work is done here; what is returned only assigns."""
@@ -393,6 +456,7 @@ class Flatness:
         def commit() -> None:
             self.v.pairs = pairs
             self.seen = None
+            self._resting, self._first_q = False, None
             self._checked = set()
             self._bends = {}
 

@@ -57,10 +57,10 @@ class Capture:
         self._pool = None  # it goes with its last graph
 
 
-def kind_of(batch: Any) -> tuple[Any, ...] | None:
-    """What a graph of work on this batch depends on; None if it is not of tensors alone."""
+def kind_of(batch: Any, device: torch.device) -> tuple[Any, ...] | None:
+    """What a graph of work on this batch depends on; None if it is not of tensors on this device alone."""
     leaves, spec = tree_flatten(batch)
-    if not all(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
+    if not all(isinstance(leaf, Tensor) and leaf.device == device for leaf in leaves):
         return None
     return str(spec), *((leaf.shape, leaf.dtype) for leaf in leaves)
 
@@ -94,7 +94,7 @@ class Replayed:
 
     def __call__(self, batch: Any) -> Any:
         """Within `Capture.running`."""
-        kind = kind_of(batch)
+        kind = kind_of(batch, self._capture.device)
         if kind is None or self.refused is not None:
             return self._function(batch)
         if kind not in self._graphs:

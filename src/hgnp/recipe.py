@@ -67,6 +67,8 @@ class Recipe:
     """"default", "paper", or a mapping of `Flatness`'s named choices, such as {"curvature": "hessian", "norm": "frozen"}."""
     v_every: int = 1
     """Steps from one renewal of the penalised direction to the next."""
+    rest_closed: bool = False
+    """Whether the term rests until the next renewal if curvature is below the bound in the first step along a new direction."""
     rho: float = 0.05
     """Radius of the "sam" method."""
 
@@ -194,6 +196,7 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     "bound": ("any finite number", _number),
     "flatness": ("'default', 'paper' or a mapping of named choices", lambda value: isinstance(value, str | Mapping)),
     "v_every": _COUNT,
+    "rest_closed": _SWITCH,
     "rho": _RATE,
     "lr": _RATE,
     "momentum": ("a number of at least 0 and below 1", lambda value: _number(value) and 0 <= value < 1),

@@ -16,7 +16,7 @@ from hgnp.curvature.blocks import Block
 from hgnp.curvature.eigen import Eigenpair, arbitrary, kronecker_residual
 from hgnp.curvature.factors import GammaMoments, PsiMoments, per_position, plain_convolution, unit, wide
 from hgnp.curvature.forward import autocast_off
-from hgnp.curvature.random import capturing
+from hgnp.curvature.late import Late
 
 
 class _Probe(torch.autograd.Function):
@@ -115,28 +115,19 @@ class Observer:
 class Chosen:
     """The block with the largest score."""
 
-    index: Tensor  # into `blocks`; on its way to the host, where it is once `ready`
-    ready: torch.cuda.Event | None
+    index: Late  # into `blocks`
     blocks: list[Block]
 
     @classmethod
     def of(cls, index: Tensor, blocks: list[Block]) -> "Chosen":
-        """Sends the index to the host. In a step that is being captured there is none yet; it stays on the device."""
-        if not index.is_cuda or capturing():
-            return cls(index, None, blocks)
-        host = torch.empty((), dtype=index.dtype, pin_memory=True).copy_(index, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-        return cls(host, ready, blocks)
+        return cls(Late.of(index), blocks)
 
     @classmethod
     def known(cls, block: Block) -> "Chosen":
-        return cls(torch.tensor(0), None, [block])
+        return cls(Late.of(torch.tensor(0)), [block])
 
     def block(self) -> Block:
-        if self.ready is not None:
-            self.ready.synchronize()  # waits for this one number of the last batch, not for the device
-        return self.blocks[int(self.index)]
+        return self.blocks[int(self.index.item())]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hgnp.baselines import SAM
 from hgnp.curvature.operations import tensors_in
+from hgnp.curvature.random import RandomState
 from hgnp.curvature.spectrum import Chosen, Pair
 from hgnp.flatness import First, Flatness, Seen
 from hgnp.graphs import Capture, RefusedError, kind_of, laid_out, refill
@@ -70,7 +71,7 @@ class Engine:
     def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
         """As the trainer's `backward`, on gradients that are None."""
         batch = inputs, target
-        kind = kind_of(batch)
+        kind = kind_of(batch, self.device)
         if self.refused is not None or kind is None or not isinstance(scale, float):
             return self.trainer.backward(inputs, target, scale=scale)
         if self._first(kind):
@@ -90,12 +91,12 @@ class Engine:
         else:
             if not flat.lags:
                 self._run(("look", kind), flat.prepare, batch)
-            renew = flat.renews
-            key = "step", flat.v.name(), renew, kind
+            step = flat.kind()
+            key = step, flat.v.name() if step.term else None, kind
             if key not in self._graphs and flat.v.block() is None:  # nothing is known of v yet
                 return flat.backward(*batch)
-            loss = self._run(key, partial(flat.step, renew=renew), batch)
-            flat.age = 0 if renew else flat.age + 1
+            loss = self._run(key, partial(flat.run, step), batch)
+            flat.done(step)
         assert loss is not None
         return loss
 
@@ -107,9 +108,9 @@ class Engine:
 
     def _as_it_is(self, batch: Any) -> Tensor:
         """Not captured. A network that draws random numbers never will be: the draw must repeat from pass to pass."""
-        before = torch.cuda.get_rng_state(self.device)
+        before = RandomState(*self.net.parameters())
         loss = self.trainer.backward(*laid_out(batch, self.net))
-        if not torch.equal(before, torch.cuda.get_rng_state(self.device)):
+        if not before.is_now():
             self.refused = "its forward draws random numbers"
         return loss
 
@@ -177,7 +178,7 @@ class Engine:
             if captured.first is not None:  # a replay has it compute with the parameters as they are
                 captured.versions.__exit__(None, None, None)
         if flat is not None and captured.choice is not None:
-            flat.v.chosen = Chosen.of(captured.choice.index, captured.choice.blocks)
+            flat.v.chosen = Chosen.of(captured.choice.index.number, captured.choice.blocks)
         if flat is not None and captured.seen is not None:
             seen = captured.seen
             flat.seen = Seen(seen.block, seen.direction, seen.radius.clone(), seen.residual, seen.curvature.clone())

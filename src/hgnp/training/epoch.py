@@ -33,6 +33,8 @@ class Steps:
     curvatures: list[Tensor] = field(default_factory=list)
     mus: list[float] = field(default_factory=list)
     blocks: Counter[str] = field(default_factory=Counter)
+    rested: int = 0
+    """Steps in which the term rested."""
     checked: int = 0
     seconds: float = 0.0
     """Of the steps alone: what is done before a step, such as a round of pruning, is not counted."""
@@ -48,8 +50,8 @@ class Steps:
             "penalty": float((mu * (q - bound).clamp_min(0)).sum() / steps),
             "radius": _mean(self.radii),
             "curvature": float(q.mean()),
-            "hinge": float((q > bound).double().mean()),
-            "blocks": {name: count / len(q) for name, count in self.blocks.most_common()},
+            "hinge": float((q > bound).double().sum() / (len(q) + self.rested)),
+            "blocks": {name: count / (len(q) + self.rested) for name, count in self.blocks.most_common()},
         }
 
 
@@ -138,7 +140,9 @@ class Epochs:
             ) from error
         seen.losses.append(loss)
         flat = self.flatness
-        if flat is not None and flat.mu > 0 and flat.seen is not None:
+        if flat is not None and flat.mu > 0 and flat.rested:
+            seen.rested += 1
+        elif flat is not None and flat.mu > 0 and flat.seen is not None:
             seen.radii.append(flat.seen.radius)
             seen.curvatures.append(flat.seen.curvature)
             seen.mus.append(flat.mu)

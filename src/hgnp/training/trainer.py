@@ -18,6 +18,7 @@ def make_flatness(net: nn.Module, task: Task, recipe: Recipe) -> Flatness:
         output=task.output,
         flatness=bundle,
         v_every=recipe.v_every,
+        rest_closed=recipe.rest_closed,
         **choices,
     )
 

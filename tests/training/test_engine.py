@@ -1,0 +1,125 @@
+"""What the engine decides on the host, without a GPU: graphs are stood in for by work that is done again at every replay.
+
+It leaves out what a graph itself does; tests/training/test_engine_cuda.py has that."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hgnp
+from hgnp.training import engine as engines
+from hgnp.training.engine import Engine
+
+
+class Again:
+    """Does the work at every replay, in the state that it was captured in, into the memory of the first time."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.engine: Engine = Stand.engine
+        flat = self.engine.flatness
+        assert flat is not None
+        self.flat, self.work, self.chosen = flat, work, flat.v.chosen
+        kept = [tensor.clone() for tensor in self._state()]
+        self.made = work()
+        self.seen, self.next = flat.seen, flat.v.chosen
+        for tensor, value in zip(self._state(), kept, strict=True):
+            tensor.copy_(value)
+
+    def _state(self) -> list[Tensor]:
+        return [*self.engine.net.buffers(), *self.engine._memory, *self.engine._grads.values()]
+
+    def replay(self) -> None:
+        flat, net = self.flat, self.engine.net
+        held = flat.seen, flat.v.chosen, [p.grad for p in net.parameters()]
+        flat.weight, flat.v.chosen, flat.v.pairs = self.engine._mu, self.chosen, self.engine._static
+        net.zero_grad(set_to_none=True)
+        loss = self.work()
+        self.made.copy_(loss)
+        if flat.seen is not held[0]:
+            for name in ("radius", "residual", "curvature"):
+                getattr(self.seen, name).copy_(getattr(flat.seen, name))
+        if flat.v.chosen is not self.chosen:
+            self.next.index.number.copy_(flat.v.chosen.index.number)
+        flat.weight, flat.v.pairs = None, self.engine._static
+        flat.seen, flat.v.chosen = held[:2]
+        for parameter, grad in zip(net.parameters(), held[2], strict=True):
+            parameter.grad = grad
+
+
+class Stand:
+    """In place of `Capture`."""
+
+    engine: Engine
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
+        made = Again(work)
+        return made, made.made
+
+    def forget(self) -> None:
+        pass
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.na = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.b, self.nb = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.out = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.na(self.a(x)))
+        return self.out(torch.relu(self.nb(self.b(x)) + x).mean((2, 3)))
+
+
+def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    net = Net().double()
+    data = [(torch.randn(n, 3, 6, 6).double(), torch.randint(0, 5, (n,))) for n in (12, 12, 12, 7) * 10]
+    neurons = hgnp.Neurons(net, data[0][0][:2])
+    flat = hgnp.Flatness(net, **choices)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    trainer: Any = flat
+    if stood_in:
+        Stand.engine = trainer = Engine(flat)
+    losses, seen = [], []
+    for number, (x, y) in enumerate(data):
+        if number == 22:
+            neurons.remove(neurons.least(hgnp.sensitivity(net, neurons, [(x, y)], flatness=flat), 5), optimizer)
+        flat.mu = choices["mu"] * min(1.0, (number + 1) / 6)
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(trainer.backward(x, y).item())
+        optimizer.step()
+        seen.append((flat.rested, flat.block, flat.curvature, flat.radius))
+    assert not stood_in or (trainer.refused is None and len(trainer._graphs) > 1)
+    return losses, seen, {name: tensor.clone() for name, tensor in net.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"mu": 0.0},
+        {"mu": 0.05, "bound": 0.0},
+        {"mu": 0.05, "bound": 0.2, "v_every": 3},
+        {"mu": 0.05, "bound": 0.2, "v_every": 4, "rest_closed": True},
+        {"mu": 0.05, "bound": 0.2, "v_every": 3, "rest_closed": True, "convention": "expand"},
+        {"mu": 0.05, "bound": 0.2, "v_every": 3, "rest_closed": True, "norm": "frozen"},
+    ],
+    ids=lambda choices: "-".join(map(str, choices.values())),
+)
+def test_the_same_trajectory(choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "Capture", Stand)
+    monkeypatch.setattr("hgnp.flatness.Pass.acts", lambda *_: True)  # as on a GPU, where nobody knows
+    losses, seen, state = trained(True, choices)
+    expected, also_seen, other = trained(False, choices)
+    assert losses == pytest.approx(expected, rel=1e-9)
+    torch.testing.assert_close(state, other, rtol=1e-6, atol=1e-7)
+    if choices["mu"]:
+        assert [(rested, block) for rested, block, *_ in seen] == [(rested, block) for rested, block, *_ in also_seen]
+        assert [q for *_, q, _ in seen] == pytest.approx([q for *_, q, _ in also_seen], rel=1e-7, nan_ok=True)
+        assert any(rested for rested, *_ in seen) is choices.get("rest_closed", False)
