@@ -106,9 +106,9 @@ def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
         {"mu": 0.0},
         {"mu": 0.05, "bound": 0.0},
         {"mu": 0.05, "bound": 0.2, "v_every": 3},
-        {"mu": 0.05, "bound": 0.2, "v_every": 4, "rest_closed": True},
-        {"mu": 0.05, "bound": 0.2, "v_every": 3, "rest_closed": True, "convention": "expand"},
-        {"mu": 0.05, "bound": 0.2, "v_every": 3, "rest_closed": True, "norm": "frozen"},
+        {"mu": 0.05, "bound": 0.025, "v_every": 4, "rest_closed": True},
+        {"mu": 0.05, "bound": 0.75, "v_every": 3, "rest_closed": True, "convention": "expand"},
+        {"mu": 0.05, "bound": 0.3, "v_every": 3, "rest_closed": True, "norm": "frozen"},
     ],
     ids=lambda choices: "-".join(map(str, choices.values())),
 )

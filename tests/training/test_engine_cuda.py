@@ -71,7 +71,7 @@ def trained(captured: bool, dropout: float = 0.0, **choices: Any) -> tuple[nn.Mo
         {"mu": 0.0},
         {"mu": 0.05, "bound": 0.0},
         {"mu": 0.05, "bound": 0.0, "v_every": 3},
-        {"mu": 0.05, "bound": 0.1, "v_every": 3, "rest_closed": True},
+        {"mu": 0.05, "bound": 0.025, "v_every": 3, "rest_closed": True},
         {"mu": 0.05, "bound": 0.0, "v_from": "this_batch"},
         {"mu": 0.05, "bound": 0.0, "convention": "expand", "v_every": 2},
         {"mu": 0.05, "bound": 0.0, "convention": "expand", "v_from": "this_batch"},
