@@ -14,6 +14,7 @@ MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
 TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
 TEST = "test_batch"
 PIXELS = 3 * 32 * 32
+VAL_BATCH = 1000  # at least, on a GPU, which smaller ones do not fill
 LAYOUTS = (("cifar-10-batches-bin", ".bin"), ("cifar-10-batches-py", ""))
 
 
@@ -44,7 +45,7 @@ def cifar10(
         train=Loader(
             train, batch=batch, mean=MEAN, std=STD, device=where, shuffle=True, flip=flip, crop=crop, drop_last=drop_last
         ),
-        val=Loader(val, batch=batch, mean=MEAN, std=STD, device=where),
+        val=Loader(val, batch=batch if where.type == "cpu" else max(batch, VAL_BATCH), mean=MEAN, std=STD, device=where),
         classes=10,
         image_side=32,
         train_samples=train.samples,
