@@ -167,15 +167,12 @@ class BatchNormDual(torch.autograd.Function):
             Z = _laid_out_as(s, Z)
             count = s.numel() // s.shape[1]
             sum_Z, sum_Zx = _sums(Z, s, mean, inv)
-            zero, one = _constants(len(inv), inv.dtype, inv.device)
-            _, covariance = _sums(Z, ds, sum_ds / count, one)  # count·c
+            _, covariance = _sums(Z, ds, sum_ds / count, _constants(len(inv), inv.dtype, inv.device)[1])  # count·c
             grad_ds = _spread(Z, s, weight, mean, inv, sum_Z, sum_Zx)
             share = inv * inv / count
             of_Z, of_ds = share * sum_dsx, share * sum_Zx
             product = of_Z * sum_Zx  # count·ab
-            # Y − inv·b·Z − inv·a·ṡ: a multiple of a channel is taken away by what spreads sums, from a mean of 0
-            W = _spread(Y, Z, None, zero, one, zero, of_Z * count)
-            W = _spread(W, ds, None, zero, one, zero, of_ds * count)
+            W = _minus(_minus(Y, Z, of_Z), ds, of_ds)
             sum_W = sum_Y.addcmul(of_Z, sum_Z, value=-1).addcmul_(of_ds, sum_ds, value=-1)
             more = sum_Yx + covariance
             grad_s = _spread(W, s, weight, mean, inv, sum_W, torch.sub(more, product, alpha=3))
@@ -216,6 +213,14 @@ def _spread(
     shift = slope * mean - scale * sum_z / count
     scale, slope, shift = (k.to(z.dtype).view(_shape(s)) for k in (scale, slope, shift))
     return torch.addcmul(shift, z, scale).addcmul_(s, slope, value=-1)
+
+
+def _minus(x: Tensor, y: Tensor, k: Tensor) -> Tensor:
+    """x − k·y, with a k for each channel."""
+    if not x.is_cuda:
+        return torch.addcmul(x, y, k.to(x.dtype).view(_shape(x)), value=-1)
+    zero, one = _constants(len(k), k.dtype, k.device)  # the kernel that spreads sums does it in one go
+    return _spread(x, y, None, zero, one, zero, k * (x.numel() // x.shape[1]))
 
 
 @functools.lru_cache(256)
