@@ -4,7 +4,7 @@ In the paper's order v is known only after the batch went forward and back. The 
 only the operations behind it run once more, with tangents, and one backward pass then goes through both parts.
 
 What could not be repeated faithfully is refused, and the caller goes forward a second time: a tensor that was written to since,
-one whose origin or whose change was not seen, a hook on a gradient, or (the caller's to notice) a pass that draws random numbers.
+one whose origin or change was not seen, a hook on a gradient, or (the caller's to notice) a pass that draws random numbers.
 """
 
 from dataclasses import dataclass
