@@ -137,7 +137,8 @@ def test_batch_norm_with_its_tangent(shape, affine):
     torch.manual_seed(0)
     s, ds, Y, Z = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(4))
     weight, bias = (
-        torch.randn(3, dtype=torch.float64, requires_grad=True) if part in affine else None for part in ("weight", "bias")
+        torch.randn(3, dtype=torch.float64, requires_grad=True) if part in affine else None
+        for part in ("weight", "bias")
     )
     leaves = [x for x in (s, ds, weight, bias) if x is not None]
     stats = [(torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)) for _ in range(2)]
