@@ -79,6 +79,7 @@ class First:
     z: Any
     tape: Tape | None  # None where operations cannot be run again
     kept: bool  # whether it will be differentiated again
+    buffers: dict[str, Tensor]  # as they were before it; norms that write theirs do not read them
 
 
 class Flatness:
@@ -213,13 +214,15 @@ class Flatness:
         """The pass that v is found from. C's own pass it is as well: it alone updates buffers."""
         observer, tape = self.v.observer(inputs), Tape()
         state = None if capturing() else RandomState(*self.net.parameters())
+        unread = {id(buffer) for norm in tracked(self.net) for buffer in norm.buffers()}
+        buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers() if id(buffer) not in unread}
         z = self._run(inputs, Forward(watch=observer, tape=tape))
         gather = partial(self.v.pull, observer, self.loss(z, target), z, target, scale)
         self.v.update(observer, gather, cold=self.v.block() is None)
         repeats = state is None or state.is_now()
         if state is not None:
             state.restore()  # a second pass draws the same
-        return First(z, tape if repeats else None, kept=capturing())
+        return First(z, tape if repeats else None, capturing(), buffers)
 
     def step(self, inputs: Any, target: Any, *, renew: bool, scale: float | Tensor = 1.0) -> Tensor:
         """The step itself, along the v that is known."""
@@ -341,9 +344,12 @@ class Flatness:
         term = self._term(seeds, observer)
         z = None
         if first is not None and first.tape is not None:
-            z = first.tape.again(term, [parameter for parameter, _ in seeds], first.z)
+            with contextlib.suppress(UnfitError):  # which a second pass raises by its layer
+                z = first.tape.again(term, [parameter for parameter, _ in seeds], first.z)
+            term = self._term(seeds, observer) if z is None else term
         if z is None:
-            z = self._run(inputs, term, traceless=traceless or first is not None, within=within)
+            before = None if first is None else first.buffers
+            z = self._run(inputs, term, traceless=traceless or first is not None, within=within, before=before)
         loss = self.loss(z, target)
         with autocast_off(loss):
             if isinstance(term, GaussNewton) and (block.name, self.net.training) not in self._checked:
@@ -372,9 +378,12 @@ class Flatness:
         *,
         traceless: bool = False,
         within: contextlib.AbstractContextManager[Any] | None = None,
+        before: dict[str, Tensor] | None = None,
     ) -> Any:
-        """The network's output; a traceless run works on copies of the buffers."""
+        """The network's output; a traceless run works on copies of the buffers, some as they were `before`."""
         buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers()} if traceless else None
+        if buffers is not None and before is not None:
+            buffers |= before
         try:
             with mode or contextlib.nullcontext(), within or contextlib.nullcontext():
                 return run(self.net, inputs, output=self.output, buffers=buffers)

@@ -333,6 +333,25 @@ def test_factors_solved_together_are_those_solved_one_by_one() -> None:
     assert pair.vector.norm().item() == pytest.approx(1)
 
 
+@pytest.mark.parametrize("size", [1e-8, 1e-4, 1.0, 1e4])
+def test_small_and_large_factors_keep_their_pair_and_residual_in_single_precision(size: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = Rows(size * torch.randn(2, 30, 9, generator=generator) * torch.linspace(0.5, 2, 9), 30.0)
+    inputs = size * torch.randn(4, 2, 5, 6, generator=generator)
+    conv = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
+    for factor in (rows, Dense(rows.dense()), Patches([inputs], [conv], torch.Size([1, 2, 3, 3]), 1, 4.0, False)):
+        start = torch.nn.functional.normalize(torch.randn(factor.entries, factor.side, generator=generator))
+        for _ in range(2):  # the second time the direction is all but exact
+            (pair,) = top_of_each([factor], [start], 1 if isinstance(factor, Patches) else 60)
+            F, v = factor.dense().double(), pair.vector.double()
+            image = (F @ v.unsqueeze(2)).squeeze(2)
+            value = (v * image).sum(1)
+            residual = (image / value.unsqueeze(1) - v).norm(dim=1)
+            torch.testing.assert_close(pair.value.double(), value, rtol=1e-5, atol=0)
+            torch.testing.assert_close(pair.residual.double(), residual, rtol=1e-3, atol=2e-6)
+            start = pair.vector
+
+
 def test_v_is_kept_between_renewals() -> None:
     net, every = convnet().train(), 3
     x, y = images()

@@ -239,8 +239,10 @@ def test_a_gradient_scale_is_divided_out():
     net = convnet("none")
     x, y = images()
     for convention in CONVENTIONS:
-        plain, scaled = observe(net, x, y, convention), observe(net, x, y, convention, scale=1024.0)
-        torch.testing.assert_close(dense(plain, "0"), dense(scaled, "0"), rtol=1e-12, atol=0)
+        plain = observe(net, x, y, convention)
+        for scale in (1024.0, torch.tensor(2.0**15, dtype=torch.half)):
+            scaled = observe(net, x, y, convention, scale=scale)
+            torch.testing.assert_close(dense(plain, "0"), dense(scaled, "0"), rtol=1e-12, atol=0)
 
 
 def test_the_empirical_quotient_is_that_of_the_block_of_per_sample_gradients():

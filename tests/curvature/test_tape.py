@@ -1,5 +1,6 @@
 """Running again what is behind a block gives what a second pass gives, or is refused."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -84,3 +85,87 @@ def test_it_is_what_a_second_pass_gives(way: str, block: str, choices: dict[str,
     torch.testing.assert_close(have, want, rtol=1e-10, atol=1e-12)
     expected = block in REPEATS[way] or (block == "out" and way not in ("drawn", "hidden"))
     assert found == ([] if way == "drawn" else [expected])
+
+
+class Doubled(torch.autograd.Function):
+    """Twice a tensor, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * grads[0]
+
+
+class Changed(nn.Module):
+    """A network that changes a tensor behind a block in a way that no call returns."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.a, self.b, self.out = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(4, eps=0.1)
+        self.register_buffer("average", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.b(torch.tanh(self.a(x)))
+        if self.way == "without a gradient":
+            with torch.no_grad():
+                x[:, :2] = 0.5
+        if self.way == "by index":
+            x = x * 1
+            x[:, :2] = x[:, 2:]
+        if self.way == "elsewhere by index":
+            other = torch.zeros_like(x)
+            other[:, :2] = x[:, 2:]
+            x = x + torch.tanh(self.norm(other))
+        if self.way == "by its function":
+            x = Doubled.apply(x)  # type: ignore[no-untyped-call]
+        if self.way == "by its data":
+            x.data = x.data * 2
+        if self.way == "by its gradient":
+            x.register_hook(lambda g: -g)  # type: ignore[no-untyped-call]
+        if self.way in ("by an average", "by an average, drawn"):
+            assert isinstance(self.average, Tensor)
+            self.average.mul_(0.5).add_(x.detach().mean(0))
+            x = x - self.average
+        if self.way == "by an average, drawn":
+            torch.rand(1)
+        return self.out(torch.tanh(x))
+
+
+WAYS = (
+    "without a gradient", "by index", "elsewhere by index", "by its function", "by its data", "by its gradient",
+    "by an average", "by an average, drawn",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_change_that_was_not_seen_is_not_left_out(way: str) -> None:
+    """Against the same step in the order that makes one pass along a v that is known."""
+    found = []
+    for v_from in ("this_batch", "last_batch"):
+        torch.manual_seed(0)
+        net = Changed(way).double()
+        x, y = torch.randn(6, 3).double(), torch.randint(0, 3, (6,))
+        flat = Flatness(net, mu=1.0, bound=-1.0, v_from=v_from, curvature="hessian")
+        plain = nn.functional.cross_entropy(copy.deepcopy(net)(x), y)
+        torch.manual_seed(1)
+        flat.prepare(x, y)
+        flat.v.chosen = Chosen.known(find_blocks(net)[0])
+        loss = flat.step(x, y, renew=False)
+        torch.testing.assert_close(loss, plain.detach())
+        found.append((flat.curvature, gradients(net), dict(net.named_buffers()), torch.rand(1)))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+def test_what_cannot_be_followed_is_refused_by_its_layer() -> None:
+    torch.manual_seed(0)
+    flat = Flatness(nn.Sequential(Changed("by index")), v_from="this_batch")
+    flat.prepare(torch.randn(6, 3), torch.zeros(6).long())
+    flat.v.chosen = Chosen.known(find_blocks(flat.net)[0])
+    with pytest.raises(ValueError, match="layer '0': an indexed assignment"):
+        flat.step(torch.randn(6, 3), torch.zeros(6).long(), renew=False)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hgnp
+from hgnp.training.epoch import Steps
 from train_cases import loaders, made, recipe
 
 
@@ -104,3 +105,9 @@ def test_bfloat16() -> None:
     assert all(p.dtype == torch.float32 for p in result.model.parameters())
     exact = hgnp.prune(made(), *loaders(), recipe=recipe())
     assert result.history[0]["loss"] != exact.history[0]["loss"]
+
+
+def test_an_epoch_at_rest_has_its_hinge_closed() -> None:
+    resting, plain = (Steps(losses=[torch.tensor(1.0)] * 2, rested=rested).summary(0.5) for rested in (2, 0))
+    assert (resting["hinge"], resting["penalty"], resting["radius"]) == (0.0, 0.0, None)
+    assert plain["hinge"] is None  # there was no term

@@ -123,7 +123,7 @@ def _guarded(
 def _by_gram(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int) -> Iterator[Eigenpair]:
     """With K = RRᵀ and s = K^p R x,
 
-        v = Rᵀs/√(sᵀKs),   λ = ‖Ks‖²/(c·sᵀKs),   ‖Fv‖² = (Ks)ᵀK(Ks)/(c²·sᵀKs),   ‖Fv − λv‖² = ‖Fv‖² − λ²,
+        v = Rᵀs/√(sᵀKs),   λ = ‖Ks‖²/(c·sᵀKs),   Fv − λv = λ·Rᵀd/√(sᵀKs),   d = Ks/(cλ) − s,
 
     c being the count that R is divided by."""
     flat = [factor for factor in factors if isinstance(factor, Rows)]
@@ -143,10 +143,10 @@ def _by_gram(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int) ->
     Ks = K @ s
     size = (s * Ks).sum((1, 2))  # ‖Rᵀs‖²
     value = Ks.square().sum((1, 2)) / (count * size)
-    image = (Ks * (K @ Ks)).sum((1, 2)) / (count.square() * size)
+    d = Ks / (count * value).view(-1, 1, 1) - s
+    residual = ((d * (K @ d)).sum((1, 2)) / size).clamp_min(0).sqrt()
     v = (s.mT @ R).squeeze(1) / size.sqrt().unsqueeze(1)
-    value = torch.where(size == 0, 0.0, value)
-    return _apart(flat, *_guarded(v, x, value, (image / value.square() - 1).clamp_min(0).sqrt(), flat))
+    return _apart(flat, *_guarded(v, x, torch.where(size == 0, 0.0, value), residual, flat))
 
 
 def _by_products(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int) -> Iterator[Eigenpair]:
@@ -167,7 +167,7 @@ def _by_products(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int
 
 
 def _by_two_products(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int) -> Iterator[Eigenpair]:
-    """One step by a product and a second one that measures it, not normalised in between."""
+    """One step by a product and a second one that measures it."""
     branches = Branches()
     ones, twos = [], []
     for factor, start in zip(factors, starts, strict=True):
@@ -179,10 +179,12 @@ def _by_two_products(factors: Sequence[Factor], starts: Sequence[Tensor], steps:
 
 
 def _of_two(y: Tensor, z: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """v = y/‖y‖, the start, λ = yᵀz/yᵀy and the relative residual √(‖z‖²‖y‖²/(yᵀz)² − 1), from z = Fy."""
-    yy, yz, zz = (y * y).sum(1), (y * z).sum(1), (z * z).sum(1)
-    value = torch.where(yy == 0, 0.0, yz / yy)
-    return y / yy.sqrt().unsqueeze(1), start, value, (zz * yy / yz.square() - 1).clamp_min(0).sqrt()
+    """v = y/‖y‖, the start, λ = vᵀFv and ‖Fv − λv‖/λ, from z = Fy. Nothing is of a higher power in F than two: Γ may be as
+    small as 1e-15, Ψ as large as 1e9."""
+    size = torch.linalg.vector_norm(y, dim=1, keepdim=True).clamp_min(torch.finfo(y.dtype).tiny)
+    v, image = y / size, z / size
+    value = (v * image).sum(1)
+    return v, start, value, torch.linalg.vector_norm(image / value.unsqueeze(1) - v, dim=1)
 
 
 @functools.lru_cache(64)

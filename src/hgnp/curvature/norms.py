@@ -177,8 +177,8 @@ class BatchNormDual(torch.autograd.Function):
             more = sum_Yx + covariance
             grad_s = _spread(W, s, weight, mean, inv, sum_W, torch.sub(more, product, alpha=3))
             more = more - product
-        grad_weight = (more * inv).to(weight.dtype) if needs_weight else None
-        return grad_s, grad_ds, grad_weight, sum_Y.to(weight.dtype) if needs_bias else None, *_REST
+        # autograd takes the sums to the types of γ and β
+        return grad_s, grad_ds, more * inv if needs_weight else None, sum_Y if needs_bias else None, *_REST
 
 
 _REST = (None,) * 4  # statistics, momentum and eps have no derivative

@@ -74,7 +74,7 @@ class Observer:
     @contextlib.contextmanager
     def gathering(self, scale: float | Tensor) -> Iterator[None]:
         """Γ from the derivatives that a backward pass within shows, of scale·C: it is divided out again."""
-        self._factor = self.samples / scale
+        self._factor = self.samples / (wide(scale) if isinstance(scale, Tensor) else scale)
         try:
             yield
         finally:

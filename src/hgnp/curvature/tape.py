@@ -4,7 +4,7 @@ In the paper's order v is known only after the batch went forward and back. The 
 only the operations behind it run once more, with tangents, and one backward pass then goes through both parts.
 
 What could not be repeated faithfully is refused, and the caller goes forward a second time: a tensor that was written to since,
-one whose origin was not seen, or (the caller's to notice) a pass that draws random numbers.
+one whose origin or change was not seen, a hook on a gradient, or (the caller's to notice) a pass that draws random numbers.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Given = list[tuple[Tensor, int]]
 """Tensors with their versions."""
+UNSEEN = frozenset({"__set__", "register_hook", "retain_grad"})  # they change a tensor without a trace in its version
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Call:
 class Tape:
     def __init__(self) -> None:
         self._calls: list[Call] = []
-        self._made: set[int] = set()
+        self._made: dict[int, int] = {}  # versions that calls left tensors with
         self._whole = True
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
@@ -44,11 +45,13 @@ class Tape:
 
     def note(self, func: "Func", args: tuple[Any, ...], kwargs: dict[str, Any], given: Given, out: Any) -> None:
         """A call, in the order of the pass. The tape holds its tensors, so that they are known by their identity."""
+        if getattr(func, "__name__", "") in UNSEEN:
+            self._whole &= all(id(x) not in self._made for x, _ in given)
         made = list(tensors_in(out))
         if not made or not torch.is_grad_enabled():
             return
-        self._whole &= all(x.grad_fn is None or id(x) in self._made for x, _ in given)
-        self._made |= {id(x) for x in made}
+        self._whole &= all(self._made.get(id(x), version if x.is_leaf else None) == version for x, version in given)
+        self._made |= {id(x): x._version for x in made}
         self._calls.append(Call(func, args, kwargs, given, out))
 
     def again(self, mode: "Forward", parameters: list[Tensor], z: Any) -> Tensor | None:

@@ -43,7 +43,8 @@ class Steps:
         steps = len(self.losses)
         row: dict[str, Any] = {"loss": _mean(self.losses), "train_seconds": self.seconds}
         if not self.curvatures:
-            return row | {"penalty": 0.0, "radius": None, "curvature": None, "hinge": None, "blocks": {}}
+            hinge = 0.0 if self.rested else None
+            return row | {"penalty": 0.0, "radius": None, "curvature": None, "hinge": hinge, "blocks": {}}
         q = torch.stack([value.double() for value in self.curvatures]).cpu()
         mu = torch.tensor(self.mus, dtype=torch.double)
         return row | {
