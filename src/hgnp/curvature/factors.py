@@ -350,7 +350,7 @@ def patch_sums(a: Tensor, conv: dict[str, Any], weight: Tensor, lengths: torch.S
     return wide_bmm(meets.expand(a.shape[0], -1, -1), a.flatten(2).transpose(1, 2)).transpose(1, 2)
 
 
-@functools.lru_cache(256)
+@functools.cache
 def _meets(sizes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """(taps, positions): 1 where a tap of the kernel meets a position of the input in some output."""
     both = torch.ones(1, 1, dtype=dtype, device=device)

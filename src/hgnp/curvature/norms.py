@@ -223,11 +223,11 @@ def _minus(x: Tensor, y: Tensor, k: Tensor) -> Tensor:
     return _spread(x, y, None, zero, one, zero, k * (x.numel() // x.shape[1]))
 
 
-@functools.lru_cache(256)
+@functools.cache
 def _constants(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.zeros(channels, dtype=dtype, device=device), torch.ones(channels, dtype=dtype, device=device)
 
 
-@functools.lru_cache(256)
+@functools.cache
 def _counts(count: int, device: torch.device) -> Tensor:
     return torch.full((1,), count, dtype=torch.int32, device=device)
