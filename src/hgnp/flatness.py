@@ -14,7 +14,6 @@ device, and nothing in a step waits for it.
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,63 +22,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hgnp.curvature.bends import Bends, Reasons, described
-from hgnp.curvature.blocks import Block, find_blocks
+from hgnp.curvature.blocks import find_blocks
 from hgnp.curvature.check import refuse_unseen, refuse_untracked, tracked
 from hgnp.curvature.choices import choose
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.forward import Forward, Output, UnfitError, autocast_off, layer_of, run
 from hgnp.curvature.gauss_newton import GaussNewton
 from hgnp.curvature.hessian import Hessian
-from hgnp.curvature.late import Late
 from hgnp.curvature.losses import Loss, loss_curvature
+from hgnp.curvature.passes import First, Pass, Seen
 from hgnp.curvature.random import RandomState, capturing, undisturbed
+from hgnp.curvature.rhythm import Kind, Rhythm
 from hgnp.curvature.spectrum import Observer
 from hgnp.curvature.tape import Tape
 from hgnp.removal import Removal, listen
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a step penalised; its numbers are still on the device."""
-
-    block: Block
-    direction: list[Tensor]
-    radius: Tensor
-    residual: Tensor
-    curvature: Tensor
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A forward pass along v, still to be differentiated."""
-
-    loss: Tensor
-    z: Any
-    q: Tensor
-    observer: Observer | None
-    seen: Seen
-
-    def acts(self, bound: float) -> bool:
-        """Whether q has to be differentiated: not if the hinge is known to be closed. On a GPU nobody waits to know."""
-        return self.q.device.type != "cpu" or bool(self.q > bound)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What a step does."""
-
-    term: bool  # whether the term is looked at
-    renew: bool  # whether the next v is solved for on the way
-
-
-@dataclass(frozen=True)
-class First:
-    """A batch's forward pass in the paper's order, before v is known."""
-
-    z: Any
-    tape: Tape | None  # None where operations cannot be run again
-    kept: bool  # whether it will be differentiated again
-    buffers: dict[str, Tensor]  # as they were before it; norms that write theirs do not read them
 
 
 class Flatness:
@@ -132,29 +88,11 @@ class Flatness:
             flatness, curvature=curvature, norm=norm, scaling=scaling, v_from=v_from, convention=convention,
             labels=labels, ranking=ranking,
         )  # fmt: skip
-        if isinstance(v_every, bool) or not isinstance(v_every, int) or v_every < 1:
-            raise ValueError(f"v_every: {v_every!r} was given; a whole number of at least 1 would do")
-        if v_every > 1 and self.choices.v_from == "this_batch":
-            raise ValueError(
-                f"v_every: {v_every} was given with v_from='this_batch', which renews v in every step; 1 would do"
-            )
-        if not isinstance(rest_closed, bool):
-            raise ValueError(f"rest_closed: {rest_closed!r} was given; True or False would do")
-        if rest_closed and self.choices.v_from == "this_batch":
-            raise ValueError(
-                "rest_closed: True was given with v_from='this_batch', which looks in every step; False would do"
-            )
-        refuse_unseen(net)
-        self.v_every, self.rest_closed = v_every, rest_closed
-        self.age = 0
-        """Steps since v was renewed."""
-        self._resting = False
-        self._first_q: Late | None = None  # q of the first step along this v, on its way
-        self.rested = False
-        """Whether the last step was a plain one, as the term rests."""
         self._frozen = self.choices.norm == "frozen"
         self.lags = self.choices.v_from == "last_batch"
         """Whether a step penalises along the v of the batch before."""
+        self.rhythm = Rhythm(v_every, rest_closed, lags=self.lags)
+        refuse_unseen(net)
         if self._frozen:
             refuse_untracked(net)
         self.v = Direction(net, self.choices, self._loss_curvature)
@@ -180,9 +118,7 @@ class Flatness:
 
     def kind(self) -> Kind:
         """What the next step does."""
-        if self._first_q is not None:
-            self._resting, self._first_q = not self._first_q.item() > self.bound, None
-        return Kind(term=not self._resting, renew=self.lags and self.age + 1 >= self.v_every)
+        return self.rhythm.next(self.bound)
 
     def run(self, kind: Kind, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
         """A step of this kind."""
@@ -192,14 +128,12 @@ class Flatness:
 
     def done(self, kind: Kind) -> None:
         """After a step of this kind."""
-        self.rested = not kind.term
-        if kind.renew:
-            self.age, self._resting = 0, False
-            return
-        if self.rest_closed and self.age == 0:
-            assert self.seen is not None
-            self._first_q = Late.of(self.seen.curvature)
-        self.age += 1
+        self.rhythm.done(kind, None if self.seen is None else self.seen.curvature)
+
+    @property
+    def rested(self) -> bool:
+        """Whether the last step was a plain one, as the term rests."""
+        return self.rhythm.rested
 
     def prepare(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> None:
         """What comes before a step: finding v where it is not that of the batch before."""
@@ -269,7 +203,7 @@ class Flatness:
             self.v.update(observer, backward, cold=False)
 
     def _renew(
-        self, found: "Pass", target: Any, scale: float | Tensor, meanwhile: Callable[[], None] | None = None
+        self, found: Pass, target: Any, scale: float | Tensor, meanwhile: Callable[[], None] | None = None
     ) -> None:
         observer = found.observer
         assert observer is not None
@@ -451,12 +385,11 @@ class Flatness:
     def state_dict(self) -> dict[str, Any]:
         """Eigenpairs, the chosen block, the stream of sampled labels, the age of v and whether the term rests: tensors,
         strings, numbers and None."""
-        self.kind()  # waits for what is on its way
-        return self.v.state_dict() | {"age": self.age, "resting": self._resting}
+        return self.v.state_dict() | self.rhythm.state_dict(self.bound)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.v.load_state_dict(state)
-        self.age, self._resting, self._first_q = state["age"], state.get("resting", False), None
+        self.rhythm.load_state_dict(state)
 
     def neurons_removed(self, removal: Removal) -> Callable[[], None]:
         """Slices every eigenvector with its layer. The work is done here; what is returned only assigns."""
@@ -465,7 +398,7 @@ class Flatness:
         def commit() -> None:
             self.v.pairs = pairs
             self.seen = None
-            self._resting, self._first_q = False, None
+            self.rhythm.wake()
             self._checked = set()
             self._bends = {}
 

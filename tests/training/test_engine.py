@@ -114,7 +114,7 @@ def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
 )
 def test_the_same_trajectory(choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "Capture", Stand)
-    monkeypatch.setattr("hgnp.flatness.Pass.acts", lambda *_: True)  # as on a GPU, where nobody knows
+    monkeypatch.setattr("hgnp.curvature.passes.Pass.acts", lambda *_: True)  # as on a GPU, where nobody knows
     losses, seen, state = trained(True, choices)
     expected, also_seen, other = trained(False, choices)
     assert losses == pytest.approx(expected, rel=1e-9)

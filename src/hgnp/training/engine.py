@@ -19,9 +19,10 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hgnp.baselines import SAM
 from hgnp.curvature.operations import tensors_in
+from hgnp.curvature.passes import First, Seen
 from hgnp.curvature.random import RandomState
 from hgnp.curvature.spectrum import Chosen, Pair
-from hgnp.flatness import First, Flatness, Seen
+from hgnp.flatness import Flatness
 from hgnp.graphs import Capture, RefusedError, kind_of, laid_out, refill
 from hgnp.removal import Removal, listen
 
