@@ -14,9 +14,10 @@ from torch import Tensor
 
 from hgnp.curvature.blocks import Block
 from hgnp.curvature.eigen import Eigenpair, arbitrary, kronecker_residual
-from hgnp.curvature.factors import GammaMoments, PsiMoments, per_position, plain_convolution, unit, wide
+from hgnp.curvature.factors import unit, wide
 from hgnp.curvature.forward import autocast_off
 from hgnp.curvature.late import Late
+from hgnp.curvature.moments import GammaMoments, PsiMoments, per_position, plain_convolution
 
 
 class _Probe(torch.autograd.Function):

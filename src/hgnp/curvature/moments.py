@@ -1,0 +1,179 @@
+"""Gathers a block's factors from what its calls in a pass show: inputs for Ψ, the loss's derivatives at outputs for Γ.
+
+Sums are taken in float32 at least; activations of half precision are read as they are.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hgnp.curvature.blocks import Block
+from hgnp.curvature.factors import HALF, Dense, Factor, Patches, Rows, wide
+
+
+class PsiMoments:
+    """Gathers Ψ of one block from the inputs of its calls."""
+
+    def __init__(self, block: Block, samples: int, convention: str) -> None:
+        self.block, self.samples, self.reduce = block, samples, convention == "reduce"
+        self.inputs: list[Tensor] = []
+        self.options: list[dict[str, Any]] = []
+        self.sums: Tensor | None = None  # (N, G, side): Σ_t of the patches, all calls
+        self.positions = 0
+
+    @torch.no_grad()
+    def add(self, options: dict[str, Any]) -> None:
+        a = options["input"].detach()
+        if "stride" not in options:
+            a = a if self.reduce else wide(a)  # sums of half precision need no copy of it all
+            a = a.reshape(_leading(a, self.samples, self.block), -1, a.shape[-1])  # (N, T, d)
+            self.positions += a.shape[1]
+            if self.reduce:
+                self._sum(wide_sum(a, 1).unsqueeze(1))
+            else:
+                self.inputs.append(a)
+            return
+        a, conv = plain_convolution(a, options, self.block.weight.dim() - 2)
+        _leading(a, self.samples, self.block)
+        lengths = output_lengths(a, conv, self.block.weight)
+        self.positions += lengths.numel() * (a.shape[0] // self.samples)
+        if self.reduce:
+            sums = patch_sums(a, conv, self.block.weight, lengths)  # (N·r, C_in, taps)
+            sums = sums.reshape(self.samples, -1, self.block.groups, self.block.weight[0].numel())
+            self._sum(sums.squeeze(1) if sums.shape[1] == 1 else sums.sum(1))
+        else:
+            self.inputs.append(a if a.dtype == torch.bfloat16 and a.is_cuda else wide(a))
+            self.options.append(conv)
+
+    def _sum(self, sums: Tensor) -> None:
+        self.sums = sums if self.sums is None else self.sums + sums
+
+    def factor(self) -> Factor:
+        bias = self.block.bias is not None
+        if self.sums is not None:
+            return Rows((self.sums / self.positions).transpose(0, 1), self.samples, bias)
+        if self.options:
+            weight = self.block.weight
+            return Patches(self.inputs, self.options, weight.shape, self.block.groups, self.samples, bias)
+        rows = torch.cat([a.flatten(0, 1) for a in self.inputs]).unsqueeze(0)
+        return Rows(rows, self.samples, bias)
+
+
+class GammaMoments:
+    """Gathers Γ of one block from the loss's derivatives at the outputs of its calls; each is let go at once."""
+
+    def __init__(self, block: Block, samples: int, convention: str, scale: Tensor | None) -> None:
+        self.block, self.samples, self.reduce = block, samples, convention == "reduce"
+        self.scale = scale  # filter norms, in the scale-invariant metric
+        self.rows: list[Tensor] = []
+        self.matrix: Tensor | None = None
+        self.positions = 0
+
+    @torch.no_grad()
+    def add(self, g: Tensor, factor: float | Tensor = 1.0) -> None:
+        """factor·g = N·∂C/∂s of one call; the factor is applied to what is left of g."""
+        g = per_position(g, self.samples, self.block)  # (N, T, C)
+        self.positions += g.shape[1]
+        groups, side = self.block.gamma_shape
+        factor = factor if self.scale is None else factor * self.scale
+        if self.reduce:
+            self.rows.append(wide_sum(g, 1) * factor)
+            return
+        flat = g.reshape(-1, groups, side).transpose(0, 1)  # (G, N·T, side)
+        if flat.shape[1] <= side:
+            self.rows.append(wide(g.reshape(-1, groups * side)) * factor)
+            return
+        outer = wide_bmm(flat.mT, flat)
+        if isinstance(factor, Tensor) and factor.dim():
+            root = factor.view(groups, 1, side)
+            outer = outer * root * root.mT
+        else:
+            outer = outer * factor**2
+        self.matrix = outer if self.matrix is None else self.matrix + outer
+
+    def factor(self) -> Factor:
+        groups, side = self.block.gamma_shape
+        count = float(self.samples if self.reduce else self.samples * self.positions)
+        if self.reduce:
+            rows = self.rows[0] if len(self.rows) == 1 else torch.stack(self.rows).sum(0)
+            return Rows(rows.view(-1, groups, side).transpose(0, 1), count)
+        kept = Rows(torch.cat(self.rows).view(-1, groups, side).transpose(0, 1), count) if self.rows else None
+        if self.matrix is None:
+            assert kept is not None
+            return kept
+        return Dense(self.matrix / count if kept is None else self.matrix / count + kept.dense())
+
+
+def wide_bmm(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y, (B, n, k) and (B, k, m), to float32 if they are of half precision; on a GPU without copies of them."""
+    if x.dtype in HALF and x.is_cuda and hasattr(torch.ops.aten.bmm, "dtype"):  # torch 2.8
+        product: Tensor = torch.ops.aten.bmm.dtype(x, y.to(x.dtype), torch.float32)
+        return product
+    return wide(x) @ wide(y)
+
+
+def wide_sum(x: Tensor, dim: int) -> Tensor:
+    """The sum along a dimension, in a precision that can hold it."""
+    return x.sum(dim, dtype=torch.float32 if x.dtype in HALF else None)
+
+
+def _leading(x: Tensor, samples: int, block: Block) -> int:
+    if x.shape[0] % samples:
+        raise ValueError(
+            f"layer {block.name!r} was called on {x.shape[0]} rows, no multiple of the batch's {samples} samples: "
+            "its factors cannot be formed; freeze it (requires_grad_(False)) to leave it out"
+        )
+    return samples
+
+
+def per_position(s: Tensor, samples: int, block: Block) -> Tensor:
+    """A layer's output or its derivative as (N, T, C)."""
+    s = s.flatten(2).transpose(1, 2) if block.weight.dim() > 2 else s
+    return s.reshape(_leading(s, samples, block), -1, s.shape[-1])
+
+
+def plain_convolution(a: Tensor, options: dict[str, Any], dims: int) -> tuple[Tensor, dict[str, Any]]:
+    """The same convolution with tuple options and numeric padding."""
+
+    def each(value: Any) -> tuple[int, ...]:
+        value = (value,) if isinstance(value, int) else tuple(value)
+        return value * dims if len(value) == 1 else value
+
+    kernel, dilation = options["weight"].shape[2:], each(options["dilation"])
+    padding = options["padding"]
+    if padding == "same":
+        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        a = F.pad(a, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
+    padding = (0,) * dims if isinstance(padding, str) else each(padding)
+    return a, {"stride": each(options["stride"]), "padding": padding, "dilation": dilation}
+
+
+def output_lengths(a: Tensor, conv: dict[str, Any], weight: Tensor) -> torch.Size:
+    sizes = zip(a.shape[2:], weight.shape[2:], conv["stride"], conv["padding"], conv["dilation"], strict=True)
+    return torch.Size((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)
+
+
+def patch_sums(a: Tensor, conv: dict[str, Any], weight: Tensor, lengths: torch.Size) -> Tensor:
+    """Σ_t of the patches, (N, C_in, taps): what each tap of the kernel meets is a sum over some of the positions."""
+    dtype = a.dtype if a.dtype in HALF and a.is_cuda else wide(a[:0]).dtype
+    sizes = tuple(
+        zip(a.shape[2:], weight.shape[2:], lengths, conv["stride"], conv["padding"], conv["dilation"], strict=True)
+    )
+    meets = _meets(sizes, dtype, a.device)
+    return wide_bmm(meets.expand(a.shape[0], -1, -1), a.flatten(2).transpose(1, 2)).transpose(1, 2)
+
+
+@functools.cache
+def _meets(sizes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(taps, positions): 1 where a tap of the kernel meets a position of the input in some output."""
+    both = torch.ones(1, 1, dtype=dtype, device=device)
+    for size, taps, length, stride, padding, dilation in sizes:
+        position = torch.arange(size, device=device)
+        tap = torch.arange(taps, device=device).unsqueeze(1)
+        offset = position + padding - tap * dilation
+        meets = (offset % stride == 0) & (offset >= 0) & (offset < length * stride)
+        both = torch.kron(both, meets.to(dtype))
+    return both
