@@ -151,12 +151,13 @@ class Flatness:
         unread = {id(buffer) for norm in tracked(self.net) for buffer in norm.buffers()}
         buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers() if id(buffer) not in unread}
         z = self._run(inputs, Forward(watch=observer, tape=tape))
-        gather = partial(self.v.pull, observer, self.loss(z, target), z, target, scale)
+        loss = self.loss(z, target)
+        gather = partial(self.v.pull, observer, loss, z, target, scale)
         self.v.update(observer, gather, cold=self.v.block() is None)
         repeats = state is None or state.is_now()
         if state is not None:
             state.restore()  # a second pass draws the same
-        return First(z, tape if repeats else None, capturing(), buffers)
+        return First(loss, z, tape if repeats else None, capturing(), buffers)
 
     def step(self, inputs: Any, target: Any, *, renew: bool, scale: float | Tensor = 1.0) -> Tensor:
         """The step itself, along the v that is known."""
@@ -275,16 +276,20 @@ class Flatness:
         assert block is not None
         pair, seeds = v.pairs[block.name], v.seeds(block)
         observer = v.observer(inputs) if renew else None
-        term = self._term(seeds, observer)
-        z = None
+        term, loss, z = self._term(seeds, observer), None, None
         if first is not None and first.tape is not None:
             with contextlib.suppress(UnfitError):  # which a second pass raises by its layer
-                z = first.tape.again(term, [parameter for parameter, _ in seeds], first.z)
+                if isinstance(term, GaussNewton) and first.tape.along(term, first.z) is not None:
+                    loss, z = first.loss, first.z
+            if z is None:
+                term = self._term(seeds, observer)
+                with contextlib.suppress(UnfitError):
+                    z = first.tape.again(term, [parameter for parameter, _ in seeds], first.z)
             term = self._term(seeds, observer) if z is None else term
         if z is None:
             before = None if first is None else first.buffers
             z = self._run(inputs, term, traceless=traceless or first is not None, within=within, before=before)
-        loss = self.loss(z, target)
+        loss = self.loss(z, target) if loss is None else loss
         with autocast_off(loss):
             if isinstance(term, GaussNewton) and (block.name, self.net.training) not in self._checked:
                 term.check(block, z)

@@ -40,6 +40,7 @@ class Pass:
 class First:
     """A batch's forward pass in the paper's order, before v is known."""
 
+    loss: Tensor
     z: Any
     tape: Tape | None  # None where operations cannot be run again
     kept: bool  # whether it will be differentiated again

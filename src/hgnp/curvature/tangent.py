@@ -34,6 +34,7 @@ class Tangent(Forward):
 
     def __init__(self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None = None, frozen: bool = False) -> None:
         super().__init__(watch=watch, frozen=frozen)
+        self._out: Any = None
         self._records: dict[int, tuple[weakref.ref[Tensor], Tensor | None, int]] = {}
         for parameter, direction in seeds:
             self.record(parameter, direction)
@@ -56,6 +57,21 @@ class Tangent(Forward):
         if found[2] != x._version or found[1] is None:
             raise _unfit("a tensor is used after it was written to through another view of it")
         return found[1]
+
+    def known(self, x: Any) -> bool:
+        """Whether x carries a tangent."""
+        return isinstance(x, Tensor) and id(x) in self._records and self.tangent(x) is not None
+
+    def computed(self, out: Any, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As `compute`, of a call whose result is there already."""
+        self._out = out
+        try:
+            return self.compute(func, args, kwargs)
+        finally:
+            self._out = None
+
+    def primal(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().primal(func, args, kwargs) if self._out is None else self._out
 
     def written(self, x: Tensor, tangent: Tensor) -> None:
         """x was returned, changed in place perhaps: its base, if it has no tangent, is then no longer known."""
@@ -94,6 +110,8 @@ class Tangent(Forward):
         """Value and tangent at once by forward-mode differentiation of this one operation."""
         name = name_of(func)
         writes = in_place(func, args, kwargs)
+        if writes and self._out is not None:
+            raise _unfit(f"{name} has written in place already")
         if writes and name == "__setitem__":
             raise _unfit("an indexed assignment cannot be followed")
         duals = {id(x): x for x in tensors_in((args, kwargs)) if self.tangent(x) is not None}

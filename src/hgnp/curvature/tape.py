@@ -1,7 +1,8 @@
 """The operations of a forward pass, kept so that what depends on one block can be run again along a direction.
 
-In the paper's order v is known only after the batch went forward and back. The tensors before the block are there already:
-only the operations behind it run once more, with tangents, and one backward pass then goes through both parts.
+In the paper's order v is known only after the batch went forward and back. All values are there by then: tangents are carried
+beside them (`along`), or, for the Hessian, the operations behind the block run once more (`again`). One backward pass then goes
+through all of it.
 
 What could not be repeated faithfully is refused, and the caller goes forward a second time: a tensor that was written to since,
 one whose origin or change was not seen, a hook on a gradient, or (the caller's to notice) a pass that draws random numbers.
@@ -14,13 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hgnp.curvature.operations import map_tensors, tensors_in
+from hgnp.curvature.operations import map_tensors, name_of, tensors_in
 
 if TYPE_CHECKING:
     from hgnp.curvature.forward import Forward, Func
+    from hgnp.curvature.tangent import Tangent
 
 Given = list[tuple[Tensor, int]]
 """Tensors with their versions."""
+IN_PLACE = frozenset({"relu", "add", "sub"})
+"""Their rules look at what comes out, and at tangents, not at what was there before."""
 UNSEEN = frozenset({"__set__", "register_hook", "retain_grad"})  # they change a tensor without a trace in its version
 
 
@@ -53,6 +57,26 @@ class Tape:
         self._whole &= all(self._made.get(id(x), version if x.is_leaf else None) == version for x, version in given)
         self._made |= {id(x): x._version for x in made}
         self._calls.append(Call(func, args, kwargs, given, out))
+
+    def along(self, mode: "Tangent", z: Any) -> Tensor | None:
+        """The tangent of z along `mode`'s seeds, by the rules alone: values are those of the pass, to be differentiated with
+        it. None where that cannot be."""
+        if not self._whole:
+            return None
+        for call in self._calls:
+            carried = [x for x, _ in call.given if mode.known(x)]
+            if not carried:
+                continue
+            name = name_of(call.func)
+            written = [x for x, version in call.given if x._version != version]
+            if written and not (name in IN_PLACE and len(written) == 1 and written[0] is call.out is call.args[0]):
+                return None
+            args, kwargs = _without_statistics(call)
+            out = mode.computed(call.out, call.func, args, kwargs)
+            for old, fresh in zip(tensors_in(call.out), tensors_in(out), strict=True):
+                if old is not fresh and mode.known(fresh):
+                    mode.record(old, mode.tangent(fresh))
+        return mode.tangent(z)
 
     def again(self, mode: "Forward", parameters: list[Tensor], z: Any) -> Tensor | None:
         """z by running again, in `mode`, all that depends on the parameters; None where that cannot be."""
