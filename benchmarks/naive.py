@@ -85,7 +85,7 @@ def factors(layer: nn.Linear | nn.Conv2d, a: Tensor, g: Tensor) -> tuple[Tensor,
         a = F.unfold(a, layer.kernel_size, layer.dilation, layer.padding, layer.stride).transpose(1, 2).flatten(0, 1)
         samples, g = len(g), g.flatten(2).transpose(1, 2).flatten(0, 1)
     else:
-        samples = len(g)
+        samples, a, g = len(g), a.flatten(0, -2), g.flatten(0, -2)
     if layer.bias is not None:
         a = F.pad(a, (0, 1), value=1.0)
     return a.T @ a / samples, g.T @ g / len(g)

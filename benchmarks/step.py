@@ -22,9 +22,7 @@ from torch import nn
 
 from hgnp import Flatness
 from hgnp.curvature.blocks import find_blocks
-from hgnp.curvature.eigen import top_dense
-from hgnp.curvature.forward import Forward
-from hgnp.curvature.spectrum import Observer
+from naive import naive_step
 from nets import NETS
 
 Step = Callable[[], object]
@@ -55,27 +53,6 @@ def timed(step: Step, device: torch.device, clock: Callable[[], float]) -> float
     if device.type == "cuda":
         torch.cuda.synchronize()
     return clock() - start
-
-
-def naive_step(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
-    """Dense Ψ and Γ of every block, decomposed; then vᵀHv by double backward and its gradient by a third."""
-    blocks = find_blocks(net)
-    observer = Observer(blocks, x.shape[0], convention="expand", scale_invariant=False, keep=False)
-    with Forward(watch=observer):
-        loss = F.cross_entropy(net(x), y)
-    observer.pull(loss, None, 1.0)
-    best, seeds = -1.0, []
-    for block in blocks:
-        psi, gamma = (top_dense(m[block.name].factor()) for m in (observer.psi, observer.gamma))
-        value = (psi.value * gamma.value).max().item()
-        if value > best:
-            best, parts = value, block.spread(psi.vector, gamma.vector)
-            seeds = [(p, d) for p, d in zip((block.weight, block.bias), parts, strict=True) if p is not None]
-    params = [p for p, _ in seeds]
-    grads = torch.autograd.grad(loss, params, create_graph=True)
-    products = torch.autograd.grad(grads, params, [d for _, d in seeds], create_graph=True)
-    q = sum((p * d).sum() for p, (_, d) in zip(products, seeds, strict=True))
-    (loss + 1e-3 * q).backward()
 
 
 def measure(name: str, args: argparse.Namespace) -> None:

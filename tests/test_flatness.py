@@ -163,51 +163,6 @@ def test_a_hinge_known_to_be_closed_saves_work_and_changes_nothing(monkeypatch, 
     torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("choices", [{}, {"labels": "sampled"}, {"norm": "frozen"}, {"convention": "expand"}])
-def test_the_term_rests_until_v_is_renewed(choices):
-    net, every = convnet("batch"), 4
-    flat = Flatness(net, mu=0.5, bound=0.0, v_every=every, rest_closed=True, **choices)
-    bound, closed = {}, []
-    for step in range(16):
-        x, y = images(6 + step % 3)
-        twin = copy.deepcopy(net)
-        known = Flatness(twin, mu=0.5, bound=0.0, v_every=every, **choices)
-        known.load_state_dict({key: value for key, value in flat.state_dict().items() if key != "resting"})
-        flat.bound = known.bound = bound.setdefault(step // every, [-1.0, 1e6, 1e6, -1.0][step // every])
-        kind = flat.kind()
-        net.zero_grad()
-        loss = flat.backward(x, y)
-        if kind.term:  # as if it never rested
-            assert known.backward(x, y) == loss
-        else:
-            assert plain_step(twin, x, y) == loss
-        torch.testing.assert_close(gradients(net), gradients(twin), rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(dict(net.named_buffers()), dict(twin.named_buffers()))
-        closed.append(flat.rested)
-        if kind.renew and not choices.get("labels"):  # at rest or not, v is that of this batch
-            fresh = Flatness(copy.deepcopy(twin), **choices)
-            fresh._look(fresh.v, x, y, 1.0)
-            for name, pair in fresh.v.pairs.items():
-                torch.testing.assert_close(flat.v.pairs[name].value, pair.value, rtol=0.2, atol=1e-6)
-    # the first step along a v is the one after its renewal; the third v is looked at with the bound of its own steps
-    assert closed == [False] * 5 + [True] * 3 + [False] + [True] * 3 + [False] * 4
-
-
-def test_resting_survives_a_checkpoint():
-    ours, theirs = (convnet("batch") for _ in range(2))
-    flats = [Flatness(net, bound=1e6, v_every=5, rest_closed=True) for net in (ours, theirs)]
-    for step in range(8):
-        for flat in flats:
-            flat.net.zero_grad()
-            flat.backward(*images(6))
-        fresh = Flatness(theirs, bound=1e6, v_every=5, rest_closed=True)
-        fresh.load_state_dict(flats[1].state_dict())
-        assert fresh.kind() == flats[0].kind()
-        assert fresh.kind().term is (step % 5 == 4)
-        flats[1] = fresh
-    torch.testing.assert_close(gradients(ours), gradients(theirs), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("curvature", ["ggn", "hessian"])
 def test_dropout_inside_attention_is_drawn_once(curvature):
     class Net(nn.Module):

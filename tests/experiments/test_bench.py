@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import hgnp
 from hgnp.experiments import bench as module
 from hgnp.experiments.bench import Bench, Entry, bench, equal_accuracy, weight_pruned
+from hgnp.experiments.variants import _without_tf32, way
 
 
 class Block(nn.Module):
@@ -182,6 +183,21 @@ def test_what_cannot_run_is_a_row_with_its_reason() -> None:
     assert {r["reason"] for r in rows_of(result, variant="eager", batch=5)} == {"RuntimeError: five rows are too many"}
     assert all(row["median_ms"] > 0 for row in rows_of(result, variant="eager", batch=3))
     assert "five rows" in shown(result)
+
+
+def test_without_tf32_the_flag_is_off_while_the_network_runs() -> None:
+    before = torch.backends.cudnn.allow_tf32
+    seen = []
+
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.backends.cudnn.allow_tf32)
+            return x
+
+    _without_tf32(Asks())(torch.zeros(1))
+    assert (seen, torch.backends.cudnn.allow_tf32) == ([False], before)
+    with pytest.raises(ValueError, match="a GPU's"):
+        way("no_tf32", Asks(), [torch.zeros(1)])
 
 
 def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

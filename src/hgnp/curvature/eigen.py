@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hgnp.curvature.branches import Branches
-from hgnp.curvature.factors import Dense, Factor, Patches, Rows, raised, unit
+from hgnp.curvature.factors import Dense, Factor, Patches, Rows, unit
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,15 @@ def _guarded(
     new = _arbitrary(tuple((factor.entries, factor.side) for factor in factors), v.dtype, v.device)
     v = torch.where(good.unsqueeze(1), v, torch.where(finite.unsqueeze(1), new, start))
     return v, value, torch.where(good, residual, torch.inf)
+
+
+def raised(K: Tensor, steps: int) -> Tensor:
+    """A power of K of at least `steps`, by squaring: four small products stand for sixteen powers. Scaled."""
+    for squaring in range(max(4, (steps - 1).bit_length())):
+        if squaring % 4 == 0:  # K¹⁶ of a matrix of norm 1 is in range, K²⁵⁶ is not
+            K = K / torch.linalg.matrix_norm(K, keepdim=True).clamp_min(torch.finfo(K.dtype).tiny)
+        K = K @ K
+    return K
 
 
 def _by_gram(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int) -> Iterator[Eigenpair]:

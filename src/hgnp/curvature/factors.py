@@ -52,15 +52,6 @@ def unit(x: Tensor) -> Tensor:
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
 
 
-def raised(K: Tensor, steps: int) -> Tensor:
-    """A power of K of at least `steps`, by squaring: four small products stand for sixteen powers. Scaled."""
-    for squaring in range(max(4, (steps - 1).bit_length())):
-        if squaring % 4 == 0:  # K¹⁶ of a matrix of norm 1 is in range, K²⁵⁶ is not
-            K = K / torch.linalg.matrix_norm(K, keepdim=True).clamp_min(torch.finfo(K.dtype).tiny)
-        K = K @ K
-    return K
-
-
 class _Powers:
     warm = 4
 
@@ -110,16 +101,6 @@ class Rows(_Powers):
     def is_flat(self) -> bool:
         """Whether RRᵀ is the matrix to work with. On a GPU it is not the arithmetic that counts."""
         return self.rows.shape[1] <= (GRAM_LIMIT if self.rows.is_cuda else min(GRAM_LIMIT, 4 * self.rows.shape[2]))
-
-    def gram(self) -> Tensor:
-        """RRᵀ, (G, R, R)."""
-        K = self.rows @ self.rows.mT
-        return K + 1 if self.bias else K
-
-    def advance(self, x: Tensor, steps: int) -> Tensor:
-        if not self.is_flat:
-            return super().advance(x, steps)
-        return unit(self.adjoint((raised(self.gram(), steps) @ self.apply(x).unsqueeze(2)).squeeze(2)))
 
     def dense(self) -> Tensor:
         rows = F.pad(self.rows, (0, 1), value=1.0) if self.bias else self.rows

@@ -80,6 +80,17 @@ def test_an_epoch_is_a_function_of_the_global_state_at_its_start(options: dict[s
     assert torch.equal(torch.cat([y for _, y in again]), y)
 
 
+def test_batches_made_together_are_those_made_one_by_one() -> None:
+    epochs = []
+    for at_once in (1, 3, 16):
+        loader = make(shuffle=True, flip=True, crop=2)
+        loader._at_once = at_once
+        torch.manual_seed(3)
+        epochs.append(list(loader))
+    for other in epochs[1:]:
+        torch.testing.assert_close(epochs[0], other, rtol=0, atol=0)
+
+
 def test_validation_touches_no_random_state() -> None:
     before = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
     epoch(make())

@@ -75,6 +75,7 @@ class Loader:
         self.shuffle, self.flip, self.crop = shuffle, flip, crop
         deviation = torch.tensor(std, device=device).view(-1, 1, 1)
         self._scale, self._shift = 1 / deviation, -torch.tensor(mean, device=device).view(-1, 1, 1) / deviation
+        self._at_once = AT_ONCE if isinstance(source, Memory) and device.type == "cuda" else 1
         left = source.samples % batch
         self.samples = source.samples - (left if drop_last or (shuffle and left == 1) else 0)
         if self.samples == 0:
@@ -101,8 +102,7 @@ class Loader:
         if self.crop:
             places = torch.randint(2 * self.crop + 1, (2, total), generator=generator).to(device)
         start = 0
-        at_once = self.batch * (AT_ONCE if isinstance(self.source, Memory) and device.type == "cuda" else 1)
-        for x, y in self.source.batches(order[:total].split(at_once)):
+        for x, y in self.source.batches(order[:total].split(self.batch * self._at_once)):
             now = slice(start, start := start + len(y))
             if places is not None:
                 x = cropped(x, places[:, now], self.crop)

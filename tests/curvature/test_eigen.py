@@ -1,0 +1,71 @@
+"""Top eigenpairs of many factors at once, against each by itself."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hgnp.curvature.eigen import top, top_of_each
+from hgnp.curvature.factors import Dense, Patches, Rows
+
+
+def test_factors_solved_together_are_those_solved_one_by_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def rows(groups: int, count: int, side: int, bias: bool) -> Rows:
+        made = torch.randn(groups, count, side, generator=generator, dtype=torch.double)
+        return Rows(made * torch.linspace(0.1, 2, side, dtype=torch.double), float(count), bias)
+
+    def patches(channels: int, groups: int, bias: bool) -> Patches:
+        a = torch.randn(4, channels * groups, 5, 6, generator=generator, dtype=torch.double)
+        conv = {"stride": (1, 2), "padding": (1, 0), "dilation": (1, 1)}
+        return Patches([a, a + 1], [conv, conv], torch.Size([groups, channels, 3, 2]), groups, 4.0, bias)
+
+    factors: list[Any] = [
+        rows(1, 6, 4, True),
+        rows(3, 6, 2, False),
+        rows(2, 6, 9, True),
+        rows(1, 40, 3, False),
+        rows(1, 5, 7, False),
+        rows(1, 6, 900, False),
+        Dense(rows(1, 30, 7, False).dense()),
+        Dense(rows(2, 30, 11, False).dense()),
+        patches(2, 1, True),
+        patches(3, 2, False),
+        patches(1, 1, False),
+    ]
+    starts = [torch.randn(f.entries, f.side, generator=generator).double() for f in factors]
+    starts = [start / start.norm(dim=1, keepdim=True) for start in starts]
+    for steps in (1, 4, 60):
+        for factor, start, found in zip(factors, starts, top_of_each(factors, starts, steps), strict=True):
+            # rows have a power of their Gram matrix, found by squaring: as many products, and one for R on each side
+            flat = isinstance(factor, Rows) and factor.is_flat
+            alone = top(factor, start, 1 + 2 ** max(4, (steps - 1).bit_length()) if flat else steps)
+            torch.testing.assert_close(found.value, alone.value)
+            torch.testing.assert_close(found.vector, alone.vector)
+            torch.testing.assert_close(found.residual, alone.residual, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(found.vector.norm(dim=1), torch.ones(len(start)).double())
+    dead = Rows(torch.zeros(1, 6, 4).double(), 6.0)
+    (pair,) = top_of_each([dead], [starts[0][:, :4]], 4)
+    assert pair.value.item() == 0
+    assert torch.isfinite(pair.vector).all()
+    assert pair.vector.norm().item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("size", [1e-8, 1e-4, 1.0, 1e4])
+def test_small_and_large_factors_keep_their_pair_and_residual_in_single_precision(size: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = Rows(size * torch.randn(2, 30, 9, generator=generator) * torch.linspace(0.5, 2, 9), 30.0)
+    inputs = size * torch.randn(4, 2, 5, 6, generator=generator)
+    conv = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
+    for factor in (rows, Dense(rows.dense()), Patches([inputs], [conv], torch.Size([1, 2, 3, 3]), 1, 4.0, False)):
+        start = torch.nn.functional.normalize(torch.randn(factor.entries, factor.side, generator=generator))
+        for _ in range(2):  # the second time the direction is all but exact
+            (pair,) = top_of_each([factor], [start], 1 if isinstance(factor, Patches) else 60)
+            F, v = factor.dense().double(), pair.vector.double()
+            image = (F @ v.unsqueeze(2)).squeeze(2)
+            value = (v * image).sum(1)
+            residual = (image / value.unsqueeze(1) - v).norm(dim=1)
+            torch.testing.assert_close(pair.value.double(), value, rtol=1e-5, atol=0)
+            torch.testing.assert_close(pair.residual.double(), residual, rtol=1e-3, atol=2e-6)
+            start = pair.vector
