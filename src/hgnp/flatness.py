@@ -9,6 +9,12 @@ is differentiated. A step, with the default choices:
 
 Where the hinge is known to be closed, one backward of C alone is left, which shows Γ on its way. On a GPU it is decided on the
 device, and nothing in a step waits for it.
+
+In the paper's order, v_from="this_batch", v must be known first:
+
+    forward and backward of C         → .grad, Γ, v
+    tangents along v                  → q                       curvature.tape
+    backward of μ·max(0, q − B)       → added to .grad, if the hinge is open
 """
 
 import contextlib
@@ -99,7 +105,7 @@ class Flatness:
         self.weight: Tensor | None = None
         """mu on the device, for a step that is captured once and run with several."""
         self.first: First | None = None
-        """The pass of the batch whose step comes next, in the paper's order."""
+        """The pass of the batch whose step is under way, in the paper's order."""
         self.seen: Seen | None = None
         """All that is known of the last step, without waiting for the device."""
         self._bends: dict[bool, Reasons] = {}
@@ -136,41 +142,77 @@ class Flatness:
         return self.rhythm.rested
 
     def prepare(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> None:
-        """What comes before a step: finding v where it is not that of the batch before."""
+        """What comes before a step: finding v where it is not that of the batch before. In the paper's order C goes back on
+        the way, and `first` is left for the step."""
         if self.net.training not in self._bends:
             self._bends[self.net.training] = self._trace(inputs)
         if not self.lags and not self._frozen:
-            self.first = self._forward_first(inputs, target, scale)
+            self.first = self._go_first(inputs, target, scale)
         elif not self.lags or self.v.block() is None:
             self._look(self.v, inputs, target, scale)
 
-    def _forward_first(self, inputs: Any, target: Any, scale: float | Tensor) -> First:
-        """The pass that v is found from. C's own pass it is as well: it alone updates buffers."""
+    def _go_first(self, inputs: Any, target: Any, scale: float | Tensor) -> First:
+        """C's own pass, forward and back, and v from it. It alone updates buffers."""
         observer, tape = self.v.observer(inputs), Tape()
         state = None if capturing() else RandomState(*self.net.parameters())
         unread = {id(buffer) for norm in tracked(self.net) for buffer in norm.buffers()}
         buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers() if id(buffer) not in unread}
         z = self._run(inputs, Forward(watch=observer, tape=tape))
         loss = self.loss(z, target)
-        gather = partial(self.v.pull, observer, loss, z, target, scale)
-        self.v.update(observer, gather, cold=self.v.block() is None)
         repeats = state is None or state.is_now()
+
+        def backward() -> None:
+            self._autograd(loss * scale, retain_graph=repeats)
+
+        self._renew_by(backward, observer, loss, z, target, scale, cold=self.v.block() is None)
         if state is not None:
             state.restore()  # a second pass draws the same
         return First(loss, z, tape if repeats else None, capturing(), buffers)
+
+    def measure(self, inputs: Any, target: Any) -> None:
+        """q after the first pass."""
+        self._along_first(inputs, target)
+
+    def penalise(self, inputs: Any, target: Any) -> None:
+        """Adds the term's gradient to C's, after the first pass."""
+        self._penalise(self._along_first(inputs, target), 1.0)
+
+    def _along_first(self, inputs: Any, target: Any) -> Pass:
+        found = self._penalised(self.v, inputs, target, renew=False, first=self.first)
+        self.seen = found.seen
+        return found
+
+    def _penalise(self, found: Pass, scale: float | Tensor) -> None:
+        kept = self.first is not None and self.first.kept
+        self._autograd(self._penalty(found.q) * scale, retain_graph=kept)
+
+    def _go_on(self, first: First, inputs: Any, target: Any, scale: float | Tensor) -> Tensor:
+        """The rest of a step in the paper's order."""
+        try:
+            found = self._along_first(inputs, target)
+            if self.opened:
+                self._penalise(found, scale)
+        finally:
+            self.first = None
+        return first.loss.detach()
+
+    @property
+    def opened(self) -> bool:
+        """Whether the hinge was open in the last step. Waits for the device."""
+        return self.curvature > self.bound
 
     def step(self, inputs: Any, target: Any, *, renew: bool, scale: float | Tensor = 1.0) -> Tensor:
         """The step itself, along the v that is known."""
         if self._frozen and any(layer.training for layer in tracked(self.net)):
             return self._apart(inputs, target, scale, renew)
-        first, self.first = self.first, None
-        found = self._penalised(self.v, inputs, target, renew=renew, first=first)
+        if self.first is not None:
+            return self._go_on(self.first, inputs, target, scale)
+        found = self._penalised(self.v, inputs, target, renew=renew)
         self.seen = found.seen
         loss = found.loss
 
         def backward() -> None:
-            total = (loss + self._penalty(found.q) if found.acts(self.bound) else loss) * scale
-            self._autograd(total, retain_graph=first is not None and first.kept)
+            self._autograd((loss + self._penalty(found.q) if found.acts(self.bound) else loss) * scale)
 
         if found.observer is None:
             backward()
@@ -192,16 +234,23 @@ class Flatness:
         return loss.detach()
 
     def _renew_by(
-        self, backward: Callable[[], None], observer: Observer, loss: Tensor, z: Any, target: Any, scale: float | Tensor
+        self,
+        backward: Callable[[], None],
+        observer: Observer,
+        loss: Tensor,
+        z: Any,
+        target: Any,
+        scale: float | Tensor,
+        *,
+        cold: bool = False,
     ) -> None:
-        """The next v, where the step differentiates C alone: that shows Γ on the way."""
+        """The next v, where C alone is differentiated: that shows Γ on the way."""
         if self.choices.labels == "sampled":
-            self.v.update(
-                observer, partial(self.v.pull, observer, loss, z, target, scale), cold=False, meanwhile=backward
-            )
+            gather = partial(self.v.pull, observer, loss, z, target, scale)
+            self.v.update(observer, gather, cold=cold, meanwhile=backward)
             return
         with observer.gathering(scale):
-            self.v.update(observer, backward, cold=False)
+            self.v.update(observer, backward, cold=cold)
 
     def _renew(
         self, found: Pass, target: Any, scale: float | Tensor, meanwhile: Callable[[], None] | None = None
@@ -219,7 +268,7 @@ class Flatness:
             if renew:
                 self._renew(found, target, scale)
             if found.acts(self.bound):
-                self._autograd(self._penalty(found.q) * scale)
+                self._penalise(found, scale)
         return self._plain(inputs, target, scale)
 
     def _plain(self, inputs: Any, target: Any, scale: float | Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 It leaves out what a graph itself does; tests/training/test_engine_cuda.py has that."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import hgnp
 from hgnp.training import engine as engines
@@ -25,8 +27,9 @@ class Again:
         kept = [tensor.clone() for tensor in self._state()]
         self.made = work()
         self.seen, self.next = flat.seen, flat.v.chosen
-        for tensor, value in zip(self._state(), kept, strict=True):
-            tensor.copy_(value)
+        with _unsafe_preserve_version_counter(tuple(self._state())):
+            for tensor, value in zip(self._state(), kept, strict=True):
+                tensor.copy_(value)
 
     def _state(self) -> list[Tensor]:
         return [*self.engine.net.buffers(), *self.engine._memory, *self.engine._grads.values()]
@@ -37,7 +40,12 @@ class Again:
         flat.weight, flat.v.chosen, flat.v.pairs = self.engine._mu, self.chosen, self.engine._static
         net.zero_grad(set_to_none=True)
         loss = self.work()
-        self.made.copy_(loss)
+        if self.made is not None:
+            self.made.copy_(loss)
+        for captured in self.engine._graphs.values():
+            if captured.graph is self and captured.first is not None:  # a replay fills it in place; this is a new one
+                vars(flat.first).update(kept=True)
+                vars(captured).update(first=flat.first, versions=contextlib.nullcontext())
         if flat.seen is not held[0]:
             for name in ("radius", "residual", "curvature"):
                 getattr(self.seen, name).copy_(getattr(flat.seen, name))
@@ -109,6 +117,10 @@ def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
         {"mu": 0.05, "bound": 0.025, "v_every": 4, "rest_closed": True},
         {"mu": 0.05, "bound": 0.75, "v_every": 3, "rest_closed": True, "convention": "expand"},
         {"mu": 0.05, "bound": 0.3, "v_every": 3, "rest_closed": True, "norm": "frozen"},
+        {"mu": 0.05, "bound": 0.05, "v_from": "this_batch"},
+        {"mu": 0.05, "bound": 0.3, "v_from": "this_batch", "convention": "expand", "scaling": "scale_invariant"},
+        {"mu": 0.05, "bound": 0.3, "v_from": "this_batch", "norm": "frozen"},
+        {"mu": 0.05, "bound": 0.3, "flatness": "paper"},
     ],
     ids=lambda choices: "-".join(map(str, choices.values())),
 )

@@ -75,6 +75,7 @@ def trained(captured: bool, dropout: float = 0.0, **choices: Any) -> tuple[nn.Mo
         {"mu": 0.05, "bound": 0.0, "v_from": "this_batch"},
         {"mu": 0.05, "bound": 0.0, "convention": "expand", "v_every": 2},
         {"mu": 0.05, "bound": 0.0, "convention": "expand", "v_from": "this_batch"},
+        {"mu": 0.05, "bound": 0.03, "v_from": "this_batch"},
         {"mu": 0.05, "bound": 0.0, "flatness": "paper"},
         {"mu": 0.05, "bound": 0.0, "scaling": "scale_invariant", "convention": "expand", "ranking": "empirical"},
         {"mu": 0.05, "bound": 0.0, "norm": "frozen"},

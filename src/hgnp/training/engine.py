@@ -1,7 +1,8 @@
 """Whole steps in CUDA graphs.
 
 What a step does depends on the host in one point, the block that is penalised: there is a graph for each block that was chosen
-and each shape of a batch. A removal forgets all graphs.
+and each shape of a batch. In the paper's order a step is three graphs: C forward and back, which shows v; then, once the host
+knows the block, q along it; then, if it knows the hinge to be open, the gradient of the term. A removal forgets all graphs.
 
 What a graph computes is what `Flatness.backward` (or `SAM.backward`) computes, from the same parameters, buffers and
 eigenvectors in place; only the optimizer's step stays outside, so that any optimizer and schedule will do.
@@ -41,7 +42,7 @@ class Captured:
     choice: Chosen | None
     """The next block, on the device."""
     first: First | None
-    """A pass that the step goes on from."""
+    """The pass that the pieces after it go on from, if this is the one that made it."""
     versions: Any
     """Puts back the counters of changes that autograd knew parameters and batch by when that pass was captured."""
 
@@ -73,32 +74,45 @@ class Engine:
         """As the trainer's `backward`, on gradients that are None."""
         batch = inputs, target
         kind = kind_of(batch, self.device)
+        if self.refused is not None:
+            self._forget()
         if self.refused is not None or kind is None or not isinstance(scale, float):
             return self.trainer.backward(inputs, target, scale=scale)
         if self._first(kind):
             return self._as_it_is(batch)
-        try:
-            loss = self._step(kind, batch)
-        except RefusedError as error:
-            self.refused = str(error)
-            self._forget()
-            return self.trainer.backward(inputs, target, scale=scale)
-        return loss
+        return self._step(kind, batch)
 
     def _step(self, kind: Any, batch: Any) -> Tensor:
         flat = self.flatness
         if flat is None or flat.mu == 0:
             loss = self._run(("plain", kind), self.trainer.backward, batch)
+        elif flat.lags:
+            loss = self._along_known(flat, kind, batch)
         else:
-            if not flat.lags:
-                self._run(("look", kind), flat.prepare, batch)
-            step = flat.kind()
-            key = step, flat.v.name() if step.term else None, kind
-            if key not in self._graphs and flat.v.block() is None:  # nothing is known of v yet
-                return flat.backward(*batch)
-            loss = self._run(key, partial(flat.run, step), batch)
-            flat.done(step)
+            self._run(("look", kind), flat.prepare, batch)
+            loss = self._along_known(flat, kind, batch) if flat.first is None else self._go_on(flat, kind, batch)
         assert loss is not None
+        return loss
+
+    def _along_known(self, flat: Flatness, kind: Any, batch: Any) -> Tensor | None:
+        step = flat.kind()
+        key = step, flat.v.name() if step.term else None, kind
+        if key not in self._graphs and flat.v.block() is None:  # nothing is known of v yet
+            return flat.backward(*batch)
+        loss = self._run(key, partial(flat.run, step), batch)
+        flat.done(step)
+        return loss
+
+    def _go_on(self, flat: Flatness, kind: Any, batch: Any) -> Tensor:
+        """The rest of a step in the paper's order: C has gone back already."""
+        assert flat.first is not None
+        loss, block = flat.first.loss.detach().clone(), flat.v.name()
+        try:
+            self._run(("q", block, kind), flat.measure, batch)
+            if flat.opened:
+                self._run(("term", block, kind), flat.penalise, batch, more=True)
+        finally:
+            flat.first = None
         return loss
 
     def _first(self, key: Any) -> bool:
@@ -115,20 +129,26 @@ class Engine:
             self.refused = "its forward draws random numbers"
         return loss
 
-    def _run(self, key: Any, piece: Piece, batch: Any) -> Tensor | None:
-        """A piece of a step: as it is the first time, from its graph from then on."""
+    def _run(self, key: Any, piece: Piece, batch: Any, *, more: bool = False) -> Tensor | None:
+        """A piece of a step: as it is the first time, from its graph from then on. With `more` it adds to the gradients of the
+        piece before."""
         if key not in self._graphs:
             batch = laid_out(batch, self.net)
-            if self._first(key):
+            if self.refused is not None or self._first(key):
                 return piece(*batch)
-            self._graphs[key] = self._capture(piece, batch)
+            try:
+                self._graphs[key] = self._capture(piece, batch, more=more)
+            except RefusedError as error:
+                self.refused = str(error)
+                return piece(*batch)
         return self._replay(self._graphs[key], batch)
 
-    def _capture(self, piece: Piece, batch: Any) -> Captured:
+    def _capture(self, piece: Piece, batch: Any, *, more: bool) -> Captured:
         flat, parameters = self.flatness, list(self.net.parameters())
         held = [p.grad for p in parameters]
         self.net.zero_grad(set_to_none=True)
-        before = None if flat is None else (flat.seen, flat.v.chosen)
+        before = None if flat is None else (flat.seen, flat.v.chosen, flat.first)
+        put = torch._foreach_add_ if more else torch._foreach_copy_
         known: Chosen | None = None
         if flat is not None:
             self._settle(flat)
@@ -143,7 +163,7 @@ class Engine:
                 _copy(self._memory, _tensors(flat.v.pairs, self._static))
             fresh = [(self._grads[p], p.grad) for p in parameters if p.grad is not None]
             if fresh:  # all graphs leave their gradients in the same memory
-                torch._foreach_copy_([kept for kept, _ in fresh], [grad for _, grad in fresh])
+                put([kept for kept, _ in fresh], [grad for _, grad in fresh])
             return loss
 
         try:
@@ -153,12 +173,13 @@ class Engine:
                 return Captured(graph, batch, loss, grads, None, None, None, None)
             seen = None if flat.seen is before[0] else flat.seen
             choice = None if flat.v.chosen is known else flat.v.chosen
+            first = None if flat.first is before[2] else flat.first
             read = (*parameters, *self.net.buffers(), *tensors_in(batch))
-            return Captured(graph, batch, loss, grads, seen, choice, flat.first, _unsafe_preserve_version_counter(read))
+            return Captured(graph, batch, loss, grads, seen, choice, first, _unsafe_preserve_version_counter(read))
         finally:
             if flat is not None and before is not None:
                 flat.weight = None
-                flat.seen, flat.v.chosen = before
+                flat.seen, flat.v.chosen, flat.first = before
                 flat.v.pairs = self._static
             for parameter, grad in zip(parameters, held, strict=True):
                 parameter.grad = grad
@@ -174,10 +195,9 @@ class Engine:
         captured.graph.replay()
         for parameter, grad in captured.grads:
             parameter.grad = grad
-        if flat is not None:
+        if flat is not None and captured.first is not None:
             flat.first = captured.first
-            if captured.first is not None:  # a replay has it compute with the parameters as they are
-                captured.versions.__exit__(None, None, None)
+            captured.versions.__exit__(None, None, None)  # the replay computed it with the parameters as they are
         if flat is not None and captured.choice is not None:
             flat.v.chosen = Chosen.of(captured.choice.index.number, captured.choice.blocks)
         if flat is not None and captured.seen is not None:
