@@ -1,5 +1,6 @@
 """Top eigenpairs of many factors at once, against each by itself."""
 
+import math
 from typing import Any
 
 import pytest
@@ -69,3 +70,34 @@ def test_small_and_large_factors_keep_their_pair_and_residual_in_single_precisio
             torch.testing.assert_close(pair.value.double(), value, rtol=1e-5, atol=0)
             torch.testing.assert_close(pair.residual.double(), residual, rtol=1e-3, atol=2e-6)
             start = pair.vector
+
+
+@pytest.mark.parametrize(
+    ("space", "kernel", "stride", "padding", "dilation"),
+    [
+        ((7,), (3,), (2,), (1,), (1,)),
+        ((6, 7), (3, 2), (1, 2), (1, 0), (2, 1)),
+        ((6, 7), (1, 1), (2, 2), (0, 0), (1, 1)),
+        ((9, 8), (3, 3), (3, 2), (4, 1), (1, 3)),
+        ((4, 5, 4), (2, 1, 3), (1, 2, 2), (1, 0, 1), (1, 1, 1)),
+    ],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_convolution_factor_is_that_of_its_patches(
+    space: tuple[int, ...], kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any, bias: bool
+) -> None:
+    """Patches by a convolution with one filter for each entry of a patch."""
+    torch.manual_seed(0)
+    channels, entries = 3, 3 * math.prod(kernel)
+    a = torch.randn(4, channels, *space).double()
+    if len(space) == 2:
+        a = a.contiguous(memory_format=torch.channels_last)
+    each = torch.eye(entries).double().view(entries, channels, *kernel)
+    zeros = [0] * len(space)
+    patches = torch.convolution(a, each, None, stride, padding, dilation, False, zeros, 1).flatten(2)
+    patches = torch.cat([patches, torch.ones_like(patches[:, :1])], 1) if bias else patches
+    expected = (patches @ patches.mT).sum(0) / 4
+    options = {"stride": stride, "padding": padding, "dilation": dilation}
+    factor = Patches([a], [options], torch.Size([5, channels, *kernel]), 1, 4.0, bias)
+    assert factor._has_few_taps
+    torch.testing.assert_close(factor.dense()[0], expected, rtol=1e-12, atol=1e-12)

@@ -154,23 +154,63 @@ class Patches(_Powers):
     def product(self, x: Tensor) -> Tensor:
         side = self.kernel[1:].numel()
         filters = x[:, :side].reshape(self.groups, *self.kernel[1:])
+        shift = x[:, side] if self.bias else None
+        there_and_back = _by_taps if self._has_few_taps else _by_convolution
         total: Tensor | None = None
         for a, options in zip(self.inputs, self.options, strict=True):
-            conv = (options["stride"], options["padding"], options["dilation"])
-            taps = filters.to(a.dtype)
-            shift = x[:, side].to(a.dtype) if self.bias else None
-            r = torch.convolution(a, taps, shift, *conv, False, [0] * len(conv[0]), self.groups)
-            grad = torch.ops.aten.convolution_backward(
-                r, a, taps, None, *conv, False, [0] * len(conv[0]), self.groups, [False, True, False]
-            )[1].reshape(self.groups, side)
+            r, grad = there_and_back(a, filters, shift, options)
+            grad = grad.reshape(self.groups, side).to(x.dtype)
             if self.bias:
                 sums = r.sum([d for d in range(r.dim()) if d != 1], dtype=x.dtype).unsqueeze(1)
-                grad = torch.cat([grad.to(x.dtype), sums], 1)
-            total = grad.to(x.dtype) if total is None else total + grad
+                grad = torch.cat([grad, sums], 1)
+            total = grad if total is None else total + grad
         assert total is not None
         return total / self.count
+
+    @property
+    def _has_few_taps(self) -> bool:
+        return self.groups == 1 and self.kernel[2:].numel() <= max(16, self.kernel[1])
 
     def dense(self) -> Tensor:
         like = wide(self.inputs[0][:0])
         eye = torch.eye(self.kernel[1:].numel() + self.bias, dtype=like.dtype, device=like.device)
         return torch.stack([self.product(row.expand(self.groups, -1)) for row in eye], 2)
+
+
+def _by_convolution(a: Tensor, filters: Tensor, shift: Tensor | None, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """r = conv(a, filters) + shift, a filter for each group, and Σ r·patch."""
+    conv = (options["stride"], options["padding"], options["dilation"])
+    rest = (*conv, False, [0] * len(conv[0]), len(filters))
+    taps = filters.to(a.dtype)
+    r = torch.convolution(a, taps, None if shift is None else shift.to(a.dtype), *rest)
+    return r, torch.ops.aten.convolution_backward(r, a, taps, None, *rest, [False, True, False])[1]
+
+
+def _by_taps(a: Tensor, filters: Tensor, shift: Tensor | None, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The same for one group. Libraries compute one filter as slowly as many: here each tap of it meets the channels of all
+    positions in a matrix product, and what belongs to an output lies on a diagonal of taps and positions."""
+    kernel, space, padding = filters.shape[2:], a.shape[2:], options["padding"]
+    flat, n = a.flatten(2), len(kernel)
+    met = wide_bmm(filters[0].flatten(1).mT.to(a.dtype).expand(len(a), -1, -1), flat)  # (N, taps, positions)
+    met = F.pad(met.unflatten(2, space), [each for p in reversed(padding) for each in (p, p)])
+    across, *along = met.stride()[1:]
+    steps = [across * kernel[d + 1 :].numel() + options["dilation"][d] * along[d] for d in range(n)]
+    hops = [s * step for s, step in zip(options["stride"], along, strict=True)]
+    reach = [options["dilation"][d] * (kernel[d] - 1) + 1 for d in range(n)]
+    outs = [(met.shape[2 + d] - reach[d]) // options["stride"][d] + 1 for d in range(n)]
+    shape, strides = (len(a), *kernel, *outs), (met.stride(0), *steps, *hops)
+    r = met.as_strided(shape, strides).sum(list(range(1, n + 1)))
+    r = r if shift is None else r + shift
+    spread = torch.zeros_like(met, dtype=a.dtype)
+    spread.as_strided(shape, strides).copy_(r.view(len(a), *(1,) * n, *outs))
+    for d in range(n):
+        spread = spread.narrow(2 + d, padding[d], space[d])
+    return r.unsqueeze(1), wide_bmm(flat, spread.flatten(2).mT).sum(0)
+
+
+def wide_bmm(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y, (B, n, k) and (B, k, m), to float32 if they are of half precision; on a GPU without copies of them."""
+    if x.dtype in HALF and x.is_cuda and hasattr(torch.ops.aten.bmm, "dtype"):  # torch 2.8
+        product: Tensor = torch.ops.aten.bmm.dtype(x, y.to(x.dtype), torch.float32)
+        return product
+    return wide(x) @ wide(y)

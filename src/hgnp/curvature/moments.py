@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hgnp.curvature.blocks import Block
-from hgnp.curvature.factors import HALF, Dense, Factor, Patches, Rows, wide
+from hgnp.curvature.factors import HALF, Dense, Factor, Patches, Rows, wide, wide_bmm
 
 
 class PsiMoments:
@@ -105,14 +105,6 @@ class GammaMoments:
             assert kept is not None
             return kept
         return Dense(self.matrix / count if kept is None else self.matrix / count + kept.dense())
-
-
-def wide_bmm(x: Tensor, y: Tensor) -> Tensor:
-    """x @ y, (B, n, k) and (B, k, m), to float32 if they are of half precision; on a GPU without copies of them."""
-    if x.dtype in HALF and x.is_cuda and hasattr(torch.ops.aten.bmm, "dtype"):  # torch 2.8
-        product: Tensor = torch.ops.aten.bmm.dtype(x, y.to(x.dtype), torch.float32)
-        return product
-    return wide(x) @ wide(y)
 
 
 def wide_sum(x: Tensor, dim: int) -> Tensor:
