@@ -142,7 +142,7 @@ def test_batch_norm_with_its_tangent(shape, affine):
     )
     leaves = [x for x in (s, ds, weight, bias) if x is not None]
     stats = [(torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)) for _ in range(2)]
-    y, dy = BatchNormDual.apply(s, ds, weight, bias, *stats[0], 0.3, 1e-2)
+    y, dy = BatchNormDual.apply(s, ds, weight, bias, *stats[0], 0.3, 1e-2, None)
 
     def norm(s):
         return batch_norm(s, None, None, weight, bias, True, 0.3, 1e-2)
@@ -154,7 +154,15 @@ def test_batch_norm_with_its_tangent(shape, affine):
     ours = torch.autograd.grad((Y.detach() * y + Z.detach() * dy).sum(), leaves, retain_graph=True)
     want = torch.autograd.grad((Y.detach() * wy + Z.detach() * wdy).sum(), leaves, retain_graph=True)
     torch.testing.assert_close(ours, want, rtol=1e-10, atol=1e-11)
-    for part, other in ((y, wy), (dy, wdy)):  # each by itself: the other's adjoint is then missing, not zero
+    dims = [d for d in range(len(shape)) if d != 1]
+    known = s.mean(dims).detach(), (s.var(dims, correction=0) + 1e-2).rsqrt().detach()
+    nothing, again = BatchNormDual.apply(s, ds, weight, bias, None, None, 0.3, 1e-2, known)
+    assert nothing is None
+    for part, other in (
+        (y, wy),
+        (dy, wdy),
+        (again, wdy),
+    ):  # each by itself: the other's adjoint is then missing, not zero
         ours = torch.autograd.grad(part.square().sum(), leaves, retain_graph=True, materialize_grads=True)
         want = torch.autograd.grad(other.square().sum(), leaves, retain_graph=True, materialize_grads=True)
         torch.testing.assert_close(ours, want, rtol=1e-10, atol=1e-11)

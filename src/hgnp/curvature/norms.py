@@ -133,7 +133,8 @@ PRIMITIVE: dict[Any, Callable[..., Tensor]] = {
 
 
 class BatchNormDual(torch.autograd.Function):
-    """(s, ṡ, γ, β) → (y, ẏ) with batch statistics; running statistics are updated as BatchNorm would."""
+    """(s, ṡ, γ, β) → (y, ẏ) with batch statistics; running statistics are updated as BatchNorm would. With `known` statistics y
+    is there already, and not made again."""
 
     @staticmethod
     def forward(
@@ -146,8 +147,12 @@ class BatchNormDual(torch.autograd.Function):
         running_var: Tensor | None,
         momentum: float,
         eps: float,
-    ) -> tuple[Tensor, Tensor]:
-        y, mean, inv = torch.native_batch_norm(s, weight, bias, running_mean, running_var, True, momentum, eps)
+        known: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor | None, Tensor]:
+        if known is None:
+            y, mean, inv = torch.native_batch_norm(s, weight, bias, running_mean, running_var, True, momentum, eps)
+        else:
+            y, (mean, inv) = None, known
         ds = _laid_out_as(s, ds)
         sum_ds, sum_dsx = _sums(ds, s, mean, inv)
         ctx.save_for_backward(s, ds, weight, mean, inv, sum_ds, sum_dsx)
@@ -159,15 +164,18 @@ class BatchNormDual(torch.autograd.Function):
     def backward(ctx: Any, Y: Tensor | None, Z: Tensor | None) -> tuple[Tensor | None, ...]:
         s, ds, weight, mean, inv, sum_ds, sum_dsx = ctx.saved_tensors
         needs_weight, needs_bias = ctx.needs_input_grad[2:4]
-        Y = torch.zeros_like(s) if Y is None else _laid_out_as(s, Y)
-        sum_Y, sum_Yx = _sums(Y, s, mean, inv)
+        zero, one = _constants(len(inv), inv.dtype, inv.device)
+        Y = None if Y is None else _laid_out_as(s, Y)
+        sum_Y, sum_Yx = (zero, zero) if Y is None else _sums(Y, s, mean, inv)
         if Z is None:  # C alone: no tangent is touched
+            if Y is None:
+                return (None,) * 4 + _REST
             grad_s, grad_ds, more = _spread(Y, s, weight, mean, inv, sum_Y, sum_Yx), None, sum_Yx
         else:
             Z = _laid_out_as(s, Z)
             count = s.numel() // s.shape[1]
             sum_Z, sum_Zx = _sums(Z, s, mean, inv)
-            _, covariance = _sums(Z, ds, sum_ds / count, _constants(len(inv), inv.dtype, inv.device)[1])  # count·c
+            _, covariance = _sums(Z, ds, sum_ds / count, one)  # count·c
             grad_ds = _spread(Z, s, weight, mean, inv, sum_Z, sum_Zx)
             share = inv * inv / count
             of_Z, of_ds = share * sum_dsx, share * sum_Zx
@@ -178,10 +186,11 @@ class BatchNormDual(torch.autograd.Function):
             grad_s = _spread(W, s, weight, mean, inv, sum_W, torch.sub(more, product, alpha=3))
             more = more - product
         # autograd takes the sums to the types of γ and β
+        needs_bias &= Y is not None
         return grad_s, grad_ds, more * inv if needs_weight else None, sum_Y if needs_bias else None, *_REST
 
 
-_REST = (None,) * 4  # statistics, momentum and eps have no derivative
+_REST = (None,) * 5  # statistics, momentum and eps have no derivative
 
 
 def _laid_out_as(s: Tensor, x: Tensor) -> Tensor:
@@ -215,12 +224,15 @@ def _spread(
     return torch.addcmul(shift, z, scale).addcmul_(s, slope, value=-1)
 
 
-def _minus(x: Tensor, y: Tensor, k: Tensor) -> Tensor:
-    """x − k·y, with a k for each channel."""
-    if not x.is_cuda:
-        return torch.addcmul(x, y, k.to(x.dtype).view(_shape(x)), value=-1)
+def _minus(x: Tensor | None, y: Tensor, k: Tensor) -> Tensor:
+    """x − k·y, with a k for each channel; no x is zero."""
+    if not y.is_cuda:
+        k = k.to(y.dtype).view(_shape(y))
+        return y * -k if x is None else torch.addcmul(x, y, k, value=-1)
     zero, one = _constants(len(k), k.dtype, k.device)  # the kernel that spreads sums does it in one go
-    return _spread(x, y, None, zero, one, zero, k * (x.numel() // x.shape[1]))
+    if x is None:
+        return _spread(y, y, -k, zero, one, zero, zero)
+    return _spread(x, y, None, zero, one, zero, k * (y.numel() // y.shape[1]))
 
 
 @functools.cache

@@ -201,10 +201,12 @@ def batch_norm(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if options["training"] or options["running_mean"] is None:
         if x.numel() == x.shape[1]:
             return mode.primal(func, args, kwargs)  # refuses a batch too small
+        known = None if mode.call is None else mode.call.statistics
         out, tangent = BatchNormDual.apply(
             x, tangent, options["weight"], options["bias"], options["running_mean"], options["running_var"],
-            options["momentum"], eps,
+            options["momentum"], eps, known,
         )  # fmt: skip
+        out = mode.primal(func, args, kwargs) if known is not None else out
         mode.record(out, tangent)
         return out
     out = mode.primal(func, args, kwargs)

@@ -24,6 +24,7 @@ from hgnp.curvature.norms import PRIMITIVE
 from hgnp.curvature.operations import PASSIVE, differentiable, map_tensors, name_of, tensors_in
 from hgnp.curvature.random import RandomState
 from hgnp.curvature.rules import RULES
+from hgnp.curvature.tape import Call
 
 # fused attention kernels have no second derivatives; PyTorch's own formula in plain operations has
 FUSED = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
@@ -34,7 +35,8 @@ class Tangent(Forward):
 
     def __init__(self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None = None, frozen: bool = False) -> None:
         super().__init__(watch=watch, frozen=frozen)
-        self._out: Any = None
+        self.call: Call | None = None
+        """The call of an earlier pass whose tangent is wanted."""
         self._records: dict[int, tuple[weakref.ref[Tensor], Tensor | None, int]] = {}
         for parameter, direction in seeds:
             self.record(parameter, direction)
@@ -62,16 +64,16 @@ class Tangent(Forward):
         """Whether x carries a tangent."""
         return isinstance(x, Tensor) and id(x) in self._records and self.tangent(x) is not None
 
-    def computed(self, out: Any, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def computed(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As `compute`, of a call whose result is there already."""
-        self._out = out
+        self.call = call
         try:
-            return self.compute(func, args, kwargs)
+            return self.compute(call.func, args, kwargs)
         finally:
-            self._out = None
+            self.call = None
 
     def primal(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return super().primal(func, args, kwargs) if self._out is None else self._out
+        return super().primal(func, args, kwargs) if self.call is None else self.call.out
 
     def written(self, x: Tensor, tangent: Tensor) -> None:
         """x was returned, changed in place perhaps: its base, if it has no tangent, is then no longer known."""
@@ -110,7 +112,7 @@ class Tangent(Forward):
         """Value and tangent at once by forward-mode differentiation of this one operation."""
         name = name_of(func)
         writes = in_place(func, args, kwargs)
-        if writes and self._out is not None:
+        if writes and self.call is not None:
             raise _unfit(f"{name} has written in place already")
         if writes and name == "__setitem__":
             raise _unfit("an indexed assignment cannot be followed")

@@ -35,6 +35,8 @@ class Call:
     kwargs: dict[str, Any]
     given: Given
     out: Any
+    statistics: tuple[Tensor, Tensor] | None
+    """Mean and 1/√(variance + ε) that a norm took its batch by, where that is known."""
 
 
 class Tape:
@@ -56,7 +58,7 @@ class Tape:
             return
         self._whole &= all(self._made.get(id(x), version if x.is_leaf else None) == version for x, version in given)
         self._made |= {id(x): x._version for x in made}
-        self._calls.append(Call(func, args, kwargs, given, out))
+        self._calls.append(Call(func, args, kwargs, given, out, _statistics(func, out)))
 
     def along(self, mode: "Tangent", z: Any) -> Tensor | None:
         """The tangent of z along `mode`'s seeds, by the rules alone: values are those of the pass, to be differentiated with
@@ -72,7 +74,7 @@ class Tape:
             if written and not (name in IN_PLACE and len(written) == 1 and written[0] is call.out is call.args[0]):
                 return None
             args, kwargs = _without_statistics(call)
-            out = mode.computed(call.out, call.func, args, kwargs)
+            out = mode.computed(call, args, kwargs)
             for old, fresh in zip(tensors_in(call.out), tensors_in(out), strict=True):
                 if old is not fresh and mode.known(fresh):
                     mode.record(old, mode.tangent(fresh))
@@ -98,6 +100,14 @@ class Tape:
             out = mode.compute(call.func, map_tensors(args, now), map_tensors(kwargs, now))
             new |= {id(old): fresh for old, fresh in zip(tensors_in(call.out), tensors_in(out), strict=True)}
         return new.get(id(z))
+
+
+def _statistics(func: "Func", out: Any) -> tuple[Tensor, Tensor] | None:
+    """As autograd keeps them for the norm's own derivative."""
+    node: Any = out.grad_fn if func is F.batch_norm else None
+    if type(node).__name__ not in ("NativeBatchNormBackward0", "CudnnBatchNormBackward0") or not node._saved_training:
+        return None
+    return node._saved_result1.detach(), node._saved_result2.detach()
 
 
 def _without_statistics(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
