@@ -172,7 +172,9 @@ def _by_products(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int
         x = F @ x
         x = x / torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     y = F @ x
-    return _apart(dense, *_guarded(*_of_two(y.squeeze(2), (F @ y).squeeze(2), start), dense))
+    v, _, value, residual = _of_two(y.squeeze(2), (F @ y).squeeze(2), start)
+    value = value / _counts(tuple((factor.entries, factor.count) for factor in dense), x.dtype, x.device)
+    return _apart(dense, *_guarded(v, start, value, residual, dense))
 
 
 def _by_two_products(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int) -> Iterator[Eigenpair]:

@@ -109,9 +109,10 @@ class Rows(_Powers):
 
 @dataclass(frozen=True)
 class Dense(_Powers):
-    """A factor small enough to be held: Γ of a layer with more positions than outputs."""
+    """A factor small enough to be held, matrix/count: Γ of a layer with more positions than outputs."""
 
     matrix: Tensor  # (G, side, side)
+    count: float = 1.0
 
     @property
     def entries(self) -> int:
@@ -122,10 +123,10 @@ class Dense(_Powers):
         return self.matrix.shape[1]
 
     def product(self, x: Tensor) -> Tensor:
-        return (self.matrix @ x.unsqueeze(2)).squeeze(2)
+        return (self.matrix @ x.unsqueeze(2)).squeeze(2) / self.count
 
     def dense(self) -> Tensor:
-        return self.matrix
+        return self.matrix / self.count
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ class GammaMoments:
         self.scale = scale  # filter norms, in the scale-invariant metric
         self.rows: list[Tensor] = []
         self.matrix: Tensor | None = None
+        self.unit = 1.0  # what the matrix is still to be multiplied by
         self.positions = 0
 
     @torch.no_grad()
@@ -87,7 +88,9 @@ class GammaMoments:
             self.rows.append(wide(g.reshape(-1, groups * side)) * factor)
             return
         outer = wide_bmm(flat.mT, flat)
-        if isinstance(factor, Tensor) and factor.dim():
+        if not isinstance(factor, Tensor):
+            self.unit = factor**2
+        elif factor.dim():
             root = factor.view(groups, 1, side)
             outer = outer * root * root.mT
         else:
@@ -104,7 +107,8 @@ class GammaMoments:
         if self.matrix is None:
             assert kept is not None
             return kept
-        return Dense(self.matrix / count if kept is None else self.matrix / count + kept.dense())
+        matrix = Dense(self.matrix, count / self.unit)
+        return matrix if kept is None else Dense(matrix.dense() + kept.dense())
 
 
 def wide_sum(x: Tensor, dim: int) -> Tensor:

@@ -64,6 +64,8 @@ class Engine:
         self._static: dict[str, Pair] = {}
         self._memory: list[Tensor] = []
         self._grads: dict[nn.Parameter, Tensor] = {}
+        self._block: str | None = None
+        """The block of the last step in the paper's order."""
         listen(self.net, self.neurons_removed)
 
     def running(self) -> contextlib.AbstractContextManager[None]:
@@ -106,11 +108,19 @@ class Engine:
     def _go_on(self, flat: Flatness, kind: Any, batch: Any) -> Tensor:
         """The rest of a step in the paper's order: C has gone back already."""
         assert flat.first is not None
-        loss, block = flat.first.loss.detach().clone(), flat.v.name()
+        loss = flat.first.loss.detach().clone()
+        look = self._graphs.get(("look", kind))
+        batch = batch if look is None else look.batch
         try:
-            self._run(("q", block, kind), flat.measure, batch)
+            ahead = self._graphs.get(("q", self._block, kind))
+            if ahead is not None:  # most often the block is the same again: q is under way while the host learns of it
+                self._replay(ahead, batch)
+            block = flat.v.name()
+            if ahead is None or block != self._block:
+                self._run(("q", block, kind), flat.measure, batch, after=True)
+            self._block = block
             if flat.opened:
-                self._run(("term", block, kind), flat.penalise, batch, more=True)
+                self._run(("term", block, kind), flat.penalise, batch, after=True)
         finally:
             flat.first = None
         return loss
@@ -129,26 +139,26 @@ class Engine:
             self.refused = "its forward draws random numbers"
         return loss
 
-    def _run(self, key: Any, piece: Piece, batch: Any, *, more: bool = False) -> Tensor | None:
-        """A piece of a step: as it is the first time, from its graph from then on. With `more` it adds to the gradients of the
-        piece before."""
+    def _run(self, key: Any, piece: Piece, batch: Any, *, after: bool = False) -> Tensor | None:
+        """A piece of a step: as it is the first time, from its graph from then on. One `after` another reads the same batch and
+        adds to the same gradients."""
         if key not in self._graphs:
-            batch = laid_out(batch, self.net)
+            batch = batch if after else laid_out(batch, self.net)
             if self.refused is not None or self._first(key):
                 return piece(*batch)
             try:
-                self._graphs[key] = self._capture(piece, batch, more=more)
+                self._graphs[key] = self._capture(piece, batch, after=after)
             except RefusedError as error:
                 self.refused = str(error)
                 return piece(*batch)
         return self._replay(self._graphs[key], batch)
 
-    def _capture(self, piece: Piece, batch: Any, *, more: bool) -> Captured:
+    def _capture(self, piece: Piece, batch: Any, *, after: bool) -> Captured:
         flat, parameters = self.flatness, list(self.net.parameters())
         held = [p.grad for p in parameters]
         self.net.zero_grad(set_to_none=True)
         before = None if flat is None else (flat.seen, flat.v.chosen, flat.first)
-        put = torch._foreach_add_ if more else torch._foreach_copy_
+        put = torch._foreach_add_ if after else torch._foreach_copy_
         known: Chosen | None = None
         if flat is not None:
             self._settle(flat)
@@ -191,7 +201,8 @@ class Engine:
                 self._known = flat.mu
                 self._mu.fill_(flat.mu)
             self._settle(flat)
-        refill(captured.batch, batch)
+        if captured.batch is not batch:
+            refill(captured.batch, batch)
         captured.graph.replay()
         for parameter, grad in captured.grads:
             parameter.grad = grad
