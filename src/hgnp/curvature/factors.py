@@ -191,22 +191,26 @@ def _by_taps(a: Tensor, filters: Tensor, shift: Tensor | None, options: dict[str
     """The same for one group. Libraries compute one filter as slowly as many: here each tap of it meets the channels of all
     positions in a matrix product, and what belongs to an output lies on a diagonal of taps and positions."""
     kernel, space, padding = filters.shape[2:], a.shape[2:], options["padding"]
-    flat, n = a.flatten(2), len(kernel)
-    met = wide_bmm(filters[0].flatten(1).mT.to(a.dtype).expand(len(a), -1, -1), flat)  # (N, taps, positions)
-    met = F.pad(met.unflatten(2, space), [each for p in reversed(padding) for each in (p, p)])
-    across, *along = met.stride()[1:]
+    n, last = len(kernel), a.movedim(1, -1).is_contiguous()
+    # all samples at once where channels come last, else one by one: (1 or N, C, positions)
+    flat = a.movedim(1, -1).reshape(1, -1, a.shape[1]).mT if last else a.flatten(2)
+    weights = filters[0].flatten(1).mT.to(a.dtype, memory_format=torch.contiguous_format).expand(len(flat), -1, -1)
+    met = wide_bmm(weights, flat).transpose(0, 1).reshape(kernel.numel(), len(a), *space)
+    met = F.pad(met, [each for p in reversed(padding) for each in (p, p)])
+    across, _, *along = met.stride()
     steps = [across * kernel[d + 1 :].numel() + options["dilation"][d] * along[d] for d in range(n)]
     hops = [s * step for s, step in zip(options["stride"], along, strict=True)]
     reach = [options["dilation"][d] * (kernel[d] - 1) + 1 for d in range(n)]
     outs = [(met.shape[2 + d] - reach[d]) // options["stride"][d] + 1 for d in range(n)]
-    shape, strides = (len(a), *kernel, *outs), (met.stride(0), *steps, *hops)
-    r = met.as_strided(shape, strides).sum(list(range(1, n + 1)))
+    shape, strides = (*kernel, len(a), *outs), (*steps, met.stride(1), *hops)
+    r = met.as_strided(shape, strides).sum(list(range(n)))
     r = r if shift is None else r + shift
     spread = torch.zeros_like(met, dtype=a.dtype)
-    spread.as_strided(shape, strides).copy_(r.view(len(a), *(1,) * n, *outs))
+    spread.as_strided(shape, strides).copy_(r.expand(shape))
     for d in range(n):
         spread = spread.narrow(2 + d, padding[d], space[d])
-    return r.unsqueeze(1), wide_bmm(flat, spread.flatten(2).mT).sum(0)
+    back = wide_bmm(spread.reshape(len(spread), len(flat), -1).transpose(0, 1), flat.mT)  # (1 or N, taps, C)
+    return r.unsqueeze(1), (back[0] if last else back.sum(0)).mT
 
 
 def wide_bmm(x: Tensor, y: Tensor) -> Tensor:
