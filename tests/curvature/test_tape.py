@@ -94,6 +94,40 @@ def test_it_is_what_a_second_pass_gives(
     assert found == ([] if way == "drawn" else [expected])
 
 
+def test_norms_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = Net("plain").double()
+    flat = Flatness(net, mu=1.0, bound=-1.0, v_from="this_batch")
+    x, y = torch.randn(6, 2, 5, 5).double(), torch.randint(0, 3, (6,))
+    flat.prepare(x, y)
+    flat.v.chosen = Chosen.known(find_blocks(net)[0])
+
+    def fail(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(torch, "native_batch_norm", fail)
+    flat.step(x, y, renew=False)
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+def test_a_closed_hinge_leaves_the_gradient_of_a_plain_step(curvature: str) -> None:
+    torch.manual_seed(0)
+    net = Net("in place").double()
+    plain = copy.deepcopy(net)
+    x, y = torch.randn(6, 2, 5, 5).double(), torch.randint(0, 3, (6,))
+    flat = Flatness(net, mu=1.0, bound=1e6, v_from="this_batch", curvature=curvature)
+    loss = flat.backward(x, y)
+    expected = F.cross_entropy(plain(x), y)
+    expected.backward()
+    assert loss.item() == expected.item()
+    assert flat.curvature > 0
+    assert flat.first is None
+    for have, want in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(have.grad, want.grad)
+    for have, want in zip(net.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(have, want)
+
+
 class Doubled(torch.autograd.Function):
     """Twice a tensor, in place."""
 

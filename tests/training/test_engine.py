@@ -3,6 +3,7 @@
 It leaves out what a graph itself does; tests/training/test_engine_cuda.py has that."""
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import hgnp
+from hgnp.graphs import RefusedError
 from hgnp.training import engine as engines
 from hgnp.training.engine import Engine
 
@@ -135,3 +137,33 @@ def test_the_same_trajectory(choices: dict[str, Any], monkeypatch: pytest.Monkey
         assert [(rested, block) for rested, block, *_ in seen] == [(rested, block) for rested, block, *_ in also_seen]
         assert [q for *_, q, _ in seen] == pytest.approx([q for *_, q, _ in also_seen], rel=1e-7, nan_ok=True)
         assert any(rested for rested, *_ in seen) is choices.get("rest_closed", False)
+
+
+@pytest.mark.parametrize("refused", ["look", "q", "term"])
+def test_a_step_whose_piece_cannot_be_captured_is_made_once(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the paper's order: what the pieces before it did stands."""
+    pieces = {"look": "prepare", "q": "measure", "term": "penalise"}
+
+    class Unable(Stand):
+        def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
+            piece = inspect.getclosurevars(work).nonlocals["piece"]
+            if piece.__name__ == pieces[refused]:
+                raise RefusedError("it cannot")
+            return super().capture(work)
+
+    found = []
+    for stand in (Unable, Stand):
+        monkeypatch.setattr(engines, "Capture", stand)
+        torch.manual_seed(0)
+        net = Net().double()
+        flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, v_from="this_batch")
+        Stand.engine = engine = Engine(flat)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        for _ in range(6):
+            x, y = torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
+            optimizer.zero_grad(set_to_none=True)
+            engine.backward(x, y)
+            optimizer.step()
+        assert engine.refused == ("it cannot" if stand is Unable else None)
+        found.append(net.state_dict())
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
