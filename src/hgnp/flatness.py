@@ -283,22 +283,28 @@ class Flatness:
         *,
         mu: float | None = None,
         within: contextlib.AbstractContextManager[Any] | None = None,
+        v: Direction | None = None,
     ) -> Tensor:
         """L = C + μ·max(0, q − B) of a batch, to be differentiated, along this batch's own v in the network's present mode
         (with norm="frozen" both C and q are of the evaluation-mode function of norms).
 
         Leaves no trace: buffers, random streams and what is known of earlier batches stay as they are. `mu` may differ from
-        the one that is trained with. `within` is entered around the forward that L is made of.
+        the one that is trained with. `within` is entered around the forward that L is made of. `v` is what `look` has found,
+        if it was asked before.
         """
         mu = self.mu if mu is None else mu
-        if mu == 0:
-            with RandomState(*self.net.parameters()):
+        v = self.look(inputs, target) if mu and v is None else v
+        with undisturbed(*self.net.parameters()):
+            if v is None:
                 return self.loss(self._run(inputs, within=within, traceless=True), target)
-        v = self.v.copy()
-        self._look(v, inputs, target, 1.0, cold=True)
-        with RandomState(*self.net.parameters()):
             found = self._penalised(v, inputs, target, renew=False, traceless=True, within=within)
         return found.loss + mu * self._hinge(found.q)
+
+    def look(self, inputs: Any, target: Any) -> Direction:
+        """A batch's own v, as `objective` has it. Leaves no trace."""
+        v = self.v.copy()
+        self._look(v, inputs, target, 1.0, cold=True)
+        return v
 
     def _look(self, v: Direction, inputs: Any, target: Any, scale: float | Tensor, *, cold: bool = False) -> None:
         """Updates v to this batch by a pass that leaves no trace; with `cold`, as exactly as from a cold start."""

@@ -6,12 +6,14 @@ replayed. What a graph reads must stay where it is: whoever owns one forgets it 
 """
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from hgnp.messages import first_line
 
@@ -27,7 +29,7 @@ class Capture:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = _stream(device, threading.get_ident())
         self._pool: Any = None
 
     @contextlib.contextmanager
@@ -45,16 +47,25 @@ class Capture:
         """A graph of the work, and what it returns: tensors that a replay fills. Nothing is computed yet."""
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
+        torch.clear_autocast_cache()  # it may be gone when the graph runs
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
                 made = work()
         except Exception as error:
             raise RefusedError(first_line(error)) from error
+        finally:
+            torch.clear_autocast_cache()  # copies of parameters that nothing has computed yet
         return graph, made
 
     def forget(self) -> None:
         """Once its graphs are gone."""
         self._pool = None  # it goes with its last graph
+
+
+@functools.cache
+def _stream(device: torch.device, thread: int) -> torch.cuda.Stream:
+    """One for all captures, as libraries keep memory for every stream that they have ever worked on."""
+    return torch.cuda.Stream(device)
 
 
 def kind_of(batch: Any, device: torch.device) -> tuple[Any, ...] | None:
@@ -65,16 +76,18 @@ def kind_of(batch: Any, device: torch.device) -> tuple[Any, ...] | None:
     return str(spec), *((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
-def laid_out(batch: T, net: nn.Module) -> T:
-    """A copy of a batch, pictures with their channels last if the network's convolutions have theirs so."""
+def laid_out(batch: T, net: nn.Module, *, copy: bool = True) -> T:
+    """A copy of a batch, pictures with their channels last if the network's convolutions have theirs so. Without `copy`,
+    what is so already is the batch's own."""
     weights = [module.weight for module in net.modules() if isinstance(module, nn.Conv2d)]
     last = any(not w.is_contiguous() and w.is_contiguous(memory_format=torch.channels_last) for w in weights)
 
-    def copy(leaf: Tensor) -> Tensor:
+    def place(leaf: Tensor) -> Tensor:
         picture = last and leaf.dim() == 4 and leaf.is_floating_point()
-        return leaf.clone(memory_format=torch.channels_last if picture else torch.contiguous_format)
+        form = torch.channels_last if picture else torch.contiguous_format
+        return leaf.clone(memory_format=form) if copy else leaf.contiguous(memory_format=form)
 
-    return tree_map(copy, batch)
+    return tree_map(place, batch)
 
 
 def refill(batch: Any, values: Any) -> None:
@@ -82,8 +95,8 @@ def refill(batch: Any, values: Any) -> None:
 
 
 class Replayed:
-    """A function of a batch, by a network, to a tree of tensors, that changes nothing: from graphs, one for each shape of a
-    batch."""
+    """A function of a batch, by a network, that changes nothing: from graphs, one for each shape of a batch. What it returns
+    is good until the next call from a graph of the same `Capture`, whose memory they share."""
 
     def __init__(self, function: Callable[[Any], Any], net: nn.Module, capture: Capture) -> None:
         self._function, self._net, self._capture = function, net, capture
@@ -93,15 +106,15 @@ class Replayed:
         """Why it is not captured, if it is not."""
 
     def __call__(self, batch: Any) -> Any:
-        """Within `Capture.running`."""
+        """Within `Capture.running`, but for the first of all."""
         kind = kind_of(batch, self._capture.device)
         if kind is None or self.refused is not None:
             return self._function(batch)
         if kind not in self._graphs:
-            batch = laid_out(batch, self._net)
             if kind not in self._met:
                 self._met.add(kind)
-                return self._function(batch)
+                return self._function(laid_out(batch, self._net, copy=False))
+            batch = laid_out(batch, self._net)
             try:
                 graph, made = self._capture.capture(lambda: self._function(batch))
             except RefusedError as error:
@@ -111,8 +124,7 @@ class Replayed:
         graph, given, made = self._graphs[kind]
         refill(given, batch)
         graph.replay()
-        leaves, spec = tree_flatten(made)
-        return tree_unflatten([leaf.clone() for leaf in leaves], spec)
+        return made
 
     def forget(self) -> None:
         self._graphs.clear()

@@ -9,9 +9,11 @@ One backward pass gives δ for all neurons and samples: the gates are (N, neuron
 positions and over the primal and tangent activations. It is taken in evaluation mode, where samples do not mix.
 """
 
+import contextlib
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -19,11 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hgnp.baselines import WEIGHT_SCORES
+from hgnp.curvature.blocks import Block
+from hgnp.curvature.direction import Direction
 from hgnp.curvature.forward import Output, run
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.operations import tensors_in
 from hgnp.curvature.random import RandomState
+from hgnp.curvature.spectrum import Pair
 from hgnp.flatness import Flatness
+from hgnp.graphs import Capture, Replayed
 from hgnp.modes import evaluating
 from hgnp.neurons import Neurons, Scores
 from hgnp.neurons.gates import Gates, SamplesError, gated
@@ -66,14 +72,31 @@ def sensitivity(
         raise ValueError(f"coupling: {coupling!r} was given; 'coupled' or 'paper' would do")
     if mu is not None and not (isinstance(mu, int | float) and 0 <= mu < math.inf):
         raise ValueError(f"mu: {mu!r} was given; None or a finite number of at least 0 would do")
-    if isinstance(criterion, str) and criterion in WEIGHT_SCORES:
-        return normalised(WEIGHT_SCORES[criterion](neurons))
-    if criterion not in DERIVATIVES:
+    if criterion not in CRITERIA:
         raise ValueError(f"criterion: {criterion!r} was given; one of {', '.join(map(repr, CRITERIA))} would do")
-    gates = neurons.gates(coupling)
-    objective = Flatness(net, loss=loss, mu=0.0, output=output) if flatness is None else flatness
+    if flatness is None and criterion in DERIVATIVES:
+        flatness = Flatness(net, loss=loss, mu=0.0, output=output)
+    return scored(neurons, batches, flatness, criterion=criterion, mu=mu, coupling=coupling)
+
+
+def scored(
+    neurons: Neurons,
+    batches: Iterable[tuple[Any, Any]],
+    objective: Flatness | None,
+    *,
+    criterion: str,
+    mu: float | None,
+    coupling: Coupling,
+    graphs: bool = True,
+) -> Scores:
+    """`sensitivity`, of what is known to be in order. With `graphs`, batches on a GPU come from CUDA graphs where they can."""
+    if criterion in WEIGHT_SCORES:
+        return normalised(WEIGHT_SCORES[criterion](neurons))
+    assert objective is not None
+    net, gates = neurons.net, neurons.gates(coupling)
+    capture = _capture(net) if graphs else None
     with evaluating(net), torch.enable_grad(), RandomState(*net.parameters()):
-        raw = _means(objective, gates, batches, mu, signed=criterion == "taylor_sum")
+        raw = _means(objective, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture)
     gated = {layer: (units < gates.count) for layer, units in gates.rows.items()}
     free = normalised({layer: raw[units[gated[layer]].to(raw.device)] for layer, units in gates.rows.items()})
     scores = {}
@@ -89,27 +112,89 @@ def normalised(scores: Scores) -> Scores:
 
 
 def _means(
-    objective: Flatness, gates: Gates, batches: Iterable[tuple[Any, Any]], mu: float | None, *, signed: bool
+    objective: Flatness,
+    gates: Gates,
+    batches: Iterable[tuple[Any, Any]],
+    mu: float | None,
+    *,
+    signed: bool,
+    capture: Capture | None,
 ) -> Tensor:
     """mean_i |δ_i|, or |mean_i δ_i|, of every unit."""
-    total: Tensor | None = None
-    samples, apart = 0, None
-    for inputs, target, x in _parts(batches):
-        if apart is None:
-            apart = _samples_lead(objective, gates, inputs, x)
-        gamma = _ones(x, x.shape[0] if apart else 1, gates)
-        value = objective.objective(inputs, target, mu=mu, within=gated(gates, gamma))
-        (delta,) = torch.autograd.grad(value, gamma, materialize_grads=True)
-        delta = delta * x.shape[0]  # summed over the batch this is N times its mean, whatever the gates' shape
-        part = (delta if signed else delta.abs()).sum(0)
-        total = part if total is None else total + part
-        samples += x.shape[0]
-    if total is None:
+    parts = _parts(batches)
+    inputs, target, x = next(parts, (None, None, None))
+    if x is None:
         raise ValueError("batches: there is none; a list with one (inputs, target) pair would do")
+    gates, before = gates.to(x.device), RandomState(*objective.net.parameters())
+    apart = _samples_lead(objective, gates, inputs, x)
+    if not before.is_now():  # what is drawn must repeat from pass to pass
+        capture = None
+    mu = objective.mu if mu is None else mu
+    work = partial(_sum, objective, gates, mu, signed, apart)
+    sums = _Sums(work, objective.look if mu else None, objective.net, capture)
+    total, samples = sums(inputs, target), x.shape[0]
+    with contextlib.nullcontext() if capture is None else capture.running():
+        for inputs, target, x in parts:
+            total = total + sums(inputs, target)
+            samples += x.shape[0]
     scores = (total / samples).abs()
     if not bool(torch.isfinite(scores).all()):
         raise ValueError("batches: the loss or its derivative is not finite on them")
     return scores
+
+
+def _sum(
+    objective: Flatness,
+    gates: Gates,
+    mu: float,
+    signed: bool,
+    apart: bool,
+    block: Block | None,
+    batch: tuple[Any, Any, dict[str, Tensor]],
+) -> Tensor:
+    """Σ_i |δ_i|, or Σ_i δ_i, of every unit over the samples of a batch, along the pair of a block that comes with it."""
+    inputs, target, pair = batch
+    v = None if block is None else objective.v.known(block, Pair.of_state(pair))
+    x = next(tensors_in(inputs))
+    gamma = _ones(x, x.shape[0] if apart else 1, gates)
+    value = objective.objective(inputs, target, mu=mu, within=gated(gates, gamma), v=v)
+    (delta,) = torch.autograd.grad(value, gamma, materialize_grads=True)
+    delta = delta * x.shape[0]  # summed over the batch this is N times its mean, whatever the gates' shape
+    return (delta if signed else delta.abs()).sum(0)
+
+
+class _Sums:
+    """The `work` above on batch after batch. With `capture`, batches of a shape that was met before come from graphs: with the
+    flatness term one graph finds v, and one for each block that v was in does the rest."""
+
+    def __init__(
+        self,
+        work: Callable[[Block | None, Any], Tensor],
+        look: Callable[[Any, Any], Direction] | None,
+        net: nn.Module,
+        capture: Capture | None,
+    ) -> None:
+        self._work, self._net, self._capture = work, net, capture
+        self._look = None if look is None else self._replayed(lambda batch: look(*batch))
+        self._along: dict[str | None, Callable[[Any], Any]] = {}
+
+    def __call__(self, inputs: Any, target: Any) -> Tensor:
+        v = None if self._look is None else self._look((inputs, target))
+        block = None if v is None else v.block()
+        name = None if block is None else block.name
+        if name not in self._along:
+            self._along[name] = self._replayed(partial(self._work, block))
+        part: Tensor = self._along[name]((inputs, target, {} if v is None else v.pairs[name].state()))
+        return part
+
+    def _replayed(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return function if self._capture is None else Replayed(function, self._net, self._capture)
+
+
+def _capture(net: nn.Module) -> Capture | None:
+    """For a network on a GPU."""
+    device = next(net.parameters()).device
+    return Capture(device) if device.type == "cuda" else None
 
 
 def _parts(batches: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
@@ -142,5 +227,5 @@ def _samples_lead(objective: Flatness, gates: Gates, inputs: Any, x: Tensor) -> 
     except SamplesError:
         pass
     warnings.warn("samples do not lead in all tensors of the network, or mix; scores are |mean of the derivative| over a "
-                  "batch instead of the mean of |derivative| over its samples", stacklevel=4)  # fmt: skip
+                  "batch instead of the mean of |derivative| over its samples", stacklevel=5)  # fmt: skip
     return False

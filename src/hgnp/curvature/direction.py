@@ -44,6 +44,12 @@ class Direction:
         other._generator = None if self._generator is None else self._generator.clone_state()
         return other
 
+    def known(self, block: Block, pair: Pair) -> "Direction":
+        """One whose v is this pair of a block."""
+        other = copy.copy(self)
+        other.pairs, other.chosen = {block.name: pair}, Chosen.known(block)
+        return other
+
     def name(self) -> str | None:
         """Of the block that was chosen. Waits for the last choice."""
         return None if self.chosen is None else self.chosen.block().name

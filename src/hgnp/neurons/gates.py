@@ -11,7 +11,7 @@ Places are named by the calls of torch functions that the network's own code mak
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,15 @@ class Gates:
     are missing."""
     places: Mapping[int, Call]
     """Calls with gated arguments, by number."""
+
+    def to(self, device: torch.device) -> "Gates":
+        """The same for `gated` on a device, which would else be sent the units at every call."""
+
+        def moved(places: tuple[Place, ...]) -> tuple[Place, ...]:
+            return tuple(Place(place.position, place.units.to(device)) for place in places)
+
+        calls = self.places.items()
+        return replace(self, places={n: Call(call.name, moved(call.reads), moved(call.passes)) for n, call in calls})
 
 
 def find_gates(structure: Structure, rows: Mapping[str, Tensor], alive: Tensor, *, lanes: bool) -> Gates:

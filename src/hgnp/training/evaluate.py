@@ -33,7 +33,8 @@ class Evaluation:
         self._of_batch: Callable[[Any], tuple[Tensor, ...]] = self._plain
         if graphs:
             self._capture = Capture(next(net.parameters()).device)
-            self._of_batch = self._replayed = Replayed(self._plain, net, self._capture)
+            self._replayed = Replayed(self._plain, net, self._capture)
+            self._of_batch = lambda batch: tuple(part.clone() for part in self._replayed(batch))
             listen(net, self.neurons_removed)
 
     def __call__(self, batches: Iterable[tuple[Any, Any]]) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from hgnp.flatness import Flatness
 from hgnp.neurons import Neurons, Preview, Scores, Selection
 from hgnp.neurons.selection import Coupling
 from hgnp.recipe import Recipe
-from hgnp.scores import sensitivity
+from hgnp.scores import scored
 
 LOOK_BELOW = 12
 CRITERION = {"hgnp": "taylor", "taylor": "taylor", "sam": "taylor"}
@@ -54,9 +54,9 @@ class Pruner:
     def round(self, batches: list[tuple[Any, Any]]) -> int:
         """Removes the round's neurons, fewer if the target needs fewer, and says how many went: none once no more can go."""
         coupling = cast(Coupling, self.recipe.coupling)
-        scores = sensitivity(
-            self.neurons.net, self.neurons, batches, flatness=self.flatness, mu=self.recipe.scoring_mu,
-            criterion=CRITERION.get(self.recipe.method, self.recipe.method), coupling=coupling,
+        scores = scored(
+            self.neurons, batches, self.flatness, mu=self.recipe.scoring_mu, coupling=coupling,
+            criterion=CRITERION.get(self.recipe.method, self.recipe.method), graphs=self.recipe.engine != "eager",
         )  # fmt: skip
         n = min(self.recipe.neurons_per_round, self.neurons.count)
         cut = self._least(scores, n)
