@@ -97,6 +97,8 @@ class Flatness:
         self._frozen = self.choices.norm == "frozen"
         self.lags = self.choices.v_from == "last_batch"
         """Whether a step penalises along the v of the batch before."""
+        self.in_two_passes = not self.lags and not self._frozen
+        """Whether C goes forward and back first, in the paper's order."""
         self.rhythm = Rhythm(v_every, rest_closed, lags=self.lags)
         refuse_unseen(net)
         if self._frozen:
@@ -146,7 +148,7 @@ class Flatness:
         the way, and `first` is left for the step."""
         if self.net.training not in self._bends:
             self._bends[self.net.training] = self._trace(inputs)
-        if not self.lags and not self._frozen:
+        if self.in_two_passes:
             self.first = self._go_first(inputs, target, scale)
         elif not self.lags or self.v.block() is None:
             self._look(self.v, inputs, target, scale)

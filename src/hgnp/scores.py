@@ -127,9 +127,9 @@ def _means(
         raise ValueError("batches: there is none; a list with one (inputs, target) pair would do")
     gates, before = gates.to(x.device), RandomState(*objective.net.parameters())
     apart = _samples_lead(objective, gates, inputs, x)
-    if not before.is_now():  # what is drawn must repeat from pass to pass
-        capture = None
     mu = objective.mu if mu is None else mu
+    if not before.is_now() or (mu and objective.choices.labels == "sampled"):
+        capture = None  # a graph would draw the same again and again
     work = partial(_sum, objective, gates, mu, signed, apart)
     sums = _Sums(work, objective.look if mu else None, objective.net, capture)
     total, samples = sums(inputs, target), x.shape[0]

@@ -56,6 +56,8 @@ class Engine:
         self.device = next(self.net.parameters()).device
         self.refused: str | None = None
         """Why steps are not captured, if they are not."""
+        if self.flatness is not None and self.flatness.choices.labels == "sampled":
+            self.refused = "its labels are drawn"  # a graph would draw the same again and again
         self._capture_at = Capture(self.device)
         self._mu = torch.zeros((), device=self.device)
         self._known: float | None = None
@@ -81,7 +83,7 @@ class Engine:
         if self.refused is not None or kind is None or not isinstance(scale, float):
             return self.trainer.backward(inputs, target, scale=scale)
         if self._first(kind):
-            return self._as_it_is(batch)
+            return self._as_it_is(kind, batch)
         return self._step(kind, batch)
 
     def _step(self, kind: Any, batch: Any) -> Tensor:
@@ -92,7 +94,7 @@ class Engine:
             loss = self._along_known(flat, kind, batch)
         else:
             self._run(("look", kind), flat.prepare, batch)
-            loss = self._along_known(flat, kind, batch) if flat.first is None else self._go_on(flat, kind, batch)
+            loss = self._go_on(flat, kind, batch) if flat.in_two_passes else self._along_known(flat, kind, batch)
         assert loss is not None
         return loss
 
@@ -131,12 +133,22 @@ class Engine:
         self._met.add(key)
         return new
 
-    def _as_it_is(self, batch: Any) -> Tensor:
+    def _as_it_is(self, kind: Any, batch: Any) -> Tensor:
         """Not captured. A network that draws random numbers never will be: the draw must repeat from pass to pass."""
+        flat = self.flatness
+        step = None if flat is None or flat.mu == 0 else flat.kind()
         before = RandomState(*self.net.parameters())
         loss = self.trainer.backward(*laid_out(batch, self.net))
         if not before.is_now():
             self.refused = "its forward draws random numbers"
+        elif flat is None or step is None:
+            self._met.add(("plain", kind))
+        elif flat.in_two_passes:
+            self._met |= {("look", kind), ("q", flat.block, kind)} | (
+                {("term", flat.block, kind)} if flat.opened else set()
+            )
+        else:
+            self._met.add((step, flat.block if step.term else None, kind))
         return loss
 
     def _run(self, key: Any, piece: Piece, batch: Any, *, after: bool = False) -> Tensor | None:
