@@ -88,6 +88,10 @@ class Epochs:
         """The learning rates that a schedule scales."""
         self.scaler = torch.amp.GradScaler(device.type) if self.precision == "fp16" else None
 
+    def running(self) -> AbstractContextManager[None]:
+        """Around steps, and best around all that is done with the network between them: with graphs, one stream for it all."""
+        return nullcontext() if self.engine is None else self.engine.running()
+
     def train(
         self,
         batches: Iterable[tuple[Any, Any]],
@@ -103,7 +107,7 @@ class Epochs:
         self.net.train()
         seen = Steps()
         start = shown = time.perf_counter()
-        with nullcontext() if self.engine is None else self.engine.running():
+        with self.running():
             for step, batch in enumerate(batches):
                 share = step / steps if steps else 0.0
                 paused = time.perf_counter()

@@ -123,20 +123,25 @@ class Run:
         self.tell("start", self._info() | {"epochs_done": plan.epoch, "out": self.folder and str(self.folder.path)})
         for note in self.chosen.notes:
             self.tell("note", note)
-        with self.chosen.way.taken(self.net, self.optimizer, self._found):
-            while self._goes_on():
-                start = time.perf_counter()
-                row = self._epoch()
-                row["seconds"] = time.perf_counter() - start
-                plan.history.append(row)
-                plan.seconds += row["seconds"]
-                plan.epoch += 1
-                if on_epoch is not None and on_epoch(State(row["epoch"], row, plan.history, self.net)) is True:
-                    plan.stopped = f"on_epoch ended it after epoch {row['epoch']}"
-                self._save()
-                recent = [row["seconds"] for row in plan.history[-3:]]
-                self.tell("epoch", row, self._epochs_left() * sum(recent) / len(recent) if self._goes_on() else None)
-        return self._finish()
+        with self.epochs.running():
+            with self.chosen.way.taken(self.net, self.optimizer, self._found):
+                while self._goes_on():
+                    self._next(on_epoch)
+            return self._finish()
+
+    def _next(self, on_epoch: Callable[[State], object] | None) -> None:
+        """An epoch, the user's word on it, and its checkpoint."""
+        plan, start = self.plan, time.perf_counter()
+        row = self._epoch()
+        row["seconds"] = time.perf_counter() - start
+        plan.history.append(row)
+        plan.seconds += row["seconds"]
+        plan.epoch += 1
+        if on_epoch is not None and on_epoch(State(row["epoch"], row, plan.history, self.net)) is True:
+            plan.stopped = f"on_epoch ended it after epoch {row['epoch']}"
+        self._save()
+        recent = [row["seconds"] for row in plan.history[-3:]]
+        self.tell("epoch", row, self._epochs_left() * sum(recent) / len(recent) if self._goes_on() else None)
 
     def _goes_on(self) -> bool:
         self.plan.settle(self.pruner.left)
