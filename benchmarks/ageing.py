@@ -40,7 +40,7 @@ def factors_of(flat: hgnp.Flatness, x: Tensor, y: Tensor) -> Observer:
     """The factors of a batch, without a trace."""
     observer = flat.v.observer(x)
     with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
-        z = flat._run(x, Forward(watch=observer), traceless=True)
+        z = flat.passes.run(x, Forward(watch=observer), traceless=True)
         flat.v.pull(observer, flat.loss(z, y), z, y, 1.0)
     return observer
 

@@ -27,19 +27,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgnp.curvature.bends import Bends, Reasons, described
-from hgnp.curvature.blocks import find_blocks
 from hgnp.curvature.check import refuse_unseen, refuse_untracked, tracked
 from hgnp.curvature.choices import choose
 from hgnp.curvature.direction import Direction
-from hgnp.curvature.forward import Forward, Output, UnfitError, autocast_off, layer_of, run
-from hgnp.curvature.gauss_newton import GaussNewton
-from hgnp.curvature.hessian import Hessian
+from hgnp.curvature.forward import Forward, Output
 from hgnp.curvature.losses import Loss, loss_curvature
-from hgnp.curvature.passes import First, Pass, Seen
+from hgnp.curvature.passes import First, Pass, Passes, Seen
 from hgnp.curvature.random import RandomState, capturing, undisturbed
 from hgnp.curvature.rhythm import Kind, Rhythm
-from hgnp.curvature.spectrum import Observer
 from hgnp.curvature.tape import Tape
 from hgnp.removal import Removal, listen
 
@@ -84,8 +79,8 @@ class Flatness:
         if not math.isfinite(bound):
             raise ValueError(f"bound: {bound!r} was given; any finite number would do")
         self.net, self.loss, self.mu, self.bound, self.output = net, loss, float(mu), float(bound), output
-        self._loss_curvature = loss_curvature(loss)
-        if self._loss_curvature is None:
+        curvature_of_loss = loss_curvature(loss)
+        if curvature_of_loss is None:
             if curvature == "ggn" or labels == "sampled":
                 raise ValueError("loss: only cross-entropy, MSE and BCE-with-logits (means) have a Gauss–Newton route "
                                  "and labels to sample; use curvature='hessian' and labels='batch'")  # fmt: skip
@@ -103,15 +98,14 @@ class Flatness:
         refuse_unseen(net)
         if self._frozen:
             refuse_untracked(net)
-        self.v = Direction(net, self.choices, self._loss_curvature)
+        self.v = Direction(net, self.choices, curvature_of_loss)
+        self.passes = Passes(net, loss, output, self.choices, curvature_of_loss)
         self.weight: Tensor | None = None
         """mu on the device, for a step that is captured once and run with several."""
         self.first: First | None = None
         """The pass of the batch whose step is under way, in the paper's order."""
         self.seen: Seen | None = None
         """All that is known of the last step, without waiting for the device."""
-        self._bends: dict[bool, Reasons] = {}
-        self._checked: set[tuple[str, bool]] = set()
         listen(net, self.neurons_removed)
 
     def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
@@ -146,8 +140,7 @@ class Flatness:
     def prepare(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> None:
         """What comes before a step: finding v where it is not that of the batch before. In the paper's order C goes back on
         the way, and `first` is left for the step."""
-        if self.net.training not in self._bends:
-            self._bends[self.net.training] = self._trace(inputs)
+        self.passes.trace(inputs)
         if self.in_two_passes:
             self.first = self._go_first(inputs, target, scale)
         elif not self.lags or self.v.block() is None:
@@ -159,14 +152,14 @@ class Flatness:
         state = None if capturing() else RandomState(*self.net.parameters())
         unread = {id(buffer) for norm in tracked(self.net) for buffer in norm.buffers()}
         buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers() if id(buffer) not in unread}
-        z = self._run(inputs, Forward(watch=observer, tape=tape))
+        z = self.passes.run(inputs, Forward(watch=observer, tape=tape))
         loss = self.loss(z, target)
         repeats = state is None or state.is_now()
 
         def backward() -> None:
-            self._autograd(loss * scale, retain_graph=repeats)
+            self.passes.back(loss * scale, retain_graph=repeats)
 
-        self._renew_by(backward, observer, loss, z, target, scale, cold=self.v.block() is None)
+        self.v.update_by(backward, observer, loss, z, target, scale, cold=self.v.block() is None)
         if state is not None:
             state.restore()  # a second pass draws the same
         return First(loss, z, tape if repeats else None, capturing(), buffers)
@@ -180,13 +173,13 @@ class Flatness:
         self._penalise(self._along_first(inputs, target), 1.0)
 
     def _along_first(self, inputs: Any, target: Any) -> Pass:
-        found = self._penalised(self.v, inputs, target, renew=False, first=self.first)
+        found = self.passes.along(self.v, inputs, target, renew=False, first=self.first)
         self.seen = found.seen
         return found
 
     def _penalise(self, found: Pass, scale: float | Tensor) -> None:
         kept = self.first is not None and self.first.kept
-        self._autograd(self._penalty(found.q) * scale, retain_graph=kept)
+        self.passes.back(self._penalty(found.q) * scale, retain_graph=kept)
 
     def _go_on(self, first: First, inputs: Any, target: Any, scale: float | Tensor) -> Tensor:
         """The rest of a step in the paper's order."""
@@ -209,19 +202,19 @@ class Flatness:
             return self._apart(inputs, target, scale, renew)
         if self.first is not None:
             return self._go_on(self.first, inputs, target, scale)
-        found = self._penalised(self.v, inputs, target, renew=renew)
+        found = self.passes.along(self.v, inputs, target, renew=renew)
         self.seen = found.seen
         loss = found.loss
 
         def backward() -> None:
-            self._autograd((loss + self._penalty(found.q) if found.acts(self.bound) else loss) * scale)
+            self.passes.back((loss + self._penalty(found.q) if found.acts(self.bound) else loss) * scale)
 
         if found.observer is None:
             backward()
         elif found.acts(self.bound):
             self._renew(found, target, scale, meanwhile=backward)
         else:
-            self._renew_by(backward, found.observer, loss, found.z, target, scale)
+            self.v.update_by(backward, found.observer, loss, found.z, target, scale)
         return loss.detach()
 
     def _renew_at_rest(self, inputs: Any, target: Any, scale: float | Tensor) -> Tensor:
@@ -230,29 +223,10 @@ class Flatness:
             self._look(self.v, inputs, target, scale)
             return self._plain(inputs, target, scale)
         observer = self.v.observer(inputs)
-        z = self._run(inputs, Forward(watch=observer))
+        z = self.passes.run(inputs, Forward(watch=observer))
         loss = self.loss(z, target)
-        self._renew_by(lambda: self._autograd(loss * scale), observer, loss, z, target, scale)
+        self.v.update_by(lambda: self.passes.back(loss * scale), observer, loss, z, target, scale)
         return loss.detach()
-
-    def _renew_by(
-        self,
-        backward: Callable[[], None],
-        observer: Observer,
-        loss: Tensor,
-        z: Any,
-        target: Any,
-        scale: float | Tensor,
-        *,
-        cold: bool = False,
-    ) -> None:
-        """The next v, where C alone is differentiated: that shows Γ on the way."""
-        if self.choices.labels == "sampled":
-            gather = partial(self.v.pull, observer, loss, z, target, scale)
-            self.v.update(observer, gather, cold=cold, meanwhile=backward)
-            return
-        with observer.gathering(scale):
-            self.v.update(observer, backward, cold=cold)
 
     def _renew(
         self, found: Pass, target: Any, scale: float | Tensor, meanwhile: Callable[[], None] | None = None
@@ -265,7 +239,7 @@ class Flatness:
     def _apart(self, inputs: Any, target: Any, scale: float | Tensor, renew: bool) -> Tensor:
         """C and q are of two functions: two passes, with the same dropout masks and one update of the buffers."""
         with undisturbed(*self.net.parameters()):  # dropout masks repeat from pass to pass
-            found = self._penalised(self.v, inputs, target, renew=renew, traceless=True)
+            found = self.passes.along(self.v, inputs, target, renew=renew, traceless=True)
             self.seen = found.seen
             if renew:
                 self._renew(found, target, scale)
@@ -274,8 +248,8 @@ class Flatness:
         return self._plain(inputs, target, scale)
 
     def _plain(self, inputs: Any, target: Any, scale: float | Tensor) -> Tensor:
-        loss = self.loss(self._run(inputs), target)
-        self._autograd(loss * scale)
+        loss = self.loss(self.passes.run(inputs), target)
+        self.passes.back(loss * scale)
         return loss.detach()
 
     def objective(
@@ -298,8 +272,8 @@ class Flatness:
         v = self.look(inputs, target) if mu and v is None else v
         with undisturbed(*self.net.parameters()):
             if v is None:
-                return self.loss(self._run(inputs, within=within, traceless=True), target)
-            found = self._penalised(v, inputs, target, renew=False, traceless=True, within=within)
+                return self.loss(self.passes.run(inputs, within=within, traceless=True), target)
+            found = self.passes.along(v, inputs, target, renew=False, traceless=True, within=within)
         return found.loss + mu * self._hinge(found.q)
 
     def look(self, inputs: Any, target: Any) -> Direction:
@@ -312,95 +286,15 @@ class Flatness:
         """Updates v to this batch by a pass that leaves no trace; with `cold`, as exactly as from a cold start."""
         observer = v.observer(inputs)
         with undisturbed(*self.net.parameters()):  # dropout masks repeat from pass to pass
-            z = self._run(inputs, Forward(watch=observer, frozen=self._frozen), traceless=True)
+            z = self.passes.run(inputs, Forward(watch=observer, frozen=self._frozen), traceless=True)
             gather = partial(v.pull, observer, self.loss(z, target), z, target, scale)
             v.update(observer, gather, cold=cold or v.block() is None)
-
-    def _penalised(
-        self,
-        v: Direction,
-        inputs: Any,
-        target: Any,
-        *,
-        renew: bool,
-        traceless: bool = False,
-        within: contextlib.AbstractContextManager[Any] | None = None,
-        first: First | None = None,
-    ) -> Pass:
-        """C and q of one pass along v; with `renew`, an observer watches it for the next v. Of a pass that was made before
-        only what is behind the block runs again, if it can be."""
-        block = v.block()
-        assert block is not None
-        pair, seeds = v.pairs[block.name], v.seeds(block)
-        observer = v.observer(inputs) if renew else None
-        term, loss, z = self._term(seeds, observer), None, None
-        if first is not None and first.tape is not None:
-            with contextlib.suppress(UnfitError):  # which a second pass raises by its layer
-                if isinstance(term, GaussNewton) and first.tape.along(term, first.z) is not None:
-                    loss, z = first.loss, first.z
-            if z is None:
-                term = self._term(seeds, observer)
-                with contextlib.suppress(UnfitError):
-                    z = first.tape.again(term, [parameter for parameter, _ in seeds], first.z)
-            term = self._term(seeds, observer) if z is None else term
-        if z is None:
-            before = None if first is None else first.buffers
-            z = self._run(inputs, term, traceless=traceless or first is not None, within=within, before=before)
-        loss = self.loss(z, target) if loss is None else loss
-        with autocast_off(loss):
-            if isinstance(term, GaussNewton) and (block.name, self.net.training) not in self._checked:
-                term.check(block, z)
-                self._checked.add((block.name, self.net.training))
-            q = term.quotient(loss, z, target)
-        seen = Seen(block, [part.detach() for _, part in seeds], pair.value, pair.residual, q.detach())
-        return Pass(loss, z, q, observer, seen)
-
-    def _term(self, seeds: list[tuple[Tensor, Tensor]], observer: Observer | None) -> GaussNewton | Hessian:
-        if self.choices.curvature == "hessian":
-            return Hessian(seeds, watch=observer, frozen=self._frozen)
-        assert self._loss_curvature is not None
-        return GaussNewton(seeds, self._loss_curvature, watch=observer, frozen=self._frozen)
 
     def _penalty(self, q: Tensor) -> Tensor:
         return (self.mu if self.weight is None else self.weight) * self._hinge(q)
 
     def _hinge(self, q: Tensor) -> Tensor:
         return torch.where(q > self.bound, q - self.bound, 0.0)
-
-    def _run(
-        self,
-        inputs: Any,
-        mode: Forward | None = None,
-        *,
-        traceless: bool = False,
-        within: contextlib.AbstractContextManager[Any] | None = None,
-        before: dict[str, Tensor] | None = None,
-    ) -> Any:
-        """The network's output; a traceless run works on copies of the buffers, some as they were `before`."""
-        buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers()} if traceless else None
-        if buffers is not None and before is not None:
-            buffers |= before
-        try:
-            with mode or contextlib.nullcontext(), within or contextlib.nullcontext():
-                return run(self.net, inputs, output=self.output, buffers=buffers)
-        except UnfitError as error:
-            raise ValueError(f"layer {layer_of(self.net, error)!r}: {error}") from error
-
-    def _trace(self, inputs: Any) -> Reasons:
-        mode = Bends(find_blocks(self.net), frozen=self._frozen)
-        with RandomState(*self.net.parameters()):
-            return mode.reasons(self._run(inputs, mode, traceless=True))
-
-    def _autograd(self, total: Tensor, *, retain_graph: bool = False) -> None:
-        try:
-            with autocast_off(total):
-                total.backward(retain_graph=retain_graph)
-        except RuntimeError as error:
-            if "is not implemented" in str(error):
-                raise ValueError(
-                    f"net: PyTorch has no further derivative of one of its operations ({error})"
-                ) from error
-            raise
 
     @property
     def radius(self) -> float:
@@ -437,7 +331,7 @@ class Flatness:
     def routes(self) -> dict[str, str]:
         """What q is for each block, in the mode last seen: exact (Gauss–Newton and Hessian agree), or which of the two
         and what sets them apart."""
-        return described(self._bends.get(self.net.training, {}), self.choices.curvature)
+        return self.passes.routes
 
     def __repr__(self) -> str:
         choices = ", ".join(f"{name}={choice!r}" for name, choice in vars(self.choices).items())
@@ -461,7 +355,6 @@ class Flatness:
             self.v.pairs = pairs
             self.seen = None
             self.rhythm.wake()
-            self._checked = set()
-            self._bends = {}
+            self.passes.forget()
 
         return commit

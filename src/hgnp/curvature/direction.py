@@ -7,6 +7,7 @@ chooses. All that a step takes from a batch for v goes through `update`; all tha
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,6 +104,24 @@ class Direction:
                 observer, [blocks[n] for n in known], [psi[n] for n in known], gamma, empirical=self._empirical
             )
         self.pairs = self.pairs | pairs
+
+    def update_by(
+        self,
+        backward: Callable[[], None],
+        observer: Observer,
+        loss: Tensor,
+        z: Any,
+        target: Any,
+        scale: float | Tensor,
+        *,
+        cold: bool = False,
+    ) -> None:
+        """`update` where a step's own backward pass is of scale·C alone: it shows the derivatives on its way."""
+        if self.choices.labels == "sampled":
+            self.update(observer, partial(self.pull, observer, loss, z, target, scale), cold=cold, meanwhile=backward)
+            return
+        with observer.gathering(scale):
+            self.update(observer, backward, cold=cold)
 
     def pull(self, observer: Observer, loss: Tensor, z: Any, target: Any, scale: float | Tensor) -> None:
         """A `gather` of its own: a backward pass for activations alone."""

@@ -1,11 +1,20 @@
-"""Forward passes, and what they showed."""
+"""Passes through the network: C and q along v, and what they showed."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from hgnp.curvature.blocks import Block
+from hgnp.curvature.bends import Bends, Reasons, described
+from hgnp.curvature.blocks import Block, find_blocks
+from hgnp.curvature.choices import Choices
+from hgnp.curvature.direction import Direction
+from hgnp.curvature.forward import Forward, Output, UnfitError, autocast_off, layer_of, run
+from hgnp.curvature.gauss_newton import GaussNewton
+from hgnp.curvature.hessian import Hessian
+from hgnp.curvature.losses import Loss, LossCurvature
+from hgnp.curvature.random import RandomState
 from hgnp.curvature.spectrum import Observer
 from hgnp.curvature.tape import Tape
 
@@ -45,3 +54,106 @@ class First:
     tape: Tape | None  # None where operations cannot be run again
     kept: bool  # whether it will be differentiated again
     buffers: dict[str, Tensor]  # as they were before it; norms that write theirs do not read them
+
+
+class Passes:
+    def __init__(
+        self, net: nn.Module, loss: Loss, output: Output | None, choices: Choices, curvature: LossCurvature | None
+    ) -> None:
+        self.net, self.loss, self.output = net, loss, output
+        self._choices, self._curvature = choices, curvature
+        self._frozen = choices.norm == "frozen"
+        self._bends: dict[bool, Reasons] = {}
+        self._checked: set[tuple[str, bool]] = set()
+
+    def along(
+        self,
+        v: Direction,
+        inputs: Any,
+        target: Any,
+        *,
+        renew: bool,
+        traceless: bool = False,
+        within: contextlib.AbstractContextManager[Any] | None = None,
+        first: First | None = None,
+    ) -> Pass:
+        """C and q of one pass along v; with `renew`, an observer watches it for the next v. Of a pass that was made before
+        only what is behind the block runs again, if it can be."""
+        block = v.block()
+        assert block is not None
+        pair, seeds = v.pairs[block.name], v.seeds(block)
+        observer = v.observer(inputs) if renew else None
+        term, loss, z = self._mode(seeds, observer), None, None
+        if first is not None and first.tape is not None:
+            with contextlib.suppress(UnfitError):  # which a second pass raises by its layer
+                if isinstance(term, GaussNewton) and first.tape.along(term, first.z) is not None:
+                    loss, z = first.loss, first.z
+            if z is None:
+                term = self._mode(seeds, observer)
+                with contextlib.suppress(UnfitError):
+                    z = first.tape.again(term, [parameter for parameter, _ in seeds], first.z)
+            term = self._mode(seeds, observer) if z is None else term
+        if z is None:
+            before = None if first is None else first.buffers
+            z = self.run(inputs, term, traceless=traceless or first is not None, within=within, before=before)
+        loss = self.loss(z, target) if loss is None else loss
+        with autocast_off(loss):
+            if isinstance(term, GaussNewton) and (block.name, self.net.training) not in self._checked:
+                term.check(block, z)
+                self._checked.add((block.name, self.net.training))
+            q = term.quotient(loss, z, target)
+        seen = Seen(block, [part.detach() for _, part in seeds], pair.value, pair.residual, q.detach())
+        return Pass(loss, z, q, observer, seen)
+
+    def _mode(self, seeds: list[tuple[Tensor, Tensor]], observer: Observer | None) -> GaussNewton | Hessian:
+        if self._choices.curvature == "hessian":
+            return Hessian(seeds, watch=observer, frozen=self._frozen)
+        assert self._curvature is not None
+        return GaussNewton(seeds, self._curvature, watch=observer, frozen=self._frozen)
+
+    def run(
+        self,
+        inputs: Any,
+        mode: Forward | None = None,
+        *,
+        traceless: bool = False,
+        within: contextlib.AbstractContextManager[Any] | None = None,
+        before: dict[str, Tensor] | None = None,
+    ) -> Any:
+        """The network's output; a traceless run works on copies of the buffers, some as they were `before`."""
+        buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers()} if traceless else None
+        if buffers is not None and before is not None:
+            buffers |= before
+        try:
+            with mode or contextlib.nullcontext(), within or contextlib.nullcontext():
+                return run(self.net, inputs, output=self.output, buffers=buffers)
+        except UnfitError as error:
+            raise ValueError(f"layer {layer_of(self.net, error)!r}: {error}") from error
+
+    def back(self, total: Tensor, *, retain_graph: bool = False) -> None:
+        try:
+            with autocast_off(total):
+                total.backward(retain_graph=retain_graph)
+        except RuntimeError as error:
+            if "is not implemented" in str(error):
+                raise ValueError(
+                    f"net: PyTorch has no further derivative of one of its operations ({error})"
+                ) from error
+            raise
+
+    def trace(self, inputs: Any) -> None:
+        """Where Gauss–Newton and Hessian part, once for each mode of the network."""
+        if self.net.training in self._bends:
+            return
+        mode = Bends(find_blocks(self.net), frozen=self._frozen)
+        with RandomState(*self.net.parameters()):
+            self._bends[self.net.training] = mode.reasons(self.run(inputs, mode, traceless=True))
+
+    @property
+    def routes(self) -> dict[str, str]:
+        """As `Flatness.routes`."""
+        return described(self._bends.get(self.net.training, {}), self._choices.curvature)
+
+    def forget(self) -> None:
+        """The network has changed."""
+        self._bends, self._checked = {}, set()
