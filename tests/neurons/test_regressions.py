@@ -123,3 +123,20 @@ def test_neurons_of_a_layer_applied_to_a_parameter_are_its_own() -> None:
     alive = {layer.name: layer.alive for layer in hgnp.Neurons(Queries().double(), x).layers}
     assert alive["layer"] == 8
     assert_removal_equals_masking(Queries(), x, {"layer": [2, 7]})
+
+
+@pytest.mark.parametrize("coupling", ["coupled", "paper"])
+def test_pooling_to_one_position_lets_channels_go_in_every_layout(coupling: str) -> None:
+    """PyTorch gives the result channels-last strides in place, which moves nothing."""
+    net = nn.Sequential(
+        conv(3, 6), nn.BatchNorm2d(6), nn.ReLU(), conv(6, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    )
+    net = net.double().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 5, 5, dtype=torch.double).contiguous(memory_format=torch.channels_last)
+    neurons = hgnp.Neurons(net, x)
+    for left in (12, 10):  # with "paper" the network is recorded anew after a removal
+        scores = {layer.name: torch.arange(layer.alive).double() for layer in neurons.layers}
+        neurons.remove(neurons.least(scores, 2, coupling=coupling))
+        assert [entry.name for entry in neurons.frozen] == ["6"]
+        assert neurons.count == left
+    assert_removal_equals_masking(copy.deepcopy(net), x, {"0": [1], "3": [0, 4]})

@@ -104,6 +104,8 @@ class _Recorder(TorchDispatchMode):
     def _dispatch(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, _ = tree_flatten((args, kwargs))
         reads = tuple(self.value(leaf, made=False) for leaf in leaves if isinstance(leaf, Tensor))
+        if _only_names_a_layout(op, args, kwargs):
+            return op(*args, **kwargs)
         result = _batch_norm(*args) if op is torch.ops.aten.native_batch_norm.default else op(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._settle_chance(op, args, result)
@@ -115,6 +117,15 @@ class _Recorder(TorchDispatchMode):
             module = self.stack[-1] if self.stack else ""
             self.graph.steps.append(Step(op, refs[0], refs[1], reads, writes, module))
         return result
+
+
+def _only_names_a_layout(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether all entries stay where they are: pooling to one position gives its result channels-last strides in this way."""
+    if op is not torch.ops.aten.as_strided_.default or kwargs or len(args) != 3:
+        return False
+    tensor, size, stride = args
+    same = all(n == 1 or new == old for n, new, old in zip(size, stride, tensor.stride(), strict=False))
+    return tuple(size) == tuple(tensor.shape) and same
 
 
 class _Invocations(TorchFunctionMode):
