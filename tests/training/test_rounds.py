@@ -10,6 +10,8 @@ from torch import Tensor, nn
 import hgnp
 from hgnp.experiments.models import DigitsNet
 from hgnp.neurons.structure import Structure
+from hgnp.neurons.summary import Frozen
+from hgnp.progress import Lines
 from hgnp.training.rounds import Pruner
 from train_cases import loaders, made, recipe
 
@@ -163,3 +165,12 @@ def test_the_last_round_tries_every_cut_where_the_best_does_not_fit() -> None:
     assert pruner.round([])
     assert neurons.kept <= 0.45
     assert not 3 <= net.a.out_channels <= 5
+
+
+def test_what_is_frozen_by_a_removal_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = Frozen("late", "it is tired", 7)
+    monkeypatch.setattr(hgnp.Neurons, "frozen", property(lambda self: (late,) if self.version else ()))
+    hgnp.prune(made(), *loaders(), recipe=recipe(), _progress=Lines())
+    assert capsys.readouterr().out.count("late: its 7 neurons can no longer be removed: it is tired") == 1

@@ -193,7 +193,11 @@ class Run:
     def _round(self, batches: list[Batch]) -> int:
         if self.plan.before is None:
             self.plan.before = dataclasses.asdict(self._facts())
+        frozen = {entry.name for entry in self.neurons.frozen}
         removed = self.pruner.round(batches)
+        for entry in self.neurons.frozen:
+            if entry.name not in frozen:  # with coupling "paper" the network is recorded anew
+                self.tell("note", f"{entry.name}: its {entry.count} neurons can no longer be removed: {entry.reason}")
         self.plan.last_round = self.plan.epoch
         if not removed or self.pruner.left <= self.recipe.keep:
             self.plan.reached = self.plan.epoch
