@@ -15,6 +15,8 @@ In the paper's order, v_from="this_batch", v must be known first:
     forward and backward of C         → .grad, Γ, v
     tangents along v                  → q                       curvature.tape
     backward of μ·max(0, q − B)       → added to .grad, if the hinge is open
+
+Where hooks wait for gradients, C goes back with the term.
 """
 
 import contextlib
@@ -27,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgnp.curvature.check import refuse_unseen, refuse_untracked, tracked
+from hgnp.curvature.check import hooked, refuse_unseen, refuse_untracked, tracked
 from hgnp.curvature.choices import choose
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.forward import Forward, Output
@@ -159,10 +161,14 @@ class Flatness:
         def backward() -> None:
             self.passes.back(loss * scale, retain_graph=repeats)
 
-        self.v.update_by(backward, observer, loss, z, target, scale, cold=self.v.block() is None)
+        cold, alone = self.v.block() is None, not hooked(self.net)
+        if alone:
+            self.v.update_by(backward, observer, loss, z, target, scale, cold=cold)
+        else:
+            self.v.update(observer, partial(self.v.pull, observer, loss, z, target, scale), cold=cold)
         if state is not None:
             state.restore()  # a second pass draws the same
-        return First(loss, z, tape if repeats else None, capturing(), buffers)
+        return First(loss, z, tape if repeats else None, capturing(), alone, buffers)
 
     def measure(self, inputs: Any, target: Any) -> None:
         """q after the first pass."""
@@ -185,7 +191,9 @@ class Flatness:
         """The rest of a step in the paper's order."""
         try:
             found = self._along_first(inputs, target)
-            if self.opened:
+            if not first.went_back:
+                self.passes.back((first.loss + self._penalty(found.q) if self.opened else first.loss) * scale)
+            elif self.opened:
                 self._penalise(found, scale)
         finally:
             self.first = None

@@ -1,7 +1,9 @@
 """The direction v: which block it points to, how it follows training, and how it survives checkpoints and removals."""
 
+import gc
 import io
 import types
+import weakref
 
 import pytest
 import torch
@@ -307,3 +309,16 @@ def test_v_is_kept_between_renewals() -> None:
         Flatness(net, v_from="this_batch", v_every=2)
     with pytest.raises(ValueError, match="v_every: 0 was given"):
         Flatness(net, v_every=0)
+
+
+@pytest.mark.parametrize("v_from", ["last_batch", "this_batch"])
+@pytest.mark.parametrize("ranking", ["kfac", "empirical"])
+def test_a_batch_goes_after_its_step(ranking, v_from):
+    net = convnet()
+    flat = Flatness(net, bound=-1.0, ranking=ranking, v_from=v_from)
+    x, y = images()
+    batch = weakref.ref(x)
+    flat.backward(x, y)
+    del x
+    gc.collect()
+    assert batch() is None

@@ -1,14 +1,20 @@
 """Tangents of a zoo of operations, and their gradients, against reverse mode over reverse mode."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from curvature_cases import ggn_quotient, images
+from hgnp import Flatness
+from hgnp.curvature.blocks import find_blocks
 from hgnp.curvature.forward import UnfitError
 from hgnp.curvature.norms import BatchNormDual, batch_norm
 from hgnp.curvature.operations import LINEAR, SAME
 from hgnp.curvature.rules import RULES
+from hgnp.curvature.spectrum import Chosen
 from hgnp.curvature.tangent import Tangent, load_jvp
 
 load_jvp()
@@ -225,3 +231,20 @@ def test_dropout_draws_one_mask_for_value_and_tangent():
 def test_every_rule_is_for_an_operation_that_is_known_to_bend_or_not():
     assert SAME <= LINEAR
     assert set(RULES) >= SAME
+
+
+@pytest.mark.parametrize("v_from", ["last_batch", "this_batch"])
+def test_instance_norms_update_their_statistics_once(v_from):
+    torch.manual_seed(0)
+    norms = [nn.InstanceNorm2d(4, affine=True, track_running_stats=True) for _ in range(2)]
+    layers = [nn.Conv2d(2, 4, 3), norms[0], nn.Tanh(), nn.Conv2d(4, 4, 3), norms[1], nn.Flatten(), nn.Linear(16, 3)]
+    net = nn.Sequential(*layers).double()
+    plain = copy.deepcopy(net)
+    flat = Flatness(net, bound=-1.0, v_from=v_from)
+    x, y = images()
+    flat.prepare(x, y)
+    flat.v.chosen = Chosen.known(find_blocks(net)[0])
+    flat.step(x, y, renew=False)
+    assert flat.curvature == pytest.approx(ggn_quotient(plain, flat.direction, x, y).item(), rel=1e-9)
+    plain(x)
+    torch.testing.assert_close(dict(net.named_buffers()), dict(plain.named_buffers()), rtol=1e-12, atol=0)

@@ -159,6 +159,10 @@ class Changed(nn.Module):
         if self.way == "by index":
             x = x * 1
             x[:, :2] = x[:, 2:]
+        if self.way == "in a list that grows":
+            parts = [x[:, :2]]
+            parts.append(torch.tanh(torch.cat(parts, 1)))
+            x = torch.cat(parts, 1)
         if self.way == "elsewhere by index":
             other = torch.zeros_like(x)
             other[:, :2] = x[:, 2:]
@@ -180,7 +184,7 @@ class Changed(nn.Module):
 
 WAYS = (
     "without a gradient", "by index", "elsewhere by index", "by its function", "by its data", "by its gradient",
-    "by an average", "by an average, drawn",
+    "by an average", "by an average, drawn", "in a list that grows",
 )  # fmt: skip
 
 
@@ -219,3 +223,31 @@ def test_what_cannot_be_followed_is_refused_by_its_layer() -> None:
     flat.v.chosen = Chosen.known(find_blocks(flat.net)[0])
     with pytest.raises(ValueError, match="layer '0': an indexed assignment"):
         flat.step(torch.randn(6, 3), torch.zeros(6).long(), renew=False)
+
+
+class Lowered(nn.Module):
+    """A network with a precision of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.out(torch.tanh(self.b(torch.tanh(self.a(x)))))
+        return x.float()
+
+
+@pytest.mark.parametrize("curvature", ["hessian", "ggn"])
+def test_a_pass_in_a_precision_of_its_own(curvature: str) -> None:
+    found: list[float] = []
+    for v_from in ("this_batch", "last_batch"):
+        torch.manual_seed(0)
+        net = Lowered()
+        x, y = torch.randn(6, 3), torch.randint(0, 3, (6,))
+        flat = Flatness(net, mu=1.0, bound=-1.0, v_from=v_from, curvature=curvature)
+        flat.prepare(x, y)
+        flat.v.chosen = Chosen.known(find_blocks(net)[0])
+        flat.step(x, y, renew=False)
+        found.append(flat.curvature)
+    assert found[0] == pytest.approx(found[1], rel=1e-5)

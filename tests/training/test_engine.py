@@ -167,3 +167,17 @@ def test_a_step_whose_piece_cannot_be_captured_is_made_once(refused: str, monkey
         assert engine.refused == ("it cannot" if stand is Unable else None)
         found.append(net.state_dict())
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
+
+
+def test_gradients_that_hooks_see_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "Capture", Stand)
+    torch.manual_seed(0)
+    net = Net().double()
+    seen: list[bool] = []
+    next(net.parameters()).register_post_accumulate_grad_hook(lambda p: seen.append(True))
+    Stand.engine = engine = Engine(hgnp.Flatness(net, mu=0.05, bound=-1.0, v_from="this_batch"))
+    for _ in range(4):
+        net.zero_grad()
+        engine.backward(torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,)))
+    assert engine.refused == "hooks see its gradients"
+    assert len(seen) == 4

@@ -40,6 +40,14 @@ def refuse_unseen(net: nn.Module) -> None:
                              "neither route would be right; give the plain module")  # fmt: skip
 
 
+def hooked(net: nn.Module) -> bool:
+    """Whether something waits for parameters' gradients: hooks, or what sends them to other processes. It is to see them once
+    in a step, and whole."""
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in net.modules()):
+        return True
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in net.parameters())
+
+
 def tracked(net: nn.Module) -> list[nn.Module]:
     """The norms with running statistics."""
     norms = [layer for layer in net.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)]

@@ -100,6 +100,15 @@ def frozen_statistics(
     return (), options
 
 
+def untracked(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call; of a norm that goes by its batch, without the running statistics that it would update."""
+    names, switch = (_BATCH, "training") if func is F.batch_norm else (_INSTANCE, "use_input_stats")
+    options = dict(zip(names, args, strict=False)) | kwargs
+    if func not in (F.batch_norm, F.instance_norm) or not options.get(switch, func is F.instance_norm):
+        return args, kwargs
+    return (), options | {"running_mean": None, "running_var": None}
+
+
 def run(
     net: nn.Module,
     inputs: Any,

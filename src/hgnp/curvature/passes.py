@@ -53,6 +53,7 @@ class First:
     z: Any
     tape: Tape | None  # None where operations cannot be run again
     kept: bool  # whether it will be differentiated again
+    went_back: bool  # whether C's gradient is in .grad
     buffers: dict[str, Tensor]  # as they were before it; norms that write theirs do not read them
 
 

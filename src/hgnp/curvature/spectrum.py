@@ -63,6 +63,8 @@ class Observer:
         if self._anchor is None:
             self._anchor = torch.zeros((), device=out.device, requires_grad=True)
 
+        options = options | {"input": options["input"].detach()}  # what is kept must not keep the graph, which keeps us
+
         def sink(g: Tensor) -> None:
             if self._factor is not None:
                 self.gamma[block.name].add(g, self._factor)

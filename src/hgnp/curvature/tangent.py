@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hgnp.curvature.forward import Forward, Func, UnfitError, Watch
+from hgnp.curvature.forward import Forward, Func, UnfitError, Watch, untracked
 from hgnp.curvature.norms import PRIMITIVE
 from hgnp.curvature.operations import PASSIVE, differentiable, map_tensors, name_of, tensors_in
 from hgnp.curvature.random import RandomState
@@ -116,6 +116,10 @@ class Tangent(Forward):
             raise _unfit(f"{name} has written in place already")
         if writes and name == "__setitem__":
             raise _unfit("an indexed assignment cannot be followed")
+        given, options = untracked(func, args, kwargs)
+        if given is not args and self.call is None:
+            self.primal(func, args, kwargs)  # jvp cannot update running statistics
+        args, kwargs = given, options
         duals = {id(x): x for x in tensors_in((args, kwargs)) if self.tangent(x) is not None}
         tangents = tuple(self.tangent(x) for x in duals.values())
         body = PRIMITIVE.get(func, func)

@@ -5,7 +5,8 @@ beside them (`along`), or, for the Hessian, the operations behind the block run 
 through all of it.
 
 What could not be repeated faithfully is refused, and the caller goes forward a second time: a tensor that was written to since,
-one whose origin or change was not seen, a hook on a gradient, or (the caller's to notice) a pass that draws random numbers.
+one whose origin or change was not seen, a hook on a gradient, a part that runs in another precision than its caller, or (the
+caller's to notice) a pass that draws random numbers.
 """
 
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ class Tape:
     def __init__(self) -> None:
         self._calls: list[Call] = []
         self._made: dict[int, int] = {}  # versions that calls left tensors with
+        self._precision = _precision()
         self._whole = True
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
@@ -57,12 +59,16 @@ class Tape:
         if not made or not torch.is_grad_enabled():
             return
         self._whole &= all(self._made.get(id(x), version if x.is_leaf else None) == version for x, version in given)
+        self._whole &= _precision() == self._precision
         self._made |= {id(x): x._version for x in made}
+        args, kwargs = map_tensors((args, kwargs), lambda x: x)  # a list may grow afterwards
         self._calls.append(Call(func, args, kwargs, given, out, _statistics(func, out)))
 
     def along(self, mode: "Tangent", z: Any) -> Tensor | None:
         """The tangent of z along `mode`'s seeds, by the rules alone: values are those of the pass, to be differentiated with
         it. None where that cannot be."""
+        from hgnp.curvature.forward import untracked  # forward writes tapes
+
         if not self._whole:
             return None
         for call in self._calls:
@@ -73,7 +79,7 @@ class Tape:
             written = [x for x, version in call.given if x._version != version]
             if written and not (name in IN_PLACE and len(written) == 1 and written[0] is call.out is call.args[0]):
                 return None
-            args, kwargs = _without_statistics(call)
+            args, kwargs = untracked(call.func, call.args, call.kwargs)
             out = mode.computed(call, args, kwargs)
             for old, fresh in zip(tensors_in(call.out), tensors_in(out), strict=True):
                 if old is not fresh and mode.known(fresh):
@@ -82,6 +88,8 @@ class Tape:
 
     def again(self, mode: "Forward", parameters: list[Tensor], z: Any) -> Tensor | None:
         """z by running again, in `mode`, all that depends on the parameters; None where that cannot be."""
+        from hgnp.curvature.forward import untracked
+
         if not self._whole:
             return None
         seeds = {id(parameter) for parameter in parameters}
@@ -96,7 +104,7 @@ class Tape:
                 continue
             if any(id(x) not in new and x._version != version for x, version in call.given):
                 return None
-            args, kwargs = _without_statistics(call)
+            args, kwargs = untracked(call.func, call.args, call.kwargs)
             out = mode.compute(call.func, map_tensors(args, now), map_tensors(kwargs, now))
             new |= {id(old): fresh for old, fresh in zip(tensors_in(call.out), tensors_in(out), strict=True)}
         return new.get(id(z))
@@ -110,10 +118,6 @@ def _statistics(func: "Func", out: Any) -> tuple[Tensor, Tensor] | None:
     return node._saved_result1.detach(), node._saved_result2.detach()
 
 
-def _without_statistics(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call; a norm that goes by its batch has updated its running statistics already."""
-    from hgnp.curvature.forward import batch_norm_options  # forward writes tapes
-
-    if call.func is not F.batch_norm or not batch_norm_options(call.args, call.kwargs)["training"]:
-        return call.args, call.kwargs
-    return (), batch_norm_options(call.args, call.kwargs) | {"running_mean": None, "running_var": None}
+def _precision() -> list[tuple[bool, torch.dtype]]:
+    """What autocast does now."""
+    return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hgnp.baselines import SAM
+from hgnp.curvature.check import hooked
 from hgnp.curvature.operations import tensors_in
 from hgnp.curvature.passes import First, Seen
 from hgnp.curvature.random import RandomState
@@ -141,6 +142,8 @@ class Engine:
         loss = self.trainer.backward(*laid_out(batch, self.net))
         if not before.is_now():
             self.refused = "its forward draws random numbers"
+        elif hooked(self.net):
+            self.refused = "hooks see its gradients"
         elif flat is None or step is None:
             self._met.add(("plain", kind))
         elif flat.in_two_passes:
