@@ -112,6 +112,7 @@ class Flatness:
 
     def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
         """Adds scale·∇(C + μ·max(0, q − B)) to `.grad` and returns C, which is not scaled."""
+        scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
         if self.mu == 0:
             return self._plain(inputs, target, scale)
         self.prepare(inputs, target, scale=scale)

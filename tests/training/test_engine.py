@@ -139,6 +139,25 @@ def test_the_same_trajectory(choices: dict[str, Any], monkeypatch: pytest.Monkey
         assert any(rested for rested, *_ in seen) is choices.get("rest_closed", False)
 
 
+def test_a_scale_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "Capture", Stand)
+    torch.manual_seed(0)
+    net, x, y = Net().double(), torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
+    Stand.engine = engine = Engine(hgnp.Flatness(net, mu=0.05, bound=-1.0))
+    for _ in range(4):
+        engine.backward(x, y)
+    for scale in (2.0, torch.full((1,), 2.0).double()):
+        net.zero_grad()
+        engine.backward(x, y)
+        once = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        net.zero_grad()
+        engine.backward(x, y, scale=scale)
+        twice = [p.grad for p in net.parameters()]
+        torch.testing.assert_close(
+            twice, [2 * grad for grad in once], rtol=1e-3, atol=1e-6
+        )  # v goes on from step to step
+
+
 @pytest.mark.parametrize("refused", ["look", "q", "term"])
 def test_a_step_whose_piece_cannot_be_captured_is_made_once(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the paper's order: what the pieces before it did stands."""

@@ -81,7 +81,7 @@ class Engine:
         kind = kind_of(batch, self.device)
         if self.refused is not None:
             self._forget()
-        if self.refused is not None or kind is None or not isinstance(scale, float):
+        if self.refused is not None or kind is None or isinstance(scale, Tensor) or scale != 1:
             return self.trainer.backward(inputs, target, scale=scale)
         if self._first(kind):
             return self._as_it_is(kind, batch)
