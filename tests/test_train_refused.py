@@ -296,3 +296,23 @@ def test_drafts_of_writers_that_were_killed_go(cut_short: Path, tmp_path: Path) 
         (out / name / "checkpoint.safetensors").write_text("half")
     hgnp.prune(made(), *loaders(), recipe=recipe(), out=out, resume=True)
     assert [file.name for file in out.iterdir() if file.name.startswith(".")] == [".mine.abcd1234"]
+
+
+def test_two_runs_in_one_folder_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hgnp.training.folder.PATIENCE", 0.2)
+    refused: list[str] = []
+
+    def second(state: Any) -> None:
+        if state.epoch == 1:
+            with pytest.raises(
+                BlockingIOError, match=r"out: another process is running in .*; another folder would do"
+            ) as error:
+                hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path, resume=True)
+            refused.append(str(error.value))
+
+    first = hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path, on_epoch=second)
+    assert len(refused) == 1
+    assert hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path, resume=True).history == first.history
+    with pytest.raises(FileExistsError):  # and is let go where it was refused
+        hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path)
+    hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path, resume=True)

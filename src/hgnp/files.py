@@ -14,6 +14,37 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # Windows: nobody is kept out
+    fcntl = None  # type: ignore[assignment]
+
+
+@contextmanager
+def alone_in(folder: Path, *, patience: float) -> Iterator[None]:
+    """Keeps out others who ask for the same folder, and waits so many seconds for one who is there: what a killed process has
+    forked may outlive it for a moment. BlockingIOError if someone stays. A lock goes with its process."""
+    handle = None if fcntl is None else os.open(folder, os.O_RDONLY)
+    try:
+        if handle is not None:
+            _lock(handle, time.monotonic() + patience)
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _lock(handle: int, deadline: float) -> None:
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+        except OSError:  # a disk without locks
+            return None
+
 
 @contextmanager
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:

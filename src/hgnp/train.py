@@ -1,5 +1,6 @@
 """`prune`, the one call: train, prune while training, fine-tune. The loop itself is `training/run.py`."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -83,33 +84,33 @@ def prune(
     if resume and out is None:
         raise ValueError("resume: True was given without out, the folder of the run to go on with")
     folder = None if out is None else Folder(out)
-    stored = None
-    if folder is not None:
-        folder.claim(resume=resume)
-        if folder.info.exists():
-            folder.check_recipe(recipe)
-        if folder.finished:
-            return finished(folder, net, recipe)
-        stored = checkpoint.read(folder.checkpoint) if folder.checkpoint.exists() else None
-    if recipe.seed is not None:
-        streams.seed(recipe.seed)
-    if device is not None:
-        net.to(device)
-    place = next(net.parameters()).device
-    batches = Batches(train, "train", unpack, place)
-    held_out = None if val is None else Batches(val, "val", unpack, place)
-    progress = _progress or (Bar() if sys.stderr.isatty() else Silent())
-    run = Run(net, Task(batches, held_out, loss, metric, output), recipe, folder, progress, _about or {})
-    try:
-        run.prepare(stored, optimizer, scheduler, protect)
-    except BaseException:
-        run.take_back()
-        raise
-    try:
-        with as_found(net):
-            return run.go(on_epoch)
-    finally:
-        run.tell("stop")
+    with contextlib.nullcontext() if folder is None else folder.claimed(resume=resume):
+        stored = None
+        if folder is not None:
+            if folder.info.exists():
+                folder.check_recipe(recipe)
+            if folder.finished:
+                return finished(folder, net, recipe)
+            stored = checkpoint.read(folder.checkpoint) if folder.checkpoint.exists() else None
+        if recipe.seed is not None:
+            streams.seed(recipe.seed)
+        if device is not None:
+            net.to(device)
+        place = next(net.parameters()).device
+        batches = Batches(train, "train", unpack, place)
+        held_out = None if val is None else Batches(val, "val", unpack, place)
+        progress = _progress or (Bar() if sys.stderr.isatty() else Silent())
+        run = Run(net, Task(batches, held_out, loss, metric, output), recipe, folder, progress, _about or {})
+        try:
+            run.prepare(stored, optimizer, scheduler, protect)
+        except BaseException:
+            run.take_back()
+            raise
+        try:
+            with as_found(net):
+                return run.go(on_epoch)
+        finally:
+            run.tell("stop")
 
 
 def finished(folder: Folder, net: nn.Module, recipe: Recipe) -> Result:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hgnp.curvature.eigen import top, top_of_each
+from hgnp.curvature.eigen import kronecker_residual, top, top_of_each
 from hgnp.curvature.factors import Dense, Patches, Rows
 
 
@@ -101,3 +101,10 @@ def test_a_convolution_factor_is_that_of_its_patches(
     factor = Patches([a], [options], torch.Size([5, channels, *kernel]), 1, 4.0, bias)
     assert factor._has_few_taps
     torch.testing.assert_close(factor.dense()[0], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_pair_of_which_one_half_is_unknown_is_unknown() -> None:
+    inf, zero, some = torch.tensor([torch.inf]), torch.zeros(1), torch.tensor([0.5])
+    for psi, gamma in ((inf, zero), (zero, inf), (inf, inf), (inf, some)):
+        assert kronecker_residual(psi, gamma).item() == math.inf
+    assert kronecker_residual(some, some).item() == pytest.approx(math.sqrt(0.5625))

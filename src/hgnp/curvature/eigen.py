@@ -223,4 +223,5 @@ def top_dense(factor: Factor) -> Eigenpair:
 
 def kronecker_residual(psi: Tensor, gamma: Tensor) -> Tensor:
     """‖(Ψ ⊗ Γ)v − λv‖/λ of v = v^Ψ ⊗ v^Γ from the residuals of the two: their errors are orthogonal to them."""
-    return (psi**2 + gamma**2 + psi**2 * gamma**2).sqrt()
+    total = (psi**2 + gamma**2 + psi**2 * gamma**2).sqrt()
+    return torch.where(torch.isinf(psi) | torch.isinf(gamma), torch.inf, total)  # not ∞·0

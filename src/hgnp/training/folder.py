@@ -2,20 +2,22 @@
 
 import os
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hgnp.files import as_json, read_json, sweep, write, write_json
+from hgnp.files import alone_in, as_json, read_json, sweep, write, write_json
 from hgnp.recipe import Recipe
 from hgnp.result import Row
 from hgnp.training import checkpoint
 
 FORMAT = 1
 ABANDONED = 60.0  # seconds after which a draft is no longer being written
+PATIENCE = 10.0  # seconds; a data loader's workers notice within five that their run was killed
 
 
 class Folder:
@@ -30,8 +32,9 @@ class Folder:
         self.model = self.path / "model.safetensors"
         self.result = self.path / "result.json"
 
-    def claim(self, *, resume: bool) -> None:
-        """Make the folder, or refuse one that holds a run already, or a file that is not a run's."""
+    @contextmanager
+    def claimed(self, *, resume: bool) -> Iterator[None]:
+        """Make the folder and stay alone in it. Refuse one that holds a run already, or a file that is not a run's."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
@@ -40,6 +43,18 @@ class Folder:
             raise type(error)(error.errno, f"out: {self.path} cannot be made ({error.strerror})") from None
         if not os.access(self.path, os.W_OK):
             raise PermissionError(f"out: {self.path} is not writable; another folder would do")
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(alone_in(self.path, patience=PATIENCE))
+            except BlockingIOError:
+                raise BlockingIOError(
+                    f"out: another process is running in {self.path}; another folder would do"
+                ) from None
+            self._check(resume=resume)
+            self.tidy(older_than=ABANDONED)
+            yield
+
+    def _check(self, *, resume: bool) -> None:
         begun = self.info.exists()
         if begun and not resume:
             raise FileExistsError(
@@ -55,7 +70,6 @@ class Folder:
             raise FileNotFoundError(
                 f"resume: {self.checkpoint} is missing, so the run cannot go on; another folder starts anew"
             )
-        self.tidy(older_than=ABANDONED)
 
     def tidy(self, *, older_than: float = 0.0) -> None:
         for file in (self.info, self.metrics, self.checkpoint, self.model, self.result):
