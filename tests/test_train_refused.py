@@ -240,7 +240,9 @@ def test_a_run_goes_on_only_with_what_it_began_with(cut_short: Path) -> None:
     groups = lambda parameters: torch.optim.SGD([{"params": [p]} for p in parameters], lr=0.1)  # noqa: E731
     resumed("resume: the run began with parameter groups 1, not 12", cut_short, optimizer=groups)
     resumed("resume: the run began with protect", cut_short, protect=["a"])
-    resumed("loaders are others", cut_short, train=DataLoader(TensorDataset(*stripes()), generator=torch.Generator()))
+    resumed("resume: the run began with batches an epoch 6, not 12", cut_short, train=loaders(batch=8)[0])
+    other = DataLoader(TensorDataset(*stripes()), batch_size=16, generator=torch.Generator())
+    resumed("loaders are others", cut_short, train=other)
     resumed("state: it is of another network", cut_short, net=made(outputs=4))
 
 

@@ -93,6 +93,7 @@ class Run:
             "scheduler": None if self.scheduler is None else type(self.scheduler).__name__,
             "parameter groups": len(self.optimizer.param_groups),
             "protect": sorted(protect),
+            "batches an epoch": task.train.count,
         }
         self.flatness = make_flatness(net, task, recipe)
         trainer = make_trainer(self.flatness, task, recipe)
@@ -338,7 +339,7 @@ class Run:
 
     def _restore(self, stored: dict[str, Any]) -> None:
         for name, now in self.made_with.items():
-            was = stored["made_with"][name]
+            was = stored["made_with"].get(name, now)  # older runs know less
             if was != now:
                 raise ValueError(f"resume: the run began with {name} {was!r}, not {now!r}, and goes on only with that")
         if self.recipe.coupling == "coupled":
