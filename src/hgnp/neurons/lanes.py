@@ -9,16 +9,15 @@ coupled neuron by neuron.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from hgnp.neurons.graph import Inputs
 from hgnp.neurons.selection import Unit
 from hgnp.neurons.structure import Structure
 
 
 class Lanes:
-    def __init__(self, net: nn.Module, inputs: Inputs, approximate: bool) -> None:
-        self.structure = Structure(net, inputs, approximate=approximate, lanes=True)
+    def __init__(self, seen: Structure, *, approximate: bool) -> None:
+        self.structure = Structure(seen.net, seen.inputs, approximate=approximate, lanes=True, seen=seen)
 
     def families(self, units: Sequence[Unit], rows: Mapping[str, Tensor], alive: Tensor) -> list[list[list[Unit]]]:
         """Families of lanes of units, made by splitting coupled units where they are only added together."""

@@ -318,7 +318,7 @@ class Neurons:
     def _lanes(self) -> Lanes:
         if not bool(self._living.alive.all()):
             self._trace()  # lanes number the slots of the network as it is
-        return Lanes(self.net, self._inputs, self._approximate)
+        return Lanes(self._structure, approximate=self._approximate)
 
     # To look at
 

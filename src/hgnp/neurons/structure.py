@@ -27,15 +27,25 @@ from hgnp.removal import Removal
 
 
 class Structure:
-    def __init__(self, net: nn.Module, inputs: Inputs, *, approximate: bool, lanes: bool = False) -> None:
+    """`seen` is another structure of the network as it is: what was recorded for it is not recorded again."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        inputs: Inputs,
+        *,
+        approximate: bool,
+        lanes: bool = False,
+        seen: "Structure | None" = None,
+    ) -> None:
         self.net, self.inputs = net, inputs
         self.shapes: dict[str, Shape] = {name: tuple(t.shape) for name, t in tensors_of(net).items()}
         self.kinds = {name: kind_of(tensor) for name, tensor in tensors_of(net).items()}  # the network may move later
         self.ties = Ties(self.shapes)
-        self.quiet = False
+        self.quiet: bool = seen is not None and seen.quiet
         self.followers: dict[bool, Follower] = {}
         for training in (False, True):
-            graph = self._record(training)
+            graph = self._record(training) if seen is None else seen.followers[training].graph
             follower = self.followers[training] = Follower(graph, self.ties, approximate=approximate, lanes=lanes)
             if graph.error is not None:
                 everything = torch.arange(len(self.ties))
