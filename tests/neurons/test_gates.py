@@ -1,6 +1,7 @@
 """A gate at 1 changes nothing, a gate at 0 is a removal: on every network of the zoo."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from cases import CASES, Case
 from hgnp import Neurons
+from hgnp.experiments.models import ResNet18
 from hgnp.neurons.gates import Gates, gated
 from oracles import flat, run
 
@@ -50,3 +52,13 @@ def test_closing_a_gate_equals_removing_the_unit(name: str) -> None:
         gamma = ones.clone()
         gamma[0, unit] = 0
         torch.testing.assert_close(through(net, inputs, gates, gamma), flat(run(small, inputs)), rtol=1e-9, atol=1e-9)
+
+
+def test_lanes_are_followed_through_what_was_recorded_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    neurons = Neurons(ResNet18(num_classes=3), torch.randn(2, 3, 16, 16))
+
+    def again(*_: Any, **__: Any) -> None:
+        raise AssertionError("the network was recorded again")
+
+    monkeypatch.setattr("hgnp.neurons.structure.record", again)
+    assert neurons.gates("paper").count > neurons.gates("coupled").count
