@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -315,32 +314,6 @@ def test_lanes_of_a_network_that_has_lost_neurons_already() -> None:
     assert all(layer.total == 4 for layer in neurons.layers if layer.name in ("a", "c"))
 
 
-def test_weights_alone() -> None:
-    net, x, _, _ = make("cnn")
-    neurons = hgnp.Neurons(net, x)
-    neurons.remove({"a": [1]})
-    batches: list[Any] = []
-    w = net.a.weight.detach().flatten(1)
-    l1 = hgnp.sensitivity(net, neurons, batches, criterion="l1")
-    torch.testing.assert_close(l1["a"], w.abs().sum(1) / w.abs().sum(1).norm())
-    l2 = hgnp.sensitivity(net, neurons, batches, criterion="l2")
-    torch.testing.assert_close(l2["a"], w.norm(dim=1) / w.norm())
-    assert l2["b"].shape == (4,)
-    scale = hgnp.sensitivity(net, neurons, batches, criterion="bn_scale")
-    assert scale.keys() == {"a"}
-    torch.testing.assert_close(scale["a"], net.na.weight.detach().abs() / net.na.weight.detach().norm())
-    median = hgnp.sensitivity(net, neurons, batches, criterion="geometric_median")
-    wb = net.b.weight.detach().flatten(1)
-    sums = torch.stack([torch.stack([(p - q).norm() for q in wb]).sum() for p in wb])
-    torch.testing.assert_close(median["b"], sums / sums.norm())
-    torch.manual_seed(0)
-    one = hgnp.sensitivity(net, neurons, batches, criterion="random")
-    torch.manual_seed(0)
-    two = hgnp.sensitivity(net, neurons, batches, criterion="random")
-    assert torch.equal(one["a"], two["a"])
-    assert sum(len(neurons.least(s, 3)) > 0 for s in (l1, l2, scale, median, one)) == 5
-
-
 def test_sequences_that_put_time_first_are_scored_by_the_batch() -> None:
     torch.manual_seed(0)
     time_first = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
@@ -362,49 +335,3 @@ def test_sequences_that_put_time_first_are_scored_by_the_batch() -> None:
     gamma = torch.ones(5, dtype=torch.double, requires_grad=True)
     (slope,) = torch.autograd.grad(F.cross_entropy(time_first[2](h * gamma).mean(0), y), gamma)
     torch.testing.assert_close(found, slope.abs() / slope.norm())
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"criterion": "tailor"}, "criterion: 'tailor' was given"),
-        ({"batches": []}, "batches: there is none"),
-    ],
-)
-def test_bad_input(given: dict[str, Any], message: str) -> None:
-    net, x, y, _ = make("mlp")
-    arguments: dict[str, Any] = {"batches": [(x, y)], "criterion": "taylor"} | given
-    with pytest.raises(ValueError, match=message):
-        hgnp.sensitivity(net, hgnp.Neurons(net, x), arguments.pop("batches"), **arguments)
-
-
-def test_neurons_of_another_network() -> None:
-    net, x, y, _ = make("mlp")
-    other = make("mlp")[0]
-    with pytest.raises(ValueError, match="neurons: it was made for another network"):
-        hgnp.sensitivity(net, hgnp.Neurons(other, x), [(x, y)])
-
-
-def test_bad_input_is_one_line() -> None:
-    net, other = (nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)) for _ in range(2))
-    x, y = torch.randn(5, 4), torch.arange(5) % 3
-    neurons = hgnp.Neurons(net, x)
-    pairs: Any = [(x, y)]
-    wrong: list[tuple[str, Any, dict[str, Any]]] = [
-        ("batches: one of them is no pair", (x, y), {}),
-        ("batches: one of them is no pair", [(x, y, y)], {}),
-        ("batches: one of them is no pair", [{"x": x, "labels": y}], {}),
-        ("batches: one of them is no pair", [(x[:0], y[:0])], {}),
-        ("batches: one of them is no pair", [(x.numpy(), y.numpy())], {}),
-        ("batches: a int was given", 5, {}),
-        ("coupling: 'x' was given; 'coupled' or 'paper'", pairs, {"coupling": "x"}),
-        ("mu: -1 was given", pairs, {"mu": -1}),
-        ("criterion: .'l1'. was given", pairs, {"criterion": ["l1"]}),
-        ("flatness: a str was given", pairs, {"flatness": "paper"}),
-        ("flatness: it was made for another network", pairs, {"flatness": hgnp.Flatness(other)}),
-    ]
-    for message, batches, given in wrong:
-        with pytest.raises((TypeError, ValueError), match=message):
-            hgnp.sensitivity(net, neurons, batches, **given)
-    with pytest.raises(TypeError, match="neurons: a Linear was given"):
-        hgnp.sensitivity(net, net[0], pairs)  # type: ignore[arg-type]

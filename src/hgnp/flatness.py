@@ -29,15 +29,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgnp.curvature.check import hooked, refuse_unseen, refuse_untracked, tracked
+from hgnp.curvature.check import refuse_unseen, refuse_untracked, tracked
 from hgnp.curvature.choices import choose
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.forward import Forward, Output
 from hgnp.curvature.losses import Loss, loss_curvature
 from hgnp.curvature.passes import First, Pass, Passes, Seen
-from hgnp.curvature.random import RandomState, capturing, undisturbed
+from hgnp.curvature.random import undisturbed
 from hgnp.curvature.rhythm import Kind, Rhythm
-from hgnp.curvature.tape import Tape
 from hgnp.removal import Removal, listen
 
 
@@ -145,31 +144,9 @@ class Flatness:
         the way, and `first` is left for the step."""
         self.passes.trace(inputs)
         if self.in_two_passes:
-            self.first = self._go_first(inputs, target, scale)
+            self.first = self.passes.first(self.v, inputs, target, scale)
         elif not self.lags or self.v.block() is None:
             self._look(self.v, inputs, target, scale)
-
-    def _go_first(self, inputs: Any, target: Any, scale: float | Tensor) -> First:
-        """C's own pass, forward and back, and v from it. It alone updates buffers."""
-        observer, tape = self.v.observer(inputs), Tape()
-        state = None if capturing() else RandomState(*self.net.parameters())
-        unread = {id(buffer) for norm in tracked(self.net) for buffer in norm.buffers()}
-        buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers() if id(buffer) not in unread}
-        z = self.passes.run(inputs, Forward(watch=observer, tape=tape))
-        loss = self.loss(z, target)
-        repeats = state is None or state.is_now()
-
-        def backward() -> None:
-            self.passes.back(loss * scale, retain_graph=repeats)
-
-        cold, alone = self.v.block() is None, not hooked(self.net)
-        if alone:
-            self.v.update_by(backward, observer, loss, z, target, scale, cold=cold)
-        else:
-            self.v.update(observer, partial(self.v.pull, observer, loss, z, target, scale), cold=cold)
-        if state is not None:
-            state.restore()  # a second pass draws the same
-        return First(loss, z, tape if repeats else None, capturing(), alone, buffers)
 
     def measure(self, inputs: Any, target: Any) -> None:
         """q after the first pass."""

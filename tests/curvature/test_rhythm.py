@@ -19,7 +19,7 @@ def test_the_term_rests_until_v_is_renewed(choices):
         x, y = images(6 + step % 3)
         twin = copy.deepcopy(net)
         known = Flatness(twin, mu=0.5, bound=0.0, v_every=every, **choices)
-        known.load_state_dict({key: value for key, value in flat.state_dict().items() if key != "resting"})
+        known.load_state_dict(flat.state_dict() | {"resting": False})
         flat.bound = known.bound = bound.setdefault(step // every, [-1.0, 1e6, 1e6, -1.0][step // every])
         kind = flat.kind()
         net.zero_grad()

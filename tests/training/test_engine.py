@@ -153,9 +153,8 @@ def test_a_scale_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         net.zero_grad()
         engine.backward(x, y, scale=scale)
         twice = [p.grad for p in net.parameters()]
-        torch.testing.assert_close(
-            twice, [2 * grad for grad in once], rtol=1e-3, atol=1e-6
-        )  # v goes on from step to step
+        # v goes on from step to step
+        torch.testing.assert_close(twice, [2 * grad for grad in once], rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("refused", ["look", "q", "term"])

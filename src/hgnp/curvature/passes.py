@@ -2,19 +2,21 @@
 
 import contextlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from hgnp.curvature.bends import Bends, Reasons, described
 from hgnp.curvature.blocks import Block, find_blocks
+from hgnp.curvature.check import hooked, tracked
 from hgnp.curvature.choices import Choices
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.forward import Forward, Output, UnfitError, autocast_off, layer_of, run
 from hgnp.curvature.gauss_newton import GaussNewton
 from hgnp.curvature.hessian import Hessian
 from hgnp.curvature.losses import Loss, LossCurvature
-from hgnp.curvature.random import RandomState
+from hgnp.curvature.random import RandomState, capturing
 from hgnp.curvature.spectrum import Observer
 from hgnp.curvature.tape import Tape
 
@@ -66,6 +68,28 @@ class Passes:
         self._frozen = choices.norm == "frozen"
         self._bends: dict[bool, Reasons] = {}
         self._checked: set[tuple[str, bool]] = set()
+
+    def first(self, v: Direction, inputs: Any, target: Any, scale: float | Tensor) -> First:
+        """C's own pass, forward and back, and v from it. It alone updates buffers."""
+        observer, tape = v.observer(inputs), Tape()
+        state = None if capturing() else RandomState(*self.net.parameters())
+        unread = {id(buffer) for norm in tracked(self.net) for buffer in norm.buffers()}
+        buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers() if id(buffer) not in unread}
+        z = self.run(inputs, Forward(watch=observer, tape=tape))
+        loss = self.loss(z, target)
+        repeats = state is None or state.is_now()
+
+        def backward() -> None:
+            self.back(loss * scale, retain_graph=repeats)
+
+        cold, alone = v.block() is None, not hooked(self.net)
+        if alone:
+            v.update_by(backward, observer, loss, z, target, scale, cold=cold)
+        else:
+            v.update(observer, partial(v.pull, observer, loss, z, target, scale), cold=cold)
+        if state is not None:
+            state.restore()  # a second pass draws the same
+        return First(loss, z, tape if repeats else None, capturing(), alone, buffers)
 
     def along(
         self,

@@ -68,4 +68,4 @@ class Rhythm:
         return {"age": self._age, "resting": self._resting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._age, self._resting, self._first_q = state["age"], state.get("resting", False), None
+        self._age, self._resting, self._first_q = state["age"], state["resting"], None

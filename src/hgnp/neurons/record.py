@@ -7,16 +7,13 @@ the modules' attributes are left as found.
 
 import gc
 import logging
-import random
 import threading
 import warnings
 import weakref
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
@@ -34,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from hgnp.neurons.as_found import chance, left_as_found
 from hgnp.neurons.graph import Graph, Inputs, Invocation, Kind, Ref, Step, Value, is_invocation, kind_of, tensors_of
 
 
@@ -211,7 +209,7 @@ def _record(
     recorder = _Recorder(weights, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
     graph = recorder.graph
     with (
-        _left_as_found(net),
+        left_as_found(net),
         _named_modules(net, recorder),
         plain_attention(),
         warnings.catch_warnings(action="ignore"),
@@ -222,11 +220,11 @@ def _record(
             for own in (module.__dict__["_parameters"], module.__dict__["_buffers"]):
                 own.update({key: fakes[id(tensor)] for key, tensor in own.items() if tensor is not None})
         try:
-            chance = _chance()
+            before = chance()
             with torch.enable_grad(), fake_mode, recorder, _Invocations(recorder):
                 output = net(*args, **kwargs)
             graph.outputs = tuple(recorder.value(tensor, made=False) for tensor in _tensors(output))
-            if _chance() != chance:
+            if chance() != before:
                 raise UnseenError("it draws from Python's or NumPy's random numbers")
             if not graph.outputs:
                 raise TypeError(f"its output, a {type(output).__name__}, holds no tensor that can be found")
@@ -323,38 +321,3 @@ def _tensors(output: Any, depth: int = 8) -> Iterator[Tensor]:
         inside += getattr(output, "__dict__", {}).values()
         for part in inside:
             yield from _tensors(part, depth - 1)
-
-
-@contextmanager
-def _left_as_found(net: nn.Module) -> Iterator[None]:
-    """Undo whatever the block does to the modules' attributes and to the random streams."""
-    modules = list(net.modules())
-    found = [dict(module.__dict__) for module in modules]
-    streams = random.getstate(), np.random.get_state()
-    devices = {p.device for p in net.parameters() if p.device.type == "cuda"}
-    for module in modules:  # caches and lists of the network's own are worked on as copies
-        module.__dict__.update({key: _copy(value) for key, value in module.__dict__.items()})
-    try:
-        with torch.random.fork_rng(devices=sorted(devices, key=str)):
-            yield
-    finally:
-        random.setstate(streams[0])
-        np.random.set_state(streams[1])
-        for module, attributes in zip(modules, found, strict=True):
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-
-
-def _copy(value: Any) -> Any:
-    """Plain containers copied, with the containers in them; everything else as it is."""
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, _copy(part)) for key, part in value.items())
-    if type(value) in (list, set, deque):
-        return type(value)(_copy(part) if type(value) is list else part for part in value)
-    return value
-
-
-def _chance() -> tuple[Any, ...]:
-    """Where Python's and NumPy's random streams stand."""
-    state = np.random.get_state()
-    return random.getstate(), state[1].tobytes(), state[2]  # type: ignore[index]

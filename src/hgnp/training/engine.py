@@ -91,10 +91,9 @@ class Engine:
         flat = self.flatness
         if flat is None or flat.mu == 0:
             loss = self._run(("plain", kind), self.trainer.backward, batch)
-        elif flat.lags:
-            loss = self._along_known(flat, kind, batch)
         else:
-            self._run(("look", kind), flat.prepare, batch)
+            if not flat.lags:
+                self._run(("look", kind), flat.prepare, batch)
             loss = self._go_on(flat, kind, batch) if flat.in_two_passes else self._along_known(flat, kind, batch)
         assert loss is not None
         return loss

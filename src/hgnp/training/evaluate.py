@@ -70,6 +70,12 @@ class Evaluation:
         return self._replayed.forget
 
 
+def metric_name(metric: Metric | None, *, classes: bool) -> str:
+    if metric is not None:
+        return getattr(metric, "__name__", type(metric).__name__)
+    return "accuracy" if classes else "-loss"
+
+
 def _number(value: Any) -> float:
     try:
         return float(value)

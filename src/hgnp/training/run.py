@@ -29,7 +29,7 @@ from hgnp.storage import changes_to_fit, describe, save
 from hgnp.training import schedule, streams
 from hgnp.training.batches import check_first, check_labels, is_classification, pick
 from hgnp.training.epoch import DivergedError, Epochs
-from hgnp.training.evaluate import Evaluation
+from hgnp.training.evaluate import Evaluation, metric_name
 from hgnp.training.folder import Folder, versions
 from hgnp.training.measure import copied, features, latencies, sample_of, top_curvature
 from hgnp.training.optimizers import OptimizerOrMaker, make_optimizer, make_scheduler, step_scheduler
@@ -37,7 +37,7 @@ from hgnp.training.plan import Plan
 from hgnp.training.rounds import Pruner
 from hgnp.training.task import State, Task
 from hgnp.training.trainer import make_flatness, make_trainer
-from hgnp.training.ways import Choice, Way, choose, formats_of
+from hgnp.training.ways import Choice, choose, formats_of
 
 Batch = tuple[Any, Any]
 
@@ -69,14 +69,11 @@ class Run:
             with streams.untouched(*self._loaders()):
                 check_first(net, task.loss, task.output, next(iter(task.val)), "val")
         self.classes: int | None = out.shape[1] if is_classification(task.loss, target) else None
+        self.metric = metric_name(task.metric, classes=self.classes is not None)
         self.features = features(
-            net,
-            inputs,
-            out,
-            classes=self.classes is not None,
-            train=task.train.loader,
+            net, inputs, out, classes=self.classes is not None, train=task.train.loader,
             val=None if task.val is None else task.val.loader,
-        )
+        )  # fmt: skip
         self.inputs, self.full, self._found = inputs, copied(net), formats_of(net)
         if stored is not None and recipe.coupling == "paper":  # its structure is that of the network as it is now
             self._fill(stored)
@@ -265,7 +262,7 @@ class Run:
             plan.stopped = plan.stopped or "no more neurons could be removed"
         result = Result(
             model=self.net, history=plan.history, recipe=recipe, before=before, after=after,
-            target=Target(recipe.target, recipe.keep, self.pruner.left), metric=self._metric_name(), latency=latency,
+            target=Target(recipe.target, recipe.keep, self.pruner.left), metric=self.metric, latency=latency,
             seconds=plan.seconds, parts=plan.parts, stopped=plan.stopped,
             out=None if self.folder is None else self.folder.path,
         )  # fmt: skip
@@ -275,16 +272,10 @@ class Run:
             self.folder.tidy()
         return result
 
-    def _metric_name(self) -> str:
-        metric = self.task.metric
-        if metric is not None:
-            return getattr(metric, "__name__", type(metric).__name__)
-        return "accuracy" if self.classes is not None else "-loss"
-
     def _info(self) -> dict[str, Any]:
         start, device = self.pruner.at_start, self.task.train.device
         return {
-            "name": None, "method": self.recipe.method, "seed": self.recipe.seed, "metric": self._metric_name(),
+            "name": None, "method": self.recipe.method, "seed": self.recipe.seed, "metric": self.metric,
             "model": type(self.net).__qualname__, "recipe": self.recipe.as_dict(), "versions": versions(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
             "threads": self.chosen.way.threads or torch.get_num_threads(), "way": self.chosen.state_dict(),
@@ -339,16 +330,14 @@ class Run:
 
     def _restore(self, stored: dict[str, Any]) -> None:
         for name, now in self.made_with.items():
-            was = stored["made_with"].get(name, now)  # older runs know less
+            was = stored["made_with"][name]
             if was != now:
                 raise ValueError(f"resume: the run began with {name} {was!r}, not {now!r}, and goes on only with that")
         if self.recipe.coupling == "coupled":
             self._fill(stored)
         for name in ("neurons", "plan", "optimizer", "flatness"):
             getattr(self, name).load_state_dict(stored[name])
-        self.chosen = (
-            Choice.of_state(stored["way"]) if "way" in stored else Choice(Way())
-        )  # of a run before there were ways
+        self.chosen = Choice.of_state(stored["way"])
         self.epochs.peaks = stored["peaks"]
         if self.scheduler is not None:
             self.scheduler.load_state_dict(stored["scheduler"])
