@@ -199,3 +199,46 @@ def test_gradients_that_hooks_see_are_not_captured(monkeypatch: pytest.MonkeyPat
         engine.backward(torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,)))
     assert engine.refused == "hooks see its gradients"
     assert len(seen) == 4
+
+
+def test_pieces_are_captured_at_their_second_time_and_q_before_its_block_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engines, "Capture", Stand)
+    torch.manual_seed(0)
+    net, x, y = Net().double(), torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
+    flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, v_from="this_batch")
+    Stand.engine = engine = Engine(flat)
+    engine.backward(x, y)
+    assert not engine._graphs
+    engine.backward(x, y)
+    assert {key[0] for key in engine._graphs} == {"look", "q", "term"}
+    order: list[str] = []
+    replay, name = Again.replay, flat.v.name
+
+    def replayed(again: Again) -> None:
+        order.append(next(key[0] for key, captured in engine._graphs.items() if captured.graph is again))
+        replay(again)
+
+    def named() -> str | None:
+        order.append("name")
+        return name()
+
+    monkeypatch.setattr(Again, "replay", replayed)
+    engine.backward(x, y)
+    first = list(order)
+    assert first == ["look", "q", "term"]
+    order.clear()
+    monkeypatch.setattr(flat.v, "name", named)
+    engine._go_on = _telling(engine._go_on, order)  # type: ignore[method-assign]
+    engine.backward(x, y)
+    rest = order[order.index("go on") :]
+    assert rest.index("q") < rest.index("name") < rest.index("term")
+
+
+def _telling(go_on: Callable[..., Tensor], order: list[str]) -> Callable[..., Tensor]:
+    def told(*args: Any) -> Tensor:
+        order.append("go on")
+        return go_on(*args)
+
+    return told

@@ -1,5 +1,6 @@
 """Steps from CUDA graphs compute what steps as they are compute."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -177,3 +178,21 @@ def test_a_run_in_float64_equals_one_operation_by_operation() -> None:
         assert one["widths"] == other["widths"]
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
         assert one["curvature"] == pytest.approx(other["curvature"], rel=1e-5)
+
+
+def test_a_run_in_the_paper_s_order_stays_on_one_stream() -> None:
+    x = torch.randn(64, 3, 8, 8).cuda()
+    y = (x[:, 0].mean((1, 2)) > 0).long()
+    data = [(x[i : i + 16], y[i : i + 16]) for i in range(0, 64, 16)]
+    recipe = hgnp.Recipe(
+        keep=0.5, warmup_epochs=3, neurons_per_round=10, finetune_epochs=3, lr=0.05, seed=0, bound=0.0,
+        flatness={"v_from": "this_batch"},
+    )  # fmt: skip
+    streams = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # autograd warns of parameters that it met on another stream
+        hgnp.prune(
+            net().float(), data, data, recipe=recipe, on_epoch=lambda _: streams.append(torch.cuda.current_stream())
+        )
+    assert len(set(streams)) == 1
+    assert streams[0] != torch.cuda.default_stream()

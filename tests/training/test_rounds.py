@@ -1,5 +1,7 @@
 """A round of pruning, and a run that runs out of neurons."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from hgnp.experiments.models import DigitsNet
 from hgnp.neurons.structure import Structure
 from hgnp.neurons.summary import Frozen
 from hgnp.progress import Lines
+from hgnp.training import run
+from hgnp.training.epoch import Epochs
 from hgnp.training.rounds import Pruner
 from train_cases import loaders, made, recipe
 
@@ -174,3 +178,23 @@ def test_what_is_frozen_by_a_removal_is_told(
     monkeypatch.setattr(hgnp.Neurons, "frozen", property(lambda self: (late,) if self.version else ()))
     hgnp.prune(made(), *loaders(), recipe=recipe(), _progress=Lines())
     assert capsys.readouterr().out.count("late: its 7 neurons can no longer be removed: it is tired") == 1
+
+
+def test_rounds_and_steps_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[bool] = []
+    now = [0]
+
+    @contextmanager
+    def running(self: Epochs) -> Iterator[None]:
+        now[0] += 1
+        yield
+        now[0] -= 1
+
+    score, curvature = Pruner.round, run.top_curvature
+    monkeypatch.setattr(Epochs, "running", running)
+    monkeypatch.setattr(Pruner, "round", lambda *args: inside.append(bool(now[0])) or score(*args))
+    monkeypatch.setattr(run, "top_curvature", lambda *args: inside.append(bool(now[0])) or curvature(*args))
+    hgnp.prune(made(), *loaders(), recipe=recipe())
+    assert len(inside) > 3  # rounds, and curvature before and after
+    assert all(inside)
+    assert now == [0]
