@@ -49,7 +49,7 @@ class Again:
                 vars(flat.first).update(kept=True)
                 vars(captured).update(first=flat.first, versions=contextlib.nullcontext())
         if flat.seen is not held[0]:
-            for name in ("radius", "residual", "curvature"):
+            for name in ("radius", "residuals", "curvature"):
                 getattr(self.seen, name).copy_(getattr(flat.seen, name))
         if flat.v.chosen is not self.chosen:
             self.next.index.number.copy_(flat.v.chosen.index.number)
@@ -102,7 +102,8 @@ def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
         if number == 22:
             neurons.remove(neurons.least(hgnp.sensitivity(net, neurons, [(x, y)], flatness=flat), 5), optimizer)
         flat.mu = choices["mu"] * min(1.0, (number + 1) / 6)
-        optimizer.zero_grad(set_to_none=True)
+        if not stood_in or number % 3:  # the engine puts its gradients in place of those that are there
+            optimizer.zero_grad(set_to_none=True)
         losses.append(trainer.backward(x, y).item())
         optimizer.step()
         seen.append((flat.rested, flat.block, flat.curvature, flat.radius))

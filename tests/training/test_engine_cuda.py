@@ -12,6 +12,7 @@ import hgnp
 from hgnp.baselines import SAM
 from hgnp.training.engine import Engine
 from hgnp.training.evaluate import Evaluation
+from hgnp.training.stepping import Stepping
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -178,6 +179,26 @@ def test_a_run_in_float64_equals_one_operation_by_operation() -> None:
         assert one["widths"] == other["widths"]
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
         assert one["curvature"] == pytest.approx(other["curvature"], rel=1e-5)
+
+
+@pytest.mark.parametrize("flatness", [{}, {"v_from": "this_batch"}])
+def test_the_optimizer_s_steps_come_from_a_graph_too(flatness: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(96, 3, 8, 8)
+    y = (x[:, 0].mean((1, 2)) > 0).long()
+    data = [(x[i : i + 16].cuda(), y[i : i + 16].cuda()) for i in range(0, 96, 16)]
+    captured: list[int] = []
+    capture = Stepping._captured
+    monkeypatch.setattr(Stepping, "_captured", lambda *args: (captured.append(0), capture(*args))[1])
+    histories = []
+    for engine in ("auto", "eager"):
+        recipe = hgnp.Recipe(
+            keep=0.5, warmup_epochs=2, neurons_per_round=10, finetune_epochs=2, lr=0.02, seed=0, engine=engine,
+            precision="float32", mu=0.01, bound=0.0, schedule="cosine", flatness=flatness,
+        )  # fmt: skip
+        histories.append(hgnp.prune(net().float(), data, data, recipe=recipe).history)
+        assert 3 <= len(captured) <= len(histories[0])  # one an epoch, and none operation by operation
+    for one, other in zip(*histories, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-3)
 
 
 def test_a_run_in_the_paper_s_order_stays_on_one_stream() -> None:

@@ -163,10 +163,12 @@ def _by_products(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int
     dense = [factor for factor in factors if isinstance(factor, Dense)]
     start = _padded(starts)
     F = start.new_zeros(*start.shape, start.shape[1])
-    entry = 0
+    branches, entry = Branches(), 0
     for factor in dense:
-        F[entry : entry + factor.entries, : factor.side, : factor.side].copy_(factor.matrix)
+        with branches.branch():
+            F[entry : entry + factor.entries, : factor.side, : factor.side].copy_(factor.matrix)
         entry += factor.entries
+    branches.join()
     x = start.unsqueeze(2)
     for _ in range(steps - 1):
         x = F @ x

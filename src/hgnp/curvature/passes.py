@@ -12,6 +12,7 @@ from hgnp.curvature.blocks import Block, find_blocks
 from hgnp.curvature.check import hooked, tracked
 from hgnp.curvature.choices import Choices
 from hgnp.curvature.direction import Direction
+from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.forward import Forward, Output, UnfitError, autocast_off, layer_of, run
 from hgnp.curvature.gauss_newton import GaussNewton
 from hgnp.curvature.hessian import Hessian
@@ -28,8 +29,14 @@ class Seen:
     block: Block
     direction: list[Tensor]
     radius: Tensor
-    residual: Tensor
+    residuals: Tensor
+    """Of v^Ψ and v^Γ."""
     curvature: Tensor
+
+    @property
+    def residual(self) -> Tensor:
+        """Of v. Only whoever asks for it has it computed."""
+        return kronecker_residual(*self.residuals.unbind())
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,7 @@ class Passes:
                 term.check(block, z)
                 self._checked.add((block.name, self.net.training))
             q = term.quotient(loss, z, target)
-        seen = Seen(block, [part.detach() for _, part in seeds], pair.value, pair.residual, q.detach())
+        seen = Seen(block, [part.detach() for _, part in seeds], pair.value, pair.residuals, q.detach())
         return Pass(loss, z, q, observer, seen)
 
     def _mode(self, seeds: list[tuple[Tensor, Tensor]], observer: Observer | None) -> GaussNewton | Hessian:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hgnp.curvature.blocks import Block
-from hgnp.curvature.eigen import Eigenpair, arbitrary, kronecker_residual
+from hgnp.curvature.eigen import Eigenpair, arbitrary
 from hgnp.curvature.factors import unit, wide
 from hgnp.curvature.forward import autocast_off
 from hgnp.curvature.late import Late
@@ -144,9 +144,10 @@ class Pair:
         return (self.psi.value * self.gamma.value).gather(0, self.group.view(1)).squeeze(0)
 
     @property
-    def residual(self) -> Tensor:
-        both = kronecker_residual(self.psi.residual, self.gamma.residual)
-        return both.gather(0, self.group.view(1)).squeeze(0)
+    def residuals(self) -> Tensor:
+        """Of v^Ψ and v^Γ."""
+        both = torch.stack((self.psi.residual, self.gamma.residual))
+        return both.index_select(1, self.group.view(1)).squeeze(1)
 
     def direction(self, block: Block, *, scale_invariant: bool) -> list[tuple[Tensor, Tensor]]:
         """The block's parameters with their parts of v, or of V = diag(n)·v, through whose n derivatives pass."""

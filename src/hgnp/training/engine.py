@@ -5,7 +5,8 @@ and each shape of a batch. In the paper's order a step is three graphs: C forwar
 knows the block, q along it; then, if it knows the hinge to be open, the gradient of the term. A removal forgets all graphs.
 
 What a graph computes is what `Flatness.backward` (or `SAM.backward`) computes, from the same parameters, buffers and
-eigenvectors in place; only the optimizer's step stays outside, so that any optimizer and schedule will do.
+eigenvectors in place. The optimizer's step stays outside, so that any optimizer and schedule will do; it has a graph of its own
+where it can (`stepping`).
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from hgnp.curvature.spectrum import Chosen, Pair
 from hgnp.flatness import Flatness
 from hgnp.graphs import Capture, RefusedError, kind_of, laid_out, refill
 from hgnp.removal import Removal, listen
+from hgnp.training.stepping import Gradients, Stepping
 
 Piece = Callable[[Any, Any], Tensor | None]
 
@@ -38,7 +40,9 @@ class Captured:
     graph: torch.cuda.CUDAGraph
     batch: Any
     loss: Tensor | None
-    grads: list[tuple[nn.Parameter, Tensor]]
+    grads: Gradients
+    after: bool
+    """Whether it adds to the gradients of a piece before it."""
     seen: Seen | None
     choice: Chosen | None
     """The next block, on the device."""
@@ -60,6 +64,7 @@ class Engine:
         if self.flatness is not None and self.flatness.choices.labels == "sampled":
             self.refused = "its labels are drawn"  # a graph would draw the same again and again
         self._capture_at = Capture(self.device)
+        self._stepping = Stepping(self._capture_at)
         self._mu = torch.zeros((), device=self.device)
         self._known: float | None = None
         self._graphs: dict[Any, Captured] = {}
@@ -67,6 +72,9 @@ class Engine:
         self._static: dict[str, Pair] = {}
         self._memory: list[Tensor] = []
         self._grads: dict[nn.Parameter, Tensor] = {}
+        self._kept: dict[tuple[nn.Parameter, ...], Gradients] = {}
+        self._left: Gradients | None = None
+        """The gradients of the last step, if they came from graphs."""
         self._block: str | None = None
         """The block of the last step in the paper's order."""
         listen(self.net, self.neurons_removed)
@@ -76,16 +84,26 @@ class Engine:
         return self._capture_at.running()
 
     def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
-        """As the trainer's `backward`, on gradients that are None."""
+        """As the trainer's `backward`, in place of the gradients that are there."""
         batch = inputs, target
         kind = kind_of(batch, self.device)
         if self.refused is not None:
             self._forget()
         if self.refused is not None or kind is None or isinstance(scale, Tensor) or scale != 1:
+            self._clear()
             return self.trainer.backward(inputs, target, scale=scale)
         if self._first(kind):
             return self._as_it_is(kind, batch)
         return self._step(kind, batch)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's, on the gradients that `backward` left."""
+        self._stepping.step(optimizer, self._left)
+
+    def begin_epoch(self) -> None:
+        """Whatever was done to gradients and optimizer since the last step is seen."""
+        self._left = None
+        self._stepping.forget()
 
     def _step(self, kind: Any, batch: Any) -> Tensor:
         flat = self.flatness
@@ -102,6 +120,7 @@ class Engine:
         step = flat.kind()
         key = step, flat.v.name() if step.term else None, kind
         if key not in self._graphs and flat.v.block() is None:  # nothing is known of v yet
+            self._clear()
             return flat.backward(*batch)
         loss = self._run(key, partial(flat.run, step), batch)
         flat.done(step)
@@ -138,6 +157,7 @@ class Engine:
         flat = self.flatness
         step = None if flat is None or flat.mu == 0 else flat.kind()
         before = RandomState(*self.net.parameters())
+        self._clear()
         loss = self.trainer.backward(*laid_out(batch, self.net))
         if not before.is_now():
             self.refused = "its forward draws random numbers"
@@ -157,7 +177,9 @@ class Engine:
         """A piece of a step: as it is the first time, from its graph from then on. One `after` another reads the same batch and
         adds to the same gradients."""
         if key not in self._graphs:
-            batch = batch if after else laid_out(batch, self.net)
+            if not after:
+                self._clear()
+                batch = laid_out(batch, self.net)
             if self.refused is not None or self._first(key):
                 return piece(*batch)
             try:
@@ -192,14 +214,16 @@ class Engine:
 
         try:
             graph, loss = self._capture_at.capture(work)
-            grads = [(p, self._grads[p]) for p in parameters if p.grad is not None]
+            grads = self._gradients(tuple(p for p in parameters if p.grad is not None))
             if flat is None or before is None:
-                return Captured(graph, batch, loss, grads, None, None, None, None)
+                return Captured(graph, batch, loss, grads, after, None, None, None, None)
             seen = None if flat.seen is before[0] else flat.seen
             choice = None if flat.v.chosen is known else flat.v.chosen
             first = None if flat.first is before[2] else flat.first
             read = (*parameters, *self.net.buffers(), *tensors_in(batch))
-            return Captured(graph, batch, loss, grads, seen, choice, first, _unsafe_preserve_version_counter(read))
+            return Captured(
+                graph, batch, loss, grads, after, seen, choice, first, _unsafe_preserve_version_counter(read)
+            )
         finally:
             if flat is not None and before is not None:
                 flat.weight = None
@@ -218,8 +242,8 @@ class Engine:
         if captured.batch is not batch:
             refill(captured.batch, batch)
         captured.graph.replay()
-        for parameter, grad in captured.grads:
-            parameter.grad = grad
+        if not captured.after:
+            self._leave(captured.grads)
         if flat is not None and captured.first is not None:
             flat.first = captured.first
             captured.versions.__exit__(None, None, None)  # the replay computed it with the parameters as they are
@@ -227,8 +251,23 @@ class Engine:
             flat.v.chosen = Chosen.of(captured.choice.index.number, captured.choice.blocks)
         if flat is not None and captured.seen is not None:
             seen = captured.seen
-            flat.seen = Seen(seen.block, seen.direction, seen.radius.clone(), seen.residual, seen.curvature.clone())
+            flat.seen = Seen(seen.block, seen.direction, seen.radius.clone(), seen.residuals, seen.curvature.clone())
         return None if captured.loss is None else captured.loss.clone()
+
+    def _gradients(self, parameters: tuple[nn.Parameter, ...]) -> Gradients:
+        """Where graphs leave the gradients of these, the same list for the same parameters."""
+        return self._kept.setdefault(parameters, [(p, self._grads[p]) for p in parameters])
+
+    def _leave(self, grads: Gradients) -> None:
+        if self._left is not grads or (grads and grads[0][0].grad is not grads[0][1]):
+            self._clear()
+            self._left = grads
+            for parameter, grad in grads:
+                parameter.grad = grad
+
+    def _clear(self) -> None:
+        self.net.zero_grad(set_to_none=True)
+        self._left = None
 
     def _settle(self, flat: Flatness) -> None:
         """The eigenpairs in the memory that graphs read and write."""
@@ -244,7 +283,8 @@ class Engine:
 
     def _forget(self) -> None:
         self._graphs.clear()
-        self._static, self._memory, self._grads = {}, [], {}
+        self._static, self._memory, self._grads, self._kept = {}, [], {}, {}
+        self._stepping.forget()
         self._capture_at.forget()
 
     def neurons_removed(self, removal: Removal) -> Callable[[], None]:

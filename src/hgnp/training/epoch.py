@@ -105,6 +105,8 @@ class Epochs:
     ) -> Steps:
         """One pass over `batches`. `rate` and `mu` say how they go over the epoch, from 0 to 1."""
         self.net.train()
+        if self.engine is not None:
+            self.engine.begin_epoch()
         seen = Steps()
         start = shown = time.perf_counter()
         with self.running():
@@ -129,7 +131,8 @@ class Epochs:
         return seen
 
     def step(self, batch: tuple[Any, Any], seen: Steps) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.engine is None:
+            self.optimizer.zero_grad(set_to_none=True)
         scale: float | Tensor = 1.0
         if self.scaler is not None:
             scale = self.scaler.scale(torch.ones((), device=self.device))
@@ -159,6 +162,8 @@ class Epochs:
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        elif self.engine is not None:
+            self.engine.step(self.optimizer)
         else:
             self.optimizer.step()
 

@@ -1,0 +1,89 @@
+"""An optimizer's step from a CUDA graph, where that is the same step.
+
+A fused step is a kernel or two, but it takes the host longer to gather what they work on than it takes them to run, and where a
+step waits for the device (the paper's order) the device then waits for the host. The graph has all numbers of the optimizer but
+its learning rates, which it reads from the device.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from hgnp.graphs import Capture, RefusedError
+
+Gradients = list[tuple[nn.Parameter, Tensor]]
+"""Parameters, and the memory that graphs leave their gradients in."""
+
+
+class Stepping:
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self.forget()
+
+    def forget(self) -> None:
+        """Parameters, gradients or the optimizer's tensors may lie elsewhere from now on."""
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._of: tuple[Any, ...] | None = None
+        """What the graph is of: an optimizer, the gradients, the numbers."""
+        self._rates: list[Tensor] = []
+        self._known: list[float] = []
+        self._able: bool | None = None
+
+    def step(self, optimizer: torch.optim.Optimizer, left: Gradients | None) -> None:
+        """As `optimizer.step()`. `left`: the gradients that all come from graphs, if they do."""
+        self._able = _fits(optimizer) if self._able is None else self._able
+        if left is None or not self._able:
+            optimizer.step()
+            return
+        of = optimizer, left, [_numbers(group) for group in optimizer.param_groups]
+        if self._of is None or self._of[0] is not optimizer or self._of[1] is not left or self._of[2] != of[2]:
+            self._graph, self._of = None, of
+            optimizer.step()  # its own tensors are made in the first
+            return
+        if self._graph is None:
+            try:
+                self._graph = self._captured(optimizer)
+            except RefusedError:
+                self._able = False
+                optimizer.step()
+                return
+        for number, (rate, group) in enumerate(zip(self._rates, optimizer.param_groups, strict=True)):
+            if self._known[number] != group["lr"]:
+                self._known[number] = group["lr"]
+                rate.fill_(group["lr"])
+        self._graph.replay()
+
+    def _captured(self, optimizer: torch.optim.Optimizer) -> torch.cuda.CUDAGraph:
+        groups = optimizer.param_groups
+        self._known = [group["lr"] for group in groups]
+        self._rates = [torch.tensor(rate, dtype=torch.float32, device=self._capture.device) for rate in self._known]
+        try:
+            for group, rate in zip(groups, self._rates, strict=True):
+                group["lr"] = rate
+            return self._capture.capture(optimizer.step)[0]
+        finally:
+            for group, known in zip(groups, self._known, strict=True):
+                group["lr"] = known
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "lr")}
+
+
+def _fits(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is PyTorch's own fused SGD, with nobody listening. A rate on the device is a float32."""
+    patched = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    hooks = (
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )  # fmt: skip
+    if type(optimizer) is not torch.optim.SGD or patched or any(hooks):
+        return False
+    return all(
+        group["fused"]
+        and not isinstance(group["lr"], Tensor)
+        and all(parameter.dtype != torch.float64 for parameter in group["params"])
+        for group in optimizer.param_groups
+    )
