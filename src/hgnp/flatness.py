@@ -104,7 +104,8 @@ class Flatness:
         self.weight: Tensor | None = None
         """mu on the device, for a step that is captured once and run with several."""
         self.first: First | None = None
-        """The pass of the batch whose step is under way, in the paper's order."""
+        self.found: Pass | None = None
+        """In the paper's order, the pass of the batch whose step is under way, and what it found along v."""
         self.seen: Seen | None = None
         """All that is known of the last step, without waiting for the device."""
         listen(net, self.neurons_removed)
@@ -149,12 +150,16 @@ class Flatness:
             self._look(self.v, inputs, target, scale)
 
     def measure(self, inputs: Any, target: Any) -> None:
-        """q after the first pass."""
-        self._along_first(inputs, target)
+        """q after the first pass; `found` is left for `penalise`."""
+        self.found = self._along_first(inputs, target)
 
     def penalise(self, inputs: Any, target: Any) -> None:
         """Adds the term's gradient to C's, after the first pass."""
-        self._penalise(self._along_first(inputs, target), 1.0)
+        self._penalise(self.found or self._along_first(inputs, target), 1.0)
+
+    def finish(self) -> None:
+        """Lets go of a step in the paper's order."""
+        self.first = self.found = None
 
     def _along_first(self, inputs: Any, target: Any) -> Pass:
         found = self.passes.along(self.v, inputs, target, renew=False, first=self.first)
@@ -174,7 +179,7 @@ class Flatness:
             elif self.opened:
                 self._penalise(found, scale)
         finally:
-            self.first = None
+            self.finish()
         return first.loss.detach()
 
     @property
@@ -189,8 +194,7 @@ class Flatness:
         if self.first is not None:
             return self._go_on(self.first, inputs, target, scale)
         found = self.passes.along(self.v, inputs, target, renew=renew)
-        self.seen = found.seen
-        loss = found.loss
+        self.seen, loss = found.seen, found.loss
 
         def backward() -> None:
             self.passes.back((loss + self._penalty(found.q) if found.acts(self.bound) else loss) * scale)

@@ -137,13 +137,19 @@ class Engine:
             if ahead is not None:  # most often the block is the same again: q is under way while the host learns of it
                 self._replay(ahead, batch)
             block = flat.v.name()
+            q, term = ("q", block, kind), ("term", block, kind)
             if ahead is None or block != self._block:
-                self._run(("q", block, kind), flat.measure, batch, after=True)
+                self._run(q, flat.measure, batch, after=True)
             self._block = block
             if flat.opened:
-                self._run(("term", block, kind), flat.penalise, batch, after=True)
+                if (
+                    term in self._met and term not in self._graphs
+                ):  # it is captured now, and goes back through a q of its own
+                    self._graphs.pop(q, None)
+                    self._run(q, flat.measure, batch, after=True)
+                self._run(term, flat.penalise, batch, after=True)
         finally:
-            flat.first = None
+            flat.finish()
         return loss
 
     def _first(self, key: Any) -> bool:
