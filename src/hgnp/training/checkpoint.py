@@ -5,6 +5,7 @@ running numbers, the tree itself as JSON beside them. Keys that are not strings,
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,21 @@ FORMAT = 1
 KEY = "hgnp-checkpoint"
 
 
-def write(file: Path, tree: dict[str, Any]) -> None:
+@dataclass(frozen=True)
+class Packed:
+    """A copy of a tree, ready to be written."""
+
+    tensors: dict[str, Tensor]
+    about: dict[str, Any]
+
+
+def packed(tree: dict[str, Any]) -> Packed:
     tensors: dict[str, Tensor] = {}
-    about = {"format": FORMAT, "tree": _packed(tree, tensors, "")}
+    return Packed(tensors, {"format": FORMAT, "tree": _packed(tree, tensors, "")})
+
+
+def write(file: Path, ready: Packed) -> None:
+    tensors, about = ready.tensors, ready.about
     write_tensors(file, tensors, {KEY: json.dumps(about | {"sha256": digest(tensors, about)})})
 
 

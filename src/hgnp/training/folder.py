@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ class Folder:
         self.checkpoint = self.path / "checkpoint.safetensors"
         self.model = self.path / "model.safetensors"
         self.result = self.path / "result.json"
+        self._writer = ThreadPoolExecutor(1, "hgnp-writer")
+        self._writing: Future[None] | None = None
 
     @contextmanager
     def claimed(self, *, resume: bool) -> Iterator[None]:
@@ -50,6 +53,7 @@ class Folder:
                 raise BlockingIOError(
                     f"out: another process is running in {self.path}; another folder would do"
                 ) from None
+            stack.callback(self.settle)
             self._check(resume=resume)
             self.tidy(older_than=ABANDONED)
             yield
@@ -100,8 +104,19 @@ class Folder:
     def write_metrics(self, rows: Iterable[Row]) -> None:
         self._written(lambda: write(self.metrics, "".join(f"{as_json(row)}\n" for row in rows)))
 
-    def write_checkpoint(self, tree: dict[str, Any]) -> None:
-        self._written(lambda: checkpoint.write(self.checkpoint, tree))
+    def keep(self, tree: dict[str, Any]) -> None:
+        """A checkpoint of what is now, written while the run goes on. Should that fail, the next call or `settle` raises it."""
+        ready = checkpoint.packed(tree)
+        self.settle()
+        self._writing = self._writer.submit(self._written, lambda: checkpoint.write(self.checkpoint, ready))
+        if not self.checkpoint.exists():
+            self.settle()  # metrics without a checkpoint could not be gone on from
+
+    def settle(self) -> None:
+        """Waits until the last checkpoint is on the disk."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def _written(self, act: Callable[[], object]) -> None:
         try:

@@ -267,6 +267,7 @@ class Run:
             out=None if self.folder is None else self.folder.path,
         )  # fmt: skip
         if self.folder is not None:
+            self.folder.settle()
             save(self.net, self.folder.model)
             write_json(self.folder.result, result.as_dict())
             self.folder.tidy()
@@ -304,7 +305,7 @@ class Run:
             return
         tensors, widths = describe(self.net)
         scaler, scheduler = self.epochs.scaler, self.scheduler
-        self.folder.write_checkpoint({
+        self.folder.keep({
             "net": {"tensors": tensors, "widths": widths},
             "neurons": self.neurons.state_dict(),
             "at_start": dataclasses.asdict(self.pruner.at_start),
