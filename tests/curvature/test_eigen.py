@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hgnp.curvature.eigen import kronecker_residual, top, top_of_each
+from hgnp.curvature.eigen import kronecker_residual, settled, top, top_of_each
 from hgnp.curvature.factors import Dense, Patches, Rows
 
 
@@ -51,6 +51,28 @@ def test_factors_solved_together_are_those_solved_one_by_one() -> None:
     assert pair.value.item() == 0
     assert torch.isfinite(pair.vector).all()
     assert pair.vector.norm().item() == pytest.approx(1)
+
+
+class Counted(Dense):
+    products = 0
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        self.products += 1
+        return super().product(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("second", [0.01, 0.5, 0.9])
+def test_a_search_ends_once_it_is_settled_and_not_at_what_was_the_top_one(dtype: torch.dtype, second: float) -> None:
+    side = 40
+    basis = torch.linalg.qr(torch.randn(side, side, generator=torch.Generator().manual_seed(0)).double()).Q
+    values = torch.cat([torch.tensor([1.0, second]), torch.linspace(0.3 * second, 0, side - 2)]).double()
+    factor = Counted(((basis * values) @ basis.T).to(dtype).unsqueeze(0))
+    was_the_top = basis[:, 1].to(dtype).unsqueeze(0)  # an eigenvector still: its residual is nothing
+    pair = settled(factor, was_the_top, 400)
+    assert pair.value.item() == pytest.approx(1.0, rel=4 * torch.finfo(dtype).eps / (1 - second))
+    assert abs(float(pair.vector[0].double() @ basis[:, 0])) == pytest.approx(1.0, abs=1e-3)
+    assert factor.products < (20 if second == 0.01 else 80 if second == 0.5 else 330)
 
 
 @pytest.mark.parametrize("size", [1e-8, 1e-4, 1.0, 1e4])

@@ -16,6 +16,9 @@ from torch import Tensor
 from hgnp.curvature.branches import Branches
 from hgnp.curvature.factors import Dense, Factor, Patches, Rows, unit
 
+AT_A_TIME = 6  # products before a look at the residual
+MIXED_IN = 0.1
+
 
 @dataclass(frozen=True)
 class Eigenpair:
@@ -39,14 +42,33 @@ def top(factor: Factor, start: Tensor, steps: int) -> Eigenpair:
     return Eigenpair(value, v, rest / value.clamp_min(torch.finfo(v.dtype).tiny))
 
 
+def settled(factor: Factor, start: Tensor, steps: int) -> Eigenpair:
+    """`top` after at most `steps` products, fewer once λ is exact to rounding. Waits for the device.
+
+    A little of everything is mixed into the start: an eigenvector that is no longer the top one would seem settled."""
+    if steps <= AT_A_TIME:
+        return top(factor, start, steps)
+    start = unit(start + MIXED_IN * arbitrary(start.shape[1], start.dtype, start.device))
+    tolerance = torch.finfo(start.dtype).eps ** 0.5
+    for _ in range(0, steps - AT_A_TIME, AT_A_TIME):
+        pair = top(factor, start, AT_A_TIME)
+        if bool((pair.residual <= tolerance).all()):
+            return pair
+        start = pair.vector
+        steps -= AT_A_TIME
+    return top(factor, start, steps)
+
+
 def top_of_each(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int | None = None) -> list[Eigenpair]:
-    """`top` of many factors, after `steps` or as many as are due from a warm start; those of a kind are worked on together."""
+    """`top` of many factors, after at most `steps` or as many as are due from a warm start; those of a kind are worked on
+    together."""
     found: dict[int, Eigenpair] = {}
     branches = Branches()
     for number, factor in enumerate(factors):
         if _kind(factor, steps) is None:
             with branches.branch():
-                found[number] = top(factor, starts[number], steps or factor.warm)
+                start = starts[number]
+                found[number] = top(factor, start, factor.warm) if steps is None else settled(factor, start, steps)
     for kind, solve in ((Rows, _by_gram), (Dense, _by_products), (Patches, _by_two_products)):
         for numbers in _alike(factors, kind, steps):
             with branches.branch():
