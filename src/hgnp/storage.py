@@ -35,22 +35,24 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> Path:
 
     The file appears whole or not at all. Neither the class nor its code is stored: `load` needs an instance of it.
     """
-    tensors, about = describe(net)
+    tensors, about = described(net)
+    # copies: two tensors may lie in one memory, which safetensors rightly refuses
+    tensors = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     about["sha256"] = digest(tensors, about)
     file = _file(path)
     write_tensors(file, tensors, {"hgnp": json.dumps(about)})
     return file
 
 
-def describe(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Copies of every tensor of `net` on the CPU, and what else it takes to shrink a fresh instance to fit."""
+def described(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Every tensor of `net`, and what else it takes to shrink a fresh instance to fit."""
     refuse(net)
     for name, module in net.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise TypeError(
                 f"layer {name!r} ({type(module).__name__}) keeps extra state, which cannot be saved without pickle"
             )
-    tensors = {name: tensor.detach().cpu() for name, tensor in tensors_of(net).items()}
+    tensors = {name: tensor.detach() for name, tensor in tensors_of(net).items()}
     for name, tensor in tensors.items():
         if tensor.dtype == torch.complex128:
             raise TypeError(f"{name} is {tensor.dtype}, which safetensors cannot hold; complex64 would do")
@@ -60,8 +62,7 @@ def describe(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "modules": {name: [type(m).__qualname__, _widths(m)] for name, m in net.named_modules()},
         "channels_last": sorted(name for name, tensor in tensors.items() if _is_channels_last(tensor)),
     }
-    # a copy: two tensors may lie in one memory, which safetensors rightly refuses
-    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}, about
+    return tensors, about
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
@@ -102,7 +103,7 @@ def load(path: str | os.PathLike[str], net: Net) -> Net:
 
 
 def changes_to_fit(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> list[Change]:
-    """What turns `net` into the network that `describe` described; ValueError if it cannot be."""
+    """What turns `net` into the network that `described` tells of; ValueError if it cannot be."""
     _fits(about, tensors, net)
     return [*_tensor_changes(about, tensors, net), *_width_changes(about, tensors, net)]
 

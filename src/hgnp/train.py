@@ -24,6 +24,7 @@ from hgnp.training.batches import Batches, Unpack
 from hgnp.training.evaluate import Metric
 from hgnp.training.folder import Folder
 from hgnp.training.optimizers import OptimizerOrMaker
+from hgnp.training.plan import history_of
 from hgnp.training.run import Run
 from hgnp.training.task import State, Task
 
@@ -117,7 +118,7 @@ def finished(folder: Folder, net: nn.Module, recipe: Recipe) -> Result:
     """The result of a run that has ended, with its network in `net`."""
     stored = read_json(folder.result)
     if folder.checkpoint.exists():
-        history = checkpoint.read(folder.checkpoint)["plan"]["history"]
+        history = history_of(checkpoint.read(folder.checkpoint)["plan"])
     else:  # it is large, and a finished run can do without
         history = [dict(row) for row in runs.read(folder.path).rows]
     try:

@@ -1,6 +1,7 @@
 """Where a run stands and what comes next."""
 
 import dataclasses
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,11 +95,18 @@ class Plan:
         return self.recipe.training_mu * (min(1.0, (self.epoch + share) / warmup) if warmup else 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "recipe"}
+        state = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "recipe"}
+        return state | {"history": [json.dumps(row) for row in self.history]}  # a long one is quicker to copy as text
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
+        self.history = history_of(state)
+
+
+def history_of(state: dict[str, Any]) -> list[Row]:
+    """The rows in a plan's state."""
+    return [json.loads(row) for row in state["history"]]
 
 
 def _multiple(every: int, least: int) -> int:

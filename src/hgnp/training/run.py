@@ -25,7 +25,7 @@ from hgnp.neurons.surgery import Change, commit
 from hgnp.progress import Progress
 from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Row, Target
-from hgnp.storage import changes_to_fit, describe, save
+from hgnp.storage import changes_to_fit, described, save
 from hgnp.training import schedule, streams
 from hgnp.training.batches import check_first, check_labels, is_classification, pick
 from hgnp.training.epoch import DivergedError, Epochs
@@ -303,7 +303,7 @@ class Run:
     def _save(self) -> None:
         if self.folder is None:
             return
-        tensors, widths = describe(self.net)
+        tensors, widths = described(self.net)
         scaler, scheduler = self.epochs.scaler, self.scheduler
         self.folder.keep({
             "net": {"tensors": tensors, "widths": widths},
