@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ def alone_in(folder: Path, *, patience: float) -> Iterator[None]:
         yield
     finally:
         if handle is not None:
+            with suppress(OSError):  # closed alone, it would stay with a data loader's workers, which have it too
+                fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
 

@@ -3,17 +3,20 @@
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from hgnp.files import alone_in, as_json, read_json, sweep, write, write_json
 from hgnp.recipe import Recipe
 from hgnp.result import Row
+from hgnp.storage import save
 from hgnp.training import checkpoint
 
 FORMAT = 1
@@ -32,7 +35,6 @@ class Folder:
         self.checkpoint = self.path / "checkpoint.safetensors"
         self.model = self.path / "model.safetensors"
         self.result = self.path / "result.json"
-        self._writer = ThreadPoolExecutor(1, "hgnp-writer")
         self._writing: Future[None] | None = None
 
     @contextmanager
@@ -99,24 +101,47 @@ class Folder:
                                  "it goes on only with the recipe it began with")  # fmt: skip
 
     def write_info(self, info: dict[str, Any]) -> None:
-        write_json(self.info, {"format": FORMAT} | info)
+        self._written(lambda: write_json(self.info, {"format": FORMAT} | info))
 
     def write_metrics(self, rows: Iterable[Row]) -> None:
         self._written(lambda: write(self.metrics, "".join(f"{as_json(row)}\n" for row in rows)))
 
     def keep(self, tree: dict[str, Any]) -> None:
         """A checkpoint of what is now, written while the run goes on. Should that fail, the next call or `settle` raises it."""
-        ready = checkpoint.packed(tree)
-        self.settle()
-        self._writing = self._writer.submit(self._written, lambda: checkpoint.write(self.checkpoint, ready))
+        failure = self._wait()  # before the copy: there may not be memory for two
+        ready, written = checkpoint.packed(tree), Future[None]()
+        # no pool: that takes no more work once the main thread has ended, and the run may be in another
+        Thread(target=self._write, args=(ready, written), name="hgnp-writer").start()
+        self._writing = written
+        if failure is not None:
+            raise failure  # only now: this one may well be written
         if not self.checkpoint.exists():
             self.settle()  # metrics without a checkpoint could not be gone on from
 
     def settle(self) -> None:
         """Waits until the last checkpoint is on the disk."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        failure = self._wait()
+        if failure is not None:
+            raise failure
+
+    def _wait(self) -> BaseException | None:
+        """Why the last checkpoint could not be written, if so."""
+        failure = None if self._writing is None else self._writing.exception()
+        self._writing = None  # not before: if Ctrl-C ends the wait, who leaves the folder waits again
+        return failure
+
+    def _write(self, ready: checkpoint.Packed, written: Future[None]) -> None:
+        try:
+            self._written(lambda: checkpoint.write(self.checkpoint, ready))
+            written.set_result(None)
+        except BaseException as error:
+            written.set_exception(error)
+
+    def finish(self, net: nn.Module, result: dict[str, Any]) -> None:
+        """The network, then the result: with both the run is finished."""
+        self._written(lambda: save(net, self.model))
+        self._written(lambda: write_json(self.result, result))
+        self.tidy()
 
     def _written(self, act: Callable[[], object]) -> None:
         try:

@@ -19,13 +19,12 @@ import torch
 from torch import nn
 
 from hgnp.curvature.forward import samples_in
-from hgnp.files import write_json
 from hgnp.neurons import Neurons, Preview
 from hgnp.neurons.surgery import Change, commit
 from hgnp.progress import Progress
 from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Row, Target
-from hgnp.storage import changes_to_fit, described, save
+from hgnp.storage import changes_to_fit, described
 from hgnp.training import schedule, streams
 from hgnp.training.batches import check_first, check_labels, is_classification, pick
 from hgnp.training.epoch import DivergedError, Epochs
@@ -104,8 +103,6 @@ class Run:
             self.pruner.check_reachable()
             with streams.untouched(*self._loaders()):
                 self.chosen = choose(net, task, recipe, (inputs, target), neurons_of)
-            if self.folder is not None:
-                self.folder.write_info(self._info())
             self._save()
         self._filled = []
 
@@ -251,6 +248,8 @@ class Run:
 
     def _finish(self) -> Result:
         plan, recipe, device = self.plan, self.recipe, self.task.train.device
+        if self.folder is not None:
+            self.folder.settle()  # latencies are measured with nothing beside them
         after = self._facts()
         before = Facts(**plan.before) if plan.before is not None else after
         latency = None
@@ -267,10 +266,7 @@ class Run:
             out=None if self.folder is None else self.folder.path,
         )  # fmt: skip
         if self.folder is not None:
-            self.folder.settle()
-            save(self.net, self.folder.model)
-            write_json(self.folder.result, result.as_dict())
-            self.folder.tidy()
+            self.folder.finish(self.net, result.as_dict())
         return result
 
     def _info(self) -> dict[str, Any]:
@@ -303,6 +299,8 @@ class Run:
     def _save(self) -> None:
         if self.folder is None:
             return
+        if self.plan.epoch == 0 or not self.folder.info.exists():  # someone may have moved the folder away
+            self.folder.write_info(self._info())
         tensors, widths = described(self.net)
         scaler, scheduler = self.epochs.scaler, self.scheduler
         self.folder.keep({
