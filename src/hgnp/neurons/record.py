@@ -7,6 +7,7 @@ the modules' attributes are left as found.
 
 import gc
 import logging
+import signal
 import threading
 import warnings
 import weakref
@@ -184,7 +185,7 @@ def record(
     `shapes` and `kinds` give parameters and buffers another shape, dtype and device for this one forward and `adjust` sets
     module attributes to match: that is how a removal is tried before anything is touched.
     """
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), _uninterrupted():
         graph, made = _record(net, inputs, training, shapes or {}, kinds or {}, adjust)
     if shapes is None and graph.error is None and any(tensor() is not None for tensor in made):
         gc.collect()
@@ -231,6 +232,22 @@ def _record(
         except Exception as error:
             graph.error, graph.where = error, recorder.stack[-1] if recorder.stack else ""
     return graph, recorder.made()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end: in the middle of a fake tensor's operation it makes PyTorch abort the process."""
+    before, came = signal.getsignal(signal.SIGINT), []
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *args: came.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[-1])
 
 
 @contextmanager
