@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import hgnp
 
-
 REACHED: list[str] = []
 
 
