@@ -76,6 +76,17 @@ def kind_of(batch: Any, device: torch.device) -> tuple[Any, ...] | None:
     return str(spec), *((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
+def built_of(net: nn.Module) -> tuple[Any, ...]:
+    """What graphs of work by a network have in them: where its tensors lie, which are trained, and the numbers of its modules
+    (modes, a norm's momentum, a dropout's rate)."""
+    tensors = [(id(x), x.data_ptr(), x.requires_grad) for x in (*net.parameters(), *net.buffers())]
+    numbers = [
+        {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
+        for module in net.modules()
+    ]
+    return tensors, numbers
+
+
 def laid_out(batch: T, net: nn.Module, *, copy: bool = True) -> T:
     """A copy of a batch, pictures with their channels last if the network's convolutions have theirs so. Without `copy`,
     what is so already is the batch's own."""
