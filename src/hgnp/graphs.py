@@ -76,15 +76,16 @@ def kind_of(batch: Any, device: torch.device) -> tuple[Any, ...] | None:
     return str(spec), *((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
-def built_of(net: nn.Module) -> tuple[Any, ...]:
-    """What graphs of work by a network have in them: where its tensors lie, which are trained, and the numbers of its modules
-    (modes, a norm's momentum, a dropout's rate)."""
-    tensors = [(id(x), x.data_ptr(), x.requires_grad) for x in (*net.parameters(), *net.buffers())]
+def built_of(*parts: Any) -> tuple[Any, ...]:
+    """What graphs of work by a network (and a loss, if it is a module) have in them: where tensors lie, which are trained, and
+    the numbers of modules (modes, a norm's momentum, a dropout's rate)."""
+    modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
+    own = [x for module in modules for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
     numbers = [
         {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
-        for module in net.modules()
+        for module in modules
     ]
-    return tensors, numbers
+    return [(id(x), x.data_ptr(), x.requires_grad) for x in own], numbers
 
 
 def laid_out(batch: T, net: nn.Module, *, copy: bool = True) -> T:

@@ -275,7 +275,7 @@ def test_layers_that_only_some_batches_meet(choices: dict[str, Any], monkeypatch
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("change", ["freeze", "unfreeze", "elsewhere", "momentum", "hook", "none"])
+@pytest.mark.parametrize("change", ["freeze", "unfreeze", "elsewhere", "momentum", "loss", "hook", "none"])
 def test_what_is_done_to_the_network_between_epochs_is_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "Capture", Stand)
     monkeypatch.setattr("hgnp.curvature.passes.Pass.acts", lambda *_: True)
@@ -284,7 +284,7 @@ def test_what_is_done_to_the_network_between_epochs_is_seen(change: str, monkeyp
         torch.manual_seed(0)
         net = Net().double()
         net.b.requires_grad_(change != "unfreeze")
-        flat = hgnp.Flatness(net, mu=0.05, bound=-1.0)
+        flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, loss=nn.CrossEntropyLoss())
         Stand.engine = engine = Engine(flat)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
         for epoch in range(2):
@@ -302,6 +302,8 @@ def test_what_is_done_to_the_network_between_epochs_is_seen(change: str, monkeyp
                 net.a.weight.data = net.a.weight.data.clone()
             elif change == "momentum":
                 net.na.momentum = 0.5
+            elif change == "loss":
+                vars(flat.loss).update(label_smoothing=0.1)
             elif change == "hook":
                 net.a.weight.register_hook(lambda grad: 2 * grad)
         found.append(net.state_dict())

@@ -106,7 +106,7 @@ class Engine:
         """Whatever was done to network, gradients and optimizer since the last step is seen."""
         self._left = None
         self._stepping.forget()
-        built = built_of(self.net), hooked(self.net)
+        built = built_of(self.net, self.trainer.loss), hooked(self.net)
         if self._built is not None and self._built != built:
             self._start_anew()
         self._built = built

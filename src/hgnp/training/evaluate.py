@@ -43,7 +43,7 @@ class Evaluation:
         samples = 0
         running = nullcontext() if self._capture is None else self._capture.running()
         with evaluating(self.net), torch.no_grad(), running:
-            if self._capture is not None and self._built != (built := built_of(self.net)):
+            if self._capture is not None and self._built != (built := built_of(self.net, self.loss)):
                 self._built = built
                 self._replayed.forget()
             for inputs, target in batches:
