@@ -76,6 +76,18 @@ def kind_of(batch: Any, device: torch.device) -> tuple[Any, ...] | None:
     return str(spec), *((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
+def built_of(*parts: Any) -> tuple[Any, ...]:
+    """What graphs of work by a network (and a loss, if it is a module) have in them: where tensors lie, which are trained, and
+    the numbers of modules (modes, a norm's momentum, a dropout's rate)."""
+    modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
+    own = [x for module in modules for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
+    numbers = [
+        {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
+        for module in modules
+    ]
+    return [(id(x), x.data_ptr(), x.requires_grad) for x in own], numbers
+
+
 def laid_out(batch: T, net: nn.Module, *, copy: bool = True) -> T:
     """A copy of a batch, pictures with their channels last if the network's convolutions have theirs so. Without `copy`,
     what is so already is the batch's own."""

@@ -237,6 +237,108 @@ def test_pieces_are_captured_at_their_second_time_and_q_before_its_block_is_know
     assert rest.index("q") < rest.index("name") < rest.index("term")
 
 
+class Deeper(Net):
+    """With a layer that only larger pictures meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = x.shape[-1] > 6
+        x = torch.relu(self.na(self.a(x)))
+        x = torch.relu(self.c(x)) if large else x
+        return self.out(torch.relu(self.nb(self.b(x)) + x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("choices", [{}, {"v_from": "this_batch"}, {"flatness": "paper"}], ids=str)
+def test_layers_that_only_some_batches_meet(choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of the others are there when the first such batch comes."""
+    monkeypatch.setattr(engines, "Capture", Stand)
+    monkeypatch.setattr("hgnp.curvature.passes.Pass.acts", lambda *_: True)
+    found = []
+    for stood_in in (True, False):
+        torch.manual_seed(0)
+        net = Deeper().double()
+        data = [(torch.randn(12, 3, n, n).double(), torch.randint(0, 5, (12,))) for n in (6, 6, 6, 8, 6, 6, 8, 8, 6)]
+        given = [x.clone() for x, _ in data]
+        flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, **choices)
+        Stand.engine = engine = Engine(flat)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        losses = []
+        for x, y in data:
+            optimizer.zero_grad()
+            losses.append((engine if stood_in else flat).backward(x, y).item())
+            optimizer.step()
+        assert all(torch.equal(x, was) for (x, _), was in zip(data, given, strict=True))
+        found.append((losses, net.state_dict()))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("change", ["freeze", "unfreeze", "elsewhere", "momentum", "loss", "hook", "none"])
+def test_what_is_done_to_the_network_between_epochs_is_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "Capture", Stand)
+    monkeypatch.setattr("hgnp.curvature.passes.Pass.acts", lambda *_: True)
+    found = []
+    for stood_in in (True, False):
+        torch.manual_seed(0)
+        net = Net().double()
+        net.b.requires_grad_(change != "unfreeze")
+        flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, loss=nn.CrossEntropyLoss())
+        Stand.engine = engine = Engine(flat)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        for epoch in range(2):
+            engine.begin_epoch()
+            if epoch and stood_in:
+                assert bool(engine._graphs) is (change == "none")
+            for _ in range(4):
+                x, y = torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
+                optimizer.zero_grad()
+                (engine if stood_in else flat).backward(x, y)
+                optimizer.step()
+            if change in ("freeze", "unfreeze"):
+                net.b.requires_grad_(change == "unfreeze")
+            elif change == "elsewhere":
+                net.a.weight.data = net.a.weight.data.clone()
+            elif change == "momentum":
+                net.na.momentum = 0.5
+            elif change == "loss":
+                vars(flat.loss).update(label_smoothing=0.1)
+            elif change == "hook":
+                net.a.weight.register_hook(lambda grad: 2 * grad)
+        found.append(net.state_dict())
+    torch.testing.assert_close(*found, rtol=1e-7, atol=1e-9)
+
+
+def test_gradients_that_were_replaced_after_a_step_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "Capture", Stand)
+    found = []
+    for stood_in in (True, False):
+        torch.manual_seed(0)
+        net = Net().double()
+        flat = hgnp.Flatness(net, mu=0.0)
+        Stand.engine = engine = Engine(flat)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+
+        def centre(*_: Any, net: Net = net) -> None:
+            for weight in (net.b.weight, net.out.weight):
+                assert weight.grad is not None
+                weight.grad = weight.grad - weight.grad.mean()
+
+        optimizer.register_step_pre_hook(centre)
+        for _ in range(6):
+            x, y = torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
+            if stood_in:
+                engine.backward(x, y)
+                engine.step(optimizer)
+            else:
+                optimizer.zero_grad()
+                flat.backward(x, y)
+                optimizer.step()
+        found.append(net.state_dict())
+    torch.testing.assert_close(*found, rtol=1e-7, atol=1e-9)
+
+
 def _telling(go_on: Callable[..., Tensor], order: list[str]) -> Callable[..., Tensor]:
     def told(*args: Any) -> Tensor:
         order.append("go on")

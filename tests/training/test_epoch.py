@@ -8,7 +8,8 @@ import torch
 
 import hgnp
 from hgnp.training.epoch import Steps
-from train_cases import loaders, made, recipe
+from hgnp.training.optimizers import begun
+from train_cases import loaders, made, recipe, stripes
 
 
 def rates(result: hgnp.Result) -> list[float]:
@@ -96,6 +97,35 @@ def test_gradients_are_clipped(method: str) -> None:
 
     hgnp.prune(net, *loaders(), recipe=recipe(clip_norm=0.01, method=method), optimizer=optimizer)
     assert max(norms) <= 0.01001
+
+
+def test_clipping_does_not_see_the_gradients_of_earlier_steps() -> None:
+    """Not those of parameters that the optimizer does not train either."""
+    net = made()
+    norms = []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            norms.append(net.a.weight.grad.norm().item())  # type: ignore[union-attr]
+
+    given = recipe(keep=1.0, clip_norm=1e9, mu=0.0, warmup_epochs=3, finetune_epochs=0)
+    x, y = next(iter(loaders()[0]))
+    hgnp.prune(net, [(x, y)], recipe=given, optimizer=Watching(net.out.parameters(), lr=0.05))
+    assert norms == pytest.approx([norms[0]] * 3)
+
+
+def test_fused_steps_of_parameters_that_come_later() -> None:
+    found = []
+    for fused in (True, None):
+        net = made()
+        optimizer = begun(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, fused=fused))
+        for step in range(4):
+            net.a.requires_grad_(step > 1)
+            optimizer.zero_grad()
+            net(stripes(12)[0]).square().mean().backward()
+            optimizer.step()
+        found.append(net.state_dict())
+    torch.testing.assert_close(*found)
 
 
 def test_bfloat16() -> None:

@@ -84,9 +84,10 @@ def test_a_checkpoint_is_of_its_moment_though_training_goes_on(tmp_path: Path, m
 
 @pytest.mark.parametrize("then", ["keep", "leave"])
 def test_one_that_cannot_be_written_is_told(then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Folder(tmp_path)
+    folder, tried = Folder(tmp_path), threading.Event()
 
     def full(*_: Any) -> None:
+        tried.set()
         raise OSError(28, "No space left on device")
 
     def two() -> None:
@@ -95,6 +96,7 @@ def test_one_that_cannot_be_written_is_told(then: str, tmp_path: Path, monkeypat
             monkeypatch.setattr(checkpoint, "write", full)
             folder.keep({"epoch": 2})
             if then == "keep":
+                assert tried.wait(60)
                 monkeypatch.undo()
                 folder.keep({"epoch": 3})
                 pytest.fail("it went on")

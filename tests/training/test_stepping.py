@@ -2,6 +2,8 @@
 at every replay."""
 
 import copy
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +80,10 @@ def test_the_same_steps(device: str, options: dict[str, Any]) -> None:
     torch.testing.assert_close(optimizer.state_dict()["state"], plain.state_dict()["state"], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("why", ["gradients", "not fused", "a hook", "a step of its own", "another", "float64", "able"])
+OWN = ["a step of its own", "one around a scheduler's", "one within a scheduler's"]
+
+
+@pytest.mark.parametrize("why", ["gradients", "not fused", "a hook", *OWN, "another", "float64", "able"])
 def test_where_it_would_not_be_the_same_it_is_left_alone(why: str) -> None:
     net, optimizer = made("cpu", **({"fused": None} if why == "not fused" else {}))
     calls: list[int] = []
@@ -91,6 +96,15 @@ def test_where_it_would_not_be_the_same_it_is_left_alone(why: str) -> None:
     elif why == "a step of its own":
         own = optimizer.step
         optimizer.step = lambda *_: (calls.append(0), own())  # type: ignore[method-assign]
+    elif why == "one around a scheduler's":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        wrapped = optimizer.step
+        optimizer.step = functools.wraps(wrapped)(lambda *_: (calls.append(0), wrapped()))  # type: ignore[method-assign]
+    elif why == "one within a scheduler's":
+        plain = type(optimizer).step
+        told = types.MethodType(lambda self, *_: (calls.append(0), plain(self)), optimizer)
+        optimizer.step = told  # type: ignore[method-assign]
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
     stand = Stand(optimizer, able=why != "able")
     stepping = Stepping(stand)  # type: ignore[arg-type]
     for parameter in net.parameters():
@@ -100,7 +114,7 @@ def test_where_it_would_not_be_the_same_it_is_left_alone(why: str) -> None:
     for _ in range(4):
         stepping.step(optimizer, left)
     assert stand.captures == stand.replays == 0
-    assert len(calls) == (4 if why in ("a hook", "a step of its own") else 0)
+    assert len(calls) == (4 if why in ("a hook", *OWN) else 0)
     for name, tensor in net.state_dict().items():
         assert not torch.equal(tensor, before[name])
 

@@ -203,14 +203,18 @@ def _by_products(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int
 
 def _by_two_products(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int) -> Iterator[Eigenpair]:
     """One step by a product and a second one that measures it."""
-    branches = Branches()
-    ones, twos = [], []
-    for factor, start in zip(factors, starts, strict=True):
+    start = _padded(starts)
+    y, z = torch.zeros_like(start), torch.zeros_like(start)
+    branches, entry = Branches(), 0
+    for factor, x in zip(factors, starts, strict=True):
+        mine = slice(entry, entry := entry + factor.entries), slice(factor.side)
         with branches.branch():
-            ones.append(factor.product(start))
-            twos.append(factor.product(ones[-1]))
+            y[mine] = one = factor.product(
+                x
+            )  # a copy: other branches may get the product's own memory once it is let go
+            z[mine] = factor.product(one)
     branches.join()
-    return _apart(factors, *_guarded(*_of_two(_padded(ones), _padded(twos), _padded(starts)), factors))
+    return _apart(factors, *_guarded(*_of_two(y, z, start), factors))
 
 
 def _of_two(y: Tensor, z: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

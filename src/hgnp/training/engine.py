@@ -26,7 +26,7 @@ from hgnp.curvature.passes import First, Seen
 from hgnp.curvature.random import RandomState
 from hgnp.curvature.spectrum import Chosen, Pair
 from hgnp.flatness import Flatness
-from hgnp.graphs import Capture, RefusedError, kind_of, laid_out, refill
+from hgnp.graphs import Capture, RefusedError, built_of, kind_of, laid_out, refill
 from hgnp.removal import Removal, listen
 from hgnp.training.stepping import Gradients, Stepping
 
@@ -77,6 +77,8 @@ class Engine:
         """The gradients of the last step, if they came from graphs."""
         self._block: str | None = None
         """The block of the last step in the paper's order."""
+        self._built: Any = None
+        """What graphs were captured from."""
         listen(self.net, self.neurons_removed)
 
     def running(self) -> contextlib.AbstractContextManager[None]:
@@ -101,15 +103,20 @@ class Engine:
         self._stepping.step(optimizer, self._left)
 
     def begin_epoch(self) -> None:
-        """Whatever was done to gradients and optimizer since the last step is seen."""
+        """Whatever was done to network, gradients and optimizer since the last step is seen."""
         self._left = None
         self._stepping.forget()
+        built = built_of(self.net, self.trainer.loss), hooked(self.net)
+        if self._built is not None and self._built != built:
+            self._start_anew()
+        self._built = built
 
     def _step(self, kind: Any, batch: Any) -> Tensor:
         flat = self.flatness
         if flat is None or flat.mu == 0:
             loss = self._run(("plain", kind), self.trainer.backward, batch)
         else:
+            self._settle(flat)  # before a graph is looked up: layers that only some batches meet make all graphs anew
             if not flat.lags:
                 self._run(("look", kind), flat.prepare, batch)
             loss = self._go_on(flat, kind, batch) if flat.in_two_passes else self._along_known(flat, kind, batch)
@@ -265,7 +272,7 @@ class Engine:
         return self._kept.setdefault(parameters, [(p, self._grads[p]) for p in parameters])
 
     def _leave(self, grads: Gradients) -> None:
-        if self._left is not grads or (grads and grads[0][0].grad is not grads[0][1]):
+        if self._left is not grads or any(parameter.grad is not grad for parameter, grad in grads):
             self._clear()
             self._left = grads
             for parameter, grad in grads:
@@ -294,11 +301,11 @@ class Engine:
         self._capture_at.forget()
 
     def neurons_removed(self, removal: Removal) -> Callable[[], None]:
-        def commit() -> None:
-            self._forget()
-            self._met = set()
+        return self._start_anew
 
-        return commit
+    def _start_anew(self) -> None:
+        self._forget()
+        self._met = set()
 
 
 def _copied(pair: Pair) -> Pair:

@@ -132,7 +132,7 @@ class Epochs:
 
     def step(self, batch: tuple[Any, Any], seen: Steps) -> None:
         if self.engine is None:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.net.zero_grad(set_to_none=True)  # also what the optimizer does not train: clipping sees it
         scale: float | Tensor = 1.0
         if self.scaler is not None:
             scale = self.scaler.scale(torch.ones((), device=self.device))

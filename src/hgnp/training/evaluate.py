@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hgnp.curvature.forward import Output, run, samples_in
 from hgnp.curvature.losses import Loss
-from hgnp.graphs import Capture, Replayed
+from hgnp.graphs import Capture, Replayed, built_of
 from hgnp.modes import evaluating
 from hgnp.removal import Removal, listen
 from hgnp.training.batches import ignored_label, is_classification
@@ -34,6 +34,7 @@ class Evaluation:
         if graphs:
             self._capture = Capture(next(net.parameters()).device)
             self._replayed = Replayed(self._plain, net, self._capture)
+            self._built: Any = None
             self._of_batch = lambda batch: tuple(part.clone() for part in self._replayed(batch))
             listen(net, self.neurons_removed)
 
@@ -42,6 +43,9 @@ class Evaluation:
         samples = 0
         running = nullcontext() if self._capture is None else self._capture.running()
         with evaluating(self.net), torch.no_grad(), running:
+            if self._capture is not None and self._built != (built := built_of(self.net, self.loss)):
+                self._built = built
+                self._replayed.forget()
             for inputs, target in batches:
                 parts.append(self._of_batch((inputs, target)))
                 samples += samples_in(inputs)

@@ -13,10 +13,10 @@ OptimizerOrMaker = torch.optim.Optimizer | Callable[[Iterable[Tensor]], torch.op
 
 def make_optimizer(net: nn.Module, recipe: Recipe, given: OptimizerOrMaker | None) -> torch.optim.Optimizer:
     if given is None:
-        return torch.optim.SGD(
+        return begun(torch.optim.SGD(
             net.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay,
             nesterov=recipe.nesterov and recipe.momentum > 0, fused=all(p.is_cuda for p in net.parameters()) or None,
-        )  # fmt: skip
+        ))  # fmt: skip
     made = given if isinstance(given, torch.optim.Optimizer) else given(net.parameters())
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"optimizer: it made a {type(made).__name__}; an optimizer or its maker would do")
@@ -26,6 +26,16 @@ def make_optimizer(net: nn.Module, recipe: Recipe, given: OptimizerOrMaker | Non
     if not all(id(p) in mine for group in made.param_groups for p in group["params"]):
         raise ValueError("optimizer: it holds parameters that are not the network's")
     return made
+
+
+def begun(optimizer: torch.optim.SGD) -> torch.optim.SGD:
+    """Fused, with all momenta at zero: PyTorch's fused step cannot begin those of some parameters (unfrozen in the middle of a
+    run, or met by some batches alone) once others have theirs. Without dampening the first step from zero is the same."""
+    for group in optimizer.param_groups:
+        if group["fused"] and group["momentum"] and not group["dampening"]:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, given: Any, *, validated: bool) -> Any:

@@ -74,7 +74,10 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
 
 def _fits(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is PyTorch's own fused SGD, with nobody listening. A rate on the device is a float32."""
-    patched = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    step = vars(optimizer).get("step")  # a scheduler's wrapper, or one of the user's, which may be around that
+    patched = step is not None and not (
+        hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is torch.optim.SGD.step
+    )
     hooks = (
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, _global_optimizer_pre_hooks,
         _global_optimizer_post_hooks,

@@ -1,0 +1,110 @@
+"""Branches of a captured step share no memory that one may write while another reads it.
+
+Without a GPU: streams are stood in for by clocks, and every operation is noted on the one that is current. A stream may get the
+memory of a tensor that was made on it as soon as nobody holds the tensor; whoever has used it must be done by then.
+"""
+
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import hgnp
+from hgnp.curvature import branches
+
+
+class Stream:
+    """Knows how far every stream was at the last point that it waited for."""
+
+    device = SimpleNamespace(index=0)
+
+    def __init__(self, device: Any = None) -> None:
+        self.seen: Counter[Stream] = Counter()
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.seen |= other.seen
+
+
+class Watch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams = [Stream()]
+        self.alive: dict[int, tuple[StorageWeakRef, Stream, list[tuple[Stream, int, str]]]] = {}
+        self.free: dict[Stream, list[tuple[Stream, int, str]]] = defaultdict(list)
+        self.used: set[Stream] = set()
+        self.wrong: set[str] = set()
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        self.streams.append(stream)
+        try:
+            yield
+        finally:
+            self.streams.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for key, (storage, home, uses) in list(self.alive.items()):
+            if storage.expired():
+                self.free[home] += uses
+                del self.alive[key]
+        out = func(*args, **(kwargs or {}))
+        now = self.streams[-1]
+        now.seen[now] += 1
+        self.used.add(now)
+        given, made = (
+            [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in ((args, kwargs), out)
+        )
+        here = now, now.seen[now], str(func)
+        for storage in given:
+            if storage._cdata in self.alive:
+                uses = self.alive[storage._cdata][2]
+                stream, number, name = uses[0]
+                if now.seen[stream] < number:
+                    self.wrong.add(f"{func} reads what {name} has not made yet")
+                uses.append(here)
+        fresh = [
+            each for each in made if each._cdata not in self.alive and each._cdata not in {x._cdata for x in given}
+        ]
+        for storage in fresh:
+            self.alive[storage._cdata] = StorageWeakRef(storage), now, [here]
+            for stream, number, name in self.free[now]:
+                if now.seen[stream] < number:
+                    self.wrong.add(f"{func} may write what {name} still uses")
+        return out
+
+
+class Net(nn.Module):
+    """More layers than there are streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1) for _ in range(branches.STREAMS + 2)))
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.convs(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("choices", [{}, {"convention": "expand"}, {"flatness": "paper"}], ids=str)
+def test_memory_is_not_shared_with_what_still_runs(choices: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net, x, y = Net(), torch.randn(6, 4, 5, 5), torch.arange(6) % 3
+    flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, **choices)  # type: ignore[arg-type]
+    flat.backward(x, y)
+    watch, streams = Watch(), [Stream() for _ in range(branches.STREAMS)]
+    cuda = SimpleNamespace(current_stream=lambda: watch.streams[-1], stream=watch.on)
+    monkeypatch.setattr(branches, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(branches, "capturing", lambda: True)
+    monkeypatch.setattr(branches, "_streams", lambda _: streams)
+    with watch:
+        flat.backward(x, y)
+    assert len(watch.used) > 2
+    assert not watch.wrong
