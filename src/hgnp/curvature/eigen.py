@@ -209,9 +209,8 @@ def _by_two_products(factors: Sequence[Factor], starts: Sequence[Tensor], steps:
     for factor, x in zip(factors, starts, strict=True):
         mine = slice(entry, entry := entry + factor.entries), slice(factor.side)
         with branches.branch():
-            y[mine] = one = factor.product(
-                x
-            )  # a copy: other branches may get the product's own memory once it is let go
+            one = factor.product(x)
+            y[mine] = one  # copies: other branches may get a product's own memory once it is let go
             z[mine] = factor.product(one)
     branches.join()
     return _apart(factors, *_guarded(*_of_two(y, z, start), factors))
@@ -241,6 +240,12 @@ def arbitrary(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 @functools.lru_cache(64)
 def _arbitrary(sizes: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return _padded([arbitrary(side, dtype, device).expand(entries, -1) for entries, side in sizes])
+
+
+def forget_made() -> None:
+    """What was made in a capture that failed was never computed."""
+    _counts.cache_clear()
+    _arbitrary.cache_clear()
 
 
 def top_dense(factor: Factor) -> Eigenpair:

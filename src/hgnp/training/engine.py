@@ -21,6 +21,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hgnp.baselines import SAM
 from hgnp.curvature.check import hooked
+from hgnp.curvature.eigen import forget_made
 from hgnp.curvature.operations import tensors_in
 from hgnp.curvature.passes import First, Seen
 from hgnp.curvature.random import RandomState
@@ -199,6 +200,7 @@ class Engine:
                 self._graphs[key] = self._capture(piece, batch, after=after)
             except RefusedError as error:
                 self.refused = str(error)
+                forget_made()
                 return piece(*batch)
         return self._replay(self._graphs[key], batch)
 
