@@ -3,12 +3,14 @@
 import os
 import signal
 import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hgnp
+from hgnp.neurons import structure
 
 REACHED: list[str] = []
 
@@ -46,3 +48,47 @@ def test_recording_in_a_thread_leaves_signals_alone() -> None:
     thread.start()
     thread.join()
     assert made == [6]
+
+
+class Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.na = nn.Conv2d(3, 9, 3, padding=1, bias=False), nn.BatchNorm2d(9)
+        self.b, self.nb = nn.Conv2d(9, 9, 3, padding=1, bias=False), nn.BatchNorm2d(9)
+        self.out = nn.Linear(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.na(self.a(x)))
+        return self.out(nn.functional.adaptive_avg_pool2d(torch.relu(self.nb(self.b(x)) + x), 1).flatten(1))
+
+
+@pytest.mark.parametrize(("side", "samples"), [(6, 2), (1, 1)])  # the second: one value a channel, norms keep quiet
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_what_a_cut_was_tried_with_stands_for_a_recording_after_it(
+    side: int, samples: int, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    net, x = Added().to(memory_format=layout), torch.randn(samples, 3, side, side)
+    neurons = hgnp.Neurons(net, x)
+    recorded: list[bool] = []
+    record = structure.record
+
+    def counted(*args: Any, **options: Any) -> Any:
+        recorded.append(True)
+        return record(*args, **options)
+
+    monkeypatch.setattr(structure, "record", counted)
+    for _ in range(2):
+        scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
+        cut = neurons.least(scores, 4, coupling="paper")
+        recorded.clear()
+        neurons.remove(cut)
+        assert len(recorded) == 4  # the cut, and a sample of the next ones, in two modes each
+        anew = hgnp.Neurons(net, x)
+        assert torch.equal(neurons._structure.roots, anew._structure.roots)
+        assert torch.equal(neurons._structure.fixed, anew._structure.fixed)
+        assert (neurons.layers, neurons.frozen, neurons.macs) == (
+            tuple(hgnp.neurons.Layer(layer.name, layer.alive, 9) for layer in anew.layers),
+            anew.frozen,
+            anew.macs,
+        )

@@ -17,7 +17,7 @@ from hgnp.neurons.structure import Structure
 
 class Lanes:
     def __init__(self, seen: Structure, *, approximate: bool) -> None:
-        self.structure = Structure(seen.net, seen.inputs, approximate=approximate, lanes=True, seen=seen)
+        self.structure = Structure(seen.net, seen.inputs, approximate=approximate, lanes=True, seen=seen.recorded)
 
     def families(self, units: Sequence[Unit], rows: Mapping[str, Tensor], alive: Tensor) -> list[list[list[Unit]]]:
         """Families of lanes of units, made by splitting coupled units where they are only added together."""

@@ -31,7 +31,7 @@ from hgnp.neurons.selection import (
     least_coupled,
     least_paper,
 )
-from hgnp.neurons.structure import Structure
+from hgnp.neurons.structure import Recorded, Structure
 from hgnp.neurons.summary import Frozen, Layer, Preview, table
 from hgnp.neurons.surgery import Change, changes_to_net, changes_to_optimizer, check_twin, commit
 from hgnp.removal import Listener, Removal, listeners_of
@@ -66,8 +66,8 @@ class Neurons:
         self._totals: dict[str, int] = {}
         self._trace()
 
-    def _trace(self) -> None:
-        self._structure = Structure(self.net, self._inputs, approximate=self._approximate)
+    def _trace(self, seen: Recorded | None = None) -> None:
+        self._structure = Structure(self.net, self._inputs, approximate=self._approximate, seen=seen)
         self._rows = rows_of(self.net, self._structure)
         layers = [name for name, module in self.net.named_modules() if isinstance(module, nn.Linear | _ConvNd)]
         self._single = [name for name in layers if name not in self._rows]
@@ -262,8 +262,9 @@ class Neurons:
         commit([*changes, *(Change(make) for make in commits)])
         self._living = left
         self.version += 1
-        if gone.coupling == "paper":
-            self._trace()  # other channels stand side by side now
+        if gone.coupling == "paper":  # other channels stand side by side now
+            tried = self._lanes.structure.tried
+            self._trace(None if tried is None or not torch.equal(tried[0], left.alive) else tried[1])
         return gone
 
     def _structure_for(self, selection: Mapping[str, Sequence[int]]) -> Structure:

@@ -8,7 +8,8 @@ constant that depends on the width is caught there.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +27,17 @@ from hgnp.neurons.widths import Shape, stated_widths
 from hgnp.removal import Removal
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """A network's forward in eval (False) and in train mode."""
+
+    graphs: Mapping[bool, Graph]
+    quiet: bool
+    """Whether batch norms had to be in eval mode for it, as each sees one value a channel."""
+
+
 class Structure:
-    """`seen` is another structure of the network as it is: what was recorded for it is not recorded again."""
+    """`seen` is what was recorded of the network as it is, if it was: it is not recorded again."""
 
     def __init__(
         self,
@@ -36,16 +46,18 @@ class Structure:
         *,
         approximate: bool,
         lanes: bool = False,
-        seen: "Structure | None" = None,
+        seen: Recorded | None = None,
     ) -> None:
         self.net, self.inputs = net, inputs
         self.shapes: dict[str, Shape] = {name: tuple(t.shape) for name, t in tensors_of(net).items()}
         self.kinds = {name: kind_of(tensor) for name, tensor in tensors_of(net).items()}  # the network may move later
         self.ties = Ties(self.shapes)
         self.quiet: bool = seen is not None and seen.quiet
+        self.tried: tuple[Tensor, Recorded] | None = None
+        """The last cut that was tried and fits, and what was recorded of it."""
         self.followers: dict[bool, Follower] = {}
         for training in (False, True):
-            graph = self._record(training) if seen is None else seen.followers[training].graph
+            graph = self._record(training) if seen is None else seen.graphs[training]
             follower = self.followers[training] = Follower(graph, self.ties, approximate=approximate, lanes=lanes)
             if graph.error is not None:
                 everything = torch.arange(len(self.ties))
@@ -54,6 +66,10 @@ class Structure:
         self._fix_unused()
         self._make_rectangular()
         self.settle()
+
+    @property
+    def recorded(self) -> Recorded:
+        return Recorded({training: follower.graph for training, follower in self.followers.items()}, self.quiet)
 
     def settle(self) -> None:
         """Take note of what has been tied and fixed."""
@@ -184,11 +200,14 @@ class Structure:
             if self.quiet:
                 quiet_norms(self.net)
 
+        graphs = {}
         for training, follower in self.followers.items():
             graph = record(self.net, self.inputs, training=training, shapes=shapes, kinds=self.kinds, adjust=adjust)
+            graphs[training] = graph
             found = judge(follower, graph)
             if found is not None:
                 return found
+        self.tried = alive, Recorded(graphs, self.quiet)
         return None
 
     def _two_of_each(self, alive: Tensor) -> Tensor:
