@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import hgnp
+from hgnp.curvature import eigen
 from hgnp.graphs import RefusedError
 from hgnp.training import engine as engines
 from hgnp.training.engine import Engine
@@ -85,6 +86,12 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.na(self.a(x)))
         return self.out(torch.relu(self.nb(self.b(x)) + x).mean((2, 3)))
+
+
+def prepared(net: nn.Module, mu: float = 0.05, **choices: Any) -> tuple[hgnp.Flatness, Engine, torch.optim.SGD]:
+    flat = hgnp.Flatness(net, mu=mu, **choices)
+    Stand.engine = engine = Engine(flat)
+    return flat, engine, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 
 
 def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
@@ -188,6 +195,23 @@ def test_a_step_whose_piece_cannot_be_captured_is_made_once(refused: str, monkey
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
 
 
+def test_what_was_made_in_a_capture_that_failed_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = ((1, 5.0),), torch.double, torch.device("cpu")
+
+    class Unable(Stand):
+        def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
+            eigen._counts(*counts).fill_(torch.nan)  # as memory that no kernel has written to
+            raise RefusedError("it cannot")
+
+    monkeypatch.setattr(engines, "Capture", Unable)
+    torch.manual_seed(0)
+    engine = prepared(Net().double())[1]
+    for _ in range(3):
+        engine.backward(torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,)))
+    assert engine.refused == "it cannot"
+    assert eigen._counts(*counts).tolist() == [5.0]
+
+
 def test_gradients_that_hooks_see_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "Capture", Stand)
     torch.manual_seed(0)
@@ -259,19 +283,16 @@ def test_layers_that_only_some_batches_meet(choices: dict[str, Any], monkeypatch
     found = []
     for stood_in in (True, False):
         torch.manual_seed(0)
-        net = Deeper().double()
+        flat, engine, optimizer = prepared(Deeper().double(), bound=-1.0, **choices)
         data = [(torch.randn(12, 3, n, n).double(), torch.randint(0, 5, (12,))) for n in (6, 6, 6, 8, 6, 6, 8, 8, 6)]
         given = [x.clone() for x, _ in data]
-        flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, **choices)
-        Stand.engine = engine = Engine(flat)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
         losses = []
         for x, y in data:
             optimizer.zero_grad()
             losses.append((engine if stood_in else flat).backward(x, y).item())
             optimizer.step()
         assert all(torch.equal(x, was) for (x, _), was in zip(data, given, strict=True))
-        found.append((losses, net.state_dict()))
+        found.append((losses, flat.net.state_dict()))
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)
 
 
@@ -284,9 +305,7 @@ def test_what_is_done_to_the_network_between_epochs_is_seen(change: str, monkeyp
         torch.manual_seed(0)
         net = Net().double()
         net.b.requires_grad_(change != "unfreeze")
-        flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, loss=nn.CrossEntropyLoss())
-        Stand.engine = engine = Engine(flat)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        flat, engine, optimizer = prepared(net, bound=-1.0, loss=nn.CrossEntropyLoss())
         for epoch in range(2):
             engine.begin_epoch()
             if epoch and stood_in:
@@ -316,9 +335,7 @@ def test_gradients_that_were_replaced_after_a_step_are_put_back(monkeypatch: pyt
     for stood_in in (True, False):
         torch.manual_seed(0)
         net = Net().double()
-        flat = hgnp.Flatness(net, mu=0.0)
-        Stand.engine = engine = Engine(flat)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        flat, engine, optimizer = prepared(net, mu=0.0)
 
         def centre(*_: Any, net: Net = net) -> None:
             for weight in (net.b.weight, net.out.weight):

@@ -46,11 +46,10 @@ def settled(factor: Factor, start: Tensor, steps: int) -> Eigenpair:
     """`top` after at most `steps` products, fewer once λ is exact to rounding. Waits for the device.
 
     A little of everything is mixed into the start: an eigenvector that is no longer the top one would seem settled."""
-    if steps <= AT_A_TIME:
-        return top(factor, start, steps)
-    start = unit(start + MIXED_IN * arbitrary(start.shape[1], start.dtype, start.device))
+    if steps > AT_A_TIME:
+        start = unit(start + MIXED_IN * arbitrary(start.shape[1], start.dtype, start.device))
     tolerance = torch.finfo(start.dtype).eps ** 0.5
-    for _ in range(0, steps - AT_A_TIME, AT_A_TIME):
+    while steps > AT_A_TIME:
         pair = top(factor, start, AT_A_TIME)
         if bool((pair.residual <= tolerance).all()):
             return pair

@@ -108,9 +108,9 @@ class Engine:
         self._left = None
         self._stepping.forget()
         built = built_of(self.net, self.trainer.loss), hooked(self.net)
-        if self._built is not None and self._built != built:
+        if self._built != built:
             self._start_anew()
-        self._built = built
+            self._built = built
 
     def _step(self, kind: Any, batch: Any) -> Tensor:
         flat = self.flatness
@@ -150,9 +150,8 @@ class Engine:
                 self._run(q, flat.measure, batch, after=True)
             self._block = block
             if flat.opened:
-                if (
-                    term in self._met and term not in self._graphs
-                ):  # it is captured now, and goes back through a q of its own
+                captured_now = term in self._met and term not in self._graphs
+                if captured_now:  # it goes back through a q that was captured just before it
                     self._graphs.pop(q, None)
                     self._run(q, flat.measure, batch, after=True)
                 self._run(term, flat.penalise, batch, after=True)

@@ -1,0 +1,52 @@
+"""A run's pruned network with every width rounded to the nearest multiple, to be timed beside it: `hgnp bench OUT`.
+
+    python benchmarks/rounded.py RUN --multiple 8 --out OUT
+
+OUT is a folder like RUN. Its weights are random: what is compared is time, which does not depend on them.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+
+import torch
+
+import hgnp
+from hgnp.experiments.again import networks, sample
+
+FILES = ("config.yaml", "metrics.jsonl", "result.json", "run.json")
+
+
+def rounded(folder: Path, multiple: int, out: Path) -> dict[str, int]:
+    """Writes OUT, and says what the widths are."""
+    full, pruned = networks(folder)
+    inputs = tuple(torch.stack([each, each]) for each in sample(folder))
+    left = {layer.name: layer.alive for layer in hgnp.Neurons(pruned, inputs).layers}
+    neurons = hgnp.Neurons(full, inputs)
+    widths = {
+        layer.name: min(layer.alive, max(multiple, round(left[layer.name] / multiple) * multiple))
+        for layer in neurons.layers
+        if layer.name in left
+    }
+    neurons.remove(
+        {layer.name: range(widths[layer.name], layer.alive) for layer in neurons.layers if layer.name in widths}
+    )
+    out.mkdir(parents=True)
+    for name in FILES:
+        shutil.copy(folder / name, out)
+    hgnp.save(full, out)
+    return widths
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--multiple", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    widths = rounded(arguments.run, arguments.multiple, arguments.out)
+    print(f"{arguments.out}: {', '.join(map(str, widths.values()))}")
+
+
+if __name__ == "__main__":
+    main()
