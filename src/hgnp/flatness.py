@@ -7,8 +7,8 @@ is differentiated. A step, with the default choices:
     backward of C, activations only   → Γ, the next v           curvature.direction
     backward of C + μ·max(0, q − B)   → .grad
 
-Where the hinge is known to be closed, one backward of C alone is left, which shows Γ on its way. On a GPU it is decided on the
-device, and nothing in a step waits for it.
+Where the hinge is known to be closed, one backward of C alone is left, which shows Γ on its way. On a GPU a step as it is does
+not wait to know; one from CUDA graphs does, halfway.
 
 In the paper's order, v_from="this_batch", v must be known first:
 
@@ -34,13 +34,14 @@ from hgnp.curvature.choices import choose
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.forward import Forward, Output
 from hgnp.curvature.losses import Loss, loss_curvature
-from hgnp.curvature.passes import First, Pass, Passes, Seen
+from hgnp.curvature.passes import First, Pass, Passes
 from hgnp.curvature.random import undisturbed
 from hgnp.curvature.rhythm import Kind, Rhythm
+from hgnp.curvature.seen import Sight
 from hgnp.removal import Removal, listen
 
 
-class Flatness:
+class Flatness(Sight):
     """Leaves the gradient of C + μ·max(0, vᵀHv − bound) in `.grad`, in place of `loss.backward()`.
 
     loss      any loss(output, target) that is a mean; cross-entropy, MSE and BCE-with-logits have the fast route
@@ -105,9 +106,7 @@ class Flatness:
         """mu on the device, for a step that is captured once and run with several."""
         self.first: First | None = None
         self.found: Pass | None = None
-        """In the paper's order, the pass of the batch whose step is under way, and what it found along v."""
-        self.seen: Seen | None = None
-        """All that is known of the last step, without waiting for the device."""
+        """Of the step that is under way: its first pass in the paper's order, and what was found along v."""
         listen(net, self.neurons_removed)
 
     def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
@@ -151,61 +150,76 @@ class Flatness:
 
     def measure(self, inputs: Any, target: Any) -> None:
         """q after the first pass; `found` is left for `penalise`."""
-        self.found = self._along_first(inputs, target)
+        self.ahead(inputs, target, renew=False)
 
     def penalise(self, inputs: Any, target: Any) -> None:
         """Adds the term's gradient to C's, after the first pass."""
-        self._penalise(self.found or self._along_first(inputs, target), 1.0)
+        if self.found is None:
+            self.measure(inputs, target)
+        self._penalise(1.0)
 
     def finish(self) -> None:
-        """Lets go of a step in the paper's order."""
+        """Lets go of a step."""
         self.first = self.found = None
 
-    def _along_first(self, inputs: Any, target: Any) -> Pass:
-        found = self.passes.along(self.v, inputs, target, renew=False, first=self.first)
-        self.seen = found.seen
-        return found
-
-    def _penalise(self, found: Pass, scale: float | Tensor) -> None:
+    def _penalise(self, scale: float | Tensor) -> None:
+        assert self.found is not None
         kept = self.first is not None and self.first.kept
-        self.passes.back(self._penalty(found.q) * scale, retain_graph=kept)
-
-    def _go_on(self, first: First, inputs: Any, target: Any, scale: float | Tensor) -> Tensor:
-        """The rest of a step in the paper's order."""
-        try:
-            found = self._along_first(inputs, target)
-            if not first.went_back:
-                self.passes.back((first.loss + self._penalty(found.q) if self.opened else first.loss) * scale)
-            elif self.opened:
-                self._penalise(found, scale)
-        finally:
-            self.finish()
-        return first.loss.detach()
+        self.passes.back(self._penalty(self.found.q) * scale, retain_graph=kept)
 
     @property
     def opened(self) -> bool:
         """Whether the hinge was open in the last step. Waits for the device."""
         return self.curvature > self.bound
 
+    @property
+    def apart(self) -> bool:
+        """Whether C and q are of two functions, as norms train and q is of them frozen."""
+        return self._frozen and any(layer.training for layer in tracked(self.net))
+
     def step(self, inputs: Any, target: Any, *, renew: bool, scale: float | Tensor = 1.0) -> Tensor:
-        """The step itself, along the v that is known."""
-        if self._frozen and any(layer.training for layer in tracked(self.net)):
-            return self._apart(inputs, target, scale, renew)
-        if self.first is not None:
-            return self._go_on(self.first, inputs, target, scale)
-        found = self.passes.along(self.v, inputs, target, renew=renew)
-        self.seen, loss = found.seen, found.loss
+        """The step itself, along the v that is known; in the paper's order what is left of it."""
+        first = self.first
+        try:
+            if self.apart:
+                return self._apart(inputs, target, scale, renew)
+            loss = self.ahead(inputs, target, renew=renew)
+            assert self.found is not None
+            if first is None:
+                self.go_back(inputs, target, opened=self.found.acts(self.bound), scale=scale)
+            elif not first.went_back:
+                self.passes.back((first.loss + self._penalty(self.found.q) if self.opened else first.loss) * scale)
+            elif self.opened:
+                self._penalise(scale)
+            return loss
+        finally:
+            self.finish()
+
+    def ahead(self, inputs: Any, target: Any, *, renew: bool, traceless: bool = False) -> Tensor:
+        """The forward pass of a step along the v that is known; `found` is left for the way back."""
+        self.found = self.passes.along(self.v, inputs, target, renew=renew, traceless=traceless, first=self.first)
+        self.seen = self.found.seen
+        return self.found.loss.detach()
+
+    def go_back(
+        self, inputs: Any, target: Any, *, opened: bool, scale: float | Tensor = 1.0, retain_graph: bool = False
+    ) -> None:
+        """The gradient of C, and of the term unless the hinge is known to be closed."""
+        found = self.found
+        assert found is not None
 
         def backward() -> None:
-            self.passes.back((loss + self._penalty(found.q) if found.acts(self.bound) else loss) * scale)
+            total = found.loss + self._penalty(found.q) if opened else found.loss
+            self.passes.back(total * scale, retain_graph=retain_graph)
 
         if found.observer is None:
             backward()
-        elif found.acts(self.bound):
+            return
+        found.observer.begin()
+        if opened:
             self._renew(found, target, scale, meanwhile=backward)
         else:
-            self.v.update_by(backward, found.observer, loss, found.z, target, scale)
-        return loss.detach()
+            self.v.update_by(backward, found.observer, found.loss, found.z, target, scale)
 
     def _renew_at_rest(self, inputs: Any, target: Any, scale: float | Tensor) -> Tensor:
         """A plain step that shows the next v."""
@@ -229,12 +243,12 @@ class Flatness:
     def _apart(self, inputs: Any, target: Any, scale: float | Tensor, renew: bool) -> Tensor:
         """C and q are of two functions: two passes, with the same dropout masks and one update of the buffers."""
         with undisturbed(*self.net.parameters()):  # dropout masks repeat from pass to pass
-            found = self.passes.along(self.v, inputs, target, renew=renew, traceless=True)
-            self.seen = found.seen
+            self.ahead(inputs, target, renew=renew, traceless=True)
+            assert self.found is not None
             if renew:
-                self._renew(found, target, scale)
-            if found.acts(self.bound):
-                self._penalise(found, scale)
+                self._renew(self.found, target, scale)
+            if self.found.acts(self.bound):
+                self._penalise(scale)
         return self._plain(inputs, target, scale)
 
     def _plain(self, inputs: Any, target: Any, scale: float | Tensor) -> Tensor:
@@ -285,37 +299,6 @@ class Flatness:
 
     def _hinge(self, q: Tensor) -> Tensor:
         return torch.where(q > self.bound, q - self.bound, 0.0)
-
-    @property
-    def radius(self) -> float:
-        """λ of the pair that the last step penalised; not a number before the first."""
-        return self._number("radius")
-
-    @property
-    def curvature(self) -> float:
-        """q = vᵀHv of the last step."""
-        return self._number("curvature")
-
-    @property
-    def residual(self) -> float:
-        """‖(Ψ ⊗ Γ)v − λv‖/λ of that pair."""
-        return self._number("residual")
-
-    def _number(self, name: str) -> float:
-        return math.nan if self.seen is None else getattr(self.seen, name).item()
-
-    @property
-    def block(self) -> str | None:
-        """Name of the layer that the last step penalised."""
-        return None if self.seen is None else self.seen.block.name
-
-    @property
-    def direction(self) -> dict[str, Tensor]:
-        """v of the last step (V = diag(n)·v in the scale-invariant metric) by parameter name; zero elsewhere."""
-        if self.seen is None:
-            return {}
-        names = [f"{self.seen.block.name}.{kind}".lstrip(".") for kind in ("weight", "bias")]
-        return dict(zip(names, self.seen.direction, strict=False))
 
     @property
     def routes(self) -> dict[str, str]:

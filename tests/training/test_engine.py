@@ -356,6 +356,33 @@ def test_gradients_that_were_replaced_after_a_step_are_put_back(monkeypatch: pyt
     torch.testing.assert_close(*found, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize(("bound", "back"), [(-1.0, "open"), (1e9, "closed")])
+@pytest.mark.parametrize("v_every", [1, 3])
+def test_the_way_back_is_chosen_once_q_is_known(
+    bound: float, back: str, v_every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a captured step keeps nothing of its pass: other graphs may have the memory."""
+    monkeypatch.setattr(engines, "Capture", Stand)
+    torch.manual_seed(0)
+    net, x, y = Net().double(), torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
+    flat = hgnp.Flatness(net, mu=0.05, bound=bound, v_every=v_every)
+    Stand.engine = engine = Engine(flat)
+    for _ in range(9):
+        engine.backward(x, y)
+    order: list[str] = []
+    replay = Again.replay
+
+    def replayed(again: Again) -> None:
+        order.append(next(key[0] for key, captured in engine._graphs.items() if captured.graph is again))
+        replay(again)
+
+    monkeypatch.setattr(Again, "replay", replayed)
+    for _ in range(3):
+        engine.backward(x, y)
+    assert order == ["ahead", back] * 3
+    assert flat.found is None
+
+
 def _telling(go_on: Callable[..., Tensor], order: list[str]) -> Callable[..., Tensor]:
     def told(*args: Any) -> Tensor:
         order.append("go on")

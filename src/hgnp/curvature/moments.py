@@ -68,6 +68,9 @@ class GammaMoments:
     def __init__(self, block: Block, samples: int, convention: str, scale: Tensor | None) -> None:
         self.block, self.samples, self.reduce = block, samples, convention == "reduce"
         self.scale = scale  # filter norms, in the scale-invariant metric
+        self.begin()
+
+    def begin(self) -> None:
         self.rows: list[Tensor] = []
         self.matrix: Tensor | None = None
         self.unit = 1.0  # what the matrix is still to be multiplied by

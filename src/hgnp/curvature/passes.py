@@ -8,35 +8,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from hgnp.curvature.bends import Bends, Reasons, described
-from hgnp.curvature.blocks import Block, find_blocks
+from hgnp.curvature.blocks import find_blocks
 from hgnp.curvature.check import hooked, tracked
 from hgnp.curvature.choices import Choices
 from hgnp.curvature.direction import Direction
-from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.forward import Forward, Output, UnfitError, autocast_off, layer_of, run
 from hgnp.curvature.gauss_newton import GaussNewton
 from hgnp.curvature.hessian import Hessian
 from hgnp.curvature.losses import Loss, LossCurvature
 from hgnp.curvature.random import RandomState, capturing
+from hgnp.curvature.seen import Seen
 from hgnp.curvature.spectrum import Observer
 from hgnp.curvature.tape import Tape
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a step penalised; its numbers are still on the device."""
-
-    block: Block
-    direction: list[Tensor]
-    radius: Tensor
-    residuals: Tensor
-    """Of v^Ψ and v^Γ."""
-    curvature: Tensor
-
-    @property
-    def residual(self) -> Tensor:
-        """Of v. Only whoever asks for it has it computed."""
-        return kronecker_residual(*self.residuals.unbind())
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,12 @@ class Observer:
         probed: Tensor = _Probe.apply(out, self._anchor, sink)
         return probed
 
+    def begin(self) -> None:
+        """Lets go of what another backward pass has shown."""
+        for moments in self.gamma.values():
+            moments.begin()
+        self.calls = {}
+
     @contextlib.contextmanager
     def gathering(self, scale: float | Tensor) -> Iterator[None]:
         """Γ from the derivatives that a backward pass within shows, of scale·C: it is divided out again."""

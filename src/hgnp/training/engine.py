@@ -1,8 +1,9 @@
 """Whole steps in CUDA graphs.
 
-What a step does depends on the host in one point, the block that is penalised: there is a graph for each block that was chosen
-and each shape of a batch. In the paper's order a step is three graphs: C forward and back, which shows v; then, once the host
-knows the block, q along it; then, if it knows the hinge to be open, the gradient of the term. A removal forgets all graphs.
+What a step does depends on the host in two points, the block that is penalised and whether the hinge is open: for each block
+that was chosen and each shape of a batch there is a graph of the pass forward, which shows q, and two of the way back. In the
+paper's order a step is three graphs: C forward and back, which shows v; then, once the host knows the block, q along it; then,
+if it knows the hinge to be open, the gradient of the term. A removal forgets all graphs.
 
 What a graph computes is what `Flatness.backward` (or `SAM.backward`) computes, from the same parameters, buffers and
 eigenvectors in place. The optimizer's step stays outside, so that any optimizer and schedule will do; it has a graph of its own
@@ -11,7 +12,6 @@ where it can (`stepping`).
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,34 +23,17 @@ from hgnp.baselines import SAM
 from hgnp.curvature.check import hooked
 from hgnp.curvature.eigen import forget_made
 from hgnp.curvature.operations import tensors_in
-from hgnp.curvature.passes import First, Seen
 from hgnp.curvature.random import RandomState
+from hgnp.curvature.rhythm import Kind
+from hgnp.curvature.seen import Seen
 from hgnp.curvature.spectrum import Chosen, Pair
 from hgnp.flatness import Flatness
 from hgnp.graphs import Capture, RefusedError, built_of, kind_of, laid_out, refill
 from hgnp.removal import Removal, listen
+from hgnp.training.captured import Captured, copied, copy_into, tensors_of
 from hgnp.training.stepping import Gradients, Stepping
 
 Piece = Callable[[Any, Any], Tensor | None]
-
-
-@dataclass(frozen=True)
-class Captured:
-    """One graph: where it reads its batch from and where it leaves what it found."""
-
-    graph: torch.cuda.CUDAGraph
-    batch: Any
-    loss: Tensor | None
-    grads: Gradients
-    after: bool
-    """Whether it adds to the gradients of a piece before it."""
-    seen: Seen | None
-    choice: Chosen | None
-    """The next block, on the device."""
-    first: First | None
-    """The pass that the pieces after it go on from, if this is the one that made it."""
-    versions: Any
-    """Puts back the counters of changes that autograd knew parameters and batch by when that pass was captured."""
 
 
 class Engine:
@@ -130,9 +113,34 @@ class Engine:
         if key not in self._graphs and flat.v.block() is None:  # nothing is known of v yet
             self._clear()
             return flat.backward(*batch)
-        loss = self._run(key, partial(flat.run, step), batch)
+        if step.term and not flat.apart:
+            loss: Tensor | None = self._fork(flat, step, key, batch)
+        else:
+            loss = self._run(key, partial(flat.run, step), batch)
         flat.done(step)
         return loss
+
+    def _fork(self, flat: Flatness, step: Kind, key: Any, batch: Any) -> Tensor | None:
+        """A step in two graphs: forward, and back with the term or without once the host knows q."""
+        ahead, opened, closed = ("ahead", key), ("open", key), ("closed", key)
+        try:
+            if ahead not in self._graphs:
+                self._clear()
+                batch = laid_out(batch, self.net)
+                if self.refused is not None or self._first(key):
+                    return flat.run(step, *batch)
+                made = {ahead: self._capture(partial(flat.ahead, renew=step.renew), batch, after=True)}
+                made[opened] = self._capture(partial(flat.go_back, opened=True, retain_graph=True), batch)
+                made[closed] = self._capture(partial(flat.go_back, opened=False), batch)
+                self._graphs |= made
+            loss = self._replay(self._graphs[ahead], batch)
+            self._replay(self._graphs[opened if flat.opened else closed], self._graphs[ahead].batch)
+            return loss
+        except RefusedError as error:
+            self._refuse(error)
+            return flat.run(step, *batch)
+        finally:
+            flat.finish()
 
     def _go_on(self, flat: Flatness, kind: Any, batch: Any) -> Tensor:
         """The rest of a step in the paper's order: C has gone back already."""
@@ -198,12 +206,15 @@ class Engine:
             try:
                 self._graphs[key] = self._capture(piece, batch, after=after)
             except RefusedError as error:
-                self.refused = str(error)
-                forget_made()
+                self._refuse(error)
                 return piece(*batch)
         return self._replay(self._graphs[key], batch)
 
-    def _capture(self, piece: Piece, batch: Any, *, after: bool) -> Captured:
+    def _refuse(self, error: RefusedError) -> None:
+        self.refused = str(error)
+        forget_made()
+
+    def _capture(self, piece: Piece, batch: Any, *, after: bool = False) -> Captured:
         flat, parameters = self.flatness, list(self.net.parameters())
         held = [p.grad for p in parameters]
         self.net.zero_grad(set_to_none=True)
@@ -220,7 +231,7 @@ class Engine:
         def work() -> Tensor | None:
             loss = piece(*batch)
             if flat is not None and flat.v.chosen is not known:
-                _copy(self._memory, _tensors(flat.v.pairs, self._static))
+                copy_into(self._memory, tensors_of(flat.v.pairs, self._static))
             fresh = [(self._grads[p], p.grad) for p in parameters if p.grad is not None]
             if fresh:  # all graphs leave their gradients in the same memory
                 put([kept for kept, _ in fresh], [grad for _, grad in fresh])
@@ -289,10 +300,10 @@ class Engine:
         if pairs is not self._static:
             if pairs.keys() != self._static.keys():
                 self._forget()
-                self._static = {name: _copied(pair) for name, pair in pairs.items()}
-                self._memory = _tensors(self._static, self._static)
+                self._static = {name: copied(pair) for name, pair in pairs.items()}
+                self._memory = tensors_of(self._static, self._static)
             elif any(pairs[name] is not self._static[name] for name in pairs):
-                _copy(self._memory, _tensors(pairs, self._static))
+                copy_into(self._memory, tensors_of(pairs, self._static))
             flat.v.pairs = self._static
 
     def _forget(self) -> None:
@@ -307,18 +318,3 @@ class Engine:
     def _start_anew(self) -> None:
         self._forget()
         self._met = set()
-
-
-def _copied(pair: Pair) -> Pair:
-    return Pair.of_state({name: tensor.clone() for name, tensor in pair.state().items()})
-
-
-def _tensors(pairs: dict[str, Pair], order: dict[str, Pair]) -> list[Tensor]:
-    return [tensor.reshape(-1) for name in order for _, tensor in sorted(pairs[name].state().items())]
-
-
-def _copy(into: list[Tensor], values: list[Tensor]) -> None:
-    """All that are of one type at once."""
-    for of_kind in (torch.is_floating_point, lambda x: not torch.is_floating_point(x)):
-        mine = [number for number, tensor in enumerate(into) if of_kind(tensor)]
-        torch._foreach_copy_([into[number] for number in mine], [values[number] for number in mine])

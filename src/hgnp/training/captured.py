@@ -1,0 +1,46 @@
+"""A piece of a step in a CUDA graph, and the memory in which pieces hand eigenpairs on."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hgnp.curvature.passes import First
+from hgnp.curvature.seen import Seen
+from hgnp.curvature.spectrum import Chosen, Pair
+from hgnp.training.stepping import Gradients
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One graph: where it reads its batch from and where it leaves what it found."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: Any
+    loss: Tensor | None
+    grads: Gradients
+    after: bool
+    """Whether it adds to the gradients of a piece before it."""
+    seen: Seen | None
+    choice: Chosen | None
+    """The next block, on the device."""
+    first: First | None
+    """The pass that the pieces after it go on from, if this is the one that made it."""
+    versions: Any
+    """Puts back the counters of changes that autograd knew parameters and batch by when that pass was captured."""
+
+
+def copied(pair: Pair) -> Pair:
+    return Pair.of_state({name: tensor.clone() for name, tensor in pair.state().items()})
+
+
+def tensors_of(pairs: dict[str, Pair], order: dict[str, Pair]) -> list[Tensor]:
+    return [tensor.reshape(-1) for name in order for _, tensor in sorted(pairs[name].state().items())]
+
+
+def copy_into(into: list[Tensor], values: list[Tensor]) -> None:
+    """All that are of one type at once."""
+    for of_kind in (torch.is_floating_point, lambda x: not torch.is_floating_point(x)):
+        mine = [number for number, tensor in enumerate(into) if of_kind(tensor)]
+        torch._foreach_copy_([into[number] for number in mine], [values[number] for number in mine])
