@@ -48,11 +48,16 @@ class Capture:
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.clear_autocast_cache()  # it may be gone when the graph runs
+        failed: Exception | None = None
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
-                made = work()
+                try:
+                    made = work()
+                except Exception as error:
+                    failed = error  # the end of the capture may raise another
+                    raise
         except Exception as error:
-            raise RefusedError(first_line(error)) from error
+            raise RefusedError(first_line(failed or error)) from (failed or error)
         finally:
             torch.clear_autocast_cache()  # copies of parameters that nothing has computed yet
         return graph, made

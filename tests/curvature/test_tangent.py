@@ -79,6 +79,10 @@ ZOO = {
         F.max_pool2d(x, 2) + F.avg_pool2d(x, 2) + F.adaptive_max_pool2d(x, 2) + F.adaptive_avg_pool2d(x, 2)
     ),
     "strided pools": lambda x: F.max_pool2d(F.pad(x, (1, 1, 0, 2), value=5.0), 3, stride=2, padding=1, ceil_mode=True),
+    "pools, channels last": lambda x: (
+        F.max_pool2d(x.contiguous(memory_format=torch.channels_last), 2, stride=1)
+        + F.max_pool3d(x.unsqueeze(1).contiguous(memory_format=torch.channels_last_3d), (1, 2, 2), stride=1).squeeze(1)
+    ),
     "pool with indices": lambda x: F.max_pool2d(x, 2, return_indices=True)[0],
     "pools 1d 3d": lambda x: (F.max_pool1d(x.flatten(2), 3).sum(), F.max_pool3d(x.unsqueeze(1), 2).sum())[0] * x,
     "resize": lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear") + F.interpolate(x, scale_factor=2.0),

@@ -127,6 +127,7 @@ def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
         {"mu": 0.05, "bound": 0.025, "v_every": 4, "rest_closed": True},
         {"mu": 0.05, "bound": 0.75, "v_every": 3, "rest_closed": True, "convention": "expand"},
         {"mu": 0.05, "bound": 0.3, "v_every": 3, "rest_closed": True, "norm": "frozen"},
+        {"mu": 0.05, "bound": 0.3, "scaling": "scale_invariant"},
         {"mu": 0.05, "bound": 0.05, "v_from": "this_batch"},
         {"mu": 0.05, "bound": 0.3, "v_from": "this_batch", "convention": "expand", "scaling": "scale_invariant"},
         {"mu": 0.05, "bound": 0.3, "v_from": "this_batch", "norm": "frozen"},

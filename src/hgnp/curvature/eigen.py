@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hgnp.curvature.branches import Branches
 from hgnp.curvature.factors import Dense, Factor, Patches, Rows, unit
+from hgnp.curvature.random import capturing
 
 AT_A_TIME = 6  # products before a look at the residual
 MIXED_IN = 0.1
@@ -43,7 +44,8 @@ def top(factor: Factor, start: Tensor, steps: int) -> Eigenpair:
 
 
 def settled(factor: Factor, start: Tensor, steps: int) -> Eigenpair:
-    """`top` after at most `steps` products, fewer once λ is exact to rounding. Waits for the device.
+    """`top` after at most `steps` products, fewer once λ is exact to rounding. Waits for the device, except in a graph, which
+    cannot know and makes all of them.
 
     A little of everything is mixed into the start: an eigenvector that is no longer the top one would seem settled."""
     if steps > AT_A_TIME:
@@ -51,7 +53,7 @@ def settled(factor: Factor, start: Tensor, steps: int) -> Eigenpair:
     tolerance = torch.finfo(start.dtype).eps ** 0.5
     while steps > AT_A_TIME:
         pair = top(factor, start, AT_A_TIME)
-        if bool((pair.residual <= tolerance).all()):
+        if not capturing() and bool((pair.residual <= tolerance).all()):
             return pair
         start = pair.vector
         steps -= AT_A_TIME

@@ -164,39 +164,74 @@ class BatchNormDual(torch.autograd.Function):
     def backward(ctx: Any, Y: Tensor | None, Z: Tensor | None) -> tuple[Tensor | None, ...]:
         s, ds, weight, mean, inv, sum_ds, sum_dsx = ctx.saved_tensors
         needs_weight, needs_bias = ctx.needs_input_grad[2:4]
-        zero, one = _constants(len(inv), inv.dtype, inv.device)
-        Y = None if Y is None else _laid_out_as(s, Y)
-        sum_Y, sum_Yx = (zero, zero) if Y is None else _sums(Y, s, mean, inv)
-        if Z is None:  # C alone: no tangent is touched
-            if Y is None:
-                return (None,) * 4 + _REST
-            grad_s, grad_ds, more = _spread(Y, s, weight, mean, inv, sum_Y, sum_Yx), None, sum_Yx
+        Y, Z = (None if x is None else _laid_out_as(s, x) for x in (Y, Z))
+        grad_ds: Tensor | None = None
+        if Z is not None:
+            adjoints = _kernels(s.dtype, s.device) if s.is_cuda and _in_rows(s) else _adjoints
+            grad_s, grad_ds, grad_weight, sum_Y = adjoints(Y, Z, s, ds, weight, mean, inv, sum_ds, sum_dsx)
+        elif Y is not None:  # C alone: no tangent is touched
+            sum_Y, sum_Yx = _sums(Y, s, mean, inv)
+            grad_s, grad_weight = _spread(Y, s, weight, mean, inv, sum_Y, sum_Yx), sum_Yx * inv
         else:
-            Z = _laid_out_as(s, Z)
-            count = s.numel() // s.shape[1]
-            sum_Z, sum_Zx = _sums(Z, s, mean, inv)
-            _, covariance = _sums(Z, ds, sum_ds / count, one)  # count·c
-            grad_ds = _spread(Z, s, weight, mean, inv, sum_Z, sum_Zx)
-            share = inv * inv / count
-            of_Z, of_ds = share * sum_dsx, share * sum_Zx
-            product = of_Z * sum_Zx  # count·ab
-            W = _minus(_minus(Y, Z, of_Z), ds, of_ds)
-            sum_W = sum_Y.addcmul(of_Z, sum_Z, value=-1).addcmul_(of_ds, sum_ds, value=-1)
-            more = sum_Yx + covariance
-            grad_s = _spread(W, s, weight, mean, inv, sum_W, torch.sub(more, product, alpha=3))
-            more = more - product
+            return (None,) * 4 + _REST
         # autograd takes the sums to the types of γ and β
         needs_bias &= Y is not None
-        return grad_s, grad_ds, more * inv if needs_weight else None, sum_Y if needs_bias else None, *_REST
+        return grad_s, grad_ds, grad_weight if needs_weight else None, sum_Y if needs_bias else None, *_REST
+
+
+Adjoints = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of s, ṡ, γ and β."""
+
+
+def _adjoints(
+    Y: Tensor | None, Z: Tensor, s: Tensor, ds: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, sum_ds: Tensor,
+    sum_dsx: Tensor,
+) -> Adjoints:  # fmt: skip
+    count = s.numel() // s.shape[1]
+    zero, one = _constants(len(inv), inv.dtype, inv.device)
+    sum_Y, sum_Yx = (zero, zero) if Y is None else _sums(Y, s, mean, inv)
+    sum_Z, sum_Zx = _sums(Z, s, mean, inv)
+    _, covariance = _sums(Z, ds, sum_ds / count, one)  # count·c
+    grad_ds = _spread(Z, s, weight, mean, inv, sum_Z, sum_Zx)
+    share = inv * inv / count
+    of_Z, of_ds = share * sum_dsx, share * sum_Zx
+    product = of_Z * sum_Zx  # count·ab
+    W = _minus(_minus(Y, Z, of_Z), ds, of_ds)
+    sum_W = sum_Y.addcmul(of_Z, sum_Z, value=-1).addcmul_(of_ds, sum_ds, value=-1)
+    more = sum_Yx + covariance
+    grad_s = _spread(W, s, weight, mean, inv, sum_W, torch.sub(more, product, alpha=3))
+    return grad_s, grad_ds, (more - product) * inv, sum_Y
+
+
+@functools.cache
+def _kernels(dtype: torch.dtype, device: torch.device) -> Callable[..., Adjoints]:
+    """`_adjoints` in fewer passes over memory, where Triton is there and can compile for this device."""
+    try:
+        from hgnp.curvature.fused import adjoints
+
+        x = torch.arange(32, dtype=dtype, device=device).view(4, 8)
+        wide = torch.ones(8, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
+        adjoints(x, x, x, x, wide, wide, wide, wide, wide)
+    except Exception:  # of its import, its compiler, a C compiler, the driver
+        return _adjoints
+    return adjoints
 
 
 _REST = (None,) * 5  # statistics, momentum and eps have no derivative
 
 
+_LAST = {2: torch.contiguous_format, 4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _in_rows(s: Tensor) -> bool:
+    """Whether all channels of a position lie together."""
+    return s.dim() in _LAST and s.is_contiguous(memory_format=_LAST[s.dim()])
+
+
 def _laid_out_as(s: Tensor, x: Tensor) -> Tensor:
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(s.dim())
-    is_last = last is not None and s.is_contiguous(memory_format=last) and not s.is_contiguous()
-    return x.contiguous(memory_format=last if is_last and last is not None else torch.contiguous_format)
+    return x.contiguous(
+        memory_format=_LAST[s.dim()] if _in_rows(s) and not s.is_contiguous() else torch.contiguous_format
+    )
 
 
 def _sums(z: Tensor, s: Tensor, mean: Tensor, inv: Tensor) -> tuple[Tensor, Tensor]:

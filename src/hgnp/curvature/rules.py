@@ -158,7 +158,11 @@ def max_pool(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     options = {k: v for k, v in kwargs.items() if k != "return_indices"}
     out, index = _POOLS[name](*args[:6], **options)
-    picked = tangent.flatten(2).gather(2, index.flatten(2)).view(index.shape)
+    if tangent.is_contiguous() or not index.movedim(1, -1).is_contiguous():
+        picked = tangent.flatten(2).gather(2, index.flatten(2)).view(index.shape)
+    else:  # channels last
+        at = index.movedim(1, -1)
+        picked = tangent.movedim(1, -1).flatten(1, -2).gather(1, at.flatten(1, -2)).view(at.shape).movedim(-1, 1)
     mode.record(out, picked)
     return out
 

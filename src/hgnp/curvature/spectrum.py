@@ -158,10 +158,11 @@ class Pair:
     def direction(self, block: Block, *, scale_invariant: bool) -> list[tuple[Tensor, Tensor]]:
         """The block's parameters with their parts of v, or of V = diag(n)·v, through whose n derivatives pass."""
         one = torch.zeros_like(self.psi.value).scatter(0, self.group.view(1), 1.0).unsqueeze(1)
-        gamma = self.gamma.vector * one
+        psi, gamma = self.psi.vector, self.gamma.vector * one
         if scale_invariant:
             gamma = gamma * block.filter_norms().view(gamma.shape)
-        weight, bias = block.spread(self.psi.vector.to(gamma.dtype), gamma)
+            psi = psi.clone()  # autograd keeps it, and the pair may be renewed in place before the way back
+        weight, bias = block.spread(psi.to(gamma.dtype), gamma)
         seeds = [(block.weight, weight.to(block.weight.dtype))]
         if block.bias is not None and bias is not None:
             seeds.append((block.bias, bias.to(block.bias.dtype)))
