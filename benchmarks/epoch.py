@@ -42,13 +42,14 @@ NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "resnet18": (ResNet18, "resnet18-cifar10"),
     "vgg16": (VGG16, "vgg16-cifar10"),
 }
-EVERY_STEP = {"v_every": 1, "rest_closed": False}
-HGNP: dict[str, dict[str, Any] | None] = {  # choices beside the preset's; None: the default's
-    "HGNP, default": None,
-    "HGNP, preset": {},
-    "HGNP, preset, first block": {"rest_closed": False},
-    "HGNP, literal order": {"v_from": "this_batch"} | EVERY_STEP,
-    "HGNP, paper": {"flatness": "paper", "curvature": "hessian", "v_from": "this_batch"} | EVERY_STEP,
+OPEN = {"bound": -1.0, "rest_closed": False}  # the term acts in every step
+HGNP: dict[str, dict[str, Any]] = {  # choices beside the preset's; of the first, beside the default's
+    "HGNP, default": OPEN,
+    "HGNP, preset": OPEN,
+    "HGNP, preset, closed": {"bound": 1e9},
+    "HGNP, preset, first block": OPEN,
+    "HGNP, literal order": {"v_from": "this_batch", "v_every": 1} | OPEN,
+    "HGNP, paper": {"flatness": "paper", "curvature": "hessian", "v_from": "this_batch", "v_every": 1} | OPEN,
 }
 FIRST = "HGNP, preset, first block"
 METHODS = ["plain", "Taylor", *HGNP, "SAM"]
@@ -140,10 +141,10 @@ class Bench:
         self.clean()
         held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         epochs = self.trainer(net, name, method, engine=engine)
-        self.warm(epochs)
+        self.warm(epochs, first=method == FIRST)
         self.clean()
         torch.cuda.reset_peak_memory_stats()
-        steps(epochs, self.batches, AFTER)
+        steps(epochs, self.batches, AFTER, first=method == FIRST)
         return torch.cuda.max_memory_allocated() - held[0], torch.cuda.max_memory_reserved() - held[1]
 
     def naive(self, net: nn.Module, name: str, kept: float) -> None:
@@ -209,13 +210,12 @@ def options(name: str, method: str) -> dict[str, Any]:
     """Of Flatness."""
     if method not in HGNP:
         return {"mu": 0.0}
-    beside = HGNP[method]
-    if beside is None:
-        return {}
+    if method == "HGNP, default":
+        return HGNP[method]
     recipe = hgnp.Recipe(**preset(NETS[name][1]).recipe)
     bundle, choices = recipe.flatness_choices
     ours = {"v_every": recipe.v_every, "rest_closed": recipe.rest_closed, "flatness": bundle, **choices}
-    return {"mu": recipe.mu, "bound": recipe.bound, **ours, **beside}
+    return {"mu": recipe.mu, "bound": recipe.bound, **ours, **HGNP[method]}
 
 
 @contextlib.contextmanager

@@ -15,8 +15,9 @@ An epoch is {steps} steps of {batch} pictures of 3 × 32 × 32 with random flips
 operation. Ratios are to the plain epoch from graphs of the same network and κ in the same process. Taylor is a plain epoch with
 one round: scoring a batch, removing {round} neurons, capturing all graphs again. κ is the fraction of parameters left, cut by
 L1 norms in rounds of 200 neurons. HGNP's readings: *default*; the *preset*'s, {presets};
-that one with the *first block* penalised in every step; in the *literal order*, v from the batch itself; and *paper*, that is
-`flatness="paper"`, with the full Hessian.
+that one along the *first block* in every step; in the *literal order*, v from the batch itself; and *paper*, that is
+`flatness="paper"`, with the full Hessian. A bound of −1 keeps the hinge of all these open in every step; *closed* is the
+preset with a hinge that never opens, so that the term rests.
 *Block* is the one that was penalised most often, and its share of the steps: the later in the network, the cheaper.
 """,
     "Memory": """\

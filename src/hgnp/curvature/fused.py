@@ -44,12 +44,12 @@ def _sums(
             y = tl.load(Y + at, here, other=0.0).to(ACC)
             of_Y += y
             of_Yx += y * x
-    out, next = sums + column * parts + part, channels * parts
+    out, apart = sums + column * parts + part, channels * parts
     tl.store(out, tl.sum(of_Y, 0), inside)
-    tl.store(out + next, tl.sum(of_Yx, 0), inside)
-    tl.store(out + 2 * next, tl.sum(of_Z, 0), inside)
-    tl.store(out + 3 * next, tl.sum(of_Zx, 0), inside)
-    tl.store(out + 4 * next, tl.sum(of_Zds, 0), inside)
+    tl.store(out + apart, tl.sum(of_Yx, 0), inside)
+    tl.store(out + 2 * apart, tl.sum(of_Z, 0), inside)
+    tl.store(out + 3 * apart, tl.sum(of_Zx, 0), inside)
+    tl.store(out + 4 * apart, tl.sum(of_Zds, 0), inside)
 
 
 @triton.jit
