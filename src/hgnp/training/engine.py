@@ -130,8 +130,8 @@ class Engine:
                 if self.refused is not None or self._first(key):
                     return flat.run(step, *batch)
                 made = {ahead: self._capture(partial(flat.ahead, renew=step.renew), batch, after=True)}
-                made[opened] = self._capture(partial(flat.go_back, opened=True, retain_graph=True), batch)
-                made[closed] = self._capture(partial(flat.go_back, opened=False), batch)
+                made[closed] = self._capture(partial(flat.go_back, opened=False, retain_graph=True), batch)
+                made[opened] = self._capture(partial(flat.go_back, opened=True), batch)  # lets the pass go on its way
                 self._graphs |= made
             loss = self._replay(self._graphs[ahead], batch)
             self._replay(self._graphs[opened if flat.opened else closed], self._graphs[ahead].batch)
