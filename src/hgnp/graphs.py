@@ -59,6 +59,7 @@ class Capture:
         except Exception as error:
             raise RefusedError(first_line(failed or error)) from (failed or error)
         finally:
+            failed = None  # or it would hold itself, and all that the work made
             torch.clear_autocast_cache()  # copies of parameters that nothing has computed yet
         return graph, made
 

@@ -122,25 +122,31 @@ class Engine:
 
     def _fork(self, flat: Flatness, step: Kind, key: Any, batch: Any) -> Tensor | None:
         """A step in two graphs: forward, and back with the term or without once the host knows q."""
-        ahead, opened, closed = ("ahead", key), ("open", key), ("closed", key)
         try:
-            if ahead not in self._graphs:
+            if ("ahead", key) not in self._graphs:
                 self._clear()
                 batch = laid_out(batch, self.net)
-                if self.refused is not None or self._first(key):
+                if self.refused is not None or self._first(key) or not self._forked(flat, step, key, batch):
                     return flat.run(step, *batch)
-                made = {ahead: self._capture(partial(flat.ahead, renew=step.renew), batch, after=True)}
-                made[closed] = self._capture(partial(flat.go_back, opened=False, retain_graph=True), batch)
-                made[opened] = self._capture(partial(flat.go_back, opened=True), batch)  # lets the pass go on its way
-                self._graphs |= made
-            loss = self._replay(self._graphs[ahead], batch)
-            self._replay(self._graphs[opened if flat.opened else closed], self._graphs[ahead].batch)
+            ahead = self._graphs["ahead", key]
+            loss = self._replay(ahead, batch)
+            self._replay(self._graphs["open" if flat.opened else "closed", key], ahead.batch)
             return loss
-        except RefusedError as error:
-            self._refuse(error)
-            return flat.run(step, *batch)
         finally:
             flat.finish()
+
+    def _forked(self, flat: Flatness, step: Kind, key: Any, batch: Any) -> bool:
+        """Captures all three graphs, or none."""
+        try:
+            ahead = self._capture(partial(flat.ahead, renew=step.renew), batch, after=True)
+            closed = self._capture(partial(flat.go_back, opened=False, retain_graph=True), batch)
+            opened = self._capture(partial(flat.go_back, opened=True), batch)  # lets the pass go on its way
+        except RefusedError as error:
+            flat.finish()  # the step as it is may need the memory
+            self._refuse(error)
+            return False
+        self._graphs |= {("ahead", key): ahead, ("open", key): opened, ("closed", key): closed}
+        return True
 
     def _go_on(self, flat: Flatness, kind: Any, batch: Any) -> Tensor:
         """The rest of a step in the paper's order: C has gone back already."""
@@ -201,18 +207,19 @@ class Engine:
             if not after:
                 self._clear()
                 batch = laid_out(batch, self.net)
-            if self.refused is not None or self._first(key):
-                return piece(*batch)
-            try:
-                self._graphs[key] = self._capture(piece, batch, after=after)
-            except RefusedError as error:
-                self._refuse(error)
+            if self.refused is None and not self._first(key):
+                try:
+                    self._graphs[key] = self._capture(piece, batch, after=after)
+                except RefusedError as error:
+                    self._refuse(error)
+            if key not in self._graphs:  # no longer within `except`: the error holds what its capture took
                 return piece(*batch)
         return self._replay(self._graphs[key], batch)
 
     def _refuse(self, error: RefusedError) -> None:
         self.refused = str(error)
         forget_made()
+        self._forget()
 
     def _capture(self, piece: Piece, batch: Any, *, after: bool = False) -> Captured:
         flat, parameters = self.flatness, list(self.net.parameters())

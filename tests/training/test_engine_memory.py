@@ -1,0 +1,77 @@
+"""What graphs, and captures that fail, hold in memory; as in test_engine.py, without a GPU."""
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine_cases import Again, Net, Stand, prepared
+from hgnp.graphs import Capture, RefusedError
+from hgnp.training import engine as engines
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
+
+
+@pytest.mark.parametrize("refused", [1, 2, 3])
+@pytest.mark.parametrize("v_every", [1, 2])
+def test_a_step_whose_way_back_cannot_be_captured_is_made_once(
+    refused: int, v_every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what the captures took is let go before: it may be memory that they were refused for."""
+    passes: list[weakref.ref[Any]] = []
+
+    class Unable(Stand):
+        captures = 0
+
+        def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
+            self.captures += 1
+            if self.captures == refused:
+                raise RefusedError("it cannot")
+            made = super().capture(work)
+            passes.append(weakref.ref(self.engine.flatness.found))  # type: ignore[union-attr]
+            return made
+
+    found = []
+    for stand in (Unable, Stand):
+        monkeypatch.setattr(engines, "Capture", stand)
+        torch.manual_seed(0)
+        flat, engine, optimizer = prepared(Net().double(), bound=-1.0, v_every=v_every)
+        run = flat.run
+
+        def as_it_is(*args: Any, run: Callable[..., Tensor] = run, **options: Any) -> Tensor:
+            assert not any(kept() for kept in passes)
+            return run(*args, **options)
+
+        monkeypatch.setattr(flat, "run", as_it_is)
+        for _ in range(7):
+            optimizer.zero_grad(set_to_none=True)
+            engine.backward(*batch())
+            optimizer.step()
+        assert engine.refused == ("it cannot" if stand is Unable else None)
+        assert bool(engine._graphs) is (stand is Stand)
+        found.append(flat.net.state_dict())
+    assert len(passes) == refused - 1
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
+
+
+def test_a_capture_that_failed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    taken: list[weakref.ref[Tensor]] = []
+
+    def work() -> None:
+        made = torch.zeros(3)
+        taken.append(weakref.ref(made))
+        raise ValueError("too large")
+
+    with contextlib.suppress(RefusedError):
+        Capture(torch.device("meta")).capture(work)
+    assert taken[0]() is None
