@@ -75,3 +75,19 @@ def test_a_capture_that_failed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) ->
     with contextlib.suppress(RefusedError):
         Capture(torch.device("meta")).capture(work)
     assert taken[0]() is None
+
+
+def test_a_step_from_graphs_does_not_look_for_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device would wait meanwhile."""
+    monkeypatch.setattr(engines, "Capture", Stand)
+    torch.manual_seed(0)
+    flat, engine, _ = prepared(Net().double(), bound=1e9, v_every=3)
+    x, y = batch()
+    for _ in range(9):
+        engine.backward(x, y)
+    looked: list[None] = []
+    monkeypatch.setattr(flat.v, "block", lambda: looked.append(None))
+    monkeypatch.setattr(Again, "replay", lambda again: None)
+    for _ in range(3):
+        engine.backward(x, y)
+    assert not looked

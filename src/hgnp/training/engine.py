@@ -110,7 +110,7 @@ class Engine:
     def _along_known(self, flat: Flatness, kind: Any, batch: Any) -> Tensor | None:
         step = flat.kind()
         key = step, flat.v.name() if step.term else None, kind
-        if key not in self._graphs and flat.v.block() is None:  # nothing is known of v yet
+        if not {key, ("ahead", key)} & self._graphs.keys() and flat.v.block() is None:  # nothing is known of v yet
             self._clear()
             return flat.backward(*batch)
         if step.term and not flat.apart:
