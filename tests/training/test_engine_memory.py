@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import hgnp
 from engine_cases import Again, Net, Stand, prepared
 from hgnp.graphs import Capture, RefusedError
 from hgnp.training import engine as engines
+from hgnp.training.engine import Engine
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -91,3 +93,19 @@ def test_a_step_from_graphs_does_not_look_for_its_block(monkeypatch: pytest.Monk
     for _ in range(3):
         engine.backward(x, y)
     assert not looked
+
+
+def test_what_was_seen_outlasts_other_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of steps at rest show nothing of their own, and share the memory."""
+    monkeypatch.setattr(engines, "Capture", Stand)
+    torch.manual_seed(0)
+    flat = hgnp.Flatness(Net().double(), mu=0.05, bound=-1.0)
+    Stand.engine = engine = Engine(flat)
+    for _ in range(3):
+        engine.backward(*batch())
+    before = flat.residual, {name: part.clone() for name, part in flat.direction.items()}
+    for captured in engine._graphs.values():
+        if captured.seen is not None:
+            for tensor in (captured.seen.residuals, *captured.seen.direction):
+                tensor.fill_(torch.nan)
+    torch.testing.assert_close((flat.residual, flat.direction), before, rtol=0, atol=0)

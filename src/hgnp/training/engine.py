@@ -282,8 +282,9 @@ class Engine:
         if flat is not None and captured.choice is not None:
             flat.v.chosen = Chosen.of(captured.choice.index.number, captured.choice.blocks)
         if flat is not None and captured.seen is not None:
-            seen = captured.seen
-            flat.seen = Seen(seen.block, seen.direction, seen.radius.clone(), seen.residuals, seen.curvature.clone())
+            seen = captured.seen  # copied, as other graphs share its memory; numbers by one kernel
+            radius, residuals, q = torch._foreach_mul((seen.radius, seen.residuals, seen.curvature), 1)
+            flat.seen = Seen(seen.block, [part.clone() for part in seen.direction], radius, residuals, q)
         return None if captured.loss is None else captured.loss.clone()
 
     def _gradients(self, parameters: tuple[nn.Parameter, ...]) -> Gradients:
