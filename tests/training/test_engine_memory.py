@@ -11,6 +11,7 @@ from torch import Tensor
 
 import hgnp
 from engine_cases import Again, Net, Stand, prepared
+from hgnp.curvature import eigen
 from hgnp.graphs import Capture, RefusedError
 from hgnp.training import engine as engines
 from hgnp.training.engine import Engine
@@ -109,3 +110,12 @@ def test_what_was_seen_outlasts_other_graphs(monkeypatch: pytest.MonkeyPatch) ->
             for tensor in (captured.seen.residuals, *captured.seen.direction):
                 tensor.fill_(torch.nan)
     torch.testing.assert_close((flat.residual, flat.direction), before, rtol=0, atol=0)
+
+
+def test_counts_that_graphs_read_are_kept() -> None:
+    """However many other shapes of batches there are."""
+    counts = [((1, float(n)),) for n in range(200)]
+    first = weakref.ref(eigen._counts(counts[0], torch.double, torch.device("cpu")))
+    for each in counts:
+        eigen._counts(each, torch.double, torch.device("cpu"))
+    assert first() is not None

@@ -226,7 +226,7 @@ def _of_two(y: Tensor, z: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor
     return v, start, value, torch.linalg.vector_norm(image / value.unsqueeze(1) - v, dim=1)
 
 
-@functools.lru_cache(64)
+@functools.cache  # all of them: graphs read them for as long as they are replayed
 def _counts(counts: tuple[tuple[int, float], ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.cat([torch.full((n,), count, dtype=dtype, device=device) for n, count in counts])
 
