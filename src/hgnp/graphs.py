@@ -137,6 +137,7 @@ class Replayed:
                 graph, made = self._capture.capture(lambda: self._function(batch))
             except RefusedError as error:
                 self.refused = str(error)
+            if self.refused is not None:  # no longer within `except`: the error holds what its capture took
                 return self._function(batch)
             self._graphs[kind] = graph, batch, made
         graph, given, made = self._graphs[kind]

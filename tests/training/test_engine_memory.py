@@ -12,7 +12,7 @@ from torch import Tensor
 import hgnp
 from engine_cases import Again, Net, Stand, prepared
 from hgnp.curvature import eigen
-from hgnp.graphs import Capture, RefusedError
+from hgnp.graphs import Capture, RefusedError, Replayed
 from hgnp.training import engine as engines
 from hgnp.training.engine import Engine
 
@@ -78,6 +78,25 @@ def test_a_capture_that_failed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) ->
     with contextlib.suppress(RefusedError):
         Capture(torch.device("meta")).capture(work)
     assert taken[0]() is None
+
+
+def test_work_that_cannot_be_captured_is_done_without_what_the_capture_took() -> None:
+    taken: list[weakref.ref[Tensor]] = []
+
+    class Unable(Stand):
+        def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
+            made = work()
+            taken.append(weakref.ref(made))
+            raise RefusedError("it cannot")
+
+    def double(x: Tensor) -> Tensor:
+        assert not any(made() is not None for made in taken)
+        return 2 * x
+
+    replayed = Replayed(double, Net(), Unable(torch.device("cpu")))  # type: ignore[arg-type]
+    for _ in range(3):
+        assert replayed(torch.ones(3)).tolist() == [2, 2, 2]
+    assert len(taken) == 1
 
 
 def test_a_step_from_graphs_does_not_look_for_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
