@@ -13,7 +13,16 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 pytest.importorskip("triton", reason="needs Triton, which PyTorch brings for a GPU")
 DEVICE = "cuda" if CUDA else "cpu"
-SHAPES = [(4, 5, 3, 3), (6, 70, 2, 2), (7, 19), (3, 64, 9, 9), (2, 3, 2, 3, 4), (5, 130, 1, 1), (300, 8, 3, 3)]
+SHAPES = [
+    (4, 5, 3, 3),
+    (6, 70, 2, 2),
+    (7, 19),
+    (3, 64, 9, 9),
+    (2, 3, 2, 3, 4),
+    (5, 130, 1, 1),
+    (300, 8, 3, 3),
+    (40, 1, 3, 3),
+]
 
 
 def given(shape: tuple[int, ...], dtype: torch.dtype, *, affine: bool) -> tuple[list[Tensor], list[Tensor]]:

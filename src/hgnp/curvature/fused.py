@@ -130,7 +130,7 @@ def adjoints(
     channels = s.shape[1]
     rows = s.numel() // channels
     wide: Any = tl.float64 if mean.dtype == torch.float64 else tl.float32
-    columns = min(64, triton.next_power_of_2(channels))
+    columns = min(64, max(16, triton.next_power_of_2(channels)))
     tile = TILE // columns
     blocks = triton.cdiv(channels, columns)
     parts = min(PARTS, triton.cdiv(rows, tile))
