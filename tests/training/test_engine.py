@@ -221,7 +221,7 @@ def test_layers_that_only_some_batches_meet(choices: dict[str, Any], monkeypatch
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("change", ["freeze", "unfreeze", "elsewhere", "momentum", "loss", "hook", "none"])
+@pytest.mark.parametrize("change", ["freeze", "unfreeze", "elsewhere", "momentum", "loss", "bound", "hook", "none"])
 def test_what_is_done_to_the_network_between_epochs_is_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "Capture", Stand)
     monkeypatch.setattr("hgnp.curvature.passes.Pass.acts", lambda *_: True)
@@ -248,6 +248,8 @@ def test_what_is_done_to_the_network_between_epochs_is_seen(change: str, monkeyp
                 net.na.momentum = 0.5
             elif change == "loss":
                 vars(flat.loss).update(label_smoothing=0.1)
+            elif change == "bound":
+                flat.bound = 0.1
             elif change == "hook":
                 net.a.weight.register_hook(lambda grad: 2 * grad)
         found.append(net.state_dict())

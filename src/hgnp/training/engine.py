@@ -90,7 +90,10 @@ class Engine:
         """Whatever was done to network, gradients and optimizer since the last step is seen."""
         self._left = None
         self._stepping.forget()
-        built = built_of(self.net, self.trainer.loss), hooked(self.net)
+        numbers = {
+            name: value for name, value in vars(self.trainer).items() if name != "mu" and isinstance(value, float)
+        }
+        built = built_of(self.net, self.trainer.loss), hooked(self.net), numbers
         if self._built != built:
             self._start_anew()
             self._built = built
