@@ -10,6 +10,7 @@ networks of one seed are timed by hgnp's own bench beside the full one, in turns
 
 import argparse
 import datetime
+import itertools
 import os
 import platform
 import statistics
@@ -17,20 +18,26 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import hgnp
+from epoch import steps as train
 from hgnp import runs
 from hgnp.experiments.again import networks, sample
 from hgnp.experiments.bench import Entry, equal_accuracy
 from hgnp.files import write
 from hgnp.timing import side_by_side
+from hgnp.training.epoch import Epochs
+from hgnp.training.optimizers import make_optimizer
 
-STEP_BATCH = 128
+STEP_BATCH, STEPS = 128, 8
+STEP = {"a step": 1e-3, "a plain step": 0.0}
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,12 @@ class Row:
     widths: Sequence[int]
 
 
-def pruned(folder: Path, net: str, multiple: int, seed: int, arguments: argparse.Namespace) -> runs.Run:
+def folder_of(net: str, multiple: int, seed: int, arguments: argparse.Namespace) -> Path:
+    return arguments.runs / f"{net}-{multiple}-{seed}"
+
+
+def pruned(net: str, multiple: int, seed: int, arguments: argparse.Namespace) -> runs.Run:
+    folder = folder_of(net, multiple, seed, arguments)
     command = [sys.executable, "-m", "hgnp", "run", net, "--out", str(folder), "--resume", "--device", arguments.device]
     command += ["--seed", str(seed), "--set", f"recipe.multiple={multiple}"]
     for setting in arguments.set:
@@ -75,32 +87,29 @@ def row_of(run: runs.Run, net: str, seed: int, multiple: int) -> Row:
     return Row(net, seed, multiple, last["kept"], last["metric"], last["macs"] / start["macs"], epoch, {}, widths)
 
 
-def steps(nets: Sequence[nn.Module], picture: Tensor, arguments: argparse.Namespace) -> list[float]:
-    """Milliseconds of a training step with the flatness term, operation by operation, all networks in turns."""
+def steps(nets: Sequence[nn.Module], picture: Tensor, arguments: argparse.Namespace, *, mu: float) -> list[float]:
+    """Milliseconds of a training step as a run makes it, all networks in turns."""
     device = torch.device(arguments.device)
-    x = torch.randn(STEP_BATCH, *picture.shape, device=device)
+    recipe = hgnp.Recipe(keep=1.0, lr=1e-4)
     calls = []
     for net in nets:
-        flat = hgnp.Flatness(net.to(device).train())
+        net = net.to(device, memory_format=torch.channels_last) if device.type == "cuda" else net
+        x = torch.randn(STEP_BATCH, *picture.shape, device=device)
         with torch.no_grad():
-            y = net(x).argmax(1)
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
-
-        def step(flat: hgnp.Flatness = flat, y: Tensor = y, optimizer: torch.optim.SGD = optimizer) -> None:
-            optimizer.zero_grad()
-            flat.backward(x, y)
-            optimizer.step()
-
-        calls.append(step)
-    return [timing.median for timing in side_by_side(calls, device=device, repeats=arguments.repeats)]
+            batch = x, net.eval()(x).argmax(1)
+        epochs = Epochs(net, hgnp.Flatness(net, mu=mu, bound=-1.0), make_optimizer(net, recipe, None), recipe, device)
+        call = partial(train, epochs, itertools.repeat(batch), STEPS)
+        call()  # graphs are captured
+        calls.append(call)
+    return [timing.median / STEPS for timing in side_by_side(calls, device=device, repeats=arguments.repeats)]
 
 
 def rows_of(net: str, seed: int, arguments: argparse.Namespace, save: Callable[[Sequence[Row]], None]) -> list[Row]:
     """The networks of one seed, timed. What is known is saved after each run and after the timing."""
-    folders = {m: arguments.runs / f"{net}-{m}-{seed}" for m in arguments.multiples}
+    folders = {multiple: folder_of(net, multiple, seed, arguments) for multiple in arguments.multiples}
     rows: list[Row] = []
-    for multiple, folder in folders.items():
-        run = pruned(folder, net, multiple, seed, arguments)
+    for multiple in folders:
+        run = pruned(net, multiple, seed, arguments)
         rows += [row_of(run, net, seed, m) for m in ([multiple] if rows else [0, multiple])]
         save(rows)
     first = folders[arguments.multiples[0]]
@@ -113,8 +122,9 @@ def rows_of(net: str, seed: int, arguments: argparse.Namespace, save: Callable[[
     for timed in bench.rows:
         times[timed["network"]][timed["variant"]] = timed["median_ms"]
     nets = [networks(first)[0], *(networks(folder)[1] for folder in folders.values())]
-    for row, ms in zip(rows, steps(nets, sample(first)[0], arguments), strict=True):
-        times[str(row.multiple or "full")]["a step"] = ms
+    for name, mu in STEP.items():
+        for row, ms in zip(rows, steps(nets, sample(first)[0], arguments, mu=mu), strict=True):
+            times[str(row.multiple or "full")][name] = ms
     rows = [replace(row, milliseconds=times[str(row.multiple or "full")]) for row in rows]
     save(rows)
     return rows
@@ -123,7 +133,7 @@ def rows_of(net: str, seed: int, arguments: argparse.Namespace, save: Callable[[
 def line(row: Row, variants: Sequence[str]) -> str:
     cells = [row.net, str(row.seed), str(row.multiple or "full"), f"{row.kept:.2%}"]
     cells += ["" if row.accuracy is None else f"{row.accuracy:.2%}", f"{row.macs:.2%}", f"{row.epoch:.2f}"]
-    times = [row.milliseconds.get(variant) for variant in ("a step", *variants)]
+    times = [row.milliseconds.get(variant) for variant in (*STEP, *variants)]
     cells += ["–" if ms is None else f"{ms:.2f}" for ms in times]
     return f"| {' | '.join([*cells, ', '.join(map(str, row.widths))])} |"
 
@@ -144,7 +154,7 @@ def against(rows: Sequence[Row], net: str, multiple: int, base: int, variants: S
     parts = [f"accuracy {mean.replace('-', '−')}", f"κ × {ratio([(a.kept, b.kept) for a, b in pairs])}"]
     parts += [f"MACs × {ratio([(a.macs, b.macs) for a, b in pairs])}"]
     parts += [f"seconds of an epoch × {ratio([(a.epoch, b.epoch) for a, b in pairs])}"]
-    for variant in ("a step", *variants):
+    for variant in (*STEP, *variants):
         times = [(a.milliseconds.get(variant), b.milliseconds.get(variant)) for a, b in pairs]
         parts.append(f"ms {variant} × {ratio(times)}")
     return f"- {net}, {multiple} against {base}, mean over {len(pairs)} seeds (range): " + "; ".join(parts) + "."
@@ -157,7 +167,7 @@ def report(rows: Sequence[Row], failures: Sequence[str], arguments: argparse.Nam
     base, *others = arguments.multiples
     compared = [against(rows, net, multiple, base, arguments.variants) for net in arguments.nets for multiple in others]
     heads = ["network", "seed", "multiple", "κ", "accuracy", "MACs", "s an epoch"]
-    heads += [f"ms {variant}" for variant in ("a step", *arguments.variants)]
+    heads += [f"ms {variant}" for variant in (*STEP, *arguments.variants)]
     return "\n".join([
         "# Widths in multiples",
         "",
@@ -165,8 +175,9 @@ def report(rows: Sequence[Row], failures: Sequence[str], arguments: argparse.Nam
         "",
         "The same preset, seed and target with `recipe.multiple` 1 and otherwise; until the first round of pruning the runs "
         "are the same. *MACs* left; *s an epoch*: the quickest of the fine-tuning, of the warm-up for the full network, as the "
-        f"runs had it, one after the other; *ms a step*: training on a batch of {STEP_BATCH}, operation by operation; other "
-        f"*ms*: inference of a batch of {arguments.batch}, all networks of a seed in turns, medians of {arguments.repeats}.",
+        f"runs had it, {arguments.jobs} at a time; *ms a step*: training on a batch of {STEP_BATCH} as in a run, with the "
+        f"term and plainly; other *ms*: inference of a batch of {arguments.batch}; all networks of a seed in turns, medians "
+        f"of {arguments.repeats}.",
         "",
         f"| {' | '.join([*heads, 'widths'])} |",
         "|---|" + "--:|" * (len(heads) - 1) + "---|",
@@ -192,6 +203,9 @@ def main() -> None:
         "--variants", nargs="+", help="of the bench; eager and channels_last, on a GPU bf16 too, if left out"
     )
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="runs at a time; their seconds are worth little with several"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="passed on to hgnp run")
     parser.add_argument("--runs", type=Path, default=Path("runs/widths"))
     parser.add_argument("--out", type=Path)
@@ -207,6 +221,10 @@ def main() -> None:
         if arguments.out:
             write(arguments.out, report(list(known.values()), failures, arguments))
 
+    if arguments.jobs > 1:
+        every = itertools.product(arguments.nets, arguments.multiples, range(arguments.seeds))
+        with ThreadPoolExecutor(arguments.jobs) as pool:  # what fails here does so again below, where it is told
+            wait([pool.submit(pruned, *each, arguments) for each in every])
     for net in arguments.nets:
         for seed in range(arguments.seeds):
             try:

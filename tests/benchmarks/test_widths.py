@@ -1,0 +1,35 @@
+"""Steps are timed as a run makes them, for every network, and told beside inference."""
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import widths
+
+
+def net(width: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 4)
+    )  # fmt: skip
+
+
+def test_steps_of_all_networks_are_timed() -> None:
+    arguments = Namespace(device="cpu", repeats=2)
+    for mu in widths.STEP.values():
+        nets = [net(4), net(8)]
+        before = [own[0].weight.detach().clone() for own in nets]
+        found = widths.steps(nets, torch.zeros(1, 6, 6), arguments, mu=mu)
+        assert len(found) == 2
+        assert min(found) > 0
+        assert all(not torch.equal(own[0].weight, weight) for own, weight in zip(nets, before, strict=True))
+
+
+def test_a_row_tells_all_times() -> None:
+    times = {"a step": 2.0, "a plain step": 1.0, "eager": 0.5}
+    rows = [widths.Row("demo", 0, m, 0.05, 0.9 + m / 1000, 0.1, 1.0, times, (m,)) for m in (1, 8)]
+    assert "| 2.00 | 1.00 | 0.50 |" in widths.line(rows[0], ["eager"])
+    assert "+0.70 points" in str(widths.against(rows, "demo", 8, 1, ["eager"]))
