@@ -18,7 +18,6 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -57,12 +56,7 @@ class Row:
     widths: Sequence[int]
 
 
-def folder_of(net: str, multiple: int, seed: int, arguments: argparse.Namespace) -> Path:
-    return arguments.runs / f"{net}-{multiple}-{seed}"
-
-
-def pruned(net: str, multiple: int, seed: int, arguments: argparse.Namespace) -> runs.Run:
-    folder = folder_of(net, multiple, seed, arguments)
+def pruned(folder: Path, net: str, multiple: int, seed: int, arguments: argparse.Namespace) -> runs.Run:
     command = [sys.executable, "-m", "hgnp", "run", net, "--out", str(folder), "--resume", "--device", arguments.device]
     command += ["--seed", str(seed), "--set", f"recipe.multiple={multiple}"]
     for setting in arguments.set:
@@ -106,10 +100,10 @@ def steps(nets: Sequence[nn.Module], picture: Tensor, arguments: argparse.Namesp
 
 def rows_of(net: str, seed: int, arguments: argparse.Namespace, save: Callable[[Sequence[Row]], None]) -> list[Row]:
     """The networks of one seed, timed. What is known is saved after each run and after the timing."""
-    folders = {multiple: folder_of(net, multiple, seed, arguments) for multiple in arguments.multiples}
+    folders = {m: arguments.runs / f"{net}-{m}-{seed}" for m in arguments.multiples}
     rows: list[Row] = []
-    for multiple in folders:
-        run = pruned(net, multiple, seed, arguments)
+    for multiple, folder in folders.items():
+        run = pruned(folder, net, multiple, seed, arguments)
         rows += [row_of(run, net, seed, m) for m in ([multiple] if rows else [0, multiple])]
         save(rows)
     first = folders[arguments.multiples[0]]
@@ -175,7 +169,7 @@ def report(rows: Sequence[Row], failures: Sequence[str], arguments: argparse.Nam
         "",
         "The same preset, seed and target with `recipe.multiple` 1 and otherwise; until the first round of pruning the runs "
         "are the same. *MACs* left; *s an epoch*: the quickest of the fine-tuning, of the warm-up for the full network, as the "
-        f"runs had it, {arguments.jobs} at a time; *ms a step*: training on a batch of {STEP_BATCH} as in a run, with the "
+        f"runs had it, one after the other; *ms a step*: training on a batch of {STEP_BATCH} as in a run, with the "
         f"term and plainly; other *ms*: inference of a batch of {arguments.batch}; all networks of a seed in turns, medians "
         f"of {arguments.repeats}.",
         "",
@@ -203,9 +197,6 @@ def main() -> None:
         "--variants", nargs="+", help="of the bench; eager and channels_last, on a GPU bf16 too, if left out"
     )
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="runs at a time; their seconds are worth little with several"
-    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="passed on to hgnp run")
     parser.add_argument("--runs", type=Path, default=Path("runs/widths"))
     parser.add_argument("--out", type=Path)
@@ -221,10 +212,6 @@ def main() -> None:
         if arguments.out:
             write(arguments.out, report(list(known.values()), failures, arguments))
 
-    if arguments.jobs > 1:
-        every = itertools.product(arguments.nets, arguments.multiples, range(arguments.seeds))
-        with ThreadPoolExecutor(arguments.jobs) as pool:  # what fails here does so again below, where it is told
-            wait([pool.submit(pruned, *each, arguments) for each in every])
     for net in arguments.nets:
         for seed in range(arguments.seeds):
             try:

@@ -2,10 +2,16 @@
 
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
+
+from hgnp.training.epoch import Steps
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import widths
@@ -17,15 +23,21 @@ def net(width: int) -> nn.Module:
     )  # fmt: skip
 
 
-def test_steps_of_all_networks_are_timed() -> None:
-    arguments = Namespace(device="cpu", repeats=2)
-    for mu in widths.STEP.values():
-        nets = [net(4), net(8)]
-        before = [own[0].weight.detach().clone() for own in nets]
-        found = widths.steps(nets, torch.zeros(1, 6, 6), arguments, mu=mu)
-        assert len(found) == 2
-        assert min(found) > 0
-        assert all(not torch.equal(own[0].weight, weight) for own, weight in zip(nets, before, strict=True))
+@pytest.mark.parametrize("mu", widths.STEP.values())
+def test_a_step_is_a_share_of_the_steps_that_were_timed(mu: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def timed(calls: list[Callable[[], Steps]], **_: Any) -> list[Any]:
+        made.extend(len(call().losses) for call in calls)
+        return [SimpleNamespace(median=3.0 * steps) for steps in made]
+
+    monkeypatch.setattr(widths, "side_by_side", timed)
+    nets = [net(4), net(8)]
+    before = [own[0].weight.detach().clone() for own in nets]
+    found = widths.steps(nets, torch.zeros(1, 6, 6), Namespace(device="cpu", repeats=2), mu=mu)
+    assert made == [widths.STEPS] * 2
+    assert found == [3.0, 3.0]
+    assert all(not torch.equal(own[0].weight, weight) for own, weight in zip(nets, before, strict=True))
 
 
 def test_a_row_tells_all_times() -> None:

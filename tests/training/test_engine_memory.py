@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -63,11 +63,15 @@ def test_a_step_whose_way_back_cannot_be_captured_is_made_once(
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
 
 
+def captures_do(monkeypatch: pytest.MonkeyPatch, around: Callable[[], Any]) -> None:
+    """Stands in for what PyTorch does around the work of a capture."""
+    for name in ("Stream", "CUDAGraph", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: around())
+
+
 def test_a_capture_that_failed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    captures_do(monkeypatch, contextlib.nullcontext)
     taken: list[weakref.ref[Tensor]] = []
 
     def work() -> None:
@@ -78,6 +82,27 @@ def test_a_capture_that_failed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) ->
     with contextlib.suppress(RefusedError):
         Capture(torch.device("meta")).capture(work)
     assert taken[0]() is None
+
+
+def test_the_error_that_came_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it leaves undone makes the end of the capture fail as well."""
+
+    @contextlib.contextmanager
+    def unjoined() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("capturing stream has unjoined work")
+
+    captures_do(monkeypatch, unjoined)
+
+    def work() -> None:
+        raise ValueError("modified in place")
+
+    with pytest.raises(RefusedError, match="modified in place"):
+        Capture(torch.device("meta")).capture(work)
+    with pytest.raises(RefusedError, match="unjoined work"):
+        Capture(torch.device("meta")).capture(lambda: None)
 
 
 def test_work_that_cannot_be_captured_is_done_without_what_the_capture_took() -> None:

@@ -61,7 +61,7 @@ def _total(sums, which, column, channels, parts, inside, PARTS: tl.constexpr):
 
 @triton.jit
 def _factors(
-    sums, weight, mean, inv, sum_ds, sum_dsx, factors, rows, channels, parts,
+    sums, weight, inv, sum_ds, sum_dsx, factors, rows, channels, parts,
     has_weight: tl.constexpr, ACC: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """What each channel's Y, Z, ṡ, x and 1 are to be multiplied by in the adjoints, and the adjoints of γ and β."""
@@ -89,10 +89,9 @@ def _factors(
     tl.store(out + 2 * channels, by_ds, inside)
     tl.store(out + 3 * channels, share * (more - 3 * product), inside)
     tl.store(out + 4 * channels, of_W / rows, inside)
-    tl.store(out + 5 * channels, share * of_Zx, inside)
-    tl.store(out + 6 * channels, of_Z / rows, inside)
-    tl.store(out + 7 * channels, (more - product) * i, inside)
-    tl.store(out + 8 * channels, of_Y, inside)
+    tl.store(out + 5 * channels, of_Z / rows, inside)
+    tl.store(out + 6 * channels, (more - product) * i, inside)
+    tl.store(out + 7 * channels, of_Y, inside)
 
 
 @triton.jit
@@ -117,9 +116,8 @@ def _spread(
     slope = tl.load(known + 3 * channels, inside, other=0.0)[None, :]
     shift = tl.load(known + 4 * channels, inside, other=0.0)[None, :]
     tl.store(grad_s + at, (scale * (w - shift - x * slope)).to(grad_s.dtype.element_ty), here)
-    slope = tl.load(known + 5 * channels, inside, other=0.0)[None, :]
-    shift = tl.load(known + 6 * channels, inside, other=0.0)[None, :]
-    tl.store(grad_ds + at, (scale * (z - shift - x * slope)).to(grad_ds.dtype.element_ty), here)
+    shift = tl.load(known + 5 * channels, inside, other=0.0)[None, :]
+    tl.store(grad_ds + at, (scale * (z - shift - x * by_ds)).to(grad_ds.dtype.element_ty), here)
 
 
 def adjoints(
@@ -135,17 +133,17 @@ def adjoints(
     blocks = triton.cdiv(channels, columns)
     parts = min(PARTS, triton.cdiv(rows, tile))
     sums = torch.empty(5, channels, parts, dtype=mean.dtype, device=s.device)
-    factors = torch.empty(9, channels, dtype=mean.dtype, device=s.device)
+    factors = torch.empty(8, channels, dtype=mean.dtype, device=s.device)
     grad_s, grad_ds = torch.empty_like(s), torch.empty_like(ds)
     has = {"has_Y": Y is not None, "ACC": wide}
     _sums[parts, blocks](
         Y, Z, s, ds, mean, sum_ds, sums, rows, channels, **has, ROWS=tile, COLUMNS=columns, num_warps=8
     )  # fmt: skip
     _factors[(triton.cdiv(channels, 4),)](
-        sums, weight, mean, inv, sum_ds, sum_dsx, factors, rows, channels, parts, has_weight=weight is not None, ACC=wide,
-        COLUMNS=4, PARTS=PARTS,
+        sums, weight, inv, sum_ds, sum_dsx, factors, rows, channels, parts, has_weight=weight is not None, ACC=wide, COLUMNS=4,
+        PARTS=PARTS,
     )  # fmt: skip
     _spread[triton.cdiv(rows, tile), blocks](
         Y, Z, s, ds, mean, factors, grad_s, grad_ds, rows, channels, **has, ROWS=tile, COLUMNS=columns, num_warps=8
     )  # fmt: skip
-    return grad_s, grad_ds, factors[7], factors[8]
+    return grad_s, grad_ds, factors[6], factors[7]

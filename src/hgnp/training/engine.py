@@ -141,7 +141,7 @@ class Engine:
     def _forked(self, flat: Flatness, step: Kind, key: Any, batch: Any) -> bool:
         """Captures all three graphs, or none."""
         try:
-            ahead = self._capture(partial(flat.ahead, renew=step.renew), batch, after=True)
+            ahead = self._capture(partial(flat.ahead, renew=step.renew), batch, after=True)  # it leaves no gradients
             closed = self._capture(partial(flat.go_back, opened=False, retain_graph=True), batch)
             opened = self._capture(partial(flat.go_back, opened=True), batch)  # lets the pass go on its way
         except RefusedError as error:
