@@ -1,6 +1,7 @@
 """`hgnp compare`, `bench`, `report`, `export` and `sharpness` on real runs of a few seconds."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,6 +17,9 @@ QUICK = [
     "--set", "model_args.width=8", "--set", "data_args.batch=256", "--set", "recipe.warmup_epochs=1", "--set",
     "recipe.neurons_per_round=16", "--set", "recipe.finetune_epochs=1", "--set", "recipe.keep=0.4", "--device", "cpu",
 ]  # fmt: skip
+
+
+SHORT = ["--batch", "8", "--device", "cpu", "--variant", "eager", "--repeats", "2"]
 
 
 def call(*arguments: str) -> int:
@@ -93,19 +97,7 @@ def test_sharpness(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_bench(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "--batch",
-        "8",
-        "--device",
-        "cpu",
-        "--variant",
-        "eager",
-        "--repeats",
-        "2",
-        "--weights",
-        "0.1",
-        "--json",
-    ]
+    arguments = [*SHORT, "--weights", "0.1", "--json"]
     assert call("bench", str(runs / "hgnp"), str(runs / "taylor"), *arguments) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [row["network"] for row in rows] == ["full", "neuron-pruned, hgnp", "neuron-pruned, taylor", "weight-pruned"]
@@ -115,6 +107,36 @@ def test_bench(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[1]["macs"] == result["after"]["macs"]
     assert rows[3]["kept"] == pytest.approx(0.1)
     assert (runs / "hgnp" / "bench.csv").is_file()
+
+
+def test_bench_of_several_runs_has_a_weight_pruned_network_for_each(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("bench", str(runs / "hgnp"), str(runs / "taylor"), *SHORT, "--json") == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["network"] for row in rows[1:]] == [
+        f"{kind}-pruned, {method}" for method in ("hgnp", "taylor") for kind in ("weight", "neuron")
+    ]
+    assert rows[1]["kept"] == pytest.approx(rows[2]["kept"], abs=1e-3)
+    shutil.copytree(runs / "hgnp", "again/hgnp")  # the same name: told apart by their paths
+    fractions = ["--weights", "0.1", "--weights", "0.2", "--json"]
+    assert call("bench", str(runs / "hgnp"), "again/hgnp", *SHORT, *fractions) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["network"] for row in rows[2:]] == [
+        "neuron-pruned, again/hgnp",
+        "weight-pruned, 0.1",
+        "weight-pruned, 0.2",
+    ]
+
+
+def test_bench_of_runs_of_different_networks_is_refused(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wider = [*QUICK, "--set", "model_args.width=12", "--out", "wider"]
+    assert call("run", *wider) == 0
+    capsys.readouterr()
+    assert call("bench", str(runs / "hgnp"), "wider", *SHORT) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "wider" in line
+    assert "network" in line
 
 
 def test_runs_that_are_not_finished_or_not_there(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,17 +38,24 @@ def bench(
     from hgnp.files import write_json
 
     say = sys.stderr if as_json else sys.stdout
-    full, first = networks(runs[0])
+    full, _ = networks(runs[0])
+    by_name = len({run.name for run in runs if run.name}) == len(runs)
     entries = []
-    for number, run in enumerate(runs):
-        small = first if number == 0 else networks(run)[1]
+    for run in runs:
+        whole, small = networks(run)
+        if [p.shape for p in whole.parameters()] != [p.shape for p in full.parameters()]:
+            raise ValueError(
+                f"{run}: its full network is not that of {runs[0]}; runs of one network can be timed together"
+            )
         result = folders.read(run).result or {}
         accuracy = (result.get("after") or {}).get("metric")
         kept = sum(p.numel() for p in small.parameters()) / sum(p.numel() for p in full.parameters())
+        of = "" if len(runs) == 1 else f", {run.name if by_name else run}"
         if weights is None:
-            entries.append(Entry("weight-pruned", kept))
-        entries.append(Entry("neuron-pruned" if len(runs) == 1 else f"neuron-pruned, {run.name}", small, accuracy))
-    entries += [Entry("weight-pruned", kept) for kept in weights or []]
+            entries.append(Entry(f"weight-pruned{of}", kept))
+        entries.append(Entry(f"neuron-pruned{of}", small, accuracy))
+    several = len(weights or []) > 1
+    entries += [Entry(f"weight-pruned, {kept:g}" if several else "weight-pruned", kept) for kept in weights or []]
     devices = device or ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
     def progress(label: str, done: int, total: int) -> None:
