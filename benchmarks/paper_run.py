@@ -1,6 +1,6 @@
 """A whole run of a preset, and what it costs: training with the flatness term against plain training of the same networks.
 
-    python benchmarks/paper_run.py vgg16-cifar10 --data DIR --device cuda --out runs/vgg [--set recipe.mu=0.01]
+    python benchmarks/paper_run.py vgg16-cifar10 --data DIR --device cuda [--out runs/vgg] [--set recipe.mu=0.01]
                                    [--method NAME] [--seed N] [--minutes M]
 
 It is what `hgnp run` does, in a folder like its own. After the first epoch at new widths a copy of the network is trained
@@ -200,13 +200,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", help="a preset or a YAML file, as for hgnp run")
     parser.add_argument("--data", metavar="DIR")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="runs/PRESET if left out")
     parser.add_argument("--method")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--device")
     parser.add_argument("--minutes", type=float)
     args = parser.parse_args(arguments)
+    args.out = args.out or Path("runs") / Path(args.preset).stem
     made = not args.out.exists()
     try:
         experiment = prepare(effective(

@@ -112,7 +112,7 @@ def run_onnx(session: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _need_onnx() -> None:
     missing = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ModuleNotFoundError(f"ONNX needs {', '.join(missing)}, not installed here: pip install hgnp[onnx]")
+        raise ModuleNotFoundError(f"ONNX needs {', '.join(missing)}, not installed here: pip install 'hgnp[onnx]'")
 
 
 def _duplicate(net: nn.Module, to_onnx: bool) -> nn.Module:

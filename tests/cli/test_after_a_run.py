@@ -1,5 +1,6 @@
 """`hgnp compare`, `bench`, `report`, `export` and `sharpness` on real runs of a few seconds."""
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -118,12 +119,14 @@ def test_bench_of_several_runs_has_a_weight_pruned_network_for_each(
         f"{kind}-pruned, {method}" for method in ("hgnp", "taylor") for kind in ("weight", "neuron")
     ]
     assert rows[1]["kept"] == pytest.approx(rows[2]["kept"], abs=1e-3)
-    shutil.copytree(runs / "hgnp", "again/hgnp")  # the same name: told apart by their paths
+    shutil.copytree(runs / "hgnp", "[/again]/hgnp")  # the same name: told apart by their paths
     fractions = ["--weights", "0.1", "--weights", "0.2", "--json"]
-    assert call("bench", str(runs / "hgnp"), "again/hgnp", *SHORT, *fractions) == 0
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert call("bench", str(runs / "hgnp"), "[/again]/hgnp", *SHORT, *fractions) == 0
+    said = capsys.readouterr()
+    assert "neuron-pruned, [/again]/hgnp" in said.err
+    rows = json.loads(said.out.splitlines()[-1])["rows"]
     assert [row["network"] for row in rows[2:]] == [
-        "neuron-pruned, again/hgnp",
+        "neuron-pruned, [/again]/hgnp",
         "weight-pruned, 0.1",
         "weight-pruned, 0.2",
     ]
@@ -137,6 +140,18 @@ def test_bench_of_runs_of_different_networks_is_refused(runs: Path, capsys: pyte
     (line,) = capsys.readouterr().err.splitlines()
     assert "wider" in line
     assert "network" in line
+
+
+def test_without_onnx_a_line_says_what_to_install(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else found(name))
+    assert call("export", str(runs / "hgnp"), "small.onnx") == 2
+    assert "pip install 'hgnp[onnx]'" in capsys.readouterr().err
+    short = [argument if argument != "eager" else "onnx" for argument in SHORT]
+    assert call("bench", str(runs / "hgnp"), *short) == 0
+    assert "hgnp[onnx]" in capsys.readouterr().out
 
 
 def test_runs_that_are_not_finished_or_not_there(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

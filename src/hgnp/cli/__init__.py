@@ -73,7 +73,7 @@ def exit_code(error: Exception) -> tuple[int, str] | None:
             return BAD_INPUT, line
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return STOPPED, f"the disk is full: {line}" if full else line
-    if isinstance(error, ValueError | TypeError) and _on_purpose(error.__traceback__):
+    if isinstance(error, ValueError | TypeError | ModuleNotFoundError) and _on_purpose(error.__traceback__):
         return BAD_INPUT, line
     if isinstance(error, ArithmeticError) and _on_purpose(error.__traceback__):  # the run diverged
         return STOPPED, line

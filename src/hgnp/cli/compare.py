@@ -77,13 +77,15 @@ def _show(comparison: "Comparison", say: Any) -> None:
 
 
 def _table(study: "Study") -> Any:
+    from rich.markup import escape
     from rich.table import Table
 
     from hgnp.progress import score
 
     pairs = {pair.label: pair for pair in study.pairs}
     levels = study.levels
-    table = Table(title=f"{study.title}: {study.metric} at κ", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    title = escape(f"{study.title}: {study.metric} at κ")
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     for name in (*(f"{level:.0%}" for level in levels), "area gain", "overtakes at κ"):
         table.add_column(name, justify="right")
@@ -95,7 +97,7 @@ def _table(study: "Study") -> Any:
         gain = "" if pair is None or pair.gain is None else f"{pair.gain:+.2f} %"
         crossed = "" if pair is None else " ".join(f"{c.kept:.0%}" for c in pair.crossings) or "never"
         runs = f" ({len(group.runs)} runs)" if len(group.runs) > 1 else ""
-        table.add_row(f"{group.label}{runs}", *cells, gain, crossed)
+        table.add_row(escape(f"{group.label}{runs}"), *cells, gain, crossed)
     return table
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hgnp.progress import duration, score
@@ -25,7 +26,7 @@ def show(result: Mapping[str, Any], *, out: Path, console: Console) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for name, before, after, ratio in rows(result):
-        table.add_row(name, before, after, ratio)
+        table.add_row(escape(name), before, after, ratio)
     console.print(table)
     console.print(f"\n{ending(result)}", highlight=False, markup=False, soft_wrap=True)
     for name, what in FILES.items():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from hgnp.files import write_csv
@@ -38,7 +39,7 @@ class Bench:
         columns = ("network", "kept", "variant", "batch", "ms", "quartiles", "speed-up", "against eager", "MMACs")
         several = len({row["device"] for row in self.rows}) > 1
         table = Table(
-            title=f"Inference, {', '.join(self.about['devices'].values())}",
+            title=escape(f"Inference, {', '.join(self.about['devices'].values())}"),
             title_justify="left",
             caption_justify="left",
         )
@@ -51,9 +52,10 @@ class Bench:
                 cells += ["" if row[key] is None else f"{row[key]:.2f}×" for key in ("speedup", "speedup_eager")]
             else:
                 cells += ["–"] * 4
-            table.add_row(*([row["device"]] if several else []), *cells, f"{row['macs'] / 1e6:.1f}")
+            cells = [*([row["device"]] if several else []), *cells, f"{row['macs'] / 1e6:.1f}"]
+            table.add_row(*map(escape, cells))
         failures = {f"{row['network']}, {row['variant']}, batch {row['batch']}": row["reason"] for row in self.rows}
-        table.caption = "\n".join(f"{what}: {why}" for what, why in failures.items() if why) or None
+        table.caption = escape("\n".join(f"{what}: {why}" for what, why in failures.items() if why)) or None
         return table
 
 
