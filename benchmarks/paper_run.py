@@ -208,7 +208,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float)
     args = parser.parse_args(arguments)
     args.out = args.out or Path("runs") / Path(args.preset).stem
-    made = not args.out.exists()
+    made = [path for path in (args.out / "config.yaml", args.out) if not path.exists()]
     try:
         experiment = prepare(effective(
             args.preset, data=args.data, method=args.method, settings=args.set, seed=args.seed, device=args.device
@@ -228,7 +228,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{args.minutes:g} minutes are over; the same command goes on")
     except BaseException:
         if not (args.out / "run.json").exists():  # refused before it began
-            discard(args.out, made=made)
+            discard(made)
         raise
     costs.report() if done else costs.write()
     print((args.out / "report.md").read_text(encoding="utf-8"))

@@ -16,6 +16,19 @@ from hgnp.scores import normalised
 H = 1e-5
 
 
+def test_frozen_weights_have_the_same_scores() -> None:
+    """No flatness is asked for, so there need not be a block to flatten."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    batch = torch.randn(8, 4).double(), torch.arange(8) % 3
+    neurons = hgnp.Neurons(net, batch[0])
+    expected = hgnp.sensitivity(net, neurons, [batch])
+    net.requires_grad_(False)
+    found = hgnp.sensitivity(net, neurons, [batch])
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(dict(found), dict(expected))
+
+
 class Gated(nn.Module):
     """Networks with a gate behind each activation, for every sample: `gates[layer]` is (N, width), or absent."""
 

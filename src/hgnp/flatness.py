@@ -97,7 +97,7 @@ class Flatness(Sight):
         self.in_two_passes = not self.lags and not self._frozen
         """Whether C goes forward and back first, in the paper's order."""
         self.rhythm = Rhythm(v_every, rest_closed, lags=self.lags)
-        refuse_unseen(net)
+        refuse_unseen(net, flatten=mu > 0)
         if self._frozen:
             refuse_untracked(net)
         self.v = Direction(net, self.choices, curvature_of_loss)

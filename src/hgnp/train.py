@@ -95,6 +95,7 @@ def prune(
             stored = checkpoint.read(folder.checkpoint) if folder.checkpoint.exists() else None
         if recipe.seed is not None:
             streams.seed(recipe.seed)
+        home = next(net.parameters()).device
         if device is not None:
             net.to(device)
         place = next(net.parameters()).device
@@ -106,6 +107,8 @@ def prune(
             run.prepare(stored, optimizer, scheduler, protect)
         except BaseException:
             run.take_back()
+            if device is not None:
+                net.to(home)
             raise
         try:
             with as_found(net):
@@ -144,6 +147,6 @@ def check_functions(**given: Any) -> None:
 
 def check_device(device: str | torch.device) -> None:
     try:
-        torch.empty(0, device=torch.device(device))
+        torch.empty(1, device=torch.device(device)).cpu()  # a meta tensor has nothing to copy
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ValueError(f"device: {device!r} was given; {str(error).splitlines()[0]}") from None

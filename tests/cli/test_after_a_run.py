@@ -1,5 +1,6 @@
 """`hgnp compare`, `bench`, `report`, `export` and `sharpness` on real runs of a few seconds."""
 
+import errno
 import importlib.util
 import json
 import shutil
@@ -132,6 +133,29 @@ def test_bench_of_several_runs_has_a_weight_pruned_network_for_each(
     ]
 
 
+def test_bench_of_a_run_given_twice(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("bench", str(runs / "hgnp"), str(runs / "taylor" / ".." / "hgnp"), *SHORT) == 2
+    assert "given twice; once would do" in capsys.readouterr().err
+    twice = ["--variant", "eager", "--weights", "0.5", "--weights", "0.5", "--batch", "8"]
+    assert call("bench", str(runs / "hgnp"), *SHORT, *twice, "--json") == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["network"] for row in rows] == ["full", "neuron-pruned", "weight-pruned"]
+    assert rows[0]["speedup"] == 1
+
+
+def test_what_bench_found_is_shown_if_it_cannot_be_written(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("hgnp.files.write_json", read_only)
+    assert call("bench", str(runs / "hgnp"), *SHORT, "--json") == 2
+    said = capsys.readouterr()
+    assert len(json.loads(said.out.splitlines()[-1])["rows"]) == 3
+    assert "Read-only" in said.err
+
+
 def test_bench_of_runs_of_different_networks_is_refused(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wider = [*QUICK, "--set", "model_args.width=12", "--out", "wider"]
     assert call("run", *wider) == 0
@@ -140,6 +164,12 @@ def test_bench_of_runs_of_different_networks_is_refused(runs: Path, capsys: pyte
     (line,) = capsys.readouterr().err.splitlines()
     assert "wider" in line
     assert "network" in line
+    shutil.copytree(runs / "taylor", "dearer")  # as many parameters, but not the same work
+    info = json.loads(Path("dearer/run.json").read_text())
+    info["at_start"]["macs"] *= 2
+    Path("dearer/run.json").write_text(json.dumps(info))
+    assert call("bench", str(runs / "hgnp"), "dearer", *SHORT) == 2
+    assert "dearer: its full network is not that of" in capsys.readouterr().err
 
 
 def test_without_onnx_a_line_says_what_to_install(

@@ -1,7 +1,9 @@
 """`hgnp run` around a run: what is run, where it goes, what is printed. Every run is real, on a network of four channels."""
 
+import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import yaml
 
 import hgnp
 from hgnp.cli import app
+from hgnp.experiments.config import read
 from hgnp.experiments.models import DigitsNet
 
 TINY = [
@@ -171,6 +174,80 @@ def test_files_of_the_user_s_own_are_not_overwritten(capsys: pytest.CaptureFixtu
     assert Path("config.yaml").read_text() == mine
     assert call("run", *TINY, "--out", "x" * 300) == 2
     assert "File name too long" in capsys.readouterr().err
+
+
+def test_a_refused_run_leaves_the_configuration_that_was_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("run", *TINY, "--out", "x") == 0
+    text = re.sub(r"keep: [\d.]+", "keep: 0.001", Path("x/config.yaml").read_text())
+    Path("y").mkdir()
+    mine = Path("y/config.yaml")
+    mine.write_text(text)
+    mine.write_text(read(mine).text())  # as a run would write it
+    assert call("run", "y/config.yaml", "--out", "y") == 2
+    assert "keep: 0.001" in capsys.readouterr().err
+    assert "keep: 0.001" in mine.read_text()
+    assert call("run", "y/config.yaml", "--out", "z") == 2
+    assert not Path("z").exists()
+
+
+def test_a_finished_run_is_shown_even_if_nothing_can_be_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("hgnp.cli.run.write_page", full)
+    assert call("run", *TINY, "--out", "x", "--json") == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out.splitlines()[-1])["reached"] is True
+    assert "hgnp: the disk is full: [Errno 28] the run is finished, but x/page.html could not be written" in said.err
+    assert call("run", *TINY, "--out", "x", "--resume", "--json") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["reached"] is True
+
+
+def test_what_a_terminal_cannot_show_is_replaced(tmp_path: Path) -> None:
+    assert call("run", *TINY, "--out", "x") == 0
+    command = [
+        sys.executable,
+        "-m",
+        "hgnp",
+        "bench",
+        "x",
+        "--batch",
+        "2",
+        "--repeats",
+        "1",
+        "--variant",
+        "eager",
+        "--device",
+        "cpu",
+    ]
+    done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"1.00?" in done.stdout
+    assert Path("x/bench.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("setting", "code", "line"),
+    [
+        ("unpack=failing:unpack", "def unpack(a, b):\n    pass\n", "unpack: it failed on a batch of train: TypeError"),
+        ("output=nope", "", "output: it failed on what net returns, a Tensor"),
+        ("data=failing:data", "def data(**given):\n    open('nowhere.csv')\n", "data: data failed: FileNotFoundError"),
+        ("device=meta", "", "device: meta was given"),
+    ],
+)
+def test_what_fails_in_the_user_s_functions_is_named(
+    setting: str, code: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("failing.py").write_text(code)
+    monkeypatch.delitem(sys.modules, "failing", raising=False)
+    rest = [] if setting.startswith("data") else TINY
+    arguments = [argument for argument in rest if "device" not in setting or argument not in ("--device", "cpu")]
+    assert call("run", *arguments, "--set", setting, "--out", "x") == 2
+    said = capsys.readouterr().err
+    assert f"hgnp: {line}" in said
+    assert not Path("x").exists()
 
 
 def test_the_page_of_a_run_that_goes_on_is_written_anew() -> None:

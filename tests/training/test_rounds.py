@@ -1,5 +1,6 @@
 """A round of pruning, and a run that runs out of neurons."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +21,23 @@ from hgnp.training.rounds import Pruner
 from train_cases import loaders, made, recipe
 
 
-def test_a_run_that_can_remove_no_more_says_so_however_often_it_was_resumed(tmp_path: Path) -> None:
+def test_a_target_that_the_method_cannot_meet_is_refused_before_training() -> None:
     """The norms' scales say nothing of the linear layer, and what they speak of is not enough for the target."""
+    net = made()
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(ValueError, match=r"keep: 0\.03 .* 20 have no bn_scale score and 3 neurons are frozen"):
+        hgnp.prune(net, *loaders(), recipe=recipe(method="bn_scale", keep=0.03))
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    bare = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.raises(ValueError, match="no layer with neurons is followed by a norm"):
+        hgnp.prune(bare, *loaders(), recipe=recipe(method="bn_scale", keep=0.5))
+
+
+def test_a_run_that_can_remove_no_more_says_so_however_often_it_was_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As what its scores speak of is not enough for the target, which is not looked at here."""
+    monkeypatch.setattr(Pruner, "check_reachable", lambda self: None)
 
     class StopError(Exception):
         pass

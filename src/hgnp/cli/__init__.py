@@ -6,6 +6,7 @@ its traceback. torch is imported only by commands that need it.
 
 import dis
 import errno
+import io
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -48,6 +49,9 @@ def _top(
 
 def app(arguments: Sequence[str] | None = None) -> None:
     """The command, with `arguments` in place of those it was called with; ends in SystemExit."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # κ and × where the terminal has no such letters
     try:
         code = typer.main.get_command(commands).main(args=arguments, prog_name="hgnp", standalone_mode=False)
     except Exception as error:

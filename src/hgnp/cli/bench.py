@@ -2,9 +2,14 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hgnp.runs import Run
 
 
 def bench(
@@ -40,10 +45,12 @@ def bench(
     say = sys.stderr if as_json else sys.stdout
     full, _ = networks(runs[0])
     by_name = len({run.name for run in runs if run.name}) == len(runs)
-    entries = []
-    for run in runs:
+    known, entries = _network(folders.read(runs[0])), []
+    for number, run in enumerate(runs):
+        if run.resolve() in [each.resolve() for each in runs[:number]]:
+            raise ValueError(f"{run}: given twice; once would do")
         whole, small = networks(run)
-        if [p.shape for p in whole.parameters()] != [p.shape for p in full.parameters()]:
+        if _network(folders.read(run)) != known or _shapes(whole) != _shapes(full):
             raise ValueError(
                 f"{run}: its full network is not that of {runs[0]}; runs of one network can be timed together"
             )
@@ -54,8 +61,8 @@ def bench(
         if weights is None:
             entries.append(Entry(f"weight-pruned{of}", kept))
         entries.append(Entry(f"neuron-pruned{of}", small, accuracy))
-    several = len(weights or []) > 1
-    entries += [Entry(f"weight-pruned, {kept:g}" if several else "weight-pruned", kept) for kept in weights or []]
+    fractions = list(dict.fromkeys(weights or []))
+    entries += [Entry(f"weight-pruned, {kept}" if fractions[1:] else "weight-pruned", kept) for kept in fractions]
     devices = device or ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
     def progress(label: str, done: int, total: int) -> None:
@@ -74,9 +81,25 @@ def bench(
         repeats=repeats,
         progress=progress,
     )
+    unwritten: OSError | None = None
+    try:
+        file = write_json(runs[0] / "bench.json", found.as_dict())
+        found.write_csv(runs[0] / "bench.csv")
+    except OSError as error:
+        unwritten = error
     Console(file=say, width=None if say.isatty() else 160).print(found.table())
-    file = write_json(runs[0] / "bench.json", found.as_dict())
-    found.write_csv(runs[0] / "bench.csv")
-    print(f"{file} and bench.csv", file=say)
+    if unwritten is None:
+        print(f"{file} and bench.csv", file=say)
     if as_json:
         print(text(found.as_dict()))
+    if unwritten is not None:
+        raise unwritten
+
+
+def _network(run: "Run") -> tuple[Any, ...]:
+    """What the time of its full network depends on."""
+    return run.info.get("model"), run.info["at_start"]["macs"], run.info.get("input")
+
+
+def _shapes(net: "nn.Module") -> list[tuple[int, ...]]:
+    return [tuple(parameter.shape) for parameter in net.parameters()]

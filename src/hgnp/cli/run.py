@@ -53,7 +53,7 @@ def run(
     from hgnp.experiments.build import prepare
 
     experiment = prepare(config)
-    made = not folder.exists()
+    made = [path for path in (folder / "config.yaml", folder) if not path.exists()]
     if begun:
         same_run(experiment.config, folder)
     else:
@@ -64,19 +64,24 @@ def run(
     if config.about:
         progress.note(config.about)
     try:
-        experiment.run(out=folder, resume=resume, progress=progress)
+        if not (begun and done):
+            experiment.run(out=folder, resume=resume, progress=progress)
     except BaseException as error:
         progress.stop()
         if not (folder / "run.json").exists():  # refused before it began
-            discard(folder, made=made)
+            discard(made)
         elif isinstance(error, KeyboardInterrupt):
             command = shlex.join(["hgnp", "run", str(folder / "config.yaml"), "--out", str(folder), "--resume"])
             print(f"\nhgnp: interrupted; {command} goes on after the last whole epoch", file=sys.stderr)
             raise typer.Exit(130) from None
         raise
     progress.stop()
+    unwritten: OSError | None = None
     if not done or not (folder / "page.html").exists():
-        write_page(folder)
+        try:
+            write_page(folder)
+        except OSError as error:
+            unwritten = error
 
     from rich.console import Console
 
@@ -87,6 +92,9 @@ def run(
     show(result, out=folder, console=Console(file=say, width=None if say.isatty() else 140))
     if as_json:
         print(json.dumps({**result, "out": str(folder)}))
+    if unwritten is not None and not done:
+        why = unwritten.strerror or str(unwritten)
+        raise OSError(unwritten.errno, f"the run is finished, but {folder / 'page.html'} could not be written ({why})")
 
 
 def write_page(folder: Path) -> None:
@@ -104,12 +112,11 @@ def not_yours(config: "Config", folder: Path) -> None:
             raise FileExistsError(f"--out: {file} is there already and would be overwritten; another folder would do")
 
 
-def discard(folder: Path, *, made: bool) -> None:
-    """Leave nothing behind of a run that did not begin."""
-    (folder / "config.yaml").unlink(missing_ok=True)
-    if made:
-        with contextlib.suppress(OSError):  # it holds something else by now
-            folder.rmdir()
+def discard(made: list[Path]) -> None:
+    """Leave nothing behind of a run that did not begin: of these, which were not there before."""
+    for path in made:
+        with contextlib.suppress(OSError):  # a folder holds something else by now
+            path.rmdir() if path.is_dir() else path.unlink()
 
 
 def effective(

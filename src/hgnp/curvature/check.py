@@ -31,8 +31,8 @@ def check_tangent(block: Block, z: Tensor, u: Tensor, seeds: list[tuple[Tensor, 
         )
 
 
-def refuse_unseen(net: nn.Module) -> None:
-    if not find_blocks(net):
+def refuse_unseen(net: nn.Module, *, flatten: bool) -> None:
+    if flatten and not find_blocks(net):
         raise ValueError("net: it has no Linear or Conv1d/2d/3d layer with a trained weight, so no block to flatten")
     for name, layer in net.named_modules():
         if isinstance(layer, torch.jit.ScriptModule) or hasattr(layer, "_orig_mod"):

@@ -83,6 +83,7 @@ def equal_accuracy(
     if len(set(labels)) < len(labels):
         raise ValueError(f"entries: labels {labels} were given, 'full' being taken; a label of its own each would do")
     devices = [_device(each) for each in ([device] if isinstance(device, str | torch.device) else device)]
+    devices = list(dict.fromkeys(devices))
     places = [(d, _batches(batches, d), _variants(variants, d)) for d in devices]
     if not isinstance(repeats, int) or repeats < 1:
         raise ValueError(f"repeats: {repeats!r} was given; a whole number of at least 1 would do")
@@ -277,11 +278,11 @@ def _batches(given: int | Sequence[int] | None, device: torch.device) -> list[in
     sizes = [BATCHES[device.type]] if given is None else [given] if isinstance(given, int) else list(given)
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise ValueError(f"batches: {given!r} was given; whole numbers of at least 1 would do")
-    return sizes
+    return list(dict.fromkeys(sizes))
 
 
 def _variants(given: Sequence[str] | None, device: torch.device) -> list[str]:
-    chosen = list(DEFAULTS[device.type] if given is None else given)
+    chosen = list(dict.fromkeys(DEFAULTS[device.type] if given is None else given))
     for name in chosen:
         if name not in VARIANTS:
             raise ValueError(f"variants: {name!r} was given; {', '.join(VARIANTS)} would do")

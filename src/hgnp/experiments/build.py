@@ -22,7 +22,7 @@ from torch import nn
 from hgnp.experiments.config import Config
 from hgnp.experiments.data.loader import as_device
 from hgnp.experiments.models import load_weights
-from hgnp.messages import meant, one_line
+from hgnp.messages import brief, meant, one_line
 from hgnp.recipe import Recipe
 from hgnp.storage import load
 from hgnp.training import streams
@@ -197,6 +197,10 @@ def _make(key: str, maker: Callable[..., Any], /, *before: Any, **args: Any) -> 
         return maker(*before, **args)
     except (TypeError, ValueError, RuntimeError) as error:  # torch raises the last for a width of -1
         raise ValueError(f"{key}: {_title(maker)} refused its arguments: {one_line(error)}") from error
+    except OSError as error:
+        if str(maker.__module__).startswith("hgnp."):
+            raise  # our own loaders say what is missing
+        raise ValueError(f"{key}: {_title(maker)} failed: {brief(error)}") from error
 
 
 def _title(maker: Callable[..., Any]) -> str:

@@ -1,7 +1,6 @@
 """From what a loader yields to inputs and target on the network's device, and what can be wrong with them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch.utils._pytree import tree_map
 
 from hgnp.curvature.forward import Output, layer_of, run, samples_in
 from hgnp.curvature.losses import CrossEntropy, Loss, loss_curvature
-from hgnp.messages import first_line
+from hgnp.messages import brief, first_line
 from hgnp.modes import evaluating
 
 Unpack = Callable[[Any], tuple[Any, Any]]
@@ -40,20 +39,28 @@ class Batches:
                 f"{name}: {_kind(loader)} was given, which is used up after an epoch; a DataLoader or a list would do"
             )
         self.loader, self.name, self.device = loader, name, device
-        self._unpack = own_unpack or partial(unpack, name=name)
+        self._own = own_unpack
         self.count = _length(loader)
         """Batches in an epoch, known once one has been seen."""
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         number = 0
         for number, batch in enumerate(self.loader, 1):  # noqa: B007
-            pair = self._unpack(batch)
+            pair = self._pair(batch)
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise ValueError(f"unpack: it returned {_kind(pair)}; (inputs, target) would do")
             yield self._moved(pair[0]), self._moved(pair[1])
         if number == 0:
             raise ValueError(f"{self.name}: the loader yields nothing; it must yield batches anew every epoch, as a DataLoader does")  # fmt: skip # noqa: E501
         self.count = number
+
+    def _pair(self, batch: Any) -> Any:
+        if self._own is None:
+            return unpack(batch, self.name)
+        try:
+            return self._own(batch)
+        except Exception as error:
+            raise ValueError(f"unpack: it failed on a batch of {self.name}: {brief(error)}") from error
 
     def _moved(self, value: Any) -> Any:
         return tree_map(lambda x: x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x, value)
@@ -77,12 +84,17 @@ def check_first(net: nn.Module, loss: Loss, output: Output | None, batch: tuple[
     inputs, target = batch
     try:
         with evaluating(net), torch.no_grad():
-            out = run(net, inputs, output=output)
+            out = run(net, inputs)
     except Exception as error:
         layer = layer_of(net, error)
         raise ValueError(
             f"net: its forward failed on the first batch of {name}{f' in {layer}' if layer else ''}: {first_line(error)}"
         ) from error
+    try:
+        out = out if output is None else output(out)
+    except Exception as error:
+        what = f"a mapping with {', '.join(map(str, out))}" if isinstance(out, Mapping) else f"a {type(out).__name__}"
+        raise ValueError(f"output: it failed on what net returns, {what}: {brief(error)}") from error
     if is_classification(loss, target):
         check_classes(loss, out, target, name)
     try:

@@ -4,6 +4,8 @@ from typing import Any, cast
 
 import torch
 
+from hgnp.baselines import WEIGHT_SCORES
+from hgnp.curvature.random import RandomState
 from hgnp.flatness import Flatness
 from hgnp.neurons import Neurons, Preview, Scores, Selection
 from hgnp.neurons.selection import Coupling
@@ -41,22 +43,33 @@ class Pruner:
         if self.recipe.keep >= 1:
             return
         everyone = {layer.name: torch.zeros(layer.alive) for layer in self.neurons.layers}
+        unscored = 0
+        if self._criterion in WEIGHT_SCORES:  # of some layers only
+            with RandomState(*self.neurons.net.parameters()):
+                scores = WEIGHT_SCORES[self._criterion](self.neurons)
+            unscored = sum(len(values) for name, values in everyone.items() if name not in scores)
+            everyone = {name: values for name, values in everyone.items() if name in scores}
         most = self.neurons.least(everyone, self.neurons.count, floor=self.recipe.floor, multiple=self.recipe.multiple)
         least = self._fraction(self.neurons.preview(most))
         if least > self.recipe.keep:
             frozen = sum(entry.count for entry in self.neurons.frozen)
             keeps = f"{self.recipe.floor}" if self.recipe.multiple == 1 else f"a multiple of {self.recipe.multiple}"
+            others = f", {unscored} have no {self._criterion} score" if unscored else ""
             raise ValueError(
                 f"keep: {self.recipe.keep:g} of the {self.recipe.target} was asked; no less than {least:.4g} can be left, as "
-                f"every layer keeps {keeps} and {frozen} neurons are frozen (print(hgnp.Neurons(net, x)) says why)"
+                f"every layer keeps {keeps}{others} and {frozen} neurons are frozen (print(hgnp.Neurons(net, x)) says why)"
             )
+
+    @property
+    def _criterion(self) -> str:
+        return CRITERION.get(self.recipe.method, self.recipe.method)
 
     def round(self, batches: list[tuple[Any, Any]]) -> int:
         """Removes the round's neurons, fewer if the target needs fewer, and says how many went: none once no more can go."""
         coupling = cast(Coupling, self.recipe.coupling)
         scores = scored(
             self.neurons, batches, self.flatness, mu=self.recipe.scoring_mu, coupling=coupling,
-            criterion=CRITERION.get(self.recipe.method, self.recipe.method), graphs=self.recipe.engine != "eager",
+            criterion=self._criterion, graphs=self.recipe.engine != "eager",
         )  # fmt: skip
         n = min(self.recipe.neurons_per_round, self.neurons.count)
         cut = self._least(scores, n)

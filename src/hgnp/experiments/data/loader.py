@@ -139,8 +139,8 @@ class Data:
 def as_device(device: str | torch.device) -> torch.device:
     try:
         found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
+        torch.empty(1, device=found).cpu()
+    except (RuntimeError, AssertionError) as error:  # NotImplementedError, of a meta tensor, is one too
         raise ValueError(f"device: {device!s} was given; {first_line(error)}") from None
     return found
 
