@@ -10,7 +10,7 @@ import pytest
 from hgnp.experiments.compare import Comparison, compare_runs
 from hgnp.experiments.config import Config
 from hgnp.experiments.hybrid import PAPER
-from hgnp.experiments.publish import compare
+from hgnp.experiments.publish import compare, report
 from hgnp.runs import Run, read
 from run_cases import FEATURES, write_run
 
@@ -239,3 +239,15 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="is not a run"):
         compare([tmp_path / "nowhere"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_no_page_replaces_that_of_a_run(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", seed=1)
+    for folder in (a, b):
+        (folder / "page.html").write_text("its own")
+    calls = (lambda: report([a], b), lambda: report([a, b], a), lambda: compare([a, b], a), lambda: compare([a], a))
+    for call in calls:
+        with pytest.raises(ValueError, match=r"out: .*[ab] was given, which is the folder of a run; another folder"):
+            call()
+        assert (a / "page.html").read_text() == (b / "page.html").read_text() == "its own"
+    assert report([a], tmp_path / "b" / ".." / "a").read_text(encoding="utf-8") != "its own"
