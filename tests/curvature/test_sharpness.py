@@ -108,6 +108,10 @@ def test_what_cannot_work_is_said():
     for loss in (nn.CrossEntropyLoss(reduction="sum"), partial(F.cross_entropy, reduction="none")):
         with pytest.raises(ValueError, match=r"loss: reduction='(sum|none)' was given; 'mean' would do"):
             sharpness(net, [(x, y)], loss=loss)
+    with pytest.raises(ValueError, match="loss: the class CrossEntropyLoss was given"):
+        sharpness(net, [(x, y)], loss=nn.CrossEntropyLoss)
+    with torch.no_grad(), pytest.raises(ValueError, match="gradients: they are off"):
+        sharpness(net, [(x, y)])
     for scale_invariant in (False, True):
         with pytest.raises(ValueError, match="data: the Hessian of the loss over it is not finite"):
             sharpness(net, [(x, y), (x * math.nan, y)], scale_invariant=scale_invariant)

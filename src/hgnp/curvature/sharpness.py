@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hgnp.curvature.blocks import find_blocks
+from hgnp.curvature.check import check_functions, check_gradients
 from hgnp.curvature.forward import Output, run, samples_in
 from hgnp.curvature.losses import Loss, loss_curvature
 from hgnp.modes import evaluating
@@ -50,6 +51,8 @@ def sharpness(
     """The k top eigenvalues of the Hessian of the mean loss over `data`, an iterable of (inputs, target) batches that
     is gone through once for every product: a list or a loader, not a generator. The network's mode, buffers, gradients
     and random state are left as found."""
+    check_functions(loss=loss, output=output)
+    check_gradients()
     loss_curvature(loss)  # refuses one that is no mean
     if iter(data) is data:
         raise ValueError("data: a generator can be gone through once only; a list or a DataLoader would do")
