@@ -57,7 +57,14 @@ def test_what_gauss_newton_cannot_follow_is_refused_by_layer_and_the_hessian_rou
     [
         ({"mu": -1.0}, "mu: -1.0"),
         ({"mu": math.nan}, "mu: nan"),
+        ({"mu": "x"}, "mu: 'x' was given; a finite number"),
+        ({"mu": None}, "mu: None was given; a finite number"),
         ({"bound": math.inf}, "bound: inf"),
+        ({"bound": None}, "bound: None was given"),
+        ({"loss": nn.CrossEntropyLoss}, r"loss: the class CrossEntropyLoss was given; CrossEntropyLoss\(\) would do"),
+        ({"loss": "x"}, "loss: 'x' was given; a function would do"),
+        ({"loss": None}, "loss: None was given; a function would do"),
+        ({"output": "logits"}, "output: 'logits' was given; a function would do"),
         ({"norm": "fixed"}, "norm: 'fixed' was given; one of 'batch', 'frozen'"),
         ({"flatness": "mine"}, "flatness: 'mine'"),
         ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "reduction='sum'"),
@@ -73,6 +80,8 @@ def test_wrong_options_fail_at_construction(options, words):
 def test_nets_without_a_block_and_norms_without_statistics_are_refused():
     with pytest.raises(ValueError, match="no Linear"):
         Flatness(nn.Sequential(nn.ReLU()))
+    with pytest.raises(ValueError, match=r"net: a NoneType was given; an nn.Module would do"):
+        Flatness(None)
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False))
     with pytest.raises(ValueError, match="layer '1'"):
         Flatness(net, norm="frozen")
@@ -115,3 +124,37 @@ def test_a_batch_too_small_for_its_norm_is_pytorchs_to_refuse(curvature):
     flat.load_state_dict(flat.state_dict() | {"block": "0"})
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         flat.backward(x[:1], y[:1])
+
+
+@pytest.mark.parametrize("options", [{}, {"mu": 0.0}, {"flatness": "paper"}])
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients_says_so(options, off):
+    x, y = images()
+    with off(), pytest.raises(ValueError, match=r"gradients: they are off, as under torch.no_grad\(\)"):
+        Flatness(convnet(), **options).backward(x, y)
+
+
+@pytest.mark.parametrize("options", [{}, {"v_every": 3}, {"flatness": "paper"}])
+def test_an_empty_batch_is_refused_in_every_step(options):
+    x, y = images()
+    flat = Flatness(convnet(), **options)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="inputs: the batch has no sample"):
+            flat.backward(x[:0], y[:0])
+        flat.backward(x, y)
+
+
+def test_a_state_of_something_else_is_refused_and_changes_nothing():
+    x, y = images()
+    flat = Flatness(convnet())
+    flat.backward(x, y)
+    before = flat.state_dict()
+    for state in ({"a": 1}, [], None):
+        with pytest.raises(
+            ValueError, match=r"state: it has no age, block, generator, pairs, resting; what state_dict"
+        ):
+            flat.load_state_dict(state)
+    with pytest.raises(ValueError, match="state: its block is 'x', for which it has no eigenpair"):
+        flat.load_state_dict(before | {"pairs": {}, "block": "x"})
+    assert flat.state_dict()["block"] == before["block"]
+    assert flat.state_dict()["pairs"].keys() == before["pairs"].keys()

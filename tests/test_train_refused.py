@@ -58,12 +58,13 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     refused("scheduler: it was given beside", recipe=recipe(schedule="cosine"), scheduler=lambda o: None)
     refused("protect: no module 'd'", protect=["d"])
     for name in ("loss", "metric", "unpack", "output", "on_epoch", "optimizer", "scheduler"):
-        refused(f"{name}: 'x' was given", TypeError, **{name: "x"})
-    refused(
-        r"loss: the class CrossEntropyLoss was given; CrossEntropyLoss\(\) would do",
-        TypeError,
-        loss=nn.CrossEntropyLoss,
-    )
+        refused(f"{name}: 'x' was given", **{name: "x"})
+    refused(r"loss: the class CrossEntropyLoss was given; CrossEntropyLoss\(\) would do", loss=nn.CrossEntropyLoss)
+    refused("loss: None was given", loss=None)
+    for off in (torch.no_grad(), torch.inference_mode()):
+        with off:
+            refused(r"gradients: they are off, as under torch.no_grad\(\)")
+    refused("inputs: the batch has no sample", train=[(x, y), (x[:0], y[:0])])
     refused("unpack: it returned a Tensor", unpack=lambda batch: batch[0])
     refused("metric: it returned a tensor of shape", metric=lambda out, target: out)
     refused("device: 'abacus' was given", device="abacus")

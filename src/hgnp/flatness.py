@@ -20,8 +20,7 @@ Where hooks wait for gradients, C goes back with the term.
 """
 
 import contextlib
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,10 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgnp.curvature.check import refuse_unseen, refuse_untracked, tracked
+from hgnp.curvature.check import check_functions, check_gradients, finite, refuse_unseen, refuse_untracked, tracked
 from hgnp.curvature.choices import choose
 from hgnp.curvature.direction import Direction
-from hgnp.curvature.forward import Forward, Output
+from hgnp.curvature.forward import Forward, Output, samples_in
 from hgnp.curvature.losses import Loss, loss_curvature
 from hgnp.curvature.passes import First, Pass, Passes
 from hgnp.curvature.random import undisturbed
@@ -76,9 +75,10 @@ class Flatness(Sight):
         v_every: int = 1,
         rest_closed: bool = False,
     ) -> None:
-        if not (math.isfinite(mu) and mu >= 0):
+        check_functions(loss=loss, output=output)
+        if not (finite(mu) and mu >= 0):
             raise ValueError(f"mu: {mu!r} was given; a finite number of at least 0 would do")
-        if not math.isfinite(bound):
+        if not finite(bound):
             raise ValueError(f"bound: {bound!r} was given; any finite number would do")
         self.net, self.loss, self.mu, self.bound, self.output = net, loss, float(mu), float(bound), output
         curvature_of_loss = loss_curvature(loss)
@@ -111,6 +111,7 @@ class Flatness(Sight):
 
     def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
         """Adds scale·∇(C + μ·max(0, q − B)) to `.grad` and returns C, which is not scaled."""
+        check_gradients()
         scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
         if self.mu == 0:
             return self._plain(inputs, target, scale)
@@ -142,6 +143,8 @@ class Flatness(Sight):
     def prepare(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> None:
         """What comes before a step: finding v where it is not that of the batch before. In the paper's order C goes back on
         the way, and `first` is left for the step."""
+        if not samples_in(inputs):
+            raise ValueError("inputs: the batch has no sample; at least one would do")
         self.passes.trace(inputs)
         if self.in_two_passes:
             self.first = self.passes.first(self.v, inputs, target, scale)
@@ -316,7 +319,9 @@ class Flatness(Sight):
         strings, numbers and None."""
         return self.v.state_dict() | self.rhythm.state_dict(self.bound)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if missing := self.state_dict().keys() - (state if isinstance(state, Mapping) else {}):
+            raise ValueError(f"state: it has no {', '.join(sorted(missing))}; what state_dict() has given would do")
         self.v.load_state_dict(state)
         self.rhythm.load_state_dict(state)
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hgnp import runs
+from hgnp.curvature.check import check_functions, check_gradients
 from hgnp.curvature.forward import Output
 from hgnp.curvature.losses import Loss
 from hgnp.files import read_json
@@ -69,15 +70,11 @@ def prune(
         raise TypeError(f"net: a {type(net).__name__} was given; an nn.Module would do")
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe: a {type(recipe).__name__} was given; hgnp.Recipe(keep=0.1) would do")
-    check_functions(
-        loss=loss,
-        metric=metric,
-        unpack=unpack,
-        output=output,
-        on_epoch=on_epoch,
-        optimizer=optimizer,
-        scheduler=scheduler,
-    )
+    check_functions(loss=loss, metric=metric, unpack=unpack, output=output, on_epoch=on_epoch)
+    for name, made in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if made is not None and not callable(made) and not hasattr(made, "step"):
+            raise ValueError(f"{name}: {made!r} was given; one, or its maker, would do")
+    check_gradients()
     if device is not None:
         check_device(device)
     if next(net.parameters(), None) is None:
@@ -134,15 +131,6 @@ def finished(folder: Folder, net: nn.Module, recipe: Recipe) -> Result:
         raise ValueError(f"{folder.result}: damaged: {error}; without it, resume makes it anew") from None
     load(folder.model, net)
     return result
-
-
-def check_functions(**given: Any) -> None:
-    for name, value in given.items():
-        made = name in ("optimizer", "scheduler")
-        if value is not None and not callable(value) and not (made and hasattr(value, "step")):
-            raise TypeError(f"{name}: {value!r} was given; {'one, or its maker,' if made else 'a function'} would do")
-    if isinstance(loss := given["loss"], type):
-        raise TypeError(f"loss: the class {loss.__name__} was given; {loss.__name__}() would do")
 
 
 def check_device(device: str | torch.device) -> None:

@@ -63,6 +63,10 @@ def test_compare(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert call("compare", str(runs / "hgnp"), "--new", "clases=10") == 2
     assert "did you mean classes" in capsys.readouterr().err
+    for value in ("[1]", "true", "null", "NaN", "1e999", ""):
+        assert call("compare", str(runs / "hgnp"), "--out", "d", "--new", f"classes={value}") == 2
+        assert f"--new: classes is {value!r}; a finite number would do" in capsys.readouterr().err
+    assert not Path("d").exists()
 
 
 def test_report_of_several_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,9 @@
 """Lanczos on the true Hessian, against the dense one."""
 
+import math
+from dataclasses import dataclass
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,7 +87,7 @@ def test_attention():
 def test_one_parameter_is_exact_in_one_step():
     net = nn.Linear(1, 1, bias=False).double()
     x = torch.tensor([[2.0], [1.0]], dtype=torch.float64)
-    found = sharpness(net, [(x, torch.zeros(2, 1, dtype=torch.float64))], loss=F.mse_loss, k=4)
+    found = sharpness(net, [(x, torch.zeros(2, 1, dtype=torch.float64))], loss=F.mse_loss)
     assert found.eigenvalues == (pytest.approx(5.0),)
     assert found.steps == 1
     assert found.converged
@@ -95,5 +99,38 @@ def test_what_cannot_work_is_said():
         sharpness(net, (b for b in []))
     with pytest.raises(ValueError, match="no batch"):
         sharpness(net, [])
-    with pytest.raises(ValueError, match="k: 0"):
-        sharpness(net, [], k=0)
+    for k in (0, -1, 1.5, 2.0, True, "1", None, 7, 99999):
+        with pytest.raises(ValueError, match=rf"k: {k!r} was given; a whole number from 1 to 6 would do"):
+            sharpness(net, [], k=k)
+    with pytest.raises(ValueError, match="from 1 to 200 would do for 930 parameters"):
+        sharpness(nn.Linear(30, 30), [], k=201)
+    x, y = torch.randn(4, 2), torch.zeros(4, dtype=torch.long)
+    for loss in (nn.CrossEntropyLoss(reduction="sum"), partial(F.cross_entropy, reduction="none")):
+        with pytest.raises(ValueError, match=r"loss: reduction='(sum|none)' was given; 'mean' would do"):
+            sharpness(net, [(x, y)], loss=loss)
+    with pytest.raises(ValueError, match="loss: the class CrossEntropyLoss was given"):
+        sharpness(net, [(x, y)], loss=nn.CrossEntropyLoss)
+    with torch.no_grad(), pytest.raises(ValueError, match="gradients: they are off"):
+        sharpness(net, [(x, y)])
+    for scale_invariant in (False, True):
+        with pytest.raises(ValueError, match="data: the Hessian of the loss over it is not finite"):
+            sharpness(net, [(x, y), (x * math.nan, y)], scale_invariant=scale_invariant)
+
+
+def test_as_many_eigenvalues_as_parameters():
+    net = nn.Linear(2, 2).double()
+    x, y = torch.randn(5, 2, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1])
+    found = sharpness(net, [(x, y)], k=6)
+    want = torch.linalg.eigvalsh(dense_hessian(net, [(x, y)])).flip(0)[: len(found.eigenvalues)]
+    torch.testing.assert_close(torch.tensor(found.eigenvalues, dtype=torch.float64), want, rtol=1e-6, atol=1e-8)
+
+
+def test_any_callable_may_be_the_loss():
+    @dataclass
+    class Own:  # which cannot be hashed
+        def __call__(self, z, y):
+            return F.cross_entropy(z, y)
+
+    net = convnet("batch")
+    data = batches_of(net)
+    assert sharpness(net, data, loss=Own()).eigenvalues == sharpness(net, data).eigenvalues

@@ -3,13 +3,15 @@
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hgnp.experiments.compare import Comparison, compare_runs
+from hgnp.experiments.config import Config
 from hgnp.experiments.hybrid import PAPER
-from hgnp.experiments.publish import compare
-from hgnp.runs import read
+from hgnp.experiments.publish import compare, report
+from hgnp.runs import Run, read
 from run_cases import FEATURES, write_run
 
 
@@ -112,6 +114,67 @@ def test_groups_of_one_method_are_told_apart_by_what_differs(tmp_path: Path) -> 
         compare_runs(runs, baseline="l3")
 
 
+def configured(folder: Path, seed: int = 0, **settings: Any) -> Run:
+    """A run of the command."""
+    write_run(folder, seed=seed)
+    values = {"model": "nets:Small", "data": "sets:mine", "recipe": {"keep": 0.1}, "seed": seed, **settings}
+    Config.from_dict(values, where="test", name=folder.name).write(folder / "config.yaml")
+    return read(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "label"),
+    [
+        ({"optimizer": "torch.optim:AdamW"}, "optimizer=torch.optim:AdamW"),
+        ({"optimizer": "x:y", "optimizer_args": {"lr": 0.1}}, "optimizer=x:y, optimizer_args.lr=0.1"),
+        ({"scheduler": "x:y"}, "scheduler=x:y"),
+        ({"data_args": {"batch": 32}}, "data_args.batch=32"),
+        ({"protect": ["features.0"]}, "protect=['features.0']"),
+        ({"loss": "x:y"}, "loss=x:y"),
+        ({"weights": "w.safetensors"}, "weights=w.safetensors"),
+    ],
+)
+def test_runs_that_are_configured_otherwise_are_no_seeds_of_one_group(
+    tmp_path: Path, settings: dict[str, Any], label: str
+) -> None:
+    runs = [configured(tmp_path / "a"), configured(tmp_path / "b", 1), configured(tmp_path / "c", 2, **settings)]
+    (study,) = compare_runs(runs).studies
+    assert [(group.label, group.seeds) for group in study.groups] == [("hgnp", (0, 1)), (f"hgnp, {label}", (2,))]
+
+
+def test_where_a_run_was_made_and_what_it_is_called_do_not_tell_groups_apart(tmp_path: Path) -> None:
+    places: list[dict[str, Any]] = [
+        {"device": "cpu", "name": "a", "data_args": {"folder": "/x"}},
+        {"device": "cuda", "about": "again", "import_from": "/y", "data_args": {"folder": "/y"}},
+    ]
+    runs = [configured(tmp_path / str(seed), seed, **place) for seed, place in enumerate(places)]
+    (study,) = compare_runs(runs).studies
+    assert [(group.label, group.seeds) for group in study.groups] == [("hgnp", (0, 1))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "title"),
+    [
+        ({"data": "sets:other"}, "data=sets:other"),
+        ({"model": "nets2:Small"}, "model=nets2:Small"),
+        ({"model_args": {"dropout": 0.5}}, "model_args.dropout=0.5"),
+    ],
+)
+def test_another_network_or_data_set_of_the_same_size_is_another_study(
+    tmp_path: Path, settings: dict[str, Any], title: str
+) -> None:
+    studies = compare_runs([configured(tmp_path / "a"), configured(tmp_path / "b", 1, **settings)]).studies
+    assert [[group.seeds for group in study.groups] for study in studies] == [[(0,)], [(1,)]]
+    assert studies[1].title == f"demo / nets.Small, {title}"
+
+
+def test_a_run_of_prune_goes_by_its_recipe_alone(tmp_path: Path) -> None:
+    runs = [read(write_run(tmp_path / "a", name=None)), configured(tmp_path / "b", 1)]
+    (tmp_path / "a" / "config.yaml").write_text("my own: true")
+    (study,) = compare_runs(runs).studies
+    assert [(group.label, group.seeds) for group in study.groups] == [("hgnp", (0, 1))]
+
+
 def test_a_setting_that_is_not_set_is_not_named(tmp_path: Path) -> None:
     runs = [read(write_run(tmp_path / f"mu{mu}", score_mu=mu)) for mu in (0.0, None)]
     (study,) = compare_runs(runs, baseline="hgnp").studies
@@ -176,3 +239,15 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="is not a run"):
         compare([tmp_path / "nowhere"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_no_page_replaces_that_of_a_run(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", seed=1)
+    for folder in (a, b):
+        (folder / "page.html").write_text("its own")
+    calls = (lambda: report([a], b), lambda: report([a, b], a), lambda: compare([a, b], a), lambda: compare([a], a))
+    for call in calls:
+        with pytest.raises(ValueError, match=r"out: .*[ab] was given, which is the folder of a run; another folder"):
+            call()
+        assert (a / "page.html").read_text() == (b / "page.html").read_text() == "its own"
+    assert report([a], tmp_path / "b" / ".." / "a").read_text(encoding="utf-8") != "its own"

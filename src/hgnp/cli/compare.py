@@ -1,6 +1,6 @@
 """`hgnp compare`: runs against each other."""
 
-import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,19 +50,21 @@ def compare(
         print(text({**publish.as_dict(comparison, out), "recommendation": told, "out": str(out)}))
 
 
-def _features(given: list[str]) -> dict[str, Any]:
+def _features(given: list[str]) -> dict[str, float]:
     from hgnp.experiments.hybrid import FEATURES
     from hgnp.messages import meant
 
-    found: dict[str, Any] = {}
+    found: dict[str, float] = {}
     for each in given:
         name, equals, value = each.partition("=")
         if not equals or name not in FEATURES:
             raise ValueError(f"--new: {each!r} was given{meant(name, FEATURES)}, as in classes=10")
         try:
-            found[name] = json.loads(value)
+            found[name] = float(value)
         except ValueError:
-            raise ValueError(f"--new: {name} is {value!r}; a number would do") from None
+            found[name] = math.nan
+        if not math.isfinite(found[name]):
+            raise ValueError(f"--new: {name} is {value!r}; a finite number would do")
     return found
 
 

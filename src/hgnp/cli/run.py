@@ -164,23 +164,10 @@ def same_run(config: "Config", folder: Path) -> None:
 
     if not (folder / "config.yaml").exists():
         return
-    before, now = (_flat(each.as_dict()) for each in (read(folder / "config.yaml"), config))
+    before, now = read(folder / "config.yaml").settings(), config.settings()
     for key in [*now, *before]:
-        free = (
-            key.partition(".")[0] in ("name", "about", "device", "import_from", "methods") or key == "data_args.folder"
-        )
-        if not free and before.get(key) != now.get(key):
+        if before.get(key) != now.get(key):
             raise ValueError(
                 f"{key}: {now.get(key)!r} was given; the run in {folder} was made with {before.get(key)!r}: "
                 f"resume it with that, or start anew in another folder"
             )
-
-
-def _flat(values: dict[str, object]) -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat.update({f"{key}.{name}": inner for name, inner in value.items()})
-        else:
-            flat[key] = value
-    return flat

@@ -1,4 +1,8 @@
-"""What is refused before a wrong number can come of it: layers by their kind, tangents by one comparison a block."""
+"""What is refused before a wrong number can come of it: arguments and layers by kind, tangents by one comparison a block."""
+
+import math
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +35,27 @@ def check_tangent(block: Block, z: Tensor, u: Tensor, seeds: list[tuple[Tensor, 
         )
 
 
+def check_functions(**given: Any) -> None:
+    """That each can be called, or is None; the loss cannot be left out, nor be a class."""
+    for name, value in given.items():
+        if not callable(value) and (value is not None or name == "loss"):
+            raise ValueError(f"{name}: {value!r} was given; a function would do")
+        if name == "loss" and isinstance(value, type):
+            raise ValueError(f"loss: the class {value.__name__} was given; {value.__name__}() would do")
+
+
+def check_gradients() -> None:
+    if not torch.is_grad_enabled():
+        raise ValueError("gradients: they are off, as under torch.no_grad(); a call outside of it would do")
+
+
+def finite(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+
+
 def refuse_unseen(net: nn.Module, *, flatten: bool) -> None:
+    if not isinstance(net, nn.Module):
+        raise ValueError(f"net: a {type(net).__name__} was given; an nn.Module would do")
     if flatten and not find_blocks(net):
         raise ValueError("net: it has no Linear or Conv1d/2d/3d layer with a trained weight, so no block to flatten")
     for name, layer in net.named_modules():

@@ -180,6 +180,8 @@ class Direction:
                     f"the state's are {tuple(pair.psi.vector.shape)} and {tuple(pair.gamma.vector.shape)}"
                 )
             pairs[name] = pair
+        if state["block"] is not None and state["block"] not in pairs:
+            raise ValueError(f"state: its block is {state['block']!r}, for which it has no eigenpair")
         self.pairs = pairs
         self.chosen = None if state["block"] is None else Chosen.known(blocks[state["block"]])
         self._generator = None

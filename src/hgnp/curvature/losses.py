@@ -9,7 +9,7 @@ E[ξξᵀ] = N·∂²C/∂z² per sample (the gradient of C at labels drawn from
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import torch
@@ -115,11 +115,11 @@ def loss_curvature(loss: Loss) -> LossCurvature | None:
         F.mse_loss: (SquaredError, set()),
         F.binary_cross_entropy_with_logits: (BinaryCrossEntropy, {"weight", "pos_weight"}),
     }
-    if func not in known:
+    if not isinstance(func, Hashable) or func not in known:
         return None
     if (reduction := options.pop("reduction", "mean")) != "mean":
         raise ValueError(
-            f"loss: reduction={reduction!r} was given, but radius and bound refer to the mean loss: 'mean'"
+            f"loss: reduction={reduction!r} was given; 'mean' would do, as curvature and bound refer to the mean loss"
         )
     make, allowed = known[func]
     return make(**options) if set(options) <= allowed else None

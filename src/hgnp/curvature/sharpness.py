@@ -6,6 +6,7 @@ it is converged once that is below `tolerance`·|θ_max|. The scale-invariant va
 the metric D = diag(n), n_j = ‖w_j‖ for the filter j that a weight or bias of a Linear or convolution belongs to.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hgnp.curvature.blocks import find_blocks
+from hgnp.curvature.check import check_functions, check_gradients
 from hgnp.curvature.forward import Output, run, samples_in
-from hgnp.curvature.losses import Loss
+from hgnp.curvature.losses import Loss, loss_curvature
 from hgnp.modes import evaluating
 
 TOLERANCE = 1e-4
@@ -49,17 +51,21 @@ def sharpness(
     """The k top eigenvalues of the Hessian of the mean loss over `data`, an iterable of (inputs, target) batches that
     is gone through once for every product: a list or a loader, not a generator. The network's mode, buffers, gradients
     and random state are left as found."""
-    if k < 1:
-        raise ValueError(f"k: {k} was given; a whole number of at least 1 would do")
+    check_functions(loss=loss, output=output)
+    check_gradients()
+    loss_curvature(loss)  # refuses one that is no mean
     if iter(data) is data:
         raise ValueError("data: a generator can be gone through once only; a list or a DataLoader would do")
     parameters: list[Tensor] = [p for p in net.parameters() if p.requires_grad]
     size = sum(p.numel() for p in parameters)
     if not size:
         raise ValueError("net: it has no trained parameter")
+    most = max(min(size, MAX_STEPS, MAX_BYTES // (size * parameters[0].element_size())), 1)
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
+        raise ValueError(f"k: {k!r} was given; a whole number from 1 to {most} would do for {size} parameters")
     metric = _metric(net, parameters) if scale_invariant else None
     with evaluating(net), sdpa_kernel(SDPBackend.MATH):
-        return _lanczos(lambda v: _product(net, data, loss, output, parameters, metric, v), parameters, size, k)
+        return _lanczos(lambda v: _product(net, data, loss, output, parameters, metric, v), parameters, most, k)
 
 
 def _metric(net: nn.Module, parameters: list[Tensor]) -> list[Tensor]:
@@ -102,12 +108,11 @@ def _product(
     return total / samples
 
 
-def _lanczos(product: Callable[[Tensor], Tensor], parameters: list[Tensor], size: int, k: int) -> Sharpness:
-    k = min(k, size)
+def _lanczos(product: Callable[[Tensor], Tensor], parameters: list[Tensor], most: int, k: int) -> Sharpness:
+    size = sum(p.numel() for p in parameters)
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(size, generator=generator, dtype=torch.float64).to(parameters[0])
     basis = [v / v.norm()]
-    most = max(min(MAX_STEPS, MAX_BYTES // (size * v.element_size())), k)
     alphas: list[float] = []
     betas: list[float] = []
     while True:
@@ -117,6 +122,10 @@ def _lanczos(product: Callable[[Tensor], Tensor], parameters: list[Tensor], size
             for v in basis:
                 w.sub_(v * (v @ w))
         beta = w.norm().item()
+        if not math.isfinite(beta):
+            raise ValueError(
+                "data: the Hessian of the loss over it is not finite; finite inputs, targets and weights would do"
+            )
         T = torch.diag(torch.tensor(alphas, dtype=torch.float64))
         if betas:
             off = torch.tensor(betas, dtype=torch.float64)

@@ -1,8 +1,8 @@
 """Runs side by side: seeds as mean and spread, differences from a baseline, areas, crossings, and what the hybrid would do.
 
-Runs on the same data and network with the same metric make up a *study*. Within it, runs that differ in nothing but the seed
-are one *group*. Everything is compared over the κ that all runs of a study reach, between their points along straight lines,
-never beyond them.
+Runs on the same data and network with the same metric make up a *study*. Within it, runs that differ in nothing but the seed,
+their name and where they ran are one *group*. Everything is compared over the κ that all runs of a study reach, between their
+points along straight lines, never beyond them.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hgnp.experiments import curves, hybrid
+from hgnp.experiments import config, curves, hybrid
 from hgnp.experiments.curves import Crossing, Curve
 from hgnp.runs import Run
 
@@ -107,13 +107,9 @@ def compare_runs(runs: Sequence[Run], *, baseline: str | None = None) -> Compari
     """Compare `runs`. The baseline is the group of that label or method; by default Taylor, else the first group."""
     if not runs:
         raise ValueError("runs: none were given; at least one folder would do")
-    by_study: dict[str, list[Run]] = {}
-    for run in runs:
-        key = json.dumps(
-            [run.info.get("model"), run.metric, run.info.get("features"), run.info["at_start"].get("parameters")]
-        )
-        by_study.setdefault(key, []).append(run)
-    drafts = [_study(members, baseline) for members in by_study.values()]
+    members = _by_study(runs)
+    titles = _told_apart([_title(each[0]) for each in members], [_made_from(each) for each in members])
+    drafts = [_study(title, each, baseline) for title, each in zip(titles, members, strict=True)]
     samples = [_sample(study) for study in drafts]
     studies = []
     for number, study in enumerate(drafts):
@@ -123,12 +119,41 @@ def compare_runs(runs: Sequence[Run], *, baseline: str | None = None) -> Compari
     return Comparison(tuple(studies), tuple(runs), model, hybrid.weakness(model))
 
 
-def _study(runs: Sequence[Run], baseline: str | None) -> Study:
+def _by_study(runs: Sequence[Run]) -> list[list[Run]]:
+    """A run without a configuration goes with the first that has one and is the same in all that is known of both."""
+    studies: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        alike = [each for each in runs if _known(each) == _known(run)]
+        studies.setdefault((_known(run), _text(_made_from([run, *alike]))), []).append(run)
+    return list(studies.values())
+
+
+def _known(run: Run) -> str:
+    """What the run itself says of network, data and metric."""
+    info = run.info
+    return _text([info.get("model"), run.metric, info.get("features"), info["at_start"].get("parameters")])
+
+
+def _made_from(runs: Sequence[Run]) -> dict[str, Any]:
+    """Network and data as the first configuration among the runs has them."""
+    settings = next((found for run in runs if (found := _configured(run))), {})
+    return {name: value for name, value in settings.items() if _of_study(name)}
+
+
+def _of_study(name: str) -> bool:
+    return name.partition(".")[0] in ("model", "model_args", "data")
+
+
+def _title(run: Run) -> str:
+    return " / ".join(str(part) for part in (run.info.get("name"), run.info.get("model")) if part) or run.title
+
+
+def _study(title: str, runs: Sequence[Run], baseline: str | None) -> Study:
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(json.dumps(_settings(run), sort_keys=True), []).append(run)
+        groups.setdefault(_text(_settings(run)), []).append(run)
     members = list(groups.values())
-    labels = _labels([group[0] for group in members])
+    labels = _told_apart([group[0].method for group in members], [_settings(group[0]) for group in members])
 
     notes: list[str] = []
     for run in runs:
@@ -152,27 +177,41 @@ def _study(runs: Sequence[Run], baseline: str | None) -> Study:
         _pair(group, against) for group in made if group is not against and None not in (group.curve, against.curve)
     )
     first = runs[0].info
-    title = " / ".join(str(part) for part in (first.get("name"), first.get("model")) if part) or runs[0].title
     features = {name: (first.get("features") or {}).get(name) for name in hybrid.FEATURES}
     within = None if grid is None else (grid[0], grid[-1])
     return Study(title, runs[0].metric, features, within, against.label, tuple(made), pairs, None, tuple(notes))
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """What makes runs repeats of each other when only the seed differs."""
-    return {**{name: value for name, value in run.recipe.items() if name != "seed"}, "start": run.info.get("start")}
+    """What makes runs of a study repeats of each other when only the seed differs."""
+    recipe = {name: value for name, value in run.recipe.items() if name != "seed"}
+    rest = {name: value for name, value in _configured(run).items() if not _of_study(name)}
+    return {**recipe, "start": run.info.get("start"), **rest}
 
 
-def _labels(firsts: Sequence[Run]) -> list[str]:
-    """The method; where several groups share one, also the settings in which they differ."""
+def _configured(run: Run) -> dict[str, Any]:
+    """What the run's configuration sets besides recipe and seed; nothing for a run of `hgnp.prune`, which has none."""
+    file = run.folder / "config.yaml"
+    if run.info.get("name") is None or not file.is_file():
+        return {}
+    settings = config.read(file).settings()
+    return {name: value for name, value in settings.items() if name.partition(".")[0] not in ("recipe", "seed")}
+
+
+def _told_apart(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names; where several are the same, also the settings in which they differ."""
     labels = []
-    for run in firsts:
-        alike = [_settings(other) for other in firsts if other.method == run.method]
-        mine = _settings(run)
-        given = [name for name in mine if mine[name] is not None]  # None: not set
-        differ = [name for name in given if any(other.get(name) != mine[name] for other in alike)]
-        labels.append(", ".join([run.method, *(f"{name}={mine[name]}" for name in differ)]))
+    for name, mine in zip(names, settings, strict=True):
+        alike = [other for called, other in zip(names, settings, strict=True) if called == name]
+        given = [key for key in mine if mine[key] is not None]  # None: not set
+        differ = [key for key in given if any(other.get(key) != mine[key] for other in alike)]
+        labels.append(", ".join([name, *(f"{key}={mine[key]}" for key in differ)]))
     return labels
+
+
+def _text(value: Any) -> str:
+    """Equal for what is equal."""
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _group(label: str, group: Sequence[Run], used: Sequence[Run], grid: Sequence[float] | None) -> Group:

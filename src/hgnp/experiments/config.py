@@ -92,6 +92,16 @@ class Config:
         values["protect"] = list(self.protect)
         return {key: value for key, value in values.items() if value not in (None, {}, [])}
 
+    def settings(self) -> dict[str, Any]:
+        """What makes a run what it is, by dotted names: not what it is called, where it runs and where its data lies."""
+        flat: dict[str, Any] = {}
+        for key, value in self.as_dict().items():
+            if key not in ("name", "about", "device", "import_from", "methods"):
+                inner = isinstance(value, Mapping)
+                flat |= {f"{key}.{name}": each for name, each in value.items()} if inner else {key: value}
+        flat.pop("data_args.folder", None)
+        return flat
+
     def with_method(self, method: str) -> "Config":
         """The same experiment by another method, with the hyperparameters that the configuration has for it."""
         overrides = self.methods.get(method, {}).get("recipe", {})

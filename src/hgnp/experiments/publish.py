@@ -22,6 +22,8 @@ def report(folders: Sequence[Folder], out: Folder | None = None) -> Path:
     if out is None and len(read) > 1:
         raise ValueError(f"out: none was given for {len(read)} runs; a folder for their page would do")
     out = read[0].folder if out is None else Path(out)
+    if len(read) > 1 or out.resolve() != read[0].folder:
+        _not_a_run(out)
     page = write_report(read, out / "page.html")
     for number, run in enumerate(read, 1):
         folder = out / "figures" / ("" if len(read) == 1 else f"{number}-{_file_name(run.title)}")
@@ -34,6 +36,7 @@ def report(folders: Sequence[Folder], out: Folder | None = None) -> Path:
 
 def compare(folders: Sequence[Folder], out: Folder, *, baseline: str | None = None) -> Comparison:
     """Write `out`/page.html, comparison.json, summary.csv, curves.csv and figures; see `compare_runs`."""
+    _not_a_run(Path(out))
     comparison, out = compare_runs(_read(folders), baseline=baseline), Path(out)
     write_comparison(comparison, out / "page.html")
     write_json(out / "comparison.json", as_dict(comparison, out))
@@ -74,6 +77,12 @@ def _read(folders: Sequence[Folder]) -> list[runs.Run]:
         if any(run.folder == other.folder for other in read[:number]):
             raise ValueError(f"folders: {run.folder} was given twice; once would do")
     return read
+
+
+def _not_a_run(out: Path) -> None:
+    """That no run's own page is overwritten."""
+    if (out / "run.json").exists():
+        raise ValueError(f"out: {out} was given, which is the folder of a run; another folder would do")
 
 
 def _tables(comparison: Comparison, out: Path) -> None:
