@@ -3,6 +3,8 @@
 import builtins
 import copy
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,25 @@ def test_what_cannot_be_exported_leaves_no_file(name: str, suffix: str, tmp_path
     assert list(tmp_path.iterdir()) == [old]
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_full_disk_is_said_to_be_full(suffix: str, tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the disk: the same error from the same system call, whoever writes."""
+    code = f"""
+import errno, resource, signal, torch, hgnp
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    hgnp.export(torch.nn.Linear(90, 9), "net.{suffix}", torch.zeros(2, 90))
+except OSError as error:
+    assert error.errno == errno.EFBIG, error
+else:
+    raise AssertionError
+"""
+    done = subprocess.run([sys.executable, "-B", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_other_names_and_number_formats(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"path: '.*net\.pth' was given; a name that ends in \.onnx or \.pt2 would do"):
         export(make(), tmp_path / "net.pth", torch.zeros(1, 3, 8, 8))
@@ -172,7 +193,7 @@ def test_other_names_and_number_formats(tmp_path: Path) -> None:
 def test_without_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else there(name))
-    with pytest.raises(ModuleNotFoundError, match=r"ONNX needs onnxruntime, .* pip install hgnp\[onnx\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"ONNX needs onnxruntime, .* pip install 'hgnp\[onnx\]'"):
         export(make(), tmp_path / "net.onnx", torch.zeros(1, 3, 8, 8))
 
 

@@ -6,6 +6,7 @@ The batch stays free in both formats. It is the first dimension of every input t
 import copy
 import importlib.util
 import inspect
+import io
 import logging
 import math
 import os
@@ -77,11 +78,12 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
         shapes = tree_map(lambda leaf: {0: batch} if _batched(leaf, rows) else None, arguments)
         program = _program(subject, traced, shapes)
         if to_onnx:
-            _write_onnx(subject, program, traced, shapes, draft)
+            draft.write_bytes(_as_onnx(subject, program, traced, shapes))
             session = onnx_session(draft)
             call: Callable[..., Any] = lambda *a, **k: run_onnx(session, _tensors((a, k)))  # noqa: E731
         else:
-            torch.export.save(program, draft)
+            torch.export.save(program, content := io.BytesIO())  # to a file, it ends the process when the disk is full
+            draft.write_bytes(content.getvalue())
             call = torch.export.load(draft).module()
         error, difference = _checked(subject, call, inputs, rows, device)
     return Exported(path, KINDS[path.suffix], OPSET if to_onnx else None, error, difference, path.stat().st_size)
@@ -226,12 +228,13 @@ def _program(net: nn.Module, traced: Inputs, shapes: dict[str, Any]) -> torch.ex
         ) from error
 
 
-def _write_onnx(
-    net: nn.Module, program: torch.export.ExportedProgram, traced: Inputs, shapes: dict[str, Any], draft: Path
-) -> None:
+def _as_onnx(net: nn.Module, program: torch.export.ExportedProgram, traced: Inputs, shapes: dict[str, Any]) -> bytes:
+    """The content of an ONNX file."""
     options: dict[str, Any] = {"opset_version": OPSET, "external_data": False, "verbose": False}
     try:
-        torch.onnx.export(program, (), draft, dynamo=True, dynamic_shapes=shapes, **options)  # names the free axis
+        made = torch.onnx.export(program, (), dynamo=True, dynamic_shapes=shapes, **options)  # names the free axis
+        assert made is not None
+        return made.model_proto.SerializeToString()
     except Exception as error:
         # Some torch and onnxscript do not go together, and some operators only the older exporter knows. What it writes
         # may hold for the traced batch alone; the check tells.
@@ -239,12 +242,14 @@ def _write_onnx(
         free = {
             name: {0: "batch"} for name, leaf in zip(names, _tensors(traced), strict=True) if _batched(leaf, TRACED)
         }
+        content: Any = io.BytesIO()
         try:
             torch.onnx.export(
-                net, traced[0], draft, kwargs=traced[1], dynamo=False, input_names=names, dynamic_axes=free, **options
+                net, traced[0], content, kwargs=traced[1], dynamo=False, input_names=names, dynamic_axes=free, **options
             )
         except Exception:
             raise ValueError(f"net cannot be written as ONNX: {brief(error.__cause__ or error)}") from error
+        return content.getvalue()
 
 
 def _checked(
