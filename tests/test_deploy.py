@@ -190,6 +190,19 @@ def test_other_names_and_number_formats(tmp_path: Path) -> None:
     assert export(nn.Linear(4, 2).bfloat16(), tmp_path / "net.pt2", torch.zeros(1, 4).bfloat16()).error == 0
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_place_that_cannot_be_is_refused_at_once(suffix: str, tmp_path: Path) -> None:
+    (tmp_path / f"net.{suffix}").mkdir()
+    (tmp_path / "file").touch()
+    for name, message in {
+        f"net.{suffix}": rf"^path: '\S*/net\.{suffix}' is a folder; the name of a file would do$",
+        f"file/net.{suffix}": r"^path: '\S*/file' is a file where a folder is wanted; another name would do$",
+        f".{suffix}": rf"^path: '\S*\.{suffix}' was given, without a name before the dot; net\.{suffix} would do$",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            export(WRONG["shape"][0], tmp_path / name, WRONG["shape"][1])  # which would be refused later
+
+
 def test_without_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else there(name))

@@ -247,11 +247,20 @@ def test_writing_is_all_or_nothing(small: tuple[nn.Sequential, Path], monkeypatc
     assert [p.name for p in file.parent.iterdir()] == [file.name]
 
 
-def test_an_unwritable_place_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file") as caught:
-        hgnp.save(make(), tmp_path / "file" / "inside")
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("name", ["file", "file/inside", "file/inside/net.safetensors"])
+def test_a_file_where_a_folder_is_wanted(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("as it was")
+    with pytest.raises(
+        ValueError, match=r"^path: '\S*/file' is a file where a folder is wanted; another name would do$"
+    ):
+        hgnp.save(make(), tmp_path / name)
+    assert (tmp_path / "file").read_text() == "as it was"
+
+
+def test_a_folder_where_a_file_is_wanted(tmp_path: Path) -> None:
+    (tmp_path / "net.safetensors").mkdir()
+    with pytest.raises(ValueError, match=r"^path: '\S*/net.safetensors' is a folder; the name of a file would do$"):
+        hgnp.save(make(), tmp_path / "net.safetensors")
 
 
 def test_state_that_needs_pickle_is_refused(tmp_path: Path) -> None:

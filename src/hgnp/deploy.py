@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hgnp.files import whole
+from hgnp.files import check_place, whole
 from hgnp.messages import brief
 from hgnp.neurons.graph import Inputs
 from hgnp.neurons.layers import as_inputs
@@ -60,8 +60,11 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
     difference is above 1e-4 (1e-2 in half precision), ValueError says so and `path` is as it was. `net` is left as found.
     """
     path = Path(path)
+    if path.name in KINDS:
+        raise ValueError(f"path: {str(path)!r} was given, without a name before the dot; net{path.name} would do")
     if path.suffix not in KINDS:
         raise ValueError(f"path: {str(path)!r} was given; a name that ends in {' or '.join(KINDS)} would do")
+    check_place(path)
     refuse(net)
     inputs, arguments = _bound(net, as_inputs(example_input))
     rows = _rows(inputs)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hgnp.files import whole
+from hgnp.files import check_place, whole
 from hgnp.messages import first_line
 from hgnp.neurons.graph import tensors_of
 from hgnp.neurons.refuse import refuse
@@ -35,11 +35,12 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> Path:
 
     The file appears whole or not at all. Neither the class nor its code is stored: `load` needs an instance of it.
     """
+    file = _file(path)
+    check_place(file)
     tensors, about = described(net)
     # copies: two tensors may lie in one memory, which safetensors rightly refuses
     tensors = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     about["sha256"] = digest(tensors, about)
-    file = _file(path)
     write_tensors(file, tensors, {"hgnp": json.dumps(about)})
     return file
 
