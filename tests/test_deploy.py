@@ -110,13 +110,19 @@ def test_the_network_is_left_as_found(suffix: str, tmp_path: Path) -> None:
         assert torch.equal(tensor, before[name])
 
 
+def test_the_example_is_left_as_found_by_a_network_that_writes_into_it(tmp_path: Path) -> None:
+    example = -torch.ones(2, 4)
+    export(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 2)), tmp_path / "net.pt2", example)
+    assert torch.equal(example, -torch.ones(2, 4))
+
+
 class Fixed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 2)
+        self.layer, self.rows = nn.Linear(4, 2), rows
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.reshape(2, -1))
+        return self.layer(x.reshape(self.rows, -1))
 
 
 class Noisy(nn.Linear):
@@ -135,7 +141,8 @@ class Silent(nn.Linear):
 
 
 WRONG: dict[str, tuple[nn.Module, Any, str]] = {
-    "fixed": (Fixed(), torch.randn(2, 4), "net can be exported for one batch size only"),
+    "fixed at two": (Fixed(2), torch.randn(2, 4), "net can be exported for one batch size only, as its forward fixes"),
+    "fixed at four": (Fixed(4), torch.randn(4, 4), "net can be exported for one batch size only, as its forward fixes"),
     "noisy": (
         Noisy(4, 50),
         torch.randn(2, 4),

@@ -34,6 +34,10 @@ TRACED = 2  # rows while recording: torch.export takes a single row for a consta
 CHECKED = (1, 3, 5)  # rows while checking: two of them that the example does not have
 TOLERANCE = 1e-4
 HALF_TOLERANCE = 1e-2
+FIXED = (
+    "net can be exported for one batch size only, as its forward fixes the number of rows; "
+    "sizes taken from the input (x.shape[0], x.flatten(1)) would do"
+)
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,9 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
     subject = _duplicate(net, to_onnx)
     device = next((tensor.device for tensor in [*subject.parameters(), *subject.buffers()]), torch.device("cpu"))
     traced = _drawn(inputs, rows, TRACED, device)
-    if not _run(subject, traced, "net cannot run on example_input"):
+    if not _run(subject, _drawn(inputs, rows, rows, device), "net cannot run on example_input"):
         raise ValueError("net returns no tensors that could be compared; a forward that returns tensors would do")
+    _run(subject, traced, FIXED)
     with whole(path) as draft, _known_noise():
         batch = torch.export.Dim("batch")
         shapes = tree_map(lambda leaf: {0: batch} if _batched(leaf, rows) else None, arguments)
@@ -162,14 +167,14 @@ def _bound(net: nn.Module, inputs: Inputs) -> tuple[Inputs, dict[str, Any]]:
 
 
 def _drawn(inputs: Inputs, rows: int, n: int, device: torch.device) -> Inputs:
-    """`inputs` at batch size n, each tensor's entries drawn from its own (normal ones where it is constant)."""
+    """`inputs` at another batch size n, each tensor's entries drawn from its own (normal ones where it is constant)."""
     random = torch.Generator().manual_seed(n)
 
     def draw(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if not _batched(leaf, rows):
-            return leaf.to(device)
+        if n == rows or not _batched(leaf, rows):
+            return leaf.detach().to(device, copy=True)  # some networks write into their input
         shape, own = (n, *leaf.shape[1:]), leaf.detach().cpu().flatten()
         if leaf.is_floating_point() and bool((own == own[0]).all()):
             return torch.randn(shape, generator=random).to(device, leaf.dtype)
@@ -225,10 +230,7 @@ def _program(net: nn.Module, traced: Inputs, shapes: dict[str, Any]) -> torch.ex
             torch.export.export(net, *traced, strict=False)
         except Exception as again:
             raise ValueError(f"net cannot be exported: {brief(again)}") from again
-        raise ValueError(
-            "net can be exported for one batch size only, as its forward fixes the number of rows; "
-            f"sizes taken from the input (x.shape[0], x.flatten(1)) would do: {brief(error)}"
-        ) from error
+        raise ValueError(f"{FIXED}: {brief(error)}") from error
 
 
 def _as_onnx(net: nn.Module, program: torch.export.ExportedProgram, traced: Inputs, shapes: dict[str, Any]) -> bytes:
