@@ -82,6 +82,16 @@ class Two(nn.Module):
         return (-y if negate else y), a.mean(1)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_several_inputs_share_a_free_batch_without_a_word_from_torch(suffix: str, tmp_path: Path) -> None:
+    net, words = Two(), torch.tensor([[1, 8]])
+    result = export(net, tmp_path / f"two.{suffix}", (torch.randn(1, 4), torch.randn(1, 5), words))
+    inputs = torch.randn(6, 4), torch.randn(6, 5), words.expand(6, 2).contiguous()
+    for there, here in zip(outputs(result, *inputs), net(*inputs), strict=True):
+        torch.testing.assert_close(there, here)
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_keywords_in_any_order(suffix: str, tmp_path: Path) -> None:
     net = Two()

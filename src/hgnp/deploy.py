@@ -210,6 +210,8 @@ def _known_noise() -> Iterator[None]:
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
             # … and does not name the free axis where an argument is not a tensor
             warnings.filterwarnings("ignore", "# ONNX model has different number of inputs", UserWarning)
+            # … or where several inputs share it
+            warnings.filterwarnings("ignore", "# The axis name: batch will not be used", UserWarning)
             # recurrent layers keep a list of their own weights
             warnings.filterwarnings("ignore", r"The tensor attributes? self\.\S*_flat_weights", UserWarning)
             # the older ONNX exporter; the check sees what its tracing got wrong
