@@ -1,12 +1,14 @@
 """Removal touches exactly what it must: tensors, gradients, optimizer state, attributes; and all of it or nothing."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import hgnp
 from cases import CASES, conv
 from hgnp import Neurons, Removal
 
@@ -268,6 +270,31 @@ def test_a_network_changed_behind_our_back_is_noticed() -> None:
     net[3] = conv(6, 7)
     with pytest.raises(ValueError, match=r"3.weight has shape \(7, 6, 3, 3\); the network was changed"):
         neurons.remove({"0": [0]})
+
+
+STALE: dict[str, Callable[[nn.Module, Neurons], Any]] = {
+    "remove": lambda net, neurons: neurons.remove({"0": [0]}),
+    "preview": lambda net, neurons: neurons.preview({}),
+    "kept": lambda net, neurons: neurons.kept,
+    "count": lambda net, neurons: neurons.count,
+    "macs": lambda net, neurons: neurons.macs,
+    "layers": lambda net, neurons: neurons.layers,
+    "least": lambda net, neurons: neurons.least({"0": torch.rand(6)}, 2),
+    "sensitivity": lambda net, neurons: hgnp.sensitivity(
+        net, neurons, [(torch.zeros(2, 3, 8, 8), torch.zeros(2).long())]
+    ),
+    "l1": lambda net, neurons: hgnp.sensitivity(net, neurons, [], criterion="l1"),
+}
+
+
+@pytest.mark.parametrize("ask", STALE.values(), ids=STALE)
+def test_what_another_has_cut_is_noticed_by_whoever_asks(ask: Any) -> None:
+    net, neurons = net_and_neurons()
+    Neurons(net, torch.zeros(2, 3, 8, 8)).remove({"0": [0]})
+    with pytest.raises(
+        ValueError, match=r"0.weight has shape \(5, 3, 3, 3\); the network was changed after Neurons was"
+    ):
+        ask(net, neurons)
 
 
 def test_protected_layers_stay() -> None:
