@@ -244,6 +244,8 @@ def test_an_empty_selection_changes_nothing() -> None:
         ({"0": [0.5]}, "0: positions must be a list of whole numbers"),
         ({"0": [True, False]}, "0: positions must be a list of whole numbers"),
         ({"0": [0, 1, 2, 3, 4, 5]}, "0: the selection would leave it without neurons"),
+        ([0], r"^selection: \[0\] was given; a dict such as \{'layer': \[0, 1\]\} would do$"),
+        (None, "^selection: None was given; a dict such as"),
         ({"5": [0]}, "5: neurons cannot be removed: it is the network's output"),
     ],
 )
@@ -254,6 +256,23 @@ def test_a_wrong_selection_is_named_and_nothing_has_changed(selection: Any, mess
         with pytest.raises(ValueError, match=message):
             call(selection)
     assert all(torch.equal(net.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "sgd"}, "^optimizer: 'sgd' was given; a torch.optim.Optimizer of the network would do$"),
+        ({"also": nn.Sequential(nn.Linear(3, 4))}, "^also: a Sequential was given; a list of networks would do$"),
+        ({"also": nn.Linear(3, 4)}, "^also: a Linear was given; a list of networks would do$"),
+        ({"also": None}, "^also: a NoneType was given; a list of networks would do$"),
+        ({"also": [3]}, r"^also\[0\]: a int was given; a network would do$"),
+    ],
+)
+def test_a_wrong_companion_is_named_and_nothing_has_changed(options: Any, message: str) -> None:
+    net, neurons = net_and_neurons()
+    with pytest.raises(ValueError, match=message):
+        neurons.remove({"0": [0]}, **options)
+    assert (net[0].out_channels, len(net[0].weight), neurons.version) == (6, 6, 0)
 
 
 def test_a_selection_is_valid_until_the_next_removal() -> None:
@@ -305,6 +324,8 @@ def test_protected_layers_stay() -> None:
         net_and_neurons(protect=["7"])
     with pytest.raises(TypeError, match="protect must be a list of names"):
         net_and_neurons(protect="3")
+    with pytest.raises(TypeError, match=r"^protect must be a list of names, not NoneType; \[\] protects nothing$"):
+        net_and_neurons(protect=None)
 
 
 def test_the_network_can_be_moved_after_it_was_looked_at() -> None:

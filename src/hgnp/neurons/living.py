@@ -50,6 +50,8 @@ class Living:
 
     def without(self, selection: Mapping[str, Sequence[int]], roots: Tensor) -> "Living":
         """Who is left once the selection, and what hangs on it by `roots`, is gone. Names what is wrong with it."""
+        if not isinstance(selection, Mapping):
+            raise ValueError(f"selection: {selection!r} was given; a dict such as {{'layer': [0, 1]}} would do")
         structure = self.structure
         dead = torch.zeros(len(roots), dtype=torch.bool)
         for layer, positions in selection.items():

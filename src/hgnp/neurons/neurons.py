@@ -33,7 +33,7 @@ from hgnp.neurons.selection import (
 )
 from hgnp.neurons.structure import Recorded, Structure
 from hgnp.neurons.summary import Frozen, Layer, Preview, table
-from hgnp.neurons.surgery import Change, changes_to_net, changes_to_optimizer, check_twin, commit
+from hgnp.neurons.surgery import Change, changes_to_net, changes_to_optimizer, commit, twins_of
 from hgnp.removal import Listener, Removal, listeners_of
 
 
@@ -248,13 +248,11 @@ class Neurons:
         and so have the networks in `also` (of the same shape, such as a moving average) and all `listeners`. Parameters stay
         the objects they were. If anything fails, nothing has changed.
         """
-        twins = list(also)
         left = self._after(selection)
         gone = self._gone(left, selection)
         if not gone:
             return gone
-        for place, twin in enumerate(twins):
-            check_twin(self.net, twin, place)
+        twins = twins_of(self.net, also)
         removal = self._removal(left, gone)
         changes = changes_to_net(self.net, removal)
         for twin in twins:
