@@ -89,6 +89,41 @@ def test_requires_grad_and_mode_are_those_of_the_fresh_network(small: tuple[nn.S
     assert identities == [id(t) for t in [*fresh.parameters(), *fresh.buffers()]]
 
 
+@pytest.mark.parametrize("name", ["residual", "tied_weights", "lstm"])
+def test_a_network_on_meta_is_filled_on_the_cpu(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    net = pruned(case).eval()
+    hgnp.save(net, tmp_path)
+    with torch.device("meta"):
+        fresh = case.net(seed=7).eval()
+    assert all(tensor.is_meta for tensor in fresh.state_dict().values())
+    next(fresh.parameters()).requires_grad_(False)
+    assert hgnp.load(tmp_path, fresh) is fresh
+    assert not next(fresh.parameters()).requires_grad
+    assert [name for name, _ in fresh.named_parameters()] == [name for name, _ in net.named_parameters()]
+    with torch.no_grad():
+        assert torch.equal(flat(run(net, case.inputs())), flat(run(fresh, case.inputs())))
+    flat(run(fresh.train(), case.inputs())).sum().backward()
+
+
+def test_numbers_that_no_file_has(tmp_path: Path) -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.scale = torch.ones(2)
+
+    hgnp.save(Scaled(), tmp_path)
+    with torch.device("meta"):
+        net = Scaled()
+    with pytest.raises(
+        ValueError, match=r"scale of layer '' is on meta and never saved, as it is no buffer; a buffer would"
+    ):
+        hgnp.load(tmp_path, net)
+    assert net.weight.is_meta
+    with pytest.raises(ValueError, match=r"^weight is on meta, which has no numbers to save"):
+        hgnp.save(net, tmp_path)
+
+
 def test_a_network_that_was_never_pruned(tmp_path: Path) -> None:
     net = make()
     hgnp.save(net, tmp_path)
