@@ -3,6 +3,8 @@
 import builtins
 import copy
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,16 @@ class Two(nn.Module):
         return (-y if negate else y), a.mean(1)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_several_inputs_share_a_free_batch_without_a_word_from_torch(suffix: str, tmp_path: Path) -> None:
+    net, words = Two(), torch.tensor([[1, 8]])
+    result = export(net, tmp_path / f"two.{suffix}", (torch.randn(1, 4), torch.randn(1, 5), words))
+    inputs = torch.randn(6, 4), torch.randn(6, 5), words.expand(6, 2).contiguous()
+    for there, here in zip(outputs(result, *inputs), net(*inputs), strict=True):
+        torch.testing.assert_close(there, here)
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_keywords_in_any_order(suffix: str, tmp_path: Path) -> None:
     net = Two()
@@ -108,13 +120,19 @@ def test_the_network_is_left_as_found(suffix: str, tmp_path: Path) -> None:
         assert torch.equal(tensor, before[name])
 
 
+def test_the_example_is_left_as_found_by_a_network_that_writes_into_it(tmp_path: Path) -> None:
+    example = -torch.ones(2, 4)
+    export(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 2)), tmp_path / "net.pt2", example)
+    assert torch.equal(example, -torch.ones(2, 4))
+
+
 class Fixed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 2)
+        self.layer, self.rows = nn.Linear(4, 2), rows
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.reshape(2, -1))
+        return self.layer(x.reshape(self.rows, -1))
 
 
 class Noisy(nn.Linear):
@@ -133,7 +151,8 @@ class Silent(nn.Linear):
 
 
 WRONG: dict[str, tuple[nn.Module, Any, str]] = {
-    "fixed": (Fixed(), torch.randn(2, 4), "net can be exported for one batch size only"),
+    "fixed at two": (Fixed(2), torch.randn(2, 4), "net can be exported for one batch size only, as its forward fixes"),
+    "fixed at four": (Fixed(4), torch.randn(4, 4), "net can be exported for one batch size only, as its forward fixes"),
     "noisy": (
         Noisy(4, 50),
         torch.randn(2, 4),
@@ -161,6 +180,25 @@ def test_what_cannot_be_exported_leaves_no_file(name: str, suffix: str, tmp_path
     assert list(tmp_path.iterdir()) == [old]
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_full_disk_is_said_to_be_full(suffix: str, tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the disk: the same error from the same system call, whoever writes."""
+    code = f"""
+import errno, resource, signal, torch, hgnp
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    hgnp.export(torch.nn.Linear(90, 9), "net.{suffix}", torch.zeros(2, 90))
+except OSError as error:
+    assert error.errno == errno.EFBIG, error
+else:
+    raise AssertionError
+"""
+    done = subprocess.run([sys.executable, "-B", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_other_names_and_number_formats(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"path: '.*net\.pth' was given; a name that ends in \.onnx or \.pt2 would do"):
         export(make(), tmp_path / "net.pth", torch.zeros(1, 3, 8, 8))
@@ -169,10 +207,23 @@ def test_other_names_and_number_formats(tmp_path: Path) -> None:
     assert export(nn.Linear(4, 2).bfloat16(), tmp_path / "net.pt2", torch.zeros(1, 4).bfloat16()).error == 0
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_place_that_cannot_be_is_refused_at_once(suffix: str, tmp_path: Path) -> None:
+    (tmp_path / f"net.{suffix}").mkdir()
+    (tmp_path / "file").touch()
+    for name, message in {
+        f"net.{suffix}": rf"^path: '\S*/net\.{suffix}' is a folder; the name of a file would do$",
+        f"file/net.{suffix}": r"^path: '\S*/file' is a file where a folder is wanted; another name would do$",
+        f".{suffix}": rf"^path: '\S*\.{suffix}' was given, without a name before the dot; net\.{suffix} would do$",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            export(WRONG["shape"][0], tmp_path / name, WRONG["shape"][1])  # which would be refused later
+
+
 def test_without_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else there(name))
-    with pytest.raises(ModuleNotFoundError, match=r"ONNX needs onnxruntime, .* pip install hgnp\[onnx\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"ONNX needs onnxruntime, .* pip install 'hgnp\[onnx\]'"):
         export(make(), tmp_path / "net.onnx", torch.zeros(1, 3, 8, 8))
 
 

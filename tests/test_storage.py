@@ -89,6 +89,41 @@ def test_requires_grad_and_mode_are_those_of_the_fresh_network(small: tuple[nn.S
     assert identities == [id(t) for t in [*fresh.parameters(), *fresh.buffers()]]
 
 
+@pytest.mark.parametrize("name", ["residual", "tied_weights", "lstm"])
+def test_a_network_on_meta_is_filled_on_the_cpu(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    net = pruned(case).eval()
+    hgnp.save(net, tmp_path)
+    with torch.device("meta"):
+        fresh = case.net(seed=7).eval()
+    assert all(tensor.is_meta for tensor in fresh.state_dict().values())
+    next(fresh.parameters()).requires_grad_(False)
+    assert hgnp.load(tmp_path, fresh) is fresh
+    assert not next(fresh.parameters()).requires_grad
+    assert [name for name, _ in fresh.named_parameters()] == [name for name, _ in net.named_parameters()]
+    with torch.no_grad():
+        assert torch.equal(flat(run(net, case.inputs())), flat(run(fresh, case.inputs())))
+    flat(run(fresh.train(), case.inputs())).sum().backward()
+
+
+def test_numbers_that_no_file_has(tmp_path: Path) -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.scale = torch.ones(2)
+
+    hgnp.save(Scaled(), tmp_path)
+    with torch.device("meta"):
+        net = Scaled()
+    with pytest.raises(
+        ValueError, match=r"scale of layer '' is on meta and never saved, as it is no buffer; a buffer would"
+    ):
+        hgnp.load(tmp_path, net)
+    assert net.weight.is_meta
+    with pytest.raises(ValueError, match=r"^weight is on meta, which has no numbers to save"):
+        hgnp.save(net, tmp_path)
+
+
 def test_a_network_that_was_never_pruned(tmp_path: Path) -> None:
     net = make()
     hgnp.save(net, tmp_path)
@@ -247,11 +282,20 @@ def test_writing_is_all_or_nothing(small: tuple[nn.Sequential, Path], monkeypatc
     assert [p.name for p in file.parent.iterdir()] == [file.name]
 
 
-def test_an_unwritable_place_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file") as caught:
-        hgnp.save(make(), tmp_path / "file" / "inside")
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("name", ["file", "file/inside", "file/inside/net.safetensors"])
+def test_a_file_where_a_folder_is_wanted(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("as it was")
+    with pytest.raises(
+        ValueError, match=r"^path: '\S*/file' is a file where a folder is wanted; another name would do$"
+    ):
+        hgnp.save(make(), tmp_path / name)
+    assert (tmp_path / "file").read_text() == "as it was"
+
+
+def test_a_folder_where_a_file_is_wanted(tmp_path: Path) -> None:
+    (tmp_path / "net.safetensors").mkdir()
+    with pytest.raises(ValueError, match=r"^path: '\S*/net.safetensors' is a folder; the name of a file would do$"):
+        hgnp.save(make(), tmp_path / "net.safetensors")
 
 
 def test_state_that_needs_pickle_is_refused(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     refused("optimizer: it holds parameters that are not", optimizer=torch.optim.SGD(made(3).parameters(), lr=0.1))
     refused("scheduler: it was given beside", recipe=recipe(schedule="cosine"), scheduler=lambda o: None)
     refused("protect: no module 'd'", protect=["d"])
+    refused("protect must be a list of names, not NoneType", TypeError, protect=None)
     for name in ("loss", "metric", "unpack", "output", "on_epoch", "optimizer", "scheduler"):
         refused(f"{name}: 'x' was given", **{name: "x"})
     refused(r"loss: the class CrossEntropyLoss was given; CrossEntropyLoss\(\) would do", loss=nn.CrossEntropyLoss)

@@ -6,6 +6,7 @@ The batch stays free in both formats. It is the first dimension of every input t
 import copy
 import importlib.util
 import inspect
+import io
 import logging
 import math
 import os
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hgnp.files import whole
+from hgnp.files import check_place, whole
 from hgnp.messages import brief
 from hgnp.neurons.graph import Inputs
 from hgnp.neurons.layers import as_inputs
@@ -33,6 +34,10 @@ TRACED = 2  # rows while recording: torch.export takes a single row for a consta
 CHECKED = (1, 3, 5)  # rows while checking: two of them that the example does not have
 TOLERANCE = 1e-4
 HALF_TOLERANCE = 1e-2
+FIXED = (
+    "net can be exported for one batch size only, as its forward fixes the number of rows; "
+    "sizes taken from the input (x.shape[0], x.flatten(1)) would do"
+)
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,11 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
     difference is above 1e-4 (1e-2 in half precision), ValueError says so and `path` is as it was. `net` is left as found.
     """
     path = Path(path)
+    if path.name in KINDS:
+        raise ValueError(f"path: {str(path)!r} was given, without a name before the dot; net{path.name} would do")
     if path.suffix not in KINDS:
         raise ValueError(f"path: {str(path)!r} was given; a name that ends in {' or '.join(KINDS)} would do")
+    check_place(path)
     refuse(net)
     inputs, arguments = _bound(net, as_inputs(example_input))
     rows = _rows(inputs)
@@ -70,18 +78,20 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
     subject = _duplicate(net, to_onnx)
     device = next((tensor.device for tensor in [*subject.parameters(), *subject.buffers()]), torch.device("cpu"))
     traced = _drawn(inputs, rows, TRACED, device)
-    if not _run(subject, traced, "net cannot run on example_input"):
+    if not _run(subject, _drawn(inputs, rows, rows, device), "net cannot run on example_input"):
         raise ValueError("net returns no tensors that could be compared; a forward that returns tensors would do")
+    _run(subject, traced, FIXED)
     with whole(path) as draft, _known_noise():
         batch = torch.export.Dim("batch")
         shapes = tree_map(lambda leaf: {0: batch} if _batched(leaf, rows) else None, arguments)
         program = _program(subject, traced, shapes)
         if to_onnx:
-            _write_onnx(subject, program, traced, shapes, draft)
+            draft.write_bytes(_as_onnx(subject, program, traced, shapes))
             session = onnx_session(draft)
             call: Callable[..., Any] = lambda *a, **k: run_onnx(session, _tensors((a, k)))  # noqa: E731
         else:
-            torch.export.save(program, draft)
+            torch.export.save(program, content := io.BytesIO())  # to a file, it ends the process when the disk is full
+            draft.write_bytes(content.getvalue())
             call = torch.export.load(draft).module()
         error, difference = _checked(subject, call, inputs, rows, device)
     return Exported(path, KINDS[path.suffix], OPSET if to_onnx else None, error, difference, path.stat().st_size)
@@ -157,14 +167,14 @@ def _bound(net: nn.Module, inputs: Inputs) -> tuple[Inputs, dict[str, Any]]:
 
 
 def _drawn(inputs: Inputs, rows: int, n: int, device: torch.device) -> Inputs:
-    """`inputs` at batch size n, each tensor's entries drawn from its own (normal ones where it is constant)."""
+    """`inputs` at another batch size n, each tensor's entries drawn from its own (normal ones where it is constant)."""
     random = torch.Generator().manual_seed(n)
 
     def draw(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if not _batched(leaf, rows):
-            return leaf.to(device)
+        if n == rows or not _batched(leaf, rows):
+            return leaf.detach().to(device, copy=True)  # some networks write into their input
         shape, own = (n, *leaf.shape[1:]), leaf.detach().cpu().flatten()
         if leaf.is_floating_point() and bool((own == own[0]).all()):
             return torch.randn(shape, generator=random).to(device, leaf.dtype)
@@ -200,6 +210,8 @@ def _known_noise() -> Iterator[None]:
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
             # … and does not name the free axis where an argument is not a tensor
             warnings.filterwarnings("ignore", "# ONNX model has different number of inputs", UserWarning)
+            # … or where several inputs share it
+            warnings.filterwarnings("ignore", "# The axis name: batch will not be used", UserWarning)
             # recurrent layers keep a list of their own weights
             warnings.filterwarnings("ignore", r"The tensor attributes? self\.\S*_flat_weights", UserWarning)
             # the older ONNX exporter; the check sees what its tracing got wrong
@@ -220,18 +232,16 @@ def _program(net: nn.Module, traced: Inputs, shapes: dict[str, Any]) -> torch.ex
             torch.export.export(net, *traced, strict=False)
         except Exception as again:
             raise ValueError(f"net cannot be exported: {brief(again)}") from again
-        raise ValueError(
-            "net can be exported for one batch size only, as its forward fixes the number of rows; "
-            f"sizes taken from the input (x.shape[0], x.flatten(1)) would do: {brief(error)}"
-        ) from error
+        raise ValueError(f"{FIXED}: {brief(error)}") from error
 
 
-def _write_onnx(
-    net: nn.Module, program: torch.export.ExportedProgram, traced: Inputs, shapes: dict[str, Any], draft: Path
-) -> None:
+def _as_onnx(net: nn.Module, program: torch.export.ExportedProgram, traced: Inputs, shapes: dict[str, Any]) -> bytes:
+    """The content of an ONNX file."""
     options: dict[str, Any] = {"opset_version": OPSET, "external_data": False, "verbose": False}
     try:
-        torch.onnx.export(program, (), draft, dynamo=True, dynamic_shapes=shapes, **options)  # names the free axis
+        made = torch.onnx.export(program, (), dynamo=True, dynamic_shapes=shapes, **options)  # names the free axis
+        assert made is not None
+        return made.model_proto.SerializeToString()
     except Exception as error:
         # Some torch and onnxscript do not go together, and some operators only the older exporter knows. What it writes
         # may hold for the traced batch alone; the check tells.
@@ -239,12 +249,14 @@ def _write_onnx(
         free = {
             name: {0: "batch"} for name, leaf in zip(names, _tensors(traced), strict=True) if _batched(leaf, TRACED)
         }
+        content: Any = io.BytesIO()
         try:
             torch.onnx.export(
-                net, traced[0], draft, kwargs=traced[1], dynamo=False, input_names=names, dynamic_axes=free, **options
+                net, traced[0], content, kwargs=traced[1], dynamo=False, input_names=names, dynamic_axes=free, **options
             )
         except Exception:
             raise ValueError(f"net cannot be written as ONNX: {brief(error.__cause__ or error)}") from error
+        return content.getvalue()
 
 
 def _checked(

@@ -67,6 +67,15 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(draft, path)
 
 
+def check_place(path: Path) -> None:
+    """ValueError unless a file can be made at `path`, with the folders above it, as far as names go."""
+    if path.is_dir():
+        raise ValueError(f"path: {str(path)!r} is a folder; the name of a file would do")
+    for above in path.parents:
+        if above.is_file():
+            raise ValueError(f"path: {str(above)!r} is a file where a folder is wanted; another name would do")
+
+
 def sweep(path: Path, *, older_than: float) -> None:
     """Remove what writers of `path` that were killed left beside it: drafts that no one has touched for so many seconds."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.????????"):

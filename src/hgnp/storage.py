@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hgnp.files import whole
+from hgnp.files import check_place, whole
 from hgnp.messages import first_line
 from hgnp.neurons.graph import tensors_of
 from hgnp.neurons.refuse import refuse
@@ -35,11 +35,12 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> Path:
 
     The file appears whole or not at all. Neither the class nor its code is stored: `load` needs an instance of it.
     """
+    file = _file(path)
+    check_place(file)
     tensors, about = described(net)
     # copies: two tensors may lie in one memory, which safetensors rightly refuses
     tensors = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     about["sha256"] = digest(tensors, about)
-    file = _file(path)
     write_tensors(file, tensors, {"hgnp": json.dumps(about)})
     return file
 
@@ -56,6 +57,8 @@ def described(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for name, tensor in tensors.items():
         if tensor.dtype == torch.complex128:
             raise TypeError(f"{name} is {tensor.dtype}, which safetensors cannot hold; complex64 would do")
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on meta, which has no numbers to save; a CPU or a GPU would do")
     about: dict[str, Any] = {
         "format": FORMAT,
         "class": type(net).__qualname__,
@@ -86,8 +89,8 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def load(path: str | os.PathLike[str], net: Net) -> Net:
     """Shrink `net`, a fresh instance of the class that was saved, to fit and fill it. Returns it.
 
-    Outputs are then bit-equal to those of the saved network. Device, mode and `requires_grad` are those of `net`. If the file
-    does not fit or is damaged, ValueError says how, and `net` is untouched.
+    Outputs are then bit-equal to those of the saved network. Device, mode and `requires_grad` are those of `net`; tensors on
+    meta become new ones on the CPU. If the file does not fit or is damaged, ValueError says how, and `net` is untouched.
     """
     file = _file(path)
     if not file.is_file():
@@ -151,6 +154,12 @@ def _fits(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Modul
             raise ValueError(
                 f"layer {name!r} is {there.get(name, 'missing')} in the file, {here.get(name, 'missing')} in net"
             )
+    for name, module in net.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ValueError(
+                    f"{key} of layer {name!r} is on meta and never saved, as it is no buffer; a buffer would do"
+                )
     mine = tensors_of(net)
     for name in [*mine, *tensors]:
         if name not in mine or name not in tensors:
@@ -168,11 +177,25 @@ def _tensor_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net
     last = set(map(str, about["channels_last"]))
     changes = []
     for name, tensor in tensors_of(net).items():
-        data = tensors[name].to(tensor.device)
+        data = tensors[name].to("cpu" if tensor.is_meta else tensor.device)
         if name in last and data.dim() in (4, 5):
             data = data.contiguous(memory_format=torch.channels_last if data.dim() == 4 else torch.channels_last_3d)
-        changes.append(replace_data(tensor, data, None))
+        changes.append(_materialise(net, tensor, data) if tensor.is_meta else replace_data(tensor, data, None))
     return changes
+
+
+def _materialise(net: nn.Module, old: Tensor, data: Tensor) -> Change:
+    """A tensor on meta takes no data of another device: a new one is put wherever it is."""
+    new = nn.Parameter(data, old.requires_grad) if isinstance(old, nn.Parameter) else data
+    vars(new).update(vars(old))
+    own = [(module, {**module._parameters, **module._buffers}) for module in net.modules()]
+    places = [(module, key) for module, held in own for key, tensor in held.items() if tensor is old]
+
+    def put(tensor: Tensor) -> None:
+        for module, key in places:
+            setattr(module, key, tensor)
+
+    return Change(lambda: put(new), lambda: put(old))
 
 
 def _width_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> list[Change]:

@@ -1,12 +1,14 @@
 """Removal touches exactly what it must: tensors, gradients, optimizer state, attributes; and all of it or nothing."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import hgnp
 from cases import CASES, conv
 from hgnp import Neurons, Removal
 
@@ -242,6 +244,8 @@ def test_an_empty_selection_changes_nothing() -> None:
         ({"0": [0.5]}, "0: positions must be a list of whole numbers"),
         ({"0": [True, False]}, "0: positions must be a list of whole numbers"),
         ({"0": [0, 1, 2, 3, 4, 5]}, "0: the selection would leave it without neurons"),
+        ([0], r"^selection: \[0\] was given; a dict such as \{'layer': \[0, 1\]\} would do$"),
+        (None, "^selection: None was given; a dict such as"),
         ({"5": [0]}, "5: neurons cannot be removed: it is the network's output"),
     ],
 )
@@ -252,6 +256,23 @@ def test_a_wrong_selection_is_named_and_nothing_has_changed(selection: Any, mess
         with pytest.raises(ValueError, match=message):
             call(selection)
     assert all(torch.equal(net.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "sgd"}, "^optimizer: 'sgd' was given; a torch.optim.Optimizer of the network would do$"),
+        ({"also": nn.Sequential(nn.Linear(3, 4))}, "^also: a Sequential was given; a list of networks would do$"),
+        ({"also": nn.Linear(3, 4)}, "^also: a Linear was given; a list of networks would do$"),
+        ({"also": None}, "^also: a NoneType was given; a list of networks would do$"),
+        ({"also": [3]}, r"^also\[0\]: a int was given; a network would do$"),
+    ],
+)
+def test_a_wrong_companion_is_named_and_nothing_has_changed(options: Any, message: str) -> None:
+    net, neurons = net_and_neurons()
+    with pytest.raises(ValueError, match=message):
+        neurons.remove({"0": [0]}, **options)
+    assert (net[0].out_channels, len(net[0].weight), neurons.version) == (6, 6, 0)
 
 
 def test_a_selection_is_valid_until_the_next_removal() -> None:
@@ -270,6 +291,31 @@ def test_a_network_changed_behind_our_back_is_noticed() -> None:
         neurons.remove({"0": [0]})
 
 
+STALE: dict[str, Callable[[nn.Module, Neurons], Any]] = {
+    "remove": lambda net, neurons: neurons.remove({"0": [0]}),
+    "preview": lambda net, neurons: neurons.preview({}),
+    "kept": lambda net, neurons: neurons.kept,
+    "count": lambda net, neurons: neurons.count,
+    "macs": lambda net, neurons: neurons.macs,
+    "layers": lambda net, neurons: neurons.layers,
+    "least": lambda net, neurons: neurons.least({"0": torch.rand(6)}, 2),
+    "sensitivity": lambda net, neurons: hgnp.sensitivity(
+        net, neurons, [(torch.zeros(2, 3, 8, 8), torch.zeros(2).long())]
+    ),
+    "l1": lambda net, neurons: hgnp.sensitivity(net, neurons, [], criterion="l1"),
+}
+
+
+@pytest.mark.parametrize("ask", STALE.values(), ids=STALE)
+def test_what_another_has_cut_is_noticed_by_whoever_asks(ask: Any) -> None:
+    net, neurons = net_and_neurons()
+    Neurons(net, torch.zeros(2, 3, 8, 8)).remove({"0": [0]})
+    with pytest.raises(
+        ValueError, match=r"0.weight has shape \(5, 3, 3, 3\); the network was changed after Neurons was"
+    ):
+        ask(net, neurons)
+
+
 def test_protected_layers_stay() -> None:
     _, neurons = net_and_neurons(protect=["3"])
     assert [layer.name for layer in neurons.layers] == ["0"]
@@ -278,6 +324,8 @@ def test_protected_layers_stay() -> None:
         net_and_neurons(protect=["7"])
     with pytest.raises(TypeError, match="protect must be a list of names"):
         net_and_neurons(protect="3")
+    with pytest.raises(TypeError, match=r"^protect must be a list of names, not NoneType; \[\] protects nothing$"):
+        net_and_neurons(protect=None)
 
 
 def test_the_network_can_be_moved_after_it_was_looked_at() -> None:

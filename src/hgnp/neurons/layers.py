@@ -30,6 +30,8 @@ def inside(net: nn.Module, protect: Iterable[str]) -> set[str]:
     """The names of all modules in the modules named."""
     if isinstance(protect, str):
         raise TypeError(f"protect must be a list of names: protect=[{protect!r}]")
+    if not isinstance(protect, Iterable):
+        raise TypeError(f"protect must be a list of names, not {type(protect).__name__}; [] protects nothing")
     names = [name for name, _ in net.named_modules()]
     protected = set()
     for entry in protect:

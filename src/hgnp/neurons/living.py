@@ -11,6 +11,7 @@ from torch import Tensor
 from hgnp.messages import meant
 from hgnp.neurons.selection import Unit, as_positions
 from hgnp.neurons.structure import Structure
+from hgnp.neurons.widths import Shape
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,12 @@ class Living:
         """The slots of a layer's living neurons: a neuron's position is its place in here."""
         return self.rows[layer][self.alive[self.rows[layer]]]
 
-    @property
+    @cached_property
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of every tensor."""
+        return self.structure.shapes | self.structure.shapes_after(self.alive)
+
+    @cached_property
     def count(self) -> int:
         """Neurons that may go."""
         return sum(int((~self.structure.fixed[self.of(layer)]).sum()) for layer in self.rows)
@@ -44,6 +50,8 @@ class Living:
 
     def without(self, selection: Mapping[str, Sequence[int]], roots: Tensor) -> "Living":
         """Who is left once the selection, and what hangs on it by `roots`, is gone. Names what is wrong with it."""
+        if not isinstance(selection, Mapping):
+            raise ValueError(f"selection: {selection!r} was given; a dict such as {{'layer': [0, 1]}} would do")
         structure = self.structure
         dead = torch.zeros(len(roots), dtype=torch.bool)
         for layer, positions in selection.items():

@@ -33,7 +33,7 @@ from hgnp.neurons.selection import (
 )
 from hgnp.neurons.structure import Recorded, Structure
 from hgnp.neurons.summary import Frozen, Layer, Preview, table
-from hgnp.neurons.surgery import Change, changes_to_net, changes_to_optimizer, check_twin, commit
+from hgnp.neurons.surgery import Change, changes_to_net, changes_to_optimizer, commit, twins_of
 from hgnp.removal import Listener, Removal, listeners_of
 
 
@@ -88,6 +88,7 @@ class Neurons:
     @property
     def layers(self) -> tuple[Layer, ...]:
         """Layers with neurons that can be removed: name, neurons alive, neurons at the start."""
+        self._check()
         return tuple(Layer(name, len(self._living.of(name)), self._totals[name]) for name in self._prunable)
 
     @property
@@ -105,6 +106,7 @@ class Neurons:
     @property
     def count(self) -> int:
         """Living neurons that can be removed."""
+        self._check()
         return self._living.count
 
     @property
@@ -115,13 +117,13 @@ class Neurons:
     @property
     def macs(self) -> int:
         """Multiply–accumulates of one forward of the example input: convolutions and matrix products."""
+        self._check()
         return self._structure.macs(self._living.alive)
 
     def preview(self, selection: Mapping[str, Sequence[int]]) -> Preview:
         """What would be left after `remove(selection)`. Changes nothing."""
         left = self._after(selection)
-        shapes = self._structure.shapes | self._structure.shapes_after(left.alive)
-        parameters = sum(torch.Size(shapes[name]).numel() for name, _ in self.net.named_parameters())
+        parameters = sum(torch.Size(left.shapes[name]).numel() for name, _ in self.net.named_parameters())
         at_start = self._parameters_at_start
         kept = parameters / at_start if at_start else 1.0
         return Preview(parameters, left.count, self._structure.macs(left.alive), kept)
@@ -226,6 +228,7 @@ class Neurons:
     def gates(self, coupling: Coupling = "coupled") -> Gates:
         """Where the output of each neuron is read, for scores that are derivatives. With "paper", layers that are added
         together have gates of their own."""
+        self._check()
         structure = self._lanes.structure if coupling == "paper" else self._structure
         rows = {name: self._rows[name] for name in self._prunable}
         return find_gates(structure, rows, self._living.alive, lanes=coupling == "paper")
@@ -245,13 +248,11 @@ class Neurons:
         and so have the networks in `also` (of the same shape, such as a moving average) and all `listeners`. Parameters stay
         the objects they were. If anything fails, nothing has changed.
         """
-        twins = list(also)
         left = self._after(selection)
         gone = self._gone(left, selection)
         if not gone:
             return gone
-        for place, twin in enumerate(twins):
-            check_twin(self.net, twin, place)
+        twins = twins_of(self.net, also)
         removal = self._removal(left, gone)
         changes = changes_to_net(self.net, removal)
         for twin in twins:
@@ -270,7 +271,16 @@ class Neurons:
     def _structure_for(self, selection: Mapping[str, Sequence[int]]) -> Structure:
         return self._lanes.structure if getattr(selection, "coupling", "coupled") == "paper" else self._structure
 
+    def _check(self) -> None:
+        """ValueError if tensors do not have the shapes that this object knows of."""
+        for name, tensor in tensors_of(self.net).items():
+            if tensor.shape != self._living.shapes.get(name):
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}; the network was changed after Neurons was made"
+                )
+
     def _after(self, selection: Mapping[str, Sequence[int]]) -> Living:
+        self._check()
         if isinstance(selection, Selection) and selection.version != self.version:
             raise ValueError("this selection was made before the last removal: positions have moved; select again")
         return self._living.without(selection, self._structure_for(selection).roots)
@@ -283,12 +293,6 @@ class Neurons:
 
     def _removal(self, left: Living, gone: Selection) -> Removal:
         before = self._living.alive
-        expected = self._structure.shapes | self._structure.shapes_after(before)
-        for name, tensor in tensors_of(self.net).items():
-            if tuple(tensor.shape) != expected.get(name):
-                raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}; the network was changed after Neurons was made"
-                )
         known = self._tried is not None and torch.equal(left.alive, self._tried)  # `least` has just been there
         found = None if known else self._structure_for(gone).misfit(left.alive, aligned=gone.coupling == "coupled")
         if found is not None:

@@ -37,6 +37,8 @@ def changes_to_net(net: nn.Module, removal: Removal) -> list[Change]:
 
 
 def changes_to_optimizer(net: nn.Module, optimizer: torch.optim.Optimizer, removal: Removal) -> list[Change]:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer: {optimizer!r} was given; a torch.optim.Optimizer of the network would do")
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(id(parameter) in names for parameter in held):
@@ -73,8 +75,19 @@ def _cut_state(value: Any, parameter: Tensor, slices: Slices, what: str) -> Any:
     return cut(value, {dim: stay for dim, stay in slices.items() if value.shape[dim] == parameter.shape[dim]})
 
 
-def check_twin(net: nn.Module, twin: nn.Module, place: int) -> None:
-    """ValueError unless `twin` has the same tensors in the same shapes."""
+def twins_of(net: nn.Module, also: Iterable[nn.Module]) -> list[nn.Module]:
+    """A list of networks that have the same tensors in the same shapes as `net`; ValueError if one has not."""
+    if isinstance(also, nn.Module) or not isinstance(also, Iterable):
+        raise ValueError(f"also: a {type(also).__name__} was given; a list of networks would do")
+    twins = list(also)
+    for place, twin in enumerate(twins):
+        _check_twin(net, twin, place)
+    return twins
+
+
+def _check_twin(net: nn.Module, twin: nn.Module, place: int) -> None:
+    if not isinstance(twin, nn.Module):
+        raise ValueError(f"also[{place}]: a {type(twin).__name__} was given; a network would do")
     hint = "; pass its .module" if isinstance(getattr(twin, "module", None), nn.Module) else ""
     mine, its = tensors_of(net), tensors_of(twin)
     for name in [*mine, *its]:

@@ -78,7 +78,8 @@ class Run:
             self._fill(stored)
         two = pick(inputs, torch.arange(min(2, samples_in(inputs))))
         self.samples = samples_in(two)
-        protect = protect if isinstance(protect, str) else list(protect)
+        if isinstance(protect, Iterable) and not isinstance(protect, str):  # anything else is refused by Neurons
+            protect = list(protect)
         neurons_of = partial(Neurons, example_input=two, protect=protect, approximate=recipe.approximate)
         self.neurons = neurons_of(net)
         at_start = self.neurons.preview({}) if stored is None else Preview(**stored["at_start"])
