@@ -15,7 +15,7 @@ import yaml
 
 import hgnp
 from hgnp.cli import app
-from hgnp.experiments.config import read
+from hgnp.experiments.config import Config, read
 from hgnp.experiments.models import DigitsNet
 
 TINY = [
@@ -188,6 +188,19 @@ def test_a_refused_run_leaves_the_configuration_that_was_there(capsys: pytest.Ca
     assert "keep: 0.001" in mine.read_text()
     assert call("run", "y/config.yaml", "--out", "z") == 2
     assert not Path("z").exists()
+
+
+def test_a_disk_that_is_full_from_the_start_leaves_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Config, path: Path) -> None:
+        path.parent.mkdir()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Config, "write", full)
+    assert call("run", *TINY, "--out", "x") == 1
+    assert "the disk is full" in capsys.readouterr().err
+    assert not Path("x").exists()
 
 
 def test_a_finished_run_is_shown_even_if_nothing_can_be_written(

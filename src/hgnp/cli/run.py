@@ -58,12 +58,13 @@ def run(
         same_run(experiment.config, folder)
     else:
         not_yours(experiment.config, folder)
-        experiment.config.write(folder / "config.yaml")
     if resume and not begun:
         progress.note(f"there is no run in {folder} yet: starting one")
     if config.about:
         progress.note(config.about)
     try:
+        if not begun:
+            experiment.config.write(folder / "config.yaml")
         if not (begun and done):
             experiment.run(out=folder, resume=resume, progress=progress)
     except BaseException as error:
