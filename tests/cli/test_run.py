@@ -15,6 +15,7 @@ import yaml
 
 import hgnp
 from hgnp.cli import app
+from hgnp.experiments.build import Experiment
 from hgnp.experiments.config import Config, read
 from hgnp.experiments.models import DigitsNet
 
@@ -216,6 +217,20 @@ def test_a_finished_run_is_shown_even_if_nothing_can_be_written(
     assert "hgnp: the disk is full: [Errno 28] the run is finished, but x/page.html could not be written" in said.err
     assert call("run", *TINY, "--out", "x", "--resume", "--json") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["reached"] is True
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.setattr(Experiment, "run", None)  # it would write
+    assert call("run", *TINY, "--out", "x", "--resume", "--json") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["reached"] is True
+
+
+@pytest.mark.parametrize("text", ['{"a":', '{"a": 1}'])
+def test_a_finished_run_whose_result_is_damaged_says_so(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("run", *TINY, "--out", "x") == 0
+    capsys.readouterr()
+    Path("x/result.json").write_text(text)
+    assert call("run", *TINY, "--out", "x", "--resume") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "result.json: damaged" in line
 
 
 def test_what_a_terminal_cannot_show_is_replaced(tmp_path: Path) -> None:

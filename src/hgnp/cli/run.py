@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -65,7 +66,7 @@ def run(
     try:
         if not begun:
             experiment.config.write(folder / "config.yaml")
-        if not (begun and done):
+        if not (begun and done) or os.access(folder, os.W_OK):  # a finished run is shown where nothing can be written
             experiment.run(out=folder, resume=resume, progress=progress)
     except BaseException as error:
         progress.stop()
@@ -87,8 +88,9 @@ def run(
     from rich.console import Console
 
     from hgnp.cli.table import show
+    from hgnp.files import read_json
 
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    result = read_json(folder / "result.json")
     # without a terminal rich would wrap at 80 columns
     show(result, out=folder, console=Console(file=say, width=None if say.isatty() else 140))
     if as_json:
