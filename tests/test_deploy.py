@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import hgnp
 from cases import CASES, conv
+from hgnp import deploy
 from hgnp.deploy import OPSET, Exported, export
 
 SUFFIXES = ("onnx", "pt2")
@@ -118,6 +119,12 @@ def test_the_network_is_left_as_found(suffix: str, tmp_path: Path) -> None:
     assert [module.training for module in net.modules()] == modes
     for name, tensor in net.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+def test_a_constant_example_is_checked_with_other_numbers() -> None:
+    (drawn,), _ = deploy._drawn(((torch.zeros(1, 50),), {}), rows=1, n=1, device=torch.device("cpu"))
+    assert drawn.shape == (1, 50)
+    assert 0.5 < float(drawn.std()) < 1.5
 
 
 def test_the_example_is_left_as_found_by_a_network_that_writes_into_it(tmp_path: Path) -> None:

@@ -78,7 +78,8 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
     subject = _duplicate(net, to_onnx)
     device = next((tensor.device for tensor in [*subject.parameters(), *subject.buffers()]), torch.device("cpu"))
     traced = _drawn(inputs, rows, TRACED, device)
-    if not _run(subject, _drawn(inputs, rows, rows, device), "net cannot run on example_input"):
+    example = tree_map(lambda leaf: leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf, inputs)
+    if not _run(subject, example, "net cannot run on example_input"):  # a copy: some networks write into their input
         raise ValueError("net returns no tensors that could be compared; a forward that returns tensors would do")
     _run(subject, traced, FIXED)
     with whole(path) as draft, _known_noise():
@@ -167,14 +168,14 @@ def _bound(net: nn.Module, inputs: Inputs) -> tuple[Inputs, dict[str, Any]]:
 
 
 def _drawn(inputs: Inputs, rows: int, n: int, device: torch.device) -> Inputs:
-    """`inputs` at another batch size n, each tensor's entries drawn from its own (normal ones where it is constant)."""
+    """`inputs` at batch size n, each tensor's entries drawn from its own (normal ones where it is constant)."""
     random = torch.Generator().manual_seed(n)
 
     def draw(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if n == rows or not _batched(leaf, rows):
-            return leaf.detach().to(device, copy=True)  # some networks write into their input
+        if not _batched(leaf, rows):
+            return leaf.detach().to(device, copy=True)
         shape, own = (n, *leaf.shape[1:]), leaf.detach().cpu().flatten()
         if leaf.is_floating_point() and bool((own == own[0]).all()):
             return torch.randn(shape, generator=random).to(device, leaf.dtype)

@@ -15,6 +15,7 @@ from hgnp.curvature.check import check_functions, check_gradients
 from hgnp.curvature.forward import Output
 from hgnp.curvature.losses import Loss
 from hgnp.files import read_json
+from hgnp.messages import first_line
 from hgnp.modes import as_found
 from hgnp.progress import Bar, Progress, Silent
 from hgnp.recipe import Recipe
@@ -76,7 +77,7 @@ def prune(
             raise ValueError(f"{name}: {made!r} was given; one, or its maker, would do")
     check_gradients()
     if device is not None:
-        check_device(device)
+        as_device(device)
     if next(net.parameters(), None) is None:
         raise ValueError("net: it has no parameters")
     if resume and out is None:
@@ -133,8 +134,11 @@ def finished(folder: Folder, net: nn.Module, recipe: Recipe) -> Result:
     return result
 
 
-def check_device(device: str | torch.device) -> None:
+def as_device(device: str | torch.device) -> torch.device:
+    """One that numbers can be on; ValueError if it is none, or is not here."""
     try:
-        torch.empty(1, device=torch.device(device)).cpu()  # a meta tensor has nothing to copy
+        found = torch.device(device)
+        torch.empty(1, device=found).cpu()  # a meta tensor has nothing to copy
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise ValueError(f"device: {device!r} was given; {str(error).splitlines()[0]}") from None
+        raise ValueError(f"device: {device!s} was given; {first_line(error)}") from None
+    return found

@@ -233,22 +233,11 @@ def test_a_finished_run_whose_result_is_damaged_says_so(text: str, capsys: pytes
     assert "result.json: damaged" in line
 
 
-def test_what_a_terminal_cannot_show_is_replaced(tmp_path: Path) -> None:
+def test_what_a_terminal_cannot_show_is_replaced() -> None:
     assert call("run", *TINY, "--out", "x") == 0
     command = [
         sys.executable,
-        "-m",
-        "hgnp",
-        "bench",
-        "x",
-        "--batch",
-        "2",
-        "--repeats",
-        "1",
-        "--variant",
-        "eager",
-        "--device",
-        "cpu",
+        *["-m", "hgnp", "bench", "x", "--batch", "2", "--repeats", "1", "--variant", "eager", "--device", "cpu"],
     ]
     done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=False)
     assert done.returncode == 0, done.stderr

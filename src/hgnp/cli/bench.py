@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from hgnp.runs import Run
 
 
@@ -43,17 +41,17 @@ def bench(
     from hgnp.files import write_json
 
     say = sys.stderr if as_json else sys.stdout
-    full, _ = networks(runs[0])
+    full = networks(runs[0])[0]
     by_name = len({run.name for run in runs if run.name}) == len(runs)
-    known, entries = _network(folders.read(runs[0])), []
+    entries, made_of = [], [_full_network(folders.read(run)) for run in runs]
     for number, run in enumerate(runs):
         if run.resolve() in [each.resolve() for each in runs[:number]]:
             raise ValueError(f"{run}: given twice; once would do")
-        whole, small = networks(run)
-        if _network(folders.read(run)) != known or _shapes(whole) != _shapes(full):
+        if made_of[number] != made_of[0]:
             raise ValueError(
                 f"{run}: its full network is not that of {runs[0]}; runs of one network can be timed together"
             )
+        small = networks(run)[1]
         result = folders.read(run).result or {}
         accuracy = (result.get("after") or {}).get("metric")
         kept = sum(p.numel() for p in small.parameters()) / sum(p.numel() for p in full.parameters())
@@ -81,25 +79,16 @@ def bench(
         repeats=repeats,
         progress=progress,
     )
-    unwritten: OSError | None = None
     try:
         file = write_json(runs[0] / "bench.json", found.as_dict())
         found.write_csv(runs[0] / "bench.csv")
-    except OSError as error:
-        unwritten = error
-    Console(file=say, width=None if say.isatty() else 160).print(found.table())
-    if unwritten is None:
-        print(f"{file} and bench.csv", file=say)
-    if as_json:
-        print(text(found.as_dict()))
-    if unwritten is not None:
-        raise unwritten
+    finally:  # it is shown whatever can be written
+        Console(file=say, width=None if say.isatty() else 160).print(found.table())
+        if as_json:
+            print(text(found.as_dict()))
+    print(f"{file} and bench.csv", file=say)
 
 
-def _network(run: "Run") -> tuple[Any, ...]:
-    """What the time of its full network depends on."""
-    return run.info.get("model"), run.info["at_start"]["macs"], run.info.get("input")
-
-
-def _shapes(net: "nn.Module") -> list[tuple[int, ...]]:
-    return [tuple(parameter.shape) for parameter in net.parameters()]
+def _full_network(run: "Run") -> tuple[Any, ...]:
+    """What its time depends on."""
+    return run.info.get("model"), run.info["at_start"], run.info.get("input")

@@ -20,11 +20,11 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from hgnp.experiments.config import Config
-from hgnp.experiments.data.loader import as_device
 from hgnp.experiments.models import load_weights
 from hgnp.messages import brief, meant, one_line
 from hgnp.recipe import Recipe
 from hgnp.storage import load
+from hgnp.train import as_device, prune
 from hgnp.training import streams
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ class Experiment:
     """What run.json says beyond that: the run's name, what the weights are at the start, the data's features."""
 
     def run(self, *, out: Path, resume: bool, progress: "Progress") -> "Result":
-        from hgnp.train import prune
-
         return prune(
             self.net, self.train, self.val, recipe=self.recipe, out=out, resume=resume, **self.options,
             _progress=progress, _about=self.about,

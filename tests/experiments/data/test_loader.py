@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hgnp.experiments.data import Loader, digits
-from hgnp.experiments.data.loader import Memory, as_device, chosen
+from hgnp.experiments.data.loader import Memory, chosen
+from hgnp.train import as_device
 
 CPU = torch.device("cpu")
 MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)

@@ -3,7 +3,8 @@
 import torch
 from sklearn.datasets import load_digits
 
-from hgnp.experiments.data.loader import Data, Loader, Memory, as_device, chosen
+from hgnp.experiments.data.loader import Data, Loader, Memory, chosen
+from hgnp.train import as_device
 
 TRAIN = 1347
 MEAN, STD = (4.884,), (6.017,)  # of values from 0 to 16

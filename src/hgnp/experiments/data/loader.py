@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hgnp.messages import first_line
-
 AT_ONCE = 16  # batches that are made together on a GPU, where launching takes longer than running
 
 
@@ -134,15 +132,6 @@ class Data:
     val_samples: int
     about: str
     """One line: what the data are and how they are read."""
-
-
-def as_device(device: str | torch.device) -> torch.device:
-    try:
-        found = torch.device(device)
-        torch.empty(1, device=found).cpu()
-    except (RuntimeError, AssertionError) as error:  # NotImplementedError, of a meta tensor, is one too
-        raise ValueError(f"device: {device!s} was given; {first_line(error)}") from None
-    return found
 
 
 def chosen(labels: Tensor, limit: int | None) -> Tensor:

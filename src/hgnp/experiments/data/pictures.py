@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from hgnp.experiments.data.decode import decoded
-from hgnp.experiments.data.loader import Data, Loader, Memory, Source, as_device, chosen
+from hgnp.experiments.data.loader import Data, Loader, Memory, Source, chosen
 from hgnp.experiments.data.stream import Stream
+from hgnp.train import as_device
 
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet, which pretrained weights expect
 MEMORY = 8 * 2**30
