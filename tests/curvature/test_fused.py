@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hgnp.curvature import norms
+from hgnp.curvature.compiled import kernels
 
 CUDA = torch.cuda.is_available()
 if not CUDA:
@@ -55,15 +56,28 @@ def test_the_same_adjoints(shape: tuple[int, ...], affine: bool, both: bool) -> 
     assert found[0].stride() == rest[1].stride()
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+def test_the_same_tangent(shape: tuple[int, ...], affine: bool) -> None:
+    from hgnp.curvature.fused import tangent
+
+    (_, _, s, ds), (weight, mean, inv, *_) = given(shape, torch.float64, affine=affine)
+    found, expected = tangent(ds, s, weight, mean, inv), norms._tangent(ds, s, weight, mean, inv)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    assert found[0].stride() == s.stride()
+
+
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_low_precision_is_of_the_tensors_alone(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Sums are in float32: the result is the exact one of the given numbers, rounded."""
-    assert norms._kernels(dtype, torch.device("cuda", 0)) is not norms._adjoints
+    ours = kernels("fused", dtype, torch.device("cuda", 0))
+    assert ours is not None
     values, vectors = given(shape, dtype, affine=True)
-    found = norms._kernels(dtype, torch.device("cuda", 0))(*values, *vectors)
-    exact = norms._adjoints(*[x.double() for x in values], *[x.double() for x in vectors])
+    found = *ours.adjoints(*values, *vectors), *ours.tangent(*values[:1:-1], *vectors[:3])
+    values, vectors = [x.double() for x in values], [x.double() for x in vectors]
+    exact = *norms._adjoints(*values, *vectors), *norms._tangent(*values[:1:-1], *vectors[:3])
     eps = torch.finfo(dtype).eps
     for got, want in zip(found, exact, strict=True):
         assert (got - want).abs().max() <= 4 * max(eps, 1e-5) * want.abs().max()  # sums cancel
@@ -72,9 +86,8 @@ def test_low_precision_is_of_the_tensors_alone(shape: tuple[int, ...], dtype: to
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 def test_a_norm_on_a_gpu_takes_them_where_channels_lie_together(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    kernels = norms._kernels
-    monkeypatch.setattr(norms, "_kernels", lambda *a: taken.append(a) or kernels(*a))
-    for layout, times in ((torch.channels_last, 1), (torch.contiguous_format, 0)):
+    monkeypatch.setattr(norms, "kernels", lambda *a: taken.append(a) or kernels(*a))
+    for layout, times in ((torch.channels_last, 2), (torch.contiguous_format, 0)):
         taken.clear()
         s, ds = (torch.randn(4, 6, 5, 5, dtype=torch.float64, device="cuda") for _ in range(2))
         s, ds = (x.contiguous(memory_format=layout).requires_grad_() for x in (s, ds))

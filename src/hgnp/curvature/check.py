@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hgnp.curvature.blocks import Block, find_blocks
-from hgnp.curvature.factors import wide
+from hgnp.curvature.wide import wide
 
 
 def check_tangent(block: Block, z: Tensor, u: Tensor, seeds: list[tuple[Tensor, Tensor]]) -> None:

@@ -17,14 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hgnp.curvature.compiled import kernels
+from hgnp.curvature.wide import wide, wide_bmm
+
 GRAM_LIMIT = 512  # at most so many rows have their Gram matrix formed
-
-
-HALF = (torch.float16, torch.bfloat16)
-
-
-def wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in HALF else x
 
 
 class Factor(Protocol):
@@ -153,20 +149,28 @@ class Patches(_Powers):
         return self.kernel[1:].numel() + self.bias
 
     def product(self, x: Tensor) -> Tensor:
+        total: Tensor | None = None
+        for a, options in zip(self.inputs, self.options, strict=True):
+            part = self._part(a, x, options)
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def _part(self, a: Tensor, x: Tensor, options: dict[str, Any]) -> Tensor:
+        last = a.dim() == 4 and a.is_contiguous(memory_format=torch.channels_last)
+        ours = kernels("fused_patches", a.dtype, a.device) if a.is_cuda and last and self._has_few_taps else None
+        if ours is not None:
+            made: Tensor = ours.product(a, x, self.kernel[2:], self.bias, self.count, options)
+            return made
         side = self.kernel[1:].numel()
         filters = x[:, :side].reshape(self.groups, *self.kernel[1:])
         shift = x[:, side] if self.bias else None
-        there_and_back = _by_taps if self._has_few_taps else _by_convolution
-        total: Tensor | None = None
-        for a, options in zip(self.inputs, self.options, strict=True):
-            r, grad = there_and_back(a, filters, shift, options)
-            grad = grad.reshape(self.groups, side).to(x.dtype)
-            if self.bias:
-                sums = r.sum([d for d in range(r.dim()) if d != 1], dtype=x.dtype).unsqueeze(1)
-                grad = torch.cat([grad, sums], 1)
-            total = grad if total is None else total + grad
-        assert total is not None
-        return total / self.count
+        r, grad = (_by_taps if self._has_few_taps else _by_convolution)(a, filters, shift, options)
+        grad = grad.reshape(self.groups, side).to(x.dtype)
+        if self.bias:
+            sums = r.sum([d for d in range(r.dim()) if d != 1], dtype=x.dtype).unsqueeze(1)
+            grad = torch.cat([grad, sums], 1)
+        return grad / self.count
 
     @property
     def _has_few_taps(self) -> bool:
@@ -211,11 +215,3 @@ def _by_taps(a: Tensor, filters: Tensor, shift: Tensor | None, options: dict[str
         spread = spread.narrow(2 + d, padding[d], space[d])
     back = wide_bmm(spread.reshape(len(spread), len(flat), -1).transpose(0, 1), flat.mT)  # (1 or N, taps, C)
     return r.unsqueeze(1), (back[0] if last else back.sum(0)).mT
-
-
-def wide_bmm(x: Tensor, y: Tensor) -> Tensor:
-    """x @ y, (B, n, k) and (B, k, m), to float32 if they are of half precision; on a GPU without copies of them."""
-    if x.dtype in HALF and x.is_cuda and hasattr(torch.ops.aten.bmm, "dtype"):  # torch 2.8
-        product: Tensor = torch.ops.aten.bmm.dtype(x, y.to(x.dtype), torch.float32)
-        return product
-    return wide(x) @ wide(y)

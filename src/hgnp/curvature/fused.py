@@ -1,4 +1,4 @@
-"""The adjoints of `BatchNormDual` on a GPU, in three kernels instead of some twenty.
+"""`BatchNormDual` on a GPU: the tangent in three kernels, and the adjoints in three instead of some twenty.
 
 Tensors are matrices with a row for each position and a column for each channel, as channels last lies in memory. Names and
 formulas are those of `curvature.norms`; x stands for s − mean.
@@ -13,6 +13,67 @@ from torch import Tensor
 
 PARTS = 256  # at most so many programs share the rows of a channel
 TILE = 2048  # numbers that a program looks at at a time
+
+
+@triton.jit
+def _total(sums, which, column, channels, parts, inside, PARTS: tl.constexpr):
+    part = tl.arange(0, PARTS)
+    at = (which * channels + column)[:, None] * parts + part[None, :]
+    return tl.sum(tl.load(sums + at, inside[:, None] & (part < parts)[None, :], other=0.0), 1)
+
+
+@triton.jit
+def _tangent_sums(
+    ds, s, mean, sums, rows, channels, ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Σṡ and Σṡx of each channel over this part of the rows."""
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < channels
+    m = tl.load(mean + column, inside, other=0.0).to(ACC)[None, :]
+    of_ds = tl.zeros((ROWS, COLUMNS), ACC)
+    of_dsx = tl.zeros((ROWS, COLUMNS), ACC)
+    for first in range(part * ROWS, rows, parts * ROWS):
+        row = first + tl.arange(0, ROWS)
+        here = (row < rows)[:, None] & inside[None, :]
+        at = row.to(tl.int64)[:, None] * channels + column[None, :]
+        z = tl.load(ds + at, here, other=0.0).to(ACC)
+        of_ds += z
+        of_dsx += z * (tl.load(s + at, here, other=0.0).to(ACC) - m)
+    out = sums + column * parts + part
+    tl.store(out, tl.sum(of_ds, 0), inside)
+    tl.store(out + channels * parts, tl.sum(of_dsx, 0), inside)
+
+
+@triton.jit
+def _totals(sums, totals, channels, parts, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """Over all parts."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < channels
+    tl.store(totals + column, _total(sums, 0, column, channels, parts, inside, PARTS), inside)
+    tl.store(totals + channels + column, _total(sums, 1, column, channels, parts, inside, PARTS), inside)
+
+
+@triton.jit
+def _tangent(
+    ds, s, weight, mean, inv, totals, out, rows, channels,
+    has_weight: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """γ·inv·P(ṡ)."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < channels
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = (row < rows)[:, None] & inside[None, :]
+    at = row.to(tl.int64)[:, None] * channels + column[None, :]
+    i = tl.load(inv + column, inside, other=0.0).to(ACC)
+    scale = i
+    if has_weight:
+        scale = i * tl.load(weight + column, inside, other=0.0).to(ACC)
+    shift = tl.load(totals + column, inside, other=0.0) / rows
+    slope = tl.load(totals + channels + column, inside, other=0.0) * i * i / rows
+    x = tl.load(s + at, here, other=0.0).to(ACC) - tl.load(mean + column, inside, other=0.0).to(ACC)[None, :]
+    z = tl.load(ds + at, here, other=0.0).to(ACC)
+    tl.store(out + at, (scale[None, :] * (z - shift[None, :] - x * slope[None, :])).to(out.dtype.element_ty), here)
 
 
 @triton.jit
@@ -50,13 +111,6 @@ def _sums(
     tl.store(out + 2 * apart, tl.sum(of_Z, 0), inside)
     tl.store(out + 3 * apart, tl.sum(of_Zx, 0), inside)
     tl.store(out + 4 * apart, tl.sum(of_Zds, 0), inside)
-
-
-@triton.jit
-def _total(sums, which, column, channels, parts, inside, PARTS: tl.constexpr):
-    part = tl.arange(0, PARTS)
-    at = (which * channels + column)[:, None] * parts + part[None, :]
-    return tl.sum(tl.load(sums + at, inside[:, None] & (part < parts)[None, :], other=0.0), 1)
 
 
 @triton.jit
@@ -120,18 +174,37 @@ def _spread(
     tl.store(grad_ds + at, (scale * (z - shift - x * by_ds)).to(grad_ds.dtype.element_ty), here)
 
 
+def _tiles(s: Tensor, channels: int) -> tuple[int, int, int, int, int]:
+    """Rows of s; columns and rows that a program looks at at a time; how many programs share the columns, and a channel."""
+    rows = s.numel() // channels
+    columns = min(64, max(16, triton.next_power_of_2(channels)))
+    tile = TILE // columns
+    return rows, columns, tile, triton.cdiv(channels, columns), min(PARTS, triton.cdiv(rows, tile))
+
+
+def tangent(ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """γ·inv·P(ṡ), Σṡ and Σṡx. s and ṡ lie densely in memory, with the channels last."""
+    channels = s.shape[1]
+    rows, columns, tile, blocks, parts = _tiles(s, channels)
+    wide: Any = tl.float64 if mean.dtype == torch.float64 else tl.float32
+    sums, totals = mean.new_empty(2, channels, parts), mean.new_empty(2, channels)
+    out, sizes = torch.empty_like(ds), {"ACC": wide, "ROWS": tile, "COLUMNS": columns, "num_warps": 8}
+    _tangent_sums[parts, blocks](ds, s, mean, sums, rows, channels, **sizes)
+    _totals[(triton.cdiv(channels, 4),)](sums, totals, channels, parts, COLUMNS=4, PARTS=PARTS)
+    _tangent[triton.cdiv(rows, tile), blocks](
+        ds, s, weight, mean, inv, totals, out, rows, channels, has_weight=weight is not None, **sizes
+    )  # fmt: skip
+    return out, totals[0], totals[1]
+
+
 def adjoints(
     Y: Tensor | None, Z: Tensor, s: Tensor, ds: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, sum_ds: Tensor,
     sum_dsx: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Of s, ṡ, γ and β. All of s, ṡ, Y and Z lie densely in memory, with the channels last."""
     channels = s.shape[1]
-    rows = s.numel() // channels
+    rows, columns, tile, blocks, parts = _tiles(s, channels)
     wide: Any = tl.float64 if mean.dtype == torch.float64 else tl.float32
-    columns = min(64, max(16, triton.next_power_of_2(channels)))
-    tile = TILE // columns
-    blocks = triton.cdiv(channels, columns)
-    parts = min(PARTS, triton.cdiv(rows, tile))
     sums = torch.empty(5, channels, parts, dtype=mean.dtype, device=s.device)
     factors = torch.empty(8, channels, dtype=mean.dtype, device=s.device)
     grad_s, grad_ds = torch.empty_like(s), torch.empty_like(ds)
@@ -147,3 +220,11 @@ def adjoints(
         Y, Z, s, ds, mean, factors, grad_s, grad_ds, rows, channels, **has, ROWS=tile, COLUMNS=columns, num_warps=8
     )  # fmt: skip
     return grad_s, grad_ds, factors[6], factors[7]
+
+
+def try_out(dtype: torch.dtype, device: torch.device) -> None:
+    """Raises what keeps the kernels from working here."""
+    x = torch.arange(32, dtype=dtype, device=device).view(4, 8)
+    wide = torch.ones(8, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
+    adjoints(x, x, x, x, wide, wide, wide, wide, wide)
+    tangent(x, x, wide, wide, wide)

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hgnp.curvature.wide import wide
+
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -25,10 +27,6 @@ class LossCurvature(Protocol):
     def draw(self, z: Tensor, target: Tensor, generator: torch.Generator) -> Tensor: ...
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
 class CrossEntropy:
     def __init__(self, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
         self.weight, self.ignore_index, self.smoothing = weight, ignore_index, label_smoothing
@@ -36,6 +34,9 @@ class CrossEntropy:
     def _weights(self, z: Tensor, target: Tensor) -> Tensor:
         """ω_i over the normaliser of the mean, shaped as z without its class dimension."""
         classes = z.shape[1]
+        if self.weight is None and not target.is_floating_point():
+            counted = (target != self.ignore_index).to(z.dtype)
+            return counted / counted.sum()
         w = z.new_ones(classes) if self.weight is None else self.weight.to(z)
         if target.is_floating_point():
             t = target * (1 - self.smoothing) + self.smoothing / classes
@@ -46,13 +47,13 @@ class CrossEntropy:
         return smooth / own.sum()
 
     def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor:
-        z, u = _wide(z), _wide(u)
+        z, u = wide(z), wide(u)
         p = z.softmax(1)
         mean = (p * u).sum(1, keepdim=True)
         return ((p * (u - mean) ** 2).sum(1) * self._weights(z, target)).sum()
 
     def draw(self, z: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
-        z = _wide(z)
+        z = wide(z)
         p = z.softmax(1).movedim(1, -1)
         label = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator).view(p.shape[:-1])
         xi = p - F.one_hot(label, p.shape[-1])
@@ -63,10 +64,10 @@ class CrossEntropy:
 
 class SquaredError:
     def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor:
-        return 2 * (_wide(u) ** 2).mean()
+        return 2 * (wide(u) ** 2).mean()
 
     def draw(self, z: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
-        z = _wide(z)
+        z = wide(z)
         noise = torch.empty_like(z).normal_(generator=generator)
         return noise * (2 * z.shape[0] / z.numel()) ** 0.5 / z.shape[0]
 
@@ -81,12 +82,12 @@ class BinaryCrossEntropy:
         return w if self.pos_weight is None else w * (1 + (self.pos_weight.to(z) - 1) * target)
 
     def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor:
-        z, u = _wide(z), _wide(u)
+        z, u = wide(z), wide(u)
         p = z.sigmoid()
         return (self._weights(z, target) * p * (1 - p) * u**2).sum()
 
     def draw(self, z: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
-        z = _wide(z)
+        z = wide(z)
         p, n = z.sigmoid(), z.shape[0]
         return (p - torch.bernoulli(p, generator=generator)) * (self._weights(z, target) * n).sqrt() / n
 

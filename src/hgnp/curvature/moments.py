@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hgnp.curvature.blocks import Block
-from hgnp.curvature.factors import HALF, Dense, Factor, Patches, Rows, wide, wide_bmm
+from hgnp.curvature.factors import Dense, Factor, Patches, Rows
+from hgnp.curvature.wide import HALF, wide, wide_bmm
 
 
 class PsiMoments:

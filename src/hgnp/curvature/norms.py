@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hgnp.curvature.compiled import kernels
+
 
 def _shape(x: Tensor) -> tuple[int, ...]:
     return (1, -1) + (1,) * (x.dim() - 2)
@@ -153,11 +155,11 @@ class BatchNormDual(torch.autograd.Function):
             y, mean, inv = torch.native_batch_norm(s, weight, bias, running_mean, running_var, True, momentum, eps)
         else:
             y, (mean, inv) = None, known
-        ds = _laid_out_as(s, ds)
-        sum_ds, sum_dsx = _sums(ds, s, mean, inv)
+        ds, ours = _laid_out_as(s, ds), _kernels(s)
+        dy, sum_ds, sum_dsx = (_tangent if ours is None else ours.tangent)(ds, s, weight, mean, inv)
         ctx.save_for_backward(s, ds, weight, mean, inv, sum_ds, sum_dsx)
         ctx.set_materialize_grads(False)
-        return y, _spread(ds, s, weight, mean, inv, sum_ds, sum_dsx)
+        return y, dy
 
     @staticmethod
     @once_differentiable
@@ -167,7 +169,8 @@ class BatchNormDual(torch.autograd.Function):
         Y, Z = (None if x is None else _laid_out_as(s, x) for x in (Y, Z))
         grad_ds: Tensor | None = None
         if Z is not None:
-            adjoints = _kernels(s.dtype, s.device) if s.is_cuda and _in_rows(s) else _adjoints
+            ours = _kernels(s)
+            adjoints = _adjoints if ours is None else ours.adjoints
             grad_s, grad_ds, grad_weight, sum_Y = adjoints(Y, Z, s, ds, weight, mean, inv, sum_ds, sum_dsx)
         elif Y is not None:  # C alone: no tangent is touched
             sum_Y, sum_Yx = _sums(Y, s, mean, inv)
@@ -177,6 +180,17 @@ class BatchNormDual(torch.autograd.Function):
         # autograd takes the sums to the types of γ and β
         needs_bias &= Y is not None
         return grad_s, grad_ds, grad_weight if needs_weight else None, sum_Y if needs_bias else None, *_REST
+
+
+def _kernels(s: Tensor) -> Any:
+    """The same in fewer passes over memory, where that can be."""
+    return kernels("fused", s.dtype, s.device) if s.is_cuda and _in_rows(s) else None
+
+
+def _tangent(ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """γ·inv·P(ṡ), Σṡ and Σṡ(s − mean)."""
+    sum_ds, sum_dsx = _sums(ds, s, mean, inv)
+    return _spread(ds, s, weight, mean, inv, sum_ds, sum_dsx), sum_ds, sum_dsx
 
 
 Adjoints = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -201,20 +215,6 @@ def _adjoints(
     more = sum_Yx + covariance
     grad_s = _spread(W, s, weight, mean, inv, sum_W, torch.sub(more, product, alpha=3))
     return grad_s, grad_ds, (more - product) * inv, sum_Y
-
-
-@functools.cache
-def _kernels(dtype: torch.dtype, device: torch.device) -> Callable[..., Adjoints]:
-    """`_adjoints` in fewer passes over memory, where Triton is there and can compile for this device."""
-    try:
-        from hgnp.curvature.fused import adjoints
-
-        x = torch.arange(32, dtype=dtype, device=device).view(4, 8)
-        wide = torch.ones(8, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
-        adjoints(x, x, x, x, wide, wide, wide, wide, wide)
-    except Exception:  # of its import, its compiler, a C compiler, the driver
-        return _adjoints
-    return adjoints
 
 
 _REST = (None,) * 5  # statistics, momentum and eps have no derivative
