@@ -99,7 +99,7 @@ def test_memory_is_not_shared_with_what_still_runs(choices: dict[str, str], monk
     net, x, y = Net(), torch.randn(6, 4, 5, 5), torch.arange(6) % 3
     flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, **choices)  # type: ignore[arg-type]
     flat.backward(x, y)
-    watch, streams = Watch(), [Stream() for _ in range(branches.STREAMS)]
+    watch, streams = Watch(), [Stream() for _ in range(branches.STREAMS + 1)]
     cuda = SimpleNamespace(current_stream=lambda: watch.streams[-1], stream=watch.on)
     monkeypatch.setattr(branches, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(branches, "capturing", lambda: True)

@@ -12,6 +12,7 @@ from torch import nn
 
 from curvature_cases import CHOICES, convnet, gradients, images
 from hgnp import Flatness, Neurons
+from hgnp.curvature import direction
 from hgnp.curvature.blocks import find_blocks
 from hgnp.curvature.eigen import top_dense
 from hgnp.curvature.forward import Forward
@@ -322,3 +323,18 @@ def test_a_batch_goes_after_its_step(ranking, v_from):
     del x
     gc.collect()
     assert batch() is None
+
+
+def test_v_is_solved_for_before_the_way_back_is_over(monkeypatch):
+    """Γ is known once the first layer's output has its derivative: the layer's own gradient is still to come."""
+    net, (x, y) = convnet(), images()
+    flat = Flatness(net, bound=-1.0, v_from="this_batch")
+    flat.backward(x, y)
+    net.zero_grad()
+    left = []
+    solve = direction.top_of_each
+    monkeypatch.setattr(
+        direction, "top_of_each", lambda *a: left.append(sum(p.grad is None for p in net.parameters())) or solve(*a)
+    )
+    flat.backward(x, y)
+    assert left == [len(list(net.parameters())), 2]  # Ψ before all of it, Γ with a weight and a bias left

@@ -280,3 +280,17 @@ def test_a_start_in_the_null_space_comes_back_and_a_dead_factor_has_no_eigenvalu
     assert dead.value.item() == 0
     assert dead.residual.item() == 0
     assert dead.vector.norm().item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_inputs_are_as_autocast_has_a_layer_read_them(convention):
+    torch.manual_seed(0)
+    net, x, y = (
+        nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(27, 3)),
+        torch.randn(6, 2, 5, 5),
+        torch.arange(6) % 3,
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = observe(net, x, y, convention)
+    rounded = observe(net, x.bfloat16().float(), y, convention)
+    torch.testing.assert_close(dense(found, "0")[0], dense(rounded, "0")[0], rtol=1e-6, atol=1e-6)

@@ -18,10 +18,12 @@ _turns = itertools.count()
 
 
 class Branches:
-    """Branches from the stream that is current now. Whoever opens them keeps what they read alive until `join`."""
+    """Branches from the stream that is current now. Whoever opens them keeps what they read alive until `join`. In a `lane` of
+    their own they follow each other, and never wait for other branches."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lane: bool = False) -> None:
         self._main = torch.cuda.current_stream() if capturing() else None
+        self._lane = lane
         self._open: list[torch.cuda.Stream] = []
 
     @contextlib.contextmanager
@@ -30,8 +32,9 @@ class Branches:
         if self._main is None:
             yield
             return
-        streams = _streams(self._main.device.index)
-        stream = next(each for each in (streams[next(_turns) % STREAMS] for _ in streams) if each != self._main)
+        *streams, lane = _streams(self._main.device.index)
+        turns = (streams[next(_turns) % STREAMS] for _ in streams)
+        stream = lane if self._lane else next(each for each in turns if each != self._main)
         stream.wait_stream(self._main)
         self._open.append(stream)
         with torch.cuda.stream(stream):
@@ -47,4 +50,4 @@ class Branches:
 
 @functools.cache
 def _streams(device: int) -> list[torch.cuda.Stream]:
-    return [torch.cuda.Stream(device) for _ in range(STREAMS)]
+    return [torch.cuda.Stream(device) for _ in range(STREAMS + 1)]

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from hgnp.curvature.blocks import Block, find_blocks
 from hgnp.curvature.branches import Branches
 from hgnp.curvature.choices import Choices
-from hgnp.curvature.eigen import arbitrary, top_of_each
-from hgnp.curvature.factors import wide
+from hgnp.curvature.eigen import Eigenpair, arbitrary, top_of_each
 from hgnp.curvature.forward import autocast_off, samples_in
 from hgnp.curvature.losses import LossCurvature
 from hgnp.curvature.spectrum import Chosen, Observer, Pair, choose_block
+from hgnp.curvature.wide import wide
 
 COLD_STEPS = 60
 
@@ -88,16 +88,29 @@ class Direction:
         blocks = [block for block in find_blocks(self.net) if block.name in observer.psi]
         starts = [self._start(block) for block in blocks]
         like = blocks[0].weight
+        gamma: list[Eigenpair] = []
+        known: list[int] = []
         with branches.branch(), torch.no_grad(), autocast_off(like):
             sides = [observer.psi[block.name].factor() for block in blocks]
             psi = top_of_each(sides, [start for start, _ in starts], steps)
-        gather()
-        known = [number for number, block in enumerate(blocks) if observer.gamma[block.name].positions]
-        with branches.branch(), torch.no_grad(), autocast_off(like):
-            others = [observer.gamma[blocks[number].name].factor() for number in known]
-            gamma = top_of_each(others, [starts[number][1] for number in known], steps)
+
+        def solve() -> None:
+            known.extend(n for n, block in enumerate(blocks) if observer.gamma[block.name].positions)
+            with torch.no_grad(), autocast_off(like):
+                others = [observer.gamma[blocks[n].name].factor() for n in known]
+                gamma.extend(top_of_each(others, [starts[n][1] for n in known], steps))
+
+        observer.when_gathered = solve  # while the backward pass still has something to do
+        try:
+            gather()
+        finally:
+            observer.when_gathered = None  # they would hold each other
+        if not gamma:  # some layers got no derivative
+            with branches.branch():
+                solve()
         if meanwhile is not None:
             meanwhile()
+        observer.join()
         branches.join()
         with torch.no_grad(), autocast_off(like):
             pairs, self.chosen = choose_block(

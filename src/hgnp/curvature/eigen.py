@@ -136,10 +136,9 @@ def _guarded(
     v: Tensor, start: Tensor, value: Tensor, residual: Tensor, factors: Sequence[Factor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `top` deals with an overflow and with a product that vanishes."""
-    finite = torch.isfinite(value)
-    good = finite & (value > 0)
+    good = (value > 0) & (value < torch.inf)
     new = _arbitrary(tuple((factor.entries, factor.side) for factor in factors), v.dtype, v.device)
-    v = torch.where(good.unsqueeze(1), v, torch.where(finite.unsqueeze(1), new, start))
+    v = torch.where(good.unsqueeze(1), v, torch.where((value <= 0).unsqueeze(1), new, start))
     return v, value, torch.where(good, residual, torch.inf)
 
 

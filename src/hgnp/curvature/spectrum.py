@@ -5,7 +5,7 @@ zero everywhere else. `Observer` is what a forward pass shows its layers to: it 
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from hgnp.curvature.blocks import Block
+from hgnp.curvature.branches import Branches
 from hgnp.curvature.eigen import Eigenpair, arbitrary
-from hgnp.curvature.factors import unit, wide
+from hgnp.curvature.factors import unit
 from hgnp.curvature.forward import autocast_off
 from hgnp.curvature.late import Late
 from hgnp.curvature.moments import GammaMoments, PsiMoments, per_position, plain_convolution
+from hgnp.curvature.wide import HALF, wide
 
 
 class _Probe(torch.autograd.Function):
@@ -47,14 +49,23 @@ class Observer:
         self.psi: dict[str, PsiMoments] = {}
         self.gamma: dict[str, GammaMoments] = {}
         self.calls: dict[str, list[tuple[dict[str, Any], Tensor]]] = {}
+        self.when_gathered: Callable[[], None] | None = None
+        """Called once a backward pass has shown the derivatives of all calls."""
         self._anchor: Tensor | None = None
         self._factor: float | Tensor | None = None  # N / scale while Γ is being gathered
+        self._probes = self._unseen = 0
+        self._branches = Branches(lane=True)
+        self._read: Tensor | None = None  # by the branch that is open
 
     def layer(self, options: dict[str, Any], out: Tensor) -> Tensor:
         block = self._blocks.get(id(options["weight"]))
         if block is None or not out.requires_grad:
             return out
+        a = options["input"].detach()  # what is kept must not keep the graph, which keeps us
         with autocast_off(out):
+            options = options | {
+                "input": a.to(out.dtype) if out.dtype in HALF else a
+            }  # as autocast has the layer read it
             if block.name not in self.psi:
                 scale = wide(block.filter_norms().detach()) if self.scale_invariant else None
                 self.psi[block.name] = PsiMoments(block, self.samples, self.convention)
@@ -63,13 +74,20 @@ class Observer:
         if self._anchor is None:
             self._anchor = torch.zeros((), device=out.device, requires_grad=True)
 
-        options = options | {"input": options["input"].detach()}  # what is kept must not keep the graph, which keeps us
+        self._probes += 1
 
         def sink(g: Tensor) -> None:
-            if self._factor is not None:
+            if self._factor is None:
+                return
+            self.join()  # of the derivative before
+            self._unseen -= 1
+            with self._branches.branch():
                 self.gamma[block.name].add(g, self._factor)
                 if self.keep:
                     self.calls.setdefault(block.name, []).append((options, wide(g) * self._factor))
+                if self._unseen == 0 and self.when_gathered is not None:
+                    self.when_gathered()
+            self._read = g
 
         probed: Tensor = _Probe.apply(out, self._anchor, sink)
         return probed
@@ -84,10 +102,16 @@ class Observer:
     def gathering(self, scale: float | Tensor) -> Iterator[None]:
         """Γ from the derivatives that a backward pass within shows, of scale·C: it is divided out again."""
         self._factor = self.samples / (wide(scale) if isinstance(scale, Tensor) else scale)
+        self._unseen, self._branches = self._probes, Branches(lane=True)
         try:
             yield
         finally:
             self._factor = None
+
+    def join(self) -> None:
+        """What follows runs after all that has been gathered."""
+        self._branches.join()
+        self._read = None
 
     def pull(self, output: Tensor, cotangent: Tensor | None, scale: float | Tensor) -> None:
         """Γ from the derivatives of `output` (C itself, or the logits with a drawn cotangent): a backward pass for
@@ -147,21 +171,28 @@ class Pair:
 
     @property
     def value(self) -> Tensor:
-        return (self.psi.value * self.gamma.value).gather(0, self.group.view(1)).squeeze(0)
+        values = self.psi.value * self.gamma.value
+        return values[0] if len(values) == 1 else values.gather(0, self.group.view(1)).squeeze(0)
 
     @property
     def residuals(self) -> Tensor:
         """Of v^Ψ and v^Γ."""
         both = torch.stack((self.psi.residual, self.gamma.residual))
+        if both.shape[1] == 1:
+            return both[:, 0]
         return both.index_select(1, self.group.view(1)).squeeze(1)
 
     def direction(self, block: Block, *, scale_invariant: bool) -> list[tuple[Tensor, Tensor]]:
         """The block's parameters with their parts of v, or of V = diag(n)·v, through whose n derivatives pass."""
-        one = torch.zeros_like(self.psi.value).scatter(0, self.group.view(1), 1.0).unsqueeze(1)
-        psi, gamma = self.psi.vector, self.gamma.vector * one
+        psi, gamma = self.psi.vector, self.gamma.vector
+        if len(gamma) > 1:
+            gamma = gamma * torch.zeros_like(self.psi.value).scatter(0, self.group.view(1), 1.0).unsqueeze(1)
         if scale_invariant:
+            psi, gamma = (
+                psi.clone(),
+                gamma.clone(),
+            )  # autograd keeps them, and the pair may be renewed in place meanwhile
             gamma = gamma * block.filter_norms().view(gamma.shape)
-            psi = psi.clone()  # autograd keeps it, and the pair may be renewed in place before the way back
         weight, bias = block.spread(psi.to(gamma.dtype), gamma)
         seeds = [(block.weight, weight.to(block.weight.dtype))]
         if block.bias is not None and bias is not None:
