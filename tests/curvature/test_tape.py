@@ -1,12 +1,14 @@
 """Running again what is behind a block gives what a second pass gives, or is refused."""
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvature_cases import gradients
 from hgnp import Flatness
@@ -107,6 +109,45 @@ def test_norms_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "native_batch_norm", fail)
     flat.step(x, y, renew=False)
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.names[f"{name} {args[0].dim()}" if name == "_to_copy" else name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_what_autograd_keeps_is_not_made_again(precision: torch.dtype) -> None:
+    """Where a pooling picked, and weights as autocast has them: the tangents cost three convolutions of tangents, no more."""
+    torch.manual_seed(0)
+    convs = [nn.Conv2d(n, 4, 3, padding=1) for n in (2, 4, 4, 4)]
+    layers = [layer for conv in convs[:3] for layer in (conv, nn.ReLU(), nn.MaxPool2d(2))]
+    net = nn.Sequential(*layers, convs[3], nn.Flatten(), nn.Linear(4, 3))
+    x, y = torch.randn(6, 2, 8, 8), torch.randint(0, 3, (6,))
+    flat, other = (Flatness(net, mu=1.0, bound=-1.0, v_from=v_from) for v_from in ("this_batch", "last_batch"))
+
+    def lowered() -> torch.autocast:  # it forgets its casts when it is left
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision != torch.float32)
+
+    with lowered():
+        flat.prepare(x, y)
+        flat.v.chosen = Chosen.known(find_blocks(net)[0])
+        flat.measure(x, y)  # which checks the block once
+    with lowered(), Operations() as seen:
+        flat.measure(x, y)
+    with lowered():
+        other.v.pairs, other.v.chosen = flat.v.pairs, flat.v.chosen
+        other.ahead(x, y, renew=False)
+    assert seen.names["convolution"] == 4  # one of them along the block's own direction
+    assert not seen.names["max_pool2d_with_indices"]
+    assert seen.names["_to_copy 4"] == (0 if precision == torch.float32 else 2)  # the picture and v
+    assert flat.curvature == pytest.approx(other.curvature, rel=1e-6 if precision == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize("curvature", ["ggn", "hessian"])

@@ -126,6 +126,8 @@ def layer(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if tweight is not None:
         tangent = func(x, tweight, tbias, **options)
     if tx is not None:
+        if mode.call is not None and mode.call.kept is not None:
+            weight = mode.call.kept
         through = func(tx, weight, tbias if tweight is None else None, **options)
         tangent = through if tangent is None else tangent + through
     if tangent is None:
@@ -156,8 +158,11 @@ def max_pool(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     name = name_of(func)
     if tangent is None or kwargs.get("return_indices") or tangent.dim() != int(name[-2]) + 2:
         return NotImplemented
-    options = {k: v for k, v in kwargs.items() if k != "return_indices"}
-    out, index = _POOLS[name](*args[:6], **options)
+    if mode.call is not None and mode.call.kept is not None:
+        out, index = mode.call.out, mode.call.kept
+    else:
+        options = {k: v for k, v in kwargs.items() if k != "return_indices"}
+        out, index = _POOLS[name](*args[:6], **options)
     if tangent.is_contiguous() or not index.movedim(1, -1).is_contiguous():
         picked = tangent.flatten(2).gather(2, index.flatten(2)).view(index.shape)
     else:  # channels last
@@ -205,7 +210,7 @@ def batch_norm(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if options["training"] or options["running_mean"] is None:
         if x.numel() == x.shape[1]:
             return mode.primal(func, args, kwargs)  # refuses a batch too small
-        known = None if mode.call is None else mode.call.statistics
+        known = None if mode.call is None else mode.call.kept
         out, tangent = BatchNormDual.apply(
             x, tangent, options["weight"], options["bias"], options["running_mean"], options["running_var"],
             options["momentum"], eps, known,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hgnp.curvature.operations import map_tensors, name_of, tensors_in
@@ -36,8 +35,9 @@ class Call:
     kwargs: dict[str, Any]
     given: Given
     out: Any
-    statistics: tuple[Tensor, Tensor] | None
-    """Mean and 1/√(variance + ε) that a norm took its batch by, where that is known."""
+    kept: Any
+    """What autograd keeps of it for its own derivative, where a rule can use that: mean and 1/√(variance + ε) that a norm took
+    its batch by, the places that a pooling picked, a convolution's weight as autocast made it. None: not known."""
 
 
 class Tape:
@@ -62,7 +62,7 @@ class Tape:
         self._whole &= _precision() == self._precision
         self._made |= {id(x): x._version for x in made}
         args, kwargs = map_tensors((args, kwargs), lambda x: x)  # a list may grow afterwards
-        self._calls.append(Call(func, args, kwargs, given, out, _statistics(func, out)))
+        self._calls.append(Call(func, args, kwargs, given, out, _kept(out)))
 
     def along(self, mode: "Tangent", z: Any) -> Tensor | None:
         """The tangent of z along `mode`'s seeds, by the rules alone: values are those of the pass, to be differentiated with
@@ -110,12 +110,18 @@ class Tape:
         return new.get(id(z))
 
 
-def _statistics(func: "Func", out: Any) -> tuple[Tensor, Tensor] | None:
-    """As autograd keeps them for the norm's own derivative."""
-    node: Any = out.grad_fn if func is F.batch_norm else None
-    if type(node).__name__ not in ("NativeBatchNormBackward0", "CudnnBatchNormBackward0") or not node._saved_training:
-        return None
-    return node._saved_result1.detach(), node._saved_result2.detach()
+def _kept(out: Any) -> Any:
+    node: Any = getattr(out, "grad_fn", None)
+    while type(node).__name__ == "_ProbeBackward":  # a block's layer is watched
+        node = node.next_functions[0][0]
+    match type(node).__name__:
+        case "NativeBatchNormBackward0" | "CudnnBatchNormBackward0" if node._saved_training:
+            return node._saved_result1.detach(), node._saved_result2.detach()
+        case "MaxPool2DWithIndicesBackward0" | "MaxPool3DWithIndicesBackward0":
+            return node._saved_result1
+        case "ConvolutionBackward0":
+            return node._saved_weight
+    return None
 
 
 def _precision() -> list[tuple[bool, torch.dtype]]:
