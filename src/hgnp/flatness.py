@@ -173,7 +173,7 @@ class Flatness(Sight):
     @property
     def opened(self) -> bool:
         """Whether the hinge was open in the last step. Waits for the device."""
-        return self.curvature > self.bound
+        return self.seen is not None and self.seen.q > self.bound
 
     @property
     def apart(self) -> bool:

@@ -70,8 +70,9 @@ class Capture:
 
 @functools.cache
 def _stream(device: torch.device, thread: int) -> torch.cuda.Stream:
-    """One for all captures, as libraries keep memory for every stream that they have ever worked on."""
-    return torch.cuda.Stream(device)
+    """One for all captures, as libraries keep memory for every stream that they have ever worked on. Its work goes before that
+    of branches."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def kind_of(batch: Any, device: torch.device) -> tuple[Any, ...] | None:
@@ -108,8 +109,8 @@ def laid_out(batch: T, net: nn.Module, *, copy: bool = True) -> T:
     return tree_map(place, batch)
 
 
-def refill(batch: Any, values: Any) -> None:
-    torch._foreach_copy_(tree_flatten(batch)[0], tree_flatten(values)[0])
+def refill(leaves: list[Tensor], batch: Any) -> None:
+    torch._foreach_copy_(leaves, tree_flatten(batch)[0])
 
 
 class Replayed:
@@ -139,9 +140,9 @@ class Replayed:
                 self.refused = str(error)
             if self.refused is not None:  # no longer within `except`: the error holds what its capture took
                 return self._function(batch)
-            self._graphs[kind] = graph, batch, made
-        graph, given, made = self._graphs[kind]
-        refill(given, batch)
+            self._graphs[kind] = graph, tree_flatten(batch)[0], made
+        graph, leaves, made = self._graphs[kind]
+        refill(leaves, batch)
         graph.replay()
         return made
 

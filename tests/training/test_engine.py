@@ -13,8 +13,10 @@ from torch import Tensor, nn
 import hgnp
 from engine_cases import Again, Net, Stand, prepared
 from hgnp.curvature import eigen
-from hgnp.graphs import RefusedError
+from hgnp.curvature.seen import Seen
+from hgnp.graphs import RefusedError, kind_of
 from hgnp.training import engine as engines
+from hgnp.training.batches import Ahead
 from hgnp.training.engine import Engine
 
 
@@ -184,6 +186,36 @@ def test_pieces_are_captured_at_their_second_time_and_q_before_its_block_is_know
     engine.backward(x, y)
     rest = order[order.index("go on") :]
     assert rest.index("q") < rest.index("name") < rest.index("term")
+
+
+@pytest.mark.parametrize("v_from", ["last_batch", "this_batch"])
+def test_the_next_batch_is_fetched_before_the_host_waits(v_from: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "Capture", Stand)
+    monkeypatch.setattr("hgnp.curvature.passes.Pass.acts", lambda *_: True)  # as on a GPU, where nobody knows
+    torch.manual_seed(0)
+    batches = [(torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))) for _ in range(6)]
+    _, engine, _ = prepared(Net().double(), bound=-1.0, v_from=v_from)
+    order: list[str] = []
+    q = Seen.q.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(Seen, "q", property(lambda seen: order.append("q") or q(seen)))
+    ahead = Ahead(batches)
+
+    def fetch() -> Any:
+        order.append("fetch")
+        return ahead.fetch()
+
+    engine.begin_epoch(meanwhile=fetch)
+    kinds = []
+    monkeypatch.setattr(engines, "kind_of", lambda batch, _: kinds.append(batch[0]) or kind_of(batch, engine.device))
+    for x, y in ahead:
+        order.append("step")
+        engine.backward(x, y)
+    steps = " ".join(order).split("step")
+    assert all(
+        "fetch" not in step for step in steps[:2]
+    )  # as it is: a network may draw from the streams that loaders do
+    assert [step.split() for step in steps[-2:]] == [["fetch", "q"]] * 2
+    assert [id(x) for x in kinds] == [id(x) for x, _ in batches]  # each is looked at once
 
 
 class Deeper(Net):

@@ -66,7 +66,7 @@ def test_a_step_whose_way_back_cannot_be_captured_is_made_once(
 def captures_do(monkeypatch: pytest.MonkeyPatch, around: Callable[[], Any]) -> None:
     """Stands in for what PyTorch does around the work of a capture."""
     for name in ("Stream", "CUDAGraph", "graph_pool_handle"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: around())
 
 

@@ -1,12 +1,14 @@
 """How a run trains: learning rates, optimizers, the term's weight, clipping, precision."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import hgnp
+from hgnp.training.batches import Ahead
 from hgnp.training.epoch import Steps
 from hgnp.training.optimizers import begun
 from train_cases import loaders, made, recipe, stripes
@@ -141,3 +143,25 @@ def test_an_epoch_at_rest_has_its_hinge_closed() -> None:
     resting, plain = (Steps(losses=[torch.tensor(1.0)] * 2, rested=rested).summary(0.5) for rested in (2, 0))
     assert (resting["hinge"], resting["penalty"], resting["radius"]) == (0.0, 0.0, None)
     assert plain["hinge"] is None  # there was no term
+
+
+def test_a_batch_may_be_fetched_ahead() -> None:
+    def batches() -> Iterator[tuple[int, int]]:
+        for number in range(3):
+            made.append(number)
+            yield number, number
+        if fails:
+            raise KeyError("a picture")
+
+    for fails in (False, True):
+        made: list[int] = []
+        ahead = Ahead(batches())
+        iterator = iter(ahead)
+        assert next(iterator) == (0, 0)
+        assert made == [0]
+        assert ahead.fetch() == ahead.fetch() == (1, 1)
+        assert made == [0, 1]
+        assert [next(iterator), next(iterator)] == [(1, 1), (2, 2)]
+        assert ahead.fetch() is None
+        with pytest.raises(KeyError if fails else StopIteration):  # when its turn has come
+            next(iterator)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hgnp.curvature.blocks import Block
 from hgnp.curvature.eigen import kronecker_residual
+from hgnp.curvature.late import Late
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,13 @@ class Seen:
     residuals: Tensor
     """Of v^Ψ and v^Γ."""
     curvature: Tensor
+    sent: Late | None = None
+    """The curvature on its way to the host, if it was sent there at once."""
+
+    @property
+    def q(self) -> float:
+        """The curvature. Waits for this one number."""
+        return (self.sent or Late.of(self.curvature)).item()
 
     @property
     def residual(self) -> Tensor:

@@ -66,6 +66,34 @@ class Batches:
         return tree_map(lambda x: x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x, value)
 
 
+class Ahead:
+    """Batches, the next of which may be fetched while the device is busy with this one."""
+
+    def __init__(self, batches: Iterable[tuple[Any, Any]]) -> None:
+        self._batches = iter(batches)
+        self._next: tuple[Any, Any] | Exception | None = None
+
+    def fetch(self) -> tuple[Any, Any] | None:
+        """The next batch, if there is one. What its loader raises is raised when its turn comes."""
+        if self._next is None:
+            try:
+                self._next = next(self._batches)
+            except Exception as error:
+                self._next = error
+        return None if isinstance(self._next, Exception) else self._next
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        while True:
+            self.fetch()
+            batch, self._next = self._next, None
+            if isinstance(batch, StopIteration):
+                return
+            if isinstance(batch, Exception):
+                raise batch
+            assert batch is not None
+            yield batch
+
+
 def pick(inputs: Any, index: Tensor) -> Any:
     """The samples at `index`."""
     n = samples_in(inputs)

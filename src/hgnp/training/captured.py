@@ -1,11 +1,14 @@
 """A piece of a step in a CUDA graph, and the memory in which pieces hand eigenpairs on."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
+from hgnp.curvature.late import Late
 from hgnp.curvature.passes import First
 from hgnp.curvature.seen import Seen
 from hgnp.curvature.spectrum import Chosen, Pair
@@ -29,6 +32,18 @@ class Captured:
     """The pass that the pieces after it go on from, if this is the one that made it."""
     versions: Any
     """Puts back the counters of changes that autograd knew parameters and batch by when that pass was captured."""
+
+    @functools.cached_property
+    def leaves(self) -> list[Tensor]:
+        return list(tree_flatten(self.batch)[0])
+
+    @property
+    def seen_now(self) -> Seen:
+        """What was seen, copied: other graphs share its memory. q is sent to the host before that; numbers by one kernel."""
+        assert self.seen is not None
+        sent = Late.of(self.seen.curvature)
+        radius, residuals, q = torch._foreach_mul((self.seen.radius, self.seen.residuals, self.seen.curvature), 1)
+        return Seen(self.seen.block, [part.clone() for part in self.seen.direction], radius, residuals, q, sent)
 
 
 def copied(pair: Pair) -> Pair:

@@ -13,7 +13,7 @@ where it can (`stepping`).
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from hgnp.curvature.eigen import forget_made
 from hgnp.curvature.operations import tensors_in
 from hgnp.curvature.random import RandomState
 from hgnp.curvature.rhythm import Kind
-from hgnp.curvature.seen import Seen
 from hgnp.curvature.spectrum import Chosen, Pair
 from hgnp.flatness import Flatness
 from hgnp.graphs import Capture, RefusedError, built_of, kind_of, laid_out, refill
@@ -34,13 +33,15 @@ from hgnp.training.captured import Captured, copied, copy_into, tensors_of
 from hgnp.training.stepping import Gradients, Stepping
 
 Piece = Callable[[Any, Any], Tensor | None]
+Precision = Callable[[], contextlib.AbstractContextManager[Any]]
+R = TypeVar("R")
 
 
 class Engine:
     """Stands in for a `Flatness` or a `SAM` in a training loop on a GPU."""
 
-    def __init__(self, trainer: Flatness | SAM) -> None:
-        self.trainer, self.net = trainer, trainer.net
+    def __init__(self, trainer: Flatness | SAM, precision: Precision = contextlib.nullcontext) -> None:
+        self.trainer, self.net, self._precision = trainer, trainer.net, precision
         self.flatness = trainer if isinstance(trainer, Flatness) else None
         self.device = next(self.net.parameters()).device
         self.refused: str | None = None
@@ -63,6 +64,9 @@ class Engine:
         """The block of the last step in the paper's order."""
         self._built: Any = None
         """What graphs were captured from."""
+        self._meanwhile: Callable[[], Any] = lambda: None
+        self._upcoming: tuple[Any, Any] = None, None
+        """The next batch and its kind, if they are known."""
         listen(self.net, self.neurons_removed)
 
     def running(self) -> contextlib.AbstractContextManager[None]:
@@ -71,13 +75,14 @@ class Engine:
 
     def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
         """As the trainer's `backward`, in place of the gradients that are there."""
-        batch = inputs, target
-        kind = kind_of(batch, self.device)
+        batch, (upcoming, kind) = (inputs, target), self._upcoming
+        if upcoming is None or upcoming[0] is not inputs or upcoming[1] is not target:
+            kind = kind_of(batch, self.device)
         if self.refused is not None:
             self._forget()
         if self.refused is not None or kind is None or isinstance(scale, Tensor) or scale != 1:
             self._clear()
-            return self.trainer.backward(inputs, target, scale=scale)
+            return self._now(partial(self.trainer.backward, scale=scale), batch)
         if self._first(kind):
             return self._as_it_is(kind, batch)
         return self._step(kind, batch)
@@ -86,9 +91,10 @@ class Engine:
         """The optimizer's, on the gradients that `backward` left."""
         self._stepping.step(optimizer, self._left)
 
-    def begin_epoch(self) -> None:
-        """Whatever was done to network, gradients and optimizer since the last step is seen."""
-        self._left = None
+    def begin_epoch(self, meanwhile: Callable[[], Any] = lambda: None) -> None:
+        """What was done to network, gradients and optimizer since the last step is seen. `meanwhile` fetches the next batch,
+        which steps from graphs do before they wait for the device."""
+        self._meanwhile, self._upcoming, self._left = meanwhile, (None, None), None
         self._stepping.forget()
         numbers = {
             name: value for name, value in vars(self.trainer).items() if name != "mu" and isinstance(value, float)
@@ -115,7 +121,7 @@ class Engine:
         key = step, flat.v.name() if step.term else None, kind
         if not {key, ("ahead", key)} & self._graphs.keys() and flat.v.block() is None:  # nothing is known of v yet
             self._clear()
-            return flat.backward(*batch)
+            return self._now(flat.backward, batch)
         if step.term and not flat.apart:
             loss: Tensor | None = self._fork(flat, step, key, batch)
         else:
@@ -130,9 +136,10 @@ class Engine:
                 self._clear()
                 batch = laid_out(batch, self.net)
                 if self.refused is not None or self._first(key) or not self._forked(flat, step, key, batch):
-                    return flat.run(step, *batch)
+                    return self._now(partial(flat.run, step), batch)
             ahead = self._graphs["ahead", key]
             loss = self._replay(ahead, batch)
+            self._look_ahead()
             self._replay(self._graphs["open" if flat.opened else "closed", key], ahead.batch)
             return loss
         finally:
@@ -161,6 +168,7 @@ class Engine:
             ahead = self._graphs.get(("q", self._block, kind))
             if ahead is not None:  # most often the block is the same again: q is under way while the host learns of it
                 self._replay(ahead, batch)
+                self._look_ahead()
             block = flat.v.name()
             q, term = ("q", block, kind), ("term", block, kind)
             if ahead is None or block != self._block:
@@ -176,6 +184,11 @@ class Engine:
             flat.finish()
         return loss
 
+    def _look_ahead(self) -> None:
+        """What can be done before the host waits for the device."""
+        upcoming = self._meanwhile()
+        self._upcoming = upcoming, None if upcoming is None else kind_of(upcoming, self.device)
+
     def _first(self, key: Any) -> bool:
         """Whether there has been no step of this kind yet."""
         new = key not in self._met
@@ -188,7 +201,7 @@ class Engine:
         step = None if flat is None or flat.mu == 0 else flat.kind()
         before = RandomState(*self.net.parameters())
         self._clear()
-        loss = self.trainer.backward(*laid_out(batch, self.net))
+        loss = self._now(self.trainer.backward, laid_out(batch, self.net))
         if not before.is_now():
             self.refused = "its forward draws random numbers"
         elif hooked(self.net):
@@ -216,8 +229,13 @@ class Engine:
                 except RefusedError as error:
                     self._refuse(error)
             if key not in self._graphs:  # no longer within `except`: the error holds what its capture took
-                return piece(*batch)
+                return self._now(piece, batch)
         return self._replay(self._graphs[key], batch)
+
+    def _now(self, piece: Callable[..., R], batch: Any) -> R:
+        """Not from a graph; a replay needs no precision, and to enter it takes time."""
+        with self._precision():
+            return piece(*batch)
 
     def _refuse(self, error: RefusedError) -> None:
         self.refused = str(error)
@@ -239,7 +257,7 @@ class Engine:
         self._grads = self._grads or {p: torch.empty_like(p) for p in parameters}
 
         def work() -> Tensor | None:
-            loss = piece(*batch)
+            loss = self._now(piece, batch)
             if flat is not None and flat.v.chosen is not known:
                 copy_into(self._memory, tensors_of(flat.v.pairs, self._static))
             fresh = [(self._grads[p], p.grad) for p in parameters if p.grad is not None]
@@ -275,7 +293,7 @@ class Engine:
                 self._mu.fill_(flat.mu)
             self._settle(flat)
         if captured.batch is not batch:
-            refill(captured.batch, batch)
+            refill(captured.leaves, batch)
         captured.graph.replay()
         if not captured.after:
             self._leave(captured.grads)
@@ -285,9 +303,7 @@ class Engine:
         if flat is not None and captured.choice is not None:
             flat.v.chosen = Chosen.of(captured.choice.index.number, captured.choice.blocks)
         if flat is not None and captured.seen is not None:
-            seen = captured.seen  # copied, as other graphs share its memory; numbers by one kernel
-            radius, residuals, q = torch._foreach_mul((seen.radius, seen.residuals, seen.curvature), 1)
-            flat.seen = Seen(seen.block, [part.clone() for part in seen.direction], radius, residuals, q)
+            flat.seen = captured.seen_now
         return None if captured.loss is None else captured.loss.clone()
 
     def _gradients(self, parameters: tuple[nn.Parameter, ...]) -> Gradients:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hgnp.baselines import SAM
 from hgnp.flatness import Flatness
 from hgnp.recipe import Recipe
+from hgnp.training.batches import Ahead
 from hgnp.training.engine import Engine
 
 CHECK_EVERY = 32  # steps; a look at the losses waits for the device
@@ -83,7 +84,7 @@ class Epochs:
         self.precision = precision_on(recipe, device)
         self.engine: Engine | None = None
         if device.type == "cuda" and recipe.engine != "eager" and self.precision != "fp16":
-            self.engine = Engine(trainer)
+            self.engine = Engine(trainer, self._precision)
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         """The learning rates that a schedule scales."""
         self.scaler = torch.amp.GradScaler(device.type) if self.precision == "fp16" else None
@@ -105,12 +106,13 @@ class Epochs:
     ) -> Steps:
         """One pass over `batches`. `rate` and `mu` say how they go over the epoch, from 0 to 1."""
         self.net.train()
+        ahead = Ahead(batches)
         if self.engine is not None:
-            self.engine.begin_epoch()
+            self.engine.begin_epoch(meanwhile=ahead.fetch)
         seen = Steps()
         start = shown = time.perf_counter()
         with self.running():
-            for step, batch in enumerate(batches):
+            for step, batch in enumerate(ahead):
                 share = step / steps if steps else 0.0
                 paused = time.perf_counter()
                 before_step(batch)
@@ -137,8 +139,11 @@ class Epochs:
         if self.scaler is not None:
             scale = self.scaler.scale(torch.ones((), device=self.device))
         try:
-            with self._precision():
-                loss = (self.engine or self.trainer).backward(batch[0], batch[1], scale=scale)
+            if self.engine is not None:
+                loss = self.engine.backward(batch[0], batch[1], scale=scale)
+            else:
+                with self._precision():
+                    loss = self.trainer.backward(batch[0], batch[1], scale=scale)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise

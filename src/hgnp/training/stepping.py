@@ -26,7 +26,7 @@ class Stepping:
         """Parameters, gradients or the optimizer's tensors may lie elsewhere from now on."""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._of: tuple[Any, ...] | None = None
-        """What the graph is of: an optimizer, the gradients, the numbers."""
+        """What the graph is of: an optimizer, the gradients, its groups."""
         self._rates: list[Tensor] = []
         self._known: list[float] = []
         self._able: bool | None = None
@@ -37,9 +37,8 @@ class Stepping:
         if left is None or not self._able:
             optimizer.step()
             return
-        of = optimizer, left, [_numbers(group) for group in optimizer.param_groups]
-        if self._of is None or self._of[0] is not optimizer or self._of[1] is not left or self._of[2] != of[2]:
-            self._graph, self._of = None, of
+        if self._of is None or not self._is_of(optimizer, left):
+            self._graph, self._of = None, (optimizer, left, [dict(group) for group in optimizer.param_groups])
             optimizer.step()  # its own tensors are made in the first
             return
         if self._graph is None:
@@ -55,6 +54,16 @@ class Stepping:
                 rate.fill_(group["lr"])
         self._graph.replay()
 
+    def _is_of(self, optimizer: torch.optim.Optimizer, left: Gradients) -> bool:
+        """Whether nothing but learning rates has changed."""
+        assert self._of is not None
+        known, its, groups = self._of
+        if known is not optimizer or its is not left or len(groups) != len(optimizer.param_groups):
+            return False
+        for then, now in zip(groups, optimizer.param_groups, strict=True):
+            then |= {"params": now["params"], "lr": now["lr"]}
+        return bool(groups == optimizer.param_groups)
+
     def _captured(self, optimizer: torch.optim.Optimizer) -> torch.cuda.CUDAGraph:
         groups = optimizer.param_groups
         self._known = [group["lr"] for group in groups]
@@ -66,10 +75,6 @@ class Stepping:
         finally:
             for group, known in zip(groups, self._known, strict=True):
                 group["lr"] = known
-
-
-def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "lr")}
 
 
 def _fits(optimizer: torch.optim.Optimizer) -> bool:
