@@ -82,21 +82,28 @@ class Watch(TorchDispatchMode):
 
 
 class Net(nn.Module):
-    """More layers than there are streams."""
+    """More layers than there are streams; one of them may have no part in what comes out."""
 
-    def __init__(self) -> None:
+    def __init__(self, aside: bool) -> None:
         super().__init__()
+        self.aside = nn.Linear(4, 2) if aside else None
         self.convs = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1) for _ in range(branches.STREAMS + 2)))
         self.out = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.convs(x).mean((2, 3)))
+        x = self.convs(x).mean((2, 3))
+        if self.aside is not None:
+            self.aside(x)
+        return self.out(x)
 
 
+@pytest.mark.parametrize("aside", [False, True])
 @pytest.mark.parametrize("choices", [{}, {"convention": "expand"}, {"flatness": "paper"}], ids=str)
-def test_memory_is_not_shared_with_what_still_runs(choices: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_not_shared_with_what_still_runs(
+    choices: dict[str, str], aside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    net, x, y = Net(), torch.randn(6, 4, 5, 5), torch.arange(6) % 3
+    net, x, y = Net(aside), torch.randn(6, 4, 5, 5), torch.arange(6) % 3
     flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, **choices)  # type: ignore[arg-type]
     flat.backward(x, y)
     watch, streams = Watch(), [Stream() for _ in range(branches.STREAMS + 1)]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from curvature_cases import gradients
 from hgnp import Flatness
@@ -63,6 +64,10 @@ def trained(way: str, block: str, choices: dict[str, Any]) -> tuple[Any, ...]:
     return loss, flat.curvature, gradients(net), dict(net.named_buffers()), torch.rand(1)
 
 
+told = pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
+    reason="needs PyTorch 2.8, which tells of hooks",
+)
 REPEATS = {"plain": "abc", "in place": "abc", "written": "ab", "drawn": "", "hidden": ""}
 
 
@@ -96,6 +101,7 @@ def test_it_is_what_a_second_pass_gives(
     assert found == ([] if way == "drawn" else [expected])
 
 
+@told
 def test_norms_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     net = Net("plain").double()
@@ -122,6 +128,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@told
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_what_autograd_keeps_is_not_made_again(precision: torch.dtype) -> None:
     """Where a pooling picked, and weights as autocast has them: the tangents cost three convolutions of tangents, no more."""
@@ -148,6 +155,32 @@ def test_what_autograd_keeps_is_not_made_again(precision: torch.dtype) -> None:
     assert not seen.names["max_pool2d_with_indices"]
     assert seen.names["_to_copy 4"] == (0 if precision == torch.float32 else 2)  # the picture and v
     assert flat.curvature == pytest.approx(other.curvature, rel=1e-6 if precision == torch.float32 else 1e-2)
+
+
+def test_a_checkpointed_part_is_not_made_again_for_it() -> None:
+    """To look at what autograd keeps there would run it anew, once for each layer."""
+    torch.manual_seed(0)
+    part = nn.Sequential(
+        *(nn.Conv2d(4, 4, 3, padding=1) for _ in range(5)), nn.MaxPool2d(2), nn.BatchNorm2d(4)
+    ).double()
+    runs = []
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.part, self.out = nn.Conv2d(2, 4, 3, padding=1), part, nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(lambda x: runs.append(0) or self.part(x), self.first(x), use_reentrant=False)
+            return self.out(x.mean((2, 3)))
+
+    net = Checkpointed().double()
+    flat = Flatness(net, mu=1.0, bound=1e9, v_from="this_batch")
+    x, y = torch.randn(6, 2, 5, 5).double(), torch.randint(0, 3, (6,))
+    flat.backward(x, y)
+    runs.clear()
+    flat.prepare(x, y)
+    assert len(runs) == 2  # forward, and once more on the way back
 
 
 @pytest.mark.parametrize("curvature", ["ggn", "hessian"])

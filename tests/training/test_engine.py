@@ -204,7 +204,8 @@ def test_the_next_batch_is_fetched_before_the_host_waits(v_from: str, monkeypatc
         order.append("fetch")
         return ahead.fetch()
 
-    engine.begin_epoch(meanwhile=fetch)
+    engine.begin_epoch()
+    engine.fetch = fetch
     kinds = []
     monkeypatch.setattr(engines, "kind_of", lambda batch, _: kinds.append(batch[0]) or kind_of(batch, engine.device))
     for x, y in ahead:

@@ -1,6 +1,9 @@
 """How a run trains: learning rates, optimizers, the term's weight, clipping, precision."""
 
+import contextlib
+import gc
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -165,3 +168,24 @@ def test_a_batch_may_be_fetched_ahead() -> None:
         assert ahead.fetch() is None
         with pytest.raises(KeyError if fails else StopIteration):  # when its turn has come
             next(iterator)
+
+
+def test_a_loader_s_error_holds_nothing() -> None:
+    class Held:
+        pass
+
+    def train() -> weakref.ref[Held]:
+        held = Held()
+        with contextlib.suppress(KeyError):
+            list(Ahead(batches()))
+        return weakref.ref(held)
+
+    def batches() -> Iterator[tuple[int, int]]:
+        raise KeyError("a picture")
+        yield 0, 0
+
+    gc.disable()
+    try:
+        assert train()() is None
+    finally:
+        gc.enable()

@@ -106,6 +106,7 @@ class Direction:
         finally:
             observer.when_gathered = None  # they would hold each other
         if not gamma:  # some layers got no derivative
+            observer.join()
             with branches.branch():
                 solve()
         if meanwhile is not None:

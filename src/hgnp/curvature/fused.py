@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hgnp.curvature.compiled import where_tensors_are
+
 PARTS = 256  # at most so many programs share the rows of a channel
 TILE = 2048  # numbers that a program looks at at a time
 
@@ -182,6 +184,7 @@ def _tiles(s: Tensor, channels: int) -> tuple[int, int, int, int, int]:
     return rows, columns, tile, triton.cdiv(channels, columns), min(PARTS, triton.cdiv(rows, tile))
 
 
+@where_tensors_are
 def tangent(ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """γ·inv·P(ṡ), Σṡ and Σṡx. s and ṡ lie densely in memory, with the channels last."""
     channels = s.shape[1]
@@ -197,6 +200,7 @@ def tangent(ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Ten
     return out, totals[0], totals[1]
 
 
+@where_tensors_are
 def adjoints(
     Y: Tensor | None, Z: Tensor, s: Tensor, ds: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, sum_ds: Tensor,
     sum_dsx: Tensor,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hgnp.curvature.compiled import where_tensors_are
 from hgnp.curvature.wide import wide_bmm
 
 BLOCK = 512
@@ -85,6 +86,7 @@ def _finish(back, sums, out, channels, taps, parts, count, has_shift: tl.constex
         tl.store(out + channels * taps, tl.sum(total, 0) / count)
 
 
+@where_tensors_are
 def product(
     a: Tensor,
     x: Tensor,

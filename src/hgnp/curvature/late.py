@@ -20,7 +20,7 @@ class Late:
             return cls(number, None)
         host = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
         ready = torch.cuda.Event()
-        ready.record()
+        ready.record(torch.cuda.current_stream(number.device))
         return cls(host, ready)
 
     def item(self) -> float:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hgnp.curvature.operations import map_tensors, name_of, tensors_in
+from hgnp.curvature.operations import CONVOLUTIONS, map_tensors, name_of, tensors_in
 
 if TYPE_CHECKING:
     from hgnp.curvature.forward import Forward, Func
@@ -25,6 +25,7 @@ Given = list[tuple[Tensor, int]]
 """Tensors with their versions."""
 IN_PLACE = frozenset({"relu", "add", "sub"})
 """Their rules look at what comes out, and at tangents, not at what was there before."""
+KEPT = frozenset({"batch_norm", "max_pool2d", "max_pool3d", *CONVOLUTIONS})
 UNSEEN = frozenset({"__set__", "register_hook", "retain_grad"})  # they change a tensor without a trace in its version
 
 
@@ -62,7 +63,7 @@ class Tape:
         self._whole &= _precision() == self._precision
         self._made |= {id(x): x._version for x in made}
         args, kwargs = map_tensors((args, kwargs), lambda x: x)  # a list may grow afterwards
-        self._calls.append(Call(func, args, kwargs, given, out, _kept(out)))
+        self._calls.append(Call(func, args, kwargs, given, out, _kept(func, given, out)))
 
     def along(self, mode: "Tangent", z: Any) -> Tensor | None:
         """The tangent of z along `mode`'s seeds, by the rules alone: values are those of the pass, to be differentiated with
@@ -110,8 +111,13 @@ class Tape:
         return new.get(id(z))
 
 
-def _kept(out: Any) -> Any:
+def _kept(func: "Func", given: Given, out: Any) -> Any:
     node: Any = getattr(out, "grad_fn", None)
+    name = name_of(func)
+    if name not in KEPT or _unpacked_by_others():
+        return None
+    if name in CONVOLUTIONS and all(x.dtype == out.dtype for x, _ in given):
+        return None  # not by autocast
     while type(node).__name__ == "_ProbeBackward":  # a block's layer is watched
         node = node.next_functions[0][0]
     match type(node).__name__:
@@ -122,6 +128,12 @@ def _kept(out: Any) -> Any:
         case "ConvolutionBackward0":
             return node._saved_weight
     return None
+
+
+def _unpacked_by_others() -> bool:
+    """Whether to look at what autograd keeps may have it made again, as in a checkpointed part."""
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8
+    return hooks is None or hooks(True) is not None
 
 
 def _precision() -> list[tuple[bool, torch.dtype]]:

@@ -89,7 +89,10 @@ class Ahead:
             if isinstance(batch, StopIteration):
                 return
             if isinstance(batch, Exception):
-                raise batch
+                try:
+                    raise batch
+                finally:
+                    del batch  # it holds this frame
             assert batch is not None
             yield batch
 

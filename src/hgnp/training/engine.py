@@ -64,9 +64,10 @@ class Engine:
         """The block of the last step in the paper's order."""
         self._built: Any = None
         """What graphs were captured from."""
-        self._meanwhile: Callable[[], Any] = lambda: None
+        self.fetch: Callable[[], Any] | None = None
+        """Fetches the next batch, which steps from graphs do before they wait for the device."""
         self._upcoming: tuple[Any, Any] = None, None
-        """The next batch and its kind, if they are known."""
+        """That batch and its kind, if they are known."""
         listen(self.net, self.neurons_removed)
 
     def running(self) -> contextlib.AbstractContextManager[None]:
@@ -76,6 +77,7 @@ class Engine:
     def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
         """As the trainer's `backward`, in place of the gradients that are there."""
         batch, (upcoming, kind) = (inputs, target), self._upcoming
+        self._upcoming = None, None
         if upcoming is None or upcoming[0] is not inputs or upcoming[1] is not target:
             kind = kind_of(batch, self.device)
         if self.refused is not None:
@@ -91,10 +93,9 @@ class Engine:
         """The optimizer's, on the gradients that `backward` left."""
         self._stepping.step(optimizer, self._left)
 
-    def begin_epoch(self, meanwhile: Callable[[], Any] = lambda: None) -> None:
-        """What was done to network, gradients and optimizer since the last step is seen. `meanwhile` fetches the next batch,
-        which steps from graphs do before they wait for the device."""
-        self._meanwhile, self._upcoming, self._left = meanwhile, (None, None), None
+    def begin_epoch(self) -> None:
+        """Whatever was done to network, gradients and optimizer since the last step is seen."""
+        self._left = None
         self._stepping.forget()
         numbers = {
             name: value for name, value in vars(self.trainer).items() if name != "mu" and isinstance(value, float)
@@ -186,7 +187,7 @@ class Engine:
 
     def _look_ahead(self) -> None:
         """What can be done before the host waits for the device."""
-        upcoming = self._meanwhile()
+        upcoming = None if self.fetch is None else self.fetch()
         self._upcoming = upcoming, None if upcoming is None else kind_of(upcoming, self.device)
 
     def _first(self, key: Any) -> bool:

@@ -3,8 +3,8 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,10 +108,10 @@ class Epochs:
         self.net.train()
         ahead = Ahead(batches)
         if self.engine is not None:
-            self.engine.begin_epoch(meanwhile=ahead.fetch)
+            self.engine.begin_epoch()
         seen = Steps()
         start = shown = time.perf_counter()
-        with self.running():
+        with self.running(), self._fetching(ahead):
             for step, batch in enumerate(ahead):
                 share = step / steps if steps else 0.0
                 paused = time.perf_counter()
@@ -131,6 +131,17 @@ class Epochs:
             self._check(seen, epoch)
         seen.seconds = time.perf_counter() - start
         return seen
+
+    @contextmanager
+    def _fetching(self, ahead: Ahead) -> Iterator[None]:
+        """Batches are fetched before a step waits for the device."""
+        if self.engine is not None:
+            self.engine.fetch = ahead.fetch
+        try:
+            yield
+        finally:
+            if self.engine is not None:
+                self.engine.fetch = None
 
     def step(self, batch: tuple[Any, Any], seen: Steps) -> None:
         if self.engine is None:
