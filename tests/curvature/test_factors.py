@@ -285,11 +285,8 @@ def test_a_start_in_the_null_space_comes_back_and_a_dead_factor_has_no_eigenvalu
 @pytest.mark.parametrize("convention", CONVENTIONS)
 def test_inputs_are_as_autocast_has_a_layer_read_them(convention):
     torch.manual_seed(0)
-    net, x, y = (
-        nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(27, 3)),
-        torch.randn(6, 2, 5, 5),
-        torch.arange(6) % 3,
-    )
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(27, 3))
+    x, y = torch.randn(6, 2, 5, 5), torch.arange(6) % 3
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = observe(net, x, y, convention)
     rounded = observe(net, x.bfloat16().float(), y, convention)

@@ -18,6 +18,14 @@ TILE = 2048  # numbers that a program looks at at a time
 
 
 @triton.jit
+def _tile(first, column, rows, channels, ROWS: tl.constexpr):
+    """Where these columns of the next rows lie, and whether they are inside."""
+    row = first + tl.arange(0, ROWS)
+    here = (row < rows)[:, None] & (column < channels)[None, :]
+    return row.to(tl.int64)[:, None] * channels + column[None, :], here
+
+
+@triton.jit
 def _total(sums, which, column, channels, parts, inside, PARTS: tl.constexpr):
     part = tl.arange(0, PARTS)
     at = (which * channels + column)[:, None] * parts + part[None, :]
@@ -36,9 +44,7 @@ def _tangent_sums(
     of_ds = tl.zeros((ROWS, COLUMNS), ACC)
     of_dsx = tl.zeros((ROWS, COLUMNS), ACC)
     for first in range(part * ROWS, rows, parts * ROWS):
-        row = first + tl.arange(0, ROWS)
-        here = (row < rows)[:, None] & inside[None, :]
-        at = row.to(tl.int64)[:, None] * channels + column[None, :]
+        at, here = _tile(first, column, rows, channels, ROWS)
         z = tl.load(ds + at, here, other=0.0).to(ACC)
         of_ds += z
         of_dsx += z * (tl.load(s + at, here, other=0.0).to(ACC) - m)
@@ -64,9 +70,7 @@ def _tangent(
     """γ·inv·P(ṡ)."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < channels
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    here = (row < rows)[:, None] & inside[None, :]
-    at = row.to(tl.int64)[:, None] * channels + column[None, :]
+    at, here = _tile(tl.program_id(0) * ROWS, column, rows, channels, ROWS)
     i = tl.load(inv + column, inside, other=0.0).to(ACC)
     scale = i
     if has_weight:
@@ -95,9 +99,7 @@ def _sums(
     of_Zx = tl.zeros((ROWS, COLUMNS), ACC)
     of_Zds = tl.zeros((ROWS, COLUMNS), ACC)
     for first in range(part * ROWS, rows, parts * ROWS):
-        row = first + tl.arange(0, ROWS)
-        here = (row < rows)[:, None] & inside[None, :]
-        at = row.to(tl.int64)[:, None] * channels + column[None, :]
+        at, here = _tile(first, column, rows, channels, ROWS)
         x = tl.load(s + at, here, other=0.0).to(ACC) - m
         z = tl.load(Z + at, here, other=0.0).to(ACC)
         of_Z += z
@@ -157,9 +159,7 @@ def _spread(
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < channels
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    here = (row < rows)[:, None] & inside[None, :]
-    at = row.to(tl.int64)[:, None] * channels + column[None, :]
+    at, here = _tile(tl.program_id(0) * ROWS, column, rows, channels, ROWS)
     x = tl.load(s + at, here, other=0.0).to(ACC) - tl.load(mean + column, inside, other=0.0).to(ACC)[None, :]
     z = tl.load(Z + at, here, other=0.0).to(ACC)
     known = factors + column

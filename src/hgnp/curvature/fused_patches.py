@@ -87,14 +87,7 @@ def _finish(back, sums, out, channels, taps, parts, count, has_shift: tl.constex
 
 
 @where_tensors_are
-def product(
-    a: Tensor,
-    x: Tensor,
-    kernel: torch.Size,
-    bias: bool,
-    count: float,
-    options: dict[str, Any],
-) -> Tensor:
+def product(a: Tensor, x: Tensor, kernel: torch.Size, bias: bool, count: float, options: dict[str, Any]) -> Tensor:
     """Σ r·[patch; 1]/count over all positions for one group: x and the result are (1, side), `a` has its channels last."""
     samples, channels, *space = a.shape
     stride, padding, dilation = options["stride"], options["padding"], options["dilation"]

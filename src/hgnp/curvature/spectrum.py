@@ -63,9 +63,8 @@ class Observer:
             return out
         a = options["input"].detach()  # what is kept must not keep the graph, which keeps us
         with autocast_off(out):
-            options = options | {
-                "input": a.to(out.dtype) if out.dtype in HALF else a
-            }  # as autocast has the layer read it
+            a = a.to(out.dtype) if out.dtype in HALF else a  # as autocast has the layer read it
+            options = options | {"input": a}
             if block.name not in self.psi:
                 scale = wide(block.filter_norms().detach()) if self.scale_invariant else None
                 self.psi[block.name] = PsiMoments(block, self.samples, self.convention)
@@ -102,7 +101,7 @@ class Observer:
     def gathering(self, scale: float | Tensor) -> Iterator[None]:
         """Γ from the derivatives that a backward pass within shows, of scale·C: it is divided out again."""
         self._factor = self.samples / (wide(scale) if isinstance(scale, Tensor) else scale)
-        self._unseen, self._branches = self._probes, Branches(lane=True)
+        self._unseen = self._probes
         try:
             yield
         finally:
@@ -188,10 +187,7 @@ class Pair:
         if len(gamma) > 1:
             gamma = gamma * torch.zeros_like(self.psi.value).scatter(0, self.group.view(1), 1.0).unsqueeze(1)
         if scale_invariant:
-            psi, gamma = (
-                psi.clone(),
-                gamma.clone(),
-            )  # autograd keeps them, and the pair may be renewed in place meanwhile
+            psi, gamma = psi.clone(), gamma.clone()  # autograd keeps them, and they may be renewed in place meanwhile
             gamma = gamma * block.filter_norms().view(gamma.shape)
         weight, bias = block.spread(psi.to(gamma.dtype), gamma)
         seeds = [(block.weight, weight.to(block.weight.dtype))]

@@ -35,11 +35,10 @@ class Captured:
 
     @functools.cached_property
     def leaves(self) -> list[Tensor]:
-        return list(tree_flatten(self.batch)[0])
+        return tree_flatten(self.batch)[0]
 
-    @property
-    def seen_now(self) -> Seen:
-        """What was seen, copied: other graphs share its memory. q is sent to the host before that; numbers by one kernel."""
+    def copy_seen(self) -> Seen:
+        """What was seen: other graphs share its memory. q is sent to the host before that; numbers by one kernel."""
         assert self.seen is not None
         sent = Late.of(self.seen.curvature)
         radius, residuals, q = torch._foreach_mul((self.seen.radius, self.seen.residuals, self.seen.curvature), 1)

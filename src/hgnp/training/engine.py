@@ -304,7 +304,7 @@ class Engine:
         if flat is not None and captured.choice is not None:
             flat.v.chosen = Chosen.of(captured.choice.index.number, captured.choice.blocks)
         if flat is not None and captured.seen is not None:
-            flat.seen = captured.seen_now
+            flat.seen = captured.copy_seen()
         return None if captured.loss is None else captured.loss.clone()
 
     def _gradients(self, parameters: tuple[nn.Parameter, ...]) -> Gradients:
