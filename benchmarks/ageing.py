@@ -67,11 +67,11 @@ def compared(observer: Observer, pairs: dict[str, Pair], chosen: str) -> dict[st
 
 
 def studied(
-    make: Any, convention: str, batches: Any, steps: int, device: torch.device
+    make: Any, kfac_approx: str, batches: Any, steps: int, device: torch.device
 ) -> dict[int, list[dict[str, float]]]:
     torch.manual_seed(0)
     net = make().to(device)
-    flat = hgnp.Flatness(net, convention=convention)
+    flat = hgnp.Flatness(net, kfac_approx=kfac_approx)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     aside: tuple[int, dict[str, Pair], str] | None = None
     found: dict[int, list[dict[str, float]]] = defaultdict(list)
@@ -109,14 +109,14 @@ def main() -> None:
         "| network | factors | age, steps | λ short by, chosen | worst of ten | median block | chosen block's λ / largest "
         "| still the largest |", "|---|---|--:|--:|--:|--:|--:|--:|",
     ]  # fmt: skip
-    for (label, make), convention in itertools.product(NETS.items(), ("reduce", "expand")):
+    for (label, make), kfac_approx in itertools.product(NETS.items(), ("reduce", "expand")):
         data = cifar10(args.data, batch=128, device=device)
         batches = itertools.chain.from_iterable(itertools.repeat(data.train))
-        for age, rows in sorted(studied(make, convention, batches, args.steps, device).items()):
+        for age, rows in sorted(studied(make, kfac_approx, batches, args.steps, device).items()):
             of = {key: [row[key] for row in rows] for key in rows[0]}
             worst = statistics.quantiles(of["of its block"], n=10)[-1] if len(rows) > 1 else of["of its block"][0]
             lines.append(
-                f"| {label} | {convention} | {age} | {statistics.median(of['of its block']):.1%} | {worst:.1%} "
+                f"| {label} | {kfac_approx} | {age} | {statistics.median(of['of its block']):.1%} | {worst:.1%} "
                 f"| {statistics.median(of['all blocks']):.1%} | {statistics.median(of['block']):.2f} "
                 f"| {statistics.mean(of['same']):.0%} |"
             )

@@ -42,14 +42,15 @@ NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "resnet18": (ResNet18, "resnet18-cifar10"),
     "vgg16": (VGG16, "vgg16-cifar10"),
 }
-OPEN = {"bound": -1.0, "rest_closed": False}  # the term acts in every step
+OPEN = {"bound": -1.0, "skip_inactive": False}  # the term acts in every step
 HGNP: dict[str, dict[str, Any]] = {  # choices beside the preset's; of the first, beside the default's
     "HGNP, default": OPEN,
     "HGNP, preset": OPEN,
     "HGNP, preset, closed": {"bound": 1e9},
     "HGNP, preset, first block": OPEN,
-    "HGNP, literal order": {"v_from": "this_batch", "v_every": 1} | OPEN,
-    "HGNP, paper": {"flatness": "paper", "curvature": "hessian", "v_from": "this_batch", "v_every": 1} | OPEN,
+    "HGNP, literal order": {"direction_from": "this_batch", "refresh_every": 1} | OPEN,
+    "HGNP, paper": {"flatness": "paper", "curvature": "hessian", "direction_from": "this_batch", "refresh_every": 1}
+    | OPEN,
 }
 FIRST = "HGNP, preset, first block"
 METHODS = ["plain", "Taylor", *HGNP, "SAM"]
@@ -75,7 +76,7 @@ class Bench:
         """A copy of `net`, trained as a run would."""
         own = copy.deepcopy(net).to(memory_format=torch.channels_last)
         trainer = SAM(own) if method == "SAM" else hgnp.Flatness(own, **options(name, method))
-        recipe = hgnp.Recipe(keep=1.0, lr=1e-3, engine="auto" if engine else "eager")
+        recipe = hgnp.Recipe(keep=1.0, lr=1e-3, execution="auto" if engine else "eager")
         return Epochs(own, trainer, make_optimizer(own, recipe, None), recipe, self.device)
 
     def warm(self, epochs: Epochs, *, first: bool = False) -> None:
@@ -214,7 +215,7 @@ def options(name: str, method: str) -> dict[str, Any]:
         return HGNP[method]
     recipe = hgnp.Recipe(**preset(NETS[name][1]).recipe)
     bundle, choices = recipe.flatness_choices
-    ours = {"v_every": recipe.v_every, "rest_closed": recipe.rest_closed, "flatness": bundle, **choices}
+    ours = {"refresh_every": recipe.refresh_every, "skip_inactive": recipe.skip_inactive, "flatness": bundle, **choices}
     return {"mu": recipe.mu, "bound": recipe.bound, **ours, **HGNP[method]}
 
 

@@ -153,7 +153,7 @@ def against(rows: Iterable[Row], plain: Mapping[str, float]) -> dict[str, Any]:
     trained, plainly = sum(row["train_seconds"] for row in mine), sum(plain[widths(row)] for row in mine)
     return {
         "epochs": len(mine), "seconds": trained, "plain": plainly, "ratio": trained / plainly if mine else None,
-        "hinge open": _mean(row["hinge"] for row in mine if row["hinge"] is not None),
+        "hinge open": _mean(row["active"] for row in mine if row["active"] is not None),
     }  # fmt: skip
 
 

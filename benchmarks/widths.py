@@ -3,7 +3,7 @@
     python benchmarks/widths.py --out benchmarks/widths.md
     python benchmarks/widths.py --nets vgg16-cifar10-short resnet18-cifar10-short --data DIR --device cuda --out FILE
 
-Every run is `hgnp run PRESET --set recipe.multiple=M`, a process of its own. Runs that are there already are not run again, and
+Every run is `hgnp run PRESET --set recipe.round_to=M`, a process of its own. Runs that are there already are not run again, and
 one that was interrupted goes on, so this can be stopped and started again; `--out` is rewritten after each run. The pruned
 networks of one seed are timed by hgnp's own bench beside the full one, in turns.
 """
@@ -58,7 +58,7 @@ class Row:
 
 def pruned(folder: Path, net: str, multiple: int, seed: int, arguments: argparse.Namespace) -> runs.Run:
     command = [sys.executable, "-m", "hgnp", "run", net, "--out", str(folder), "--resume", "--device", arguments.device]
-    command += ["--seed", str(seed), "--set", f"recipe.multiple={multiple}"]
+    command += ["--seed", str(seed), "--set", f"recipe.round_to={multiple}"]
     for setting in arguments.set:
         command += ["--set", setting]
     if arguments.data is not None:
@@ -167,7 +167,7 @@ def report(rows: Sequence[Row], failures: Sequence[str], arguments: argparse.Nam
         "",
         f"`python {' '.join(sys.argv)}`, {datetime.date.today()}, {where}, torch {torch.__version__}.",
         "",
-        "The same preset, seed and target with `recipe.multiple` 1 and otherwise; until the first round of pruning the runs "
+        "The same preset, seed and target with `recipe.round_to` 1 and otherwise; until the first round of pruning the runs "
         "are the same. *MACs* left; *s an epoch*: the quickest of the fine-tuning, of the warm-up for the full network, as the "
         f"runs had it, one after the other; *ms a step*: training on a batch of {STEP_BATCH} as in a run, with the "
         f"term and plainly; other *ms*: inference of a batch of {arguments.batch}; all networks of a seed in turns, medians "

@@ -13,13 +13,13 @@ torch.set_num_threads(1)
 CHOICES = {
     "default": {},
     "frozen": {"norm": "frozen"},
-    "this batch": {"v_from": "this_batch"},
-    "frozen, this batch": {"norm": "frozen", "v_from": "this_batch"},
+    "this batch": {"direction_from": "this_batch"},
+    "frozen, this batch": {"norm": "frozen", "direction_from": "this_batch"},
     "hessian": {"curvature": "hessian"},
     "hessian, frozen": {"curvature": "hessian", "norm": "frozen"},
-    "sampled": {"labels": "sampled"},
+    "sampled": {"fisher_type": "mc"},
     "empirical": {"ranking": "empirical"},
-    "expand, scale invariant": {"convention": "expand", "scaling": "scale_invariant"},
+    "expand, scale invariant": {"kfac_approx": "expand", "scaling": "scale_invariant"},
     "paper": {"flatness": "paper"},
 }
 

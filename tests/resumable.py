@@ -40,14 +40,21 @@ class Net(nn.Module):
 
 
 RECIPES: dict[str, dict[str, Any]] = {
-    "hgnp": {"mu": 0.01, "bound": 0.0, "schedule": "cosine", "mu_warmup_epochs": 2, "v_every": 4},
+    "hgnp": {
+        "mu": 0.01,
+        "bound": 0.0,
+        "schedule": "cosine",
+        "anneal": "run",
+        "mu_warmup_epochs": 2,
+        "refresh_every": 4,
+    },
     "sampled": {
         "mu": 0.01,
         "bound": 0.0,
-        "flatness": {"labels": "sampled", "v_from": "this_batch"},
+        "flatness": {"fisher_type": "mc", "direction_from": "this_batch"},
         "coupling": "paper",
     },
-    "random": {"method": "random", "schedule": "one_cycle", "prune_unit": "steps", "prune_every": 2},
+    "random": {"method": "random", "schedule": "one_cycle", "anneal": "run", "prune_unit": "steps", "prune_every": 2},
     "sam": {"method": "sam", "schedule": "steps", "clip_norm": 1.0},
 }
 

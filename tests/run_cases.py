@@ -85,7 +85,7 @@ def write_run(
                 "penalty": 1e-3 * math.exp(-0.1 * epoch) if term else 0.0,
                 "radius": 4.0 * math.exp(-0.15 * epoch) if term else None,
                 "curvature": 3.0 * math.exp(-0.12 * epoch) if term else None,
-                "hinge": 0.8 if term else None,
+                "active": 0.8 if term else None,
                 "blocks": {steepest: 0.75, "classifier.1": 0.25} if term else {},
                 "val_loss": None if accuracy is None else 2.0 * math.exp(-0.18 * epoch) + 0.3,
                 "metric": None if accuracy is None else accuracy(kept) - 0.05 * behind,

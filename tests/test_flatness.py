@@ -147,7 +147,7 @@ def test_nothing_is_read_back_in_a_step(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "choices", [{}, {"labels": "sampled"}, {"norm": "frozen"}, {"flatness": "paper"}, {"v_every": 2}]
+    "choices", [{}, {"fisher_type": "mc"}, {"norm": "frozen"}, {"flatness": "paper"}, {"refresh_every": 2}]
 )
 def test_a_hinge_known_to_be_closed_saves_work_and_changes_nothing(monkeypatch, choices):
     found = []
@@ -336,10 +336,10 @@ def test_an_overflow_of_half_precision_does_not_spoil_the_eigenpairs():
 def test_the_paper_is_a_bundle_whose_parts_can_be_replaced():
     flat = Flatness(convnet(), flatness="paper", norm="frozen")
     c = flat.choices
-    assert (c.curvature, c.v_from, c.convention, c.labels, c.ranking, c.scaling, c.norm) == (
+    assert (c.curvature, c.direction_from, c.kfac_approx, c.fisher_type, c.ranking, c.scaling, c.norm) == (
         "hessian", "this_batch", "expand", "batch", "kfac", "plain", "frozen",
     )  # fmt: skip
-    assert "convention='expand'" in repr(flat)
+    assert "kfac_approx='expand'" in repr(flat)
 
 
 def test_repr_says_which_route_each_block_takes():

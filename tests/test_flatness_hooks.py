@@ -23,9 +23,9 @@ def alone() -> Iterator[None]:
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.parametrize("bound", [-1.0, 1e6])
 @pytest.mark.parametrize("curvature", ["ggn", "hessian"])
-@pytest.mark.parametrize("v_from", ["last_batch", "this_batch"])
-def test_hooks(v_from: str, curvature: str, bound: float, dropout: float) -> None:
-    choices = {"mu": 1.0, "bound": bound, "v_from": v_from, "curvature": curvature}
+@pytest.mark.parametrize("direction_from", ["last_batch", "this_batch"])
+def test_hooks(direction_from: str, curvature: str, bound: float, dropout: float) -> None:
+    choices = {"mu": 1.0, "bound": bound, "direction_from": direction_from, "curvature": curvature}
     x, y = images()
     found, seen = [], []
     for hooks in (False, True):
@@ -43,8 +43,8 @@ def test_hooks(v_from: str, curvature: str, bound: float, dropout: float) -> Non
     assert torch.equal(seen[0], have["0.weight"])
 
 
-@pytest.mark.parametrize("v_from", ["last_batch", "this_batch"])
-def test_all_of_a_gradient_is_sent_to_other_processes(v_from: str, alone: None) -> None:
+@pytest.mark.parametrize("direction_from", ["last_batch", "this_batch"])
+def test_all_of_a_gradient_is_sent_to_other_processes(direction_from: str, alone: None) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     shared = nn.parallel.DistributedDataParallel(net)
@@ -57,7 +57,7 @@ def test_all_of_a_gradient_is_sent_to_other_processes(v_from: str, alone: None) 
         return done
 
     shared.register_comm_hook(None, send)
-    flat = Flatness(shared, mu=1.0, bound=-1.0, v_from=v_from)
+    flat = Flatness(shared, mu=1.0, bound=-1.0, direction_from=direction_from)
     flat.backward(torch.randn(6, 4).double(), torch.randint(0, 3, (6,)))
     norm = torch.cat(sent).norm()
     torch.testing.assert_close(norm, torch.cat([g.flatten() for g in gradients(net).values()]).norm())

@@ -69,7 +69,7 @@ def test_what_gauss_newton_cannot_follow_is_refused_by_layer_and_the_hessian_rou
         ({"flatness": "mine"}, "flatness: 'mine'"),
         ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "reduction='sum'"),
         ({"loss": F.l1_loss, "curvature": "ggn"}, "curvature='hessian'"),
-        ({"loss": F.l1_loss, "labels": "sampled"}, "labels='batch'"),
+        ({"loss": F.l1_loss, "fisher_type": "mc"}, "fisher_type='empirical'"),
     ],
 )
 def test_wrong_options_fail_at_construction(options, words):
@@ -134,7 +134,7 @@ def test_a_step_without_gradients_says_so(options, off):
         Flatness(convnet(), **options).backward(x, y)
 
 
-@pytest.mark.parametrize("options", [{}, {"v_every": 3}, {"flatness": "paper"}])
+@pytest.mark.parametrize("options", [{}, {"refresh_every": 3}, {"flatness": "paper"}])
 def test_an_empty_batch_is_refused_in_every_step(options):
     x, y = images()
     flat = Flatness(convnet(), **options)

@@ -1,8 +1,14 @@
 """What error messages have in common."""
 
-import pytest
+import inspect
+from collections.abc import Callable
 
-from hgnp.messages import brief, first_line, meant, one_line
+import pytest
+import torch
+from torch import nn
+
+import hgnp
+from hgnp.messages import RENAMED, brief, first_line, meant, one_line
 
 
 def test_a_name_that_is_close_is_offered_and_otherwise_those_that_there_are() -> None:
@@ -22,3 +28,35 @@ def test_a_name_that_is_close_is_offered_and_otherwise_those_that_there_are() ->
 )
 def test_what_another_error_said_fits_on_a_line(error: Exception, first: str, whole: str, short: str) -> None:
     assert (first_line(error), one_line(error), brief(error)) == (first, whole, short)
+
+
+def flat(**choices: object) -> hgnp.Flatness:
+    return hgnp.Flatness(nn.Linear(3, 2), **choices)  # type: ignore[arg-type]
+
+
+def least(**options: object) -> hgnp.Selection:
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    return hgnp.Neurons(net, torch.zeros(2, 3)).least({}, 1, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "old"),
+    [
+        *((lambda **o: hgnp.Recipe(keep=0.5, **o), old) for old in ("v_every", "rest_closed", "multiple", "engine")),
+        *((lambda **o: hgnp.Recipe.from_dict({"keep": 0.5, **o}), old) for old in ("v_every", "multiple", "engine")),
+        *((lambda **o: hgnp.Recipe(keep=0.5, flatness=o), old) for old in ("v_from", "convention", "labels")),
+        *((flat, old) for old in ("v_every", "rest_closed", "v_from", "convention", "labels")),
+        (least, "multiple"),
+    ],
+)
+def test_an_option_under_its_former_name_is_refused_with_the_new_one(call: Callable[..., object], old: str) -> None:
+    with pytest.raises(ValueError, match=f"{old} is now called {RENAMED[old]}") as caught:
+        call(**{old: "x"})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("function", [hgnp.Recipe, hgnp.Flatness, hgnp.Neurons.least])
+def test_signatures_show_the_options_and_none_by_a_former_name(function: Callable[..., object]) -> None:
+    names = inspect.signature(function).parameters
+    assert len(names) > 4
+    assert not set(RENAMED) & set(names)

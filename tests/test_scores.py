@@ -156,7 +156,7 @@ def test_scores_are_the_derivative_by_the_gate(name: str, curvature: str | None)
     flat: hgnp.Flatness | None = None
     v: dict[str, Tensor] = {}
     if curvature is not None:
-        flat = hgnp.Flatness(net, mu=0.7, bound=0.0, curvature=curvature, v_from="this_batch")
+        flat = hgnp.Flatness(net, mu=0.7, bound=0.0, curvature=curvature, direction_from="this_batch")
         for _ in range(30):  # until v has settled: it is held fixed in both
             flat.backward(x, y)
         v = flat.direction
@@ -226,7 +226,7 @@ def test_hinge_and_weight_decide_about_the_term() -> None:
 def test_scoring_leaves_everything_as_found() -> None:
     net, x, y, _ = make("residual", samples=8)
     net.train()
-    flat = hgnp.Flatness(net, mu=0.1, bound=0.0, labels="sampled")
+    flat = hgnp.Flatness(net, mu=0.1, bound=0.0, fisher_type="mc")
     flat.backward(x, y)
     before = copy.deepcopy({"net": net.state_dict(), "flat": flat.state_dict()})
     grads = [p.grad.clone() for p in net.parameters()]

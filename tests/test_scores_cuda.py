@@ -70,7 +70,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         {"curvature": "hessian"},
         {"flatness": "paper"},
         {"norm": "frozen"},
-        {"scaling": "scale_invariant", "convention": "expand", "ranking": "empirical"},
+        {"scaling": "scale_invariant", "kfac_approx": "expand", "ranking": "empirical"},
     ],
     ids=lambda choices: "-".join(map(str, choices.values())),
 )
@@ -128,7 +128,7 @@ def test_a_forward_that_draws_is_not_captured(replays: list[Any]) -> None:
 
 def test_labels_are_sampled_operation_by_operation(replays: list[Any]) -> None:
     net, neurons, data = made()
-    flat = hgnp.Flatness(net, mu=0.5, bound=-1.0, labels="sampled")
+    flat = hgnp.Flatness(net, mu=0.5, bound=-1.0, fisher_type="mc")
     expected = operation_by_operation(neurons, data, flat)
     found = hgnp.sensitivity(net, neurons, data, flatness=flat)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
@@ -178,7 +178,7 @@ def test_a_run_equals_one_operation_by_operation(replays: list[Any]) -> None:
     widths = []
     for engine in ("auto", "eager"):
         recipe = hgnp.Recipe(
-            keep=0.5, warmup_epochs=1, neurons_per_round=10, finetune_epochs=1, lr=0.05, seed=0, engine=engine,
+            keep=0.5, warmup_epochs=1, neurons_per_round=10, finetune_epochs=1, lr=0.05, seed=0, execution=engine,
             precision="float32", mu=0.01, bound=0.0, score_batches=5,
         )  # fmt: skip
         replays.clear()

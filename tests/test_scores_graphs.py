@@ -179,7 +179,7 @@ def test_a_failure_leaves_everything_as_found(stand: Stand) -> None:
 @pytest.mark.parametrize("engine", ["auto", "eager"])
 def test_a_run_s_engine_decides(engine: str, stand: Stand) -> None:
     net, neurons, data = made()
-    recipe = hgnp.Recipe(keep=0.5, neurons_per_round=3, engine=engine)
+    recipe = hgnp.Recipe(keep=0.5, neurons_per_round=3, execution=engine)
     pruner = Pruner(neurons, hgnp.Flatness(net), recipe, torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({}))
     assert pruner.round(data) == 3
     assert bool(stand.replays) is (engine == "auto")

@@ -16,7 +16,7 @@ from hgnp.training.rounds import Pruner
 from train_cases import Net, loaders, made, recipe, stripes
 
 KEYS = (
-    "epoch phase loss penalty radius curvature hinge blocks val_loss metric kept parameters neurons macs removed widths "
+    "epoch phase loss penalty radius curvature active blocks val_loss metric kept parameters neurons macs removed widths "
     "lr mu seconds train_seconds"
 )
 

@@ -50,7 +50,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         "loss: it returned of shape", loss=lambda o, t: F.cross_entropy(o, t, reduction="none"), recipe=recipe(mu=0.0)
     )
     refused("keep: 0.001 of the params was asked; no less than", recipe=recipe(keep=0.001))
-    refused("as every layer keeps a multiple of 8 and 3 neurons are frozen", recipe=recipe(keep=0.1, multiple=8))
+    refused("as every layer keeps a multiple of 8 and 3 neurons are frozen", recipe=recipe(keep=0.1, round_to=8))
     refused("recipe: a dict was given", TypeError, recipe={"keep": 0.1})
     refused("resume: True was given without out", resume=True)
     refused("optimizer: LBFGS", optimizer=torch.optim.LBFGS)

@@ -46,5 +46,7 @@ def loaders(batch: int = 16) -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 
 def recipe(**given: Any) -> hgnp.Recipe:
+    """Constant learning rate, and the term in every step unless something else is asked for."""
     quick = {"keep": 0.3, "warmup_epochs": 2, "neurons_per_round": 8, "finetune_epochs": 2, "lr": 0.05, "seed": 0}
-    return hgnp.Recipe(**(quick | given))
+    plain = {"schedule": "constant", "refresh_every": 1, "skip_inactive": False}
+    return hgnp.Recipe(**(quick | plain | given))

@@ -1,4 +1,4 @@
-"""hgnp trains a neural network and prunes whole neurons from it at once, steered to a flat minimum."""
+"""Structured pruning during training: train a PyTorch network and remove whole neurons and channels on the way."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -10,7 +10,7 @@ is differentiated. A step, with the default choices:
 Where the hinge is known to be closed, one backward of C alone is left, which shows Γ on its way. On a GPU a step as it is does
 not wait to know; one from CUDA graphs does, halfway.
 
-In the paper's order, v_from="this_batch", v must be known first:
+In the paper's order, direction_from="this_batch", v must be known first:
 
     forward and backward of C         → .grad, Γ, v
     tangents along v                  → q                       curvature.tape
@@ -37,6 +37,7 @@ from hgnp.curvature.passes import First, Pass, Passes
 from hgnp.curvature.random import undisturbed
 from hgnp.curvature.rhythm import Kind, Rhythm
 from hgnp.curvature.seen import Sight
+from hgnp.messages import refuse_renamed
 from hgnp.removal import Removal, listen
 
 
@@ -49,13 +50,15 @@ class Flatness(Sight):
     output    picks the logits from what the network returns, e.g. ``lambda o: o.logits``
     flatness  "default" or "paper", a bundle of the choices below; choices given by name replace the bundle's
 
-    curvature "ggn" or "hessian"; norm "batch" or "frozen"; scaling "plain" or "scale_invariant"; v_from "last_batch" or
-    "this_batch"; convention "reduce" or "expand"; labels "batch" or "sampled"; ranking "kfac" or "empirical".
+    curvature "ggn" or "hessian"; norm "batch" or "frozen"; scaling "plain" or "scale_invariant"; direction_from "last_batch" or
+    "this_batch"; kfac_approx "reduce" or "expand"; fisher_type "empirical" or "mc" (labels
+    drawn from the output); ranking "kfac" or "empirical".
 
-    v_every   with v_from "last_batch", v is renewed in every so many steps and kept in between: cheaper, and older
-    rest_closed  if the hinge is closed in the first step along a new v, the steps until the next renewal are plain ones
+    refresh_every  with direction_from "last_batch", v is renewed in every so many steps and kept in between: cheaper, older
+    skip_inactive  if the penalty is inactive in the first step along a new v, the steps until the next renewal are plain
     """
 
+    @refuse_renamed
     def __init__(
         self,
         net: nn.Module,
@@ -68,12 +71,12 @@ class Flatness(Sight):
         curvature: str | None = None,
         norm: str | None = None,
         scaling: str | None = None,
-        v_from: str | None = None,
-        convention: str | None = None,
-        labels: str | None = None,
+        direction_from: str | None = None,
+        kfac_approx: str | None = None,
+        fisher_type: str | None = None,
         ranking: str | None = None,
-        v_every: int = 1,
-        rest_closed: bool = False,
+        refresh_every: int = 1,
+        skip_inactive: bool = False,
     ) -> None:
         check_functions(loss=loss, output=output)
         if not (finite(mu) and mu >= 0):
@@ -83,20 +86,20 @@ class Flatness(Sight):
         self.net, self.loss, self.mu, self.bound, self.output = net, loss, float(mu), float(bound), output
         curvature_of_loss = loss_curvature(loss)
         if curvature_of_loss is None:
-            if curvature == "ggn" or labels == "sampled":
+            if curvature == "ggn" or fisher_type == "mc":
                 raise ValueError("loss: only cross-entropy, MSE and BCE-with-logits (means) have a Gauss–Newton route "
-                                 "and labels to sample; use curvature='hessian' and labels='batch'")  # fmt: skip
+                                 "and labels to sample; use curvature='hessian' and fisher_type='empirical'")  # fmt: skip
             curvature = "hessian"
         self.choices = choose(
-            flatness, curvature=curvature, norm=norm, scaling=scaling, v_from=v_from, convention=convention,
-            labels=labels, ranking=ranking,
+            flatness, curvature=curvature, norm=norm, scaling=scaling, direction_from=direction_from, kfac_approx=kfac_approx,
+            fisher_type=fisher_type, ranking=ranking,
         )  # fmt: skip
         self._frozen = self.choices.norm == "frozen"
-        self.lags = self.choices.v_from == "last_batch"
+        self.lags = self.choices.direction_from == "last_batch"
         """Whether a step penalises along the v of the batch before."""
         self.in_two_passes = not self.lags and not self._frozen
         """Whether C goes forward and back first, in the paper's order."""
-        self.rhythm = Rhythm(v_every, rest_closed, lags=self.lags)
+        self.rhythm = Rhythm(refresh_every, skip_inactive, lags=self.lags)
         refuse_unseen(net, flatten=mu > 0)
         if self._frozen:
             refuse_untracked(net)

@@ -1,9 +1,42 @@
 """What error messages have in common: the name that was perhaps meant, and what another error said, on one line."""
 
 import difflib
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection, Iterable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MOST_NAMES = 50
+RENAMED = {
+    "v_every": "refresh_every",
+    "rest_closed": "skip_inactive",
+    "multiple": "round_to",
+    "engine": "execution",
+    "v_from": "direction_from",
+    "convention": "kfac_approx",
+    "labels": "fisher_type",
+}
+"""Options under their former names → their names now."""
+
+
+def check_renamed(names: Iterable[object], where: str) -> None:
+    """Refuses an option under a former name."""
+    for name in names:
+        if name in RENAMED:
+            raise ValueError(f"{where}: {name} is now called {RENAMED[str(name)]}; rename it")
+
+
+def refuse_renamed(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that names the new option where it is called with a former one."""
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        check_renamed(kwargs, function.__qualname__.removesuffix(".__init__"))
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def meant(name: object, known: Collection[str]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hgnp.curvature.choices import ALLOWED, choose
-from hgnp.messages import meant
+from hgnp.messages import check_renamed, meant, refuse_renamed
 
 METHODS = ("hgnp", "taylor", "l1", "l2", "bn_scale", "geometric_median", "random", "sam")
 SCHEDULES = ("constant", "steps", "cosine", "one_cycle")
@@ -48,8 +48,10 @@ class Recipe:
     """"coupled": layers that are added lose the same channels. "paper": the same number of channels, each its own."""
     floor: int = 1
     """Neurons that every layer keeps."""
-    multiple: int = 1
+    round_to: int = 1
     """Layers that lose neurons end at a multiple of this many: hardware likes multiples of 8. Neurons go in bundles then."""
+    max_removed: float = 1.0
+    """The largest share of a layer's neurons, of those it had at the start, that may be removed."""
     approximate: bool = False
     """Whether channels that a norm mixes (LayerNorm, GroupNorm) may go too."""
     score_batches: int = 1
@@ -65,10 +67,11 @@ class Recipe:
     """Curvature up to this is not penalised."""
     flatness: str | Mapping[str, str] = "default"
     """"default", "paper", or a mapping of `Flatness`'s named choices, such as {"curvature": "hessian", "norm": "frozen"}."""
-    v_every: int = 1
-    """Steps from one renewal of the penalised direction to the next."""
-    rest_closed: bool = False
-    """Whether the term rests until the next renewal if curvature is below the bound in the first step along a new direction."""
+    refresh_every: int | None = None
+    """Steps from one refresh of the penalised direction to the next. None: 8 if it lags by a batch, 1 in the paper's order."""
+    skip_inactive: bool | None = None
+    """Whether the term is skipped until the next refresh if curvature is within the bound in the first step along a new
+    direction. None: True if the direction lags by a batch, False in the paper's order."""
     rho: float = 0.05
     """Radius of the "sam" method."""
 
@@ -77,11 +80,12 @@ class Recipe:
     momentum: float = 0.9
     weight_decay: float = 5e-4
     nesterov: bool = False
-    schedule: str = "constant"
-    """"constant", "steps", "cosine" or "one_cycle": how the learning rate goes over what `anneal` names."""
-    anneal: str = "run"
-    """"run": the schedule spans the whole run, whose length is estimated anew at every round. "finetune": the rate stays at its
-    peak while neurons go and the schedule spans the fine-tuning."""
+    schedule: str | None = None
+    """"constant", "steps", "cosine" or "one_cycle": how the learning rate changes over what `anneal` names. None: "cosine", or
+    "constant" if `prune` is given a scheduler."""
+    anneal: str = "finetune"
+    """"finetune": the rate stays at its peak while neurons are removed and the schedule spans the fine-tuning. "run": the
+    schedule spans the whole run, whose length is estimated anew at every round."""
     lr_steps: tuple[float, ...] = (0.5, 0.75)
     """Where "steps" multiplies the rate by `lr_factor`, as fractions of the schedule."""
     lr_factor: float = 0.1
@@ -90,7 +94,7 @@ class Recipe:
     precision: str = "auto"
     """"float32", "bf16" or "fp16": mixed precision by autocast, "fp16" with a gradient scaler. "auto": "bf16" on a GPU that has
     it, "float32" elsewhere."""
-    engine: str = "auto"
+    execution: str = "auto"
     """"auto": on a GPU, whole steps in CUDA graphs and pictures with their channels last; on a CPU, channels last for networks
     with a convolution of 256 channels or more. "measured": on a CPU, the memory format and the number of threads that are the
     fastest, timed before the first epoch; on a GPU as "auto". "eager": operation by operation, all as it is found."""
@@ -138,10 +142,23 @@ class Recipe:
             return self.flatness, {}
         choices = dict(self.flatness)
         bundle = choices.pop("flatness", "default")
+        check_renamed(choices, "flatness")
         for name in choices:
             if name not in ALLOWED:
                 raise ValueError(f"flatness: it has no choice {name!r}{meant(name, ALLOWED)}")
         return bundle, choices
+
+    def resolved(self, *, scheduler: bool = False) -> "Recipe":
+        """The recipe as a run uses it, with a value in place of each None that stands for one. `scheduler`: whether the run has
+        a scheduler of the user's."""
+        bundle, choices = self.flatness_choices
+        lagged = choose(bundle, **choices).direction_from == "last_batch"
+        return dataclasses.replace(
+            self,
+            refresh_every=self.refresh_every or (8 if lagged else 1),
+            skip_inactive=lagged if self.skip_inactive is None else self.skip_inactive,
+            schedule=self.schedule or ("constant" if scheduler else "cosine"),
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Every field, in types that JSON and YAML have."""
@@ -151,12 +168,16 @@ class Recipe:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
         names = [field.name for field in dataclasses.fields(cls)]
+        check_renamed(values, "recipe")
         for name in values:
             if name not in names:
                 raise ValueError(f"recipe: there is no field {name!r}{meant(name, names)}")
         if "keep" not in values:
             raise ValueError("recipe: keep is missing; it says what fraction of the parameters is to be left")
         return cls(**values)
+
+
+Recipe.__init__ = refuse_renamed(Recipe.__init__)  # type: ignore[method-assign]
 
 
 def _number(value: Any) -> bool:
@@ -187,7 +208,8 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     "finetune_epochs": _EPOCHS,
     "coupling": _one_of("coupled", "paper"),
     "floor": _COUNT,
-    "multiple": _COUNT,
+    "round_to": _COUNT,
+    "max_removed": ("a number between 0 and 1", lambda value: _number(value) and 0 <= value <= 1),
     "approximate": _SWITCH,
     "score_batches": _COUNT,
     "mu": _WEIGHT,
@@ -195,14 +217,16 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     "mu_warmup_epochs": _EPOCHS,
     "bound": ("any finite number", _number),
     "flatness": ("'default', 'paper' or a mapping of named choices", lambda value: isinstance(value, str | Mapping)),
-    "v_every": _COUNT,
-    "rest_closed": _SWITCH,
+    "refresh_every": ("None or a whole number of at least 1", lambda value: value is None or (_whole(value) and value >= 1)),
+    "skip_inactive": ("None, True or False", lambda value: value is None or isinstance(value, bool)),
     "rho": _RATE,
     "lr": _RATE,
     "momentum": ("a number of at least 0 and below 1", lambda value: _number(value) and 0 <= value < 1),
     "weight_decay": _WEIGHT,
     "nesterov": _SWITCH,
-    "schedule": _one_of(*SCHEDULES),
+    "schedule": (
+        f"None, {' or '.join(map(repr, SCHEDULES))}", lambda value: value is None or value in SCHEDULES
+    ),
     "anneal": _one_of("run", "finetune"),
     "lr_steps": (
         "fractions between 0 and 1, rising",
@@ -213,7 +237,7 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     "lr_factor": _RATE,
     "lr_final": ("a fraction of at least 0 and at most 1", lambda value: _number(value) and 0 <= value <= 1),
     "precision": _one_of("auto", "float32", "bf16", "fp16"),
-    "engine": _one_of("auto", "eager", "measured"),
+    "execution": _one_of("auto", "eager", "measured"),
     "clip_norm": ("None or a finite number above 0", lambda value: value is None or (_number(value) and value > 0)),
     "seed": (
         "None or a whole number from 0 to 4294967295",

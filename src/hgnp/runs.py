@@ -14,7 +14,7 @@ NUMBERS = (
     "penalty",
     "radius",
     "curvature",
-    "hinge",
+    "active",
     "val_loss",
     "metric",
     "kept",

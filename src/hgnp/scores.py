@@ -128,7 +128,7 @@ def _means(
     gates, before = gates.to(x.device), RandomState(*objective.net.parameters())
     apart = _samples_lead(objective, gates, inputs, x)
     mu = objective.mu if mu is None else mu
-    if not before.is_now() or (mu and objective.choices.labels == "sampled"):
+    if not before.is_now() or (mu and objective.choices.fisher_type == "mc"):
         capture = None  # a graph would draw the same again and again
     work = partial(_sum, objective, gates, mu, signed, apart)
     sums = _Sums(work, objective.look if mu else None, objective.net, capture)

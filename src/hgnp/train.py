@@ -82,6 +82,7 @@ def prune(
         raise ValueError("net: it has no parameters")
     if resume and out is None:
         raise ValueError("resume: True was given without out, the folder of the run to go on with")
+    recipe = recipe.resolved(scheduler=scheduler is not None)
     folder = None if out is None else Folder(out)
     with contextlib.nullcontext() if folder is None else folder.claimed(resume=resume):
         stored = None

@@ -98,7 +98,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("aside", [False, True])
-@pytest.mark.parametrize("choices", [{}, {"convention": "expand"}, {"flatness": "paper"}], ids=str)
+@pytest.mark.parametrize("choices", [{}, {"kfac_approx": "expand"}, {"flatness": "paper"}], ids=str)
 def test_memory_is_not_shared_with_what_still_runs(
     choices: dict[str, str], aside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,8 +19,8 @@ from hgnp.curvature.forward import Forward
 from hgnp.curvature.spectrum import Observer
 
 
-def observer_of(net, x, *, convention="reduce", keep=False):
-    return Observer(find_blocks(net), len(x), convention=convention, scale_invariant=False, keep=keep)
+def observer_of(net, x, *, kfac_approx="reduce", keep=False):
+    return Observer(find_blocks(net), len(x), kfac_approx=kfac_approx, scale_invariant=False, keep=keep)
 
 
 # Which block, and how well it is followed
@@ -33,19 +33,19 @@ def test_the_block_and_its_direction_belong_to_the_batch_that_was_asked_for():
     own = []
     for batch in batches:
         net = convnet("group")
-        flat = Flatness(net, v_from="this_batch")
+        flat = Flatness(net, direction_from="this_batch")
         flat.backward(*batch)
         own.append((flat.block, flat.radius))
-    for v_from, expected in (("this_batch", own), ("last_batch", [own[0], *own[:-1]])):
-        flat = Flatness(convnet("group"), v_from=v_from)
+    for direction_from, expected in (("this_batch", own), ("last_batch", [own[0], *own[:-1]])):
+        flat = Flatness(convnet("group"), direction_from=direction_from)
         for batch, (block, radius) in zip(batches, expected, strict=True):
             flat.backward(*batch)
             assert flat.block == block
             assert flat.radius == pytest.approx(radius, rel=1e-5)
 
 
-@pytest.mark.parametrize("convention", ["reduce", "expand"])
-def test_the_block_is_the_one_with_the_largest_score(convention):
+@pytest.mark.parametrize("kfac_approx", ["reduce", "expand"])
+def test_the_block_is_the_one_with_the_largest_score(kfac_approx):
     """By dense eigenvalues, and by per-sample gradients along each v; over some nets the two rankings must part."""
     parted = 0
     for seed in range(6):
@@ -55,10 +55,10 @@ def test_the_block_is_the_one_with_the_largest_score(convention):
             net[9].weight.mul_(2.0)
         torch.manual_seed(seed)
         x, y = torch.randn(6, 2, 6, 6).double() + 1, torch.randint(0, 3, (6,))
-        flat = Flatness(net, convention=convention, ranking="empirical", v_from="this_batch")
+        flat = Flatness(net, kfac_approx=kfac_approx, ranking="empirical", direction_from="this_batch")
         flat.backward(x, y)
         empirical = flat.block
-        observer = observer_of(net, x, convention=convention, keep=True)
+        observer = observer_of(net, x, kfac_approx=kfac_approx, keep=True)
         with Forward(watch=observer):
             z = net(x)
         observer.pull(F.cross_entropy(z, y), None, 1.0)
@@ -68,7 +68,7 @@ def test_the_block_is_the_one_with_the_largest_score(convention):
             scores[block.name] = (psi.value * gamma.value).max().item()
             quotients[block.name] = observer.empirical(block, psi.vector, gamma.vector).max().item()
         assert empirical == max(quotients, key=quotients.get)
-        kfac = Flatness(net, convention=convention, v_from="this_batch")
+        kfac = Flatness(net, kfac_approx=kfac_approx, direction_from="this_batch")
         kfac.backward(x, y)
         assert kfac.block == max(scores, key=scores.get)
         assert kfac.radius == pytest.approx(max(scores.values()), rel=1e-3)
@@ -79,7 +79,7 @@ def test_the_block_is_the_one_with_the_largest_score(convention):
 def test_sampled_labels_come_from_the_networks_own_output():
     x, y = images(6)
     net = convnet("batch")
-    flat = Flatness(net, labels="sampled", v_from="this_batch")
+    flat = Flatness(net, fisher_type="mc", direction_from="this_batch")
     flat.backward(x, y)
     observer = observer_of(net, x)
     net.train()
@@ -100,8 +100,8 @@ def digits():
     return x, torch.tensor(data.target)
 
 
-@pytest.mark.parametrize("convention", ["reduce", "expand"])
-def test_the_warm_started_eigenvalue_follows_the_dense_one_in_training(convention):
+@pytest.mark.parametrize("kfac_approx", ["reduce", "expand"])
+def test_the_warm_started_eigenvalue_follows_the_dense_one_in_training(kfac_approx):
     x, y = digits()
     torch.manual_seed(0)
     net = nn.Sequential(
@@ -109,7 +109,7 @@ def test_the_warm_started_eigenvalue_follows_the_dense_one_in_training(conventio
         nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(128, 10),
     )  # fmt: skip
-    flat = Flatness(net, convention=convention)
+    flat = Flatness(net, kfac_approx=kfac_approx)
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
     errors = []
     for step in range(120):
@@ -117,7 +117,7 @@ def test_the_warm_started_eigenvalue_follows_the_dense_one_in_training(conventio
         optimizer.zero_grad()
         loss = flat.backward(x[index], y[index])
         if step >= 10:
-            observer = observer_of(net, x[index], convention=convention)
+            observer = observer_of(net, x[index], kfac_approx=kfac_approx)
             before = {k: b.clone() for k, b in net.named_buffers()}
             with Forward(watch=observer):
                 out = net(x[index])
@@ -296,7 +296,7 @@ def test_eigenvectors_follow_a_removal_by_themselves() -> None:
 def test_v_is_kept_between_renewals() -> None:
     net, every = convnet().train(), 3
     x, y = images()
-    flat = Flatness(net, mu=1.0, bound=-1.0, v_every=every)
+    flat = Flatness(net, mu=1.0, bound=-1.0, refresh_every=every)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     radii = []
     for _ in range(9):
@@ -306,17 +306,17 @@ def test_v_is_kept_between_renewals() -> None:
         radii.append(flat.radius)
     steps = [number for number in range(1, 9) if radii[number] != radii[number - 1]]
     assert steps == [3, 6]  # renewed in the third step for the fourth, and so on
-    with pytest.raises(ValueError, match="v_every: 2 was given with v_from='this_batch'"):
-        Flatness(net, v_from="this_batch", v_every=2)
-    with pytest.raises(ValueError, match="v_every: 0 was given"):
-        Flatness(net, v_every=0)
+    with pytest.raises(ValueError, match="refresh_every must be 1 with direction_from='this_batch'"):
+        Flatness(net, direction_from="this_batch", refresh_every=2)
+    with pytest.raises(ValueError, match="refresh_every must be a whole number ≥ 1, got 0"):
+        Flatness(net, refresh_every=0)
 
 
-@pytest.mark.parametrize("v_from", ["last_batch", "this_batch"])
+@pytest.mark.parametrize("direction_from", ["last_batch", "this_batch"])
 @pytest.mark.parametrize("ranking", ["kfac", "empirical"])
-def test_a_batch_goes_after_its_step(ranking, v_from):
+def test_a_batch_goes_after_its_step(ranking, direction_from):
     net = convnet()
-    flat = Flatness(net, bound=-1.0, ranking=ranking, v_from=v_from)
+    flat = Flatness(net, bound=-1.0, ranking=ranking, direction_from=direction_from)
     x, y = images()
     batch = weakref.ref(x)
     flat.backward(x, y)
@@ -328,7 +328,7 @@ def test_a_batch_goes_after_its_step(ranking, v_from):
 def test_v_is_solved_for_before_the_way_back_is_over(monkeypatch):
     """Γ is known once the first layer's output has its derivative: the layer's own gradient is still to come."""
     net, (x, y) = convnet(), images()
-    flat = Flatness(net, bound=-1.0, v_from="this_batch")
+    flat = Flatness(net, bound=-1.0, direction_from="this_batch")
     flat.backward(x, y)
     net.zero_grad()
     left = []

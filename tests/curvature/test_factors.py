@@ -21,10 +21,10 @@ with warnings.catch_warnings():
 CONVENTIONS = ("expand", "reduce")
 
 
-def observe(net, inputs, y, convention, *, loss=F.cross_entropy, scale_invariant=False, scale=1.0):
+def observe(net, inputs, y, kfac_approx, *, loss=F.cross_entropy, scale_invariant=False, scale=1.0):
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     observer = Observer(
-        find_blocks(net), inputs[0].shape[0], convention=convention, scale_invariant=scale_invariant, keep=True
+        find_blocks(net), inputs[0].shape[0], kfac_approx=kfac_approx, scale_invariant=scale_invariant, keep=True
     )
     with Forward(watch=observer):
         z = net(*inputs)
@@ -36,8 +36,8 @@ def dense(observer, name):
     return observer.psi[name].factor().dense(), observer.gamma[name].factor().dense()
 
 
-@pytest.mark.parametrize("convention", CONVENTIONS)
-def test_factors_equal_curvlinops(convention):
+@pytest.mark.parametrize("kfac_approx", CONVENTIONS)
+def test_factors_equal_curvlinops(kfac_approx):
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.ReLU(inplace=True), nn.Conv2d(3, 4, (2, 3), dilation=(1, 1)),
@@ -46,13 +46,13 @@ def test_factors_equal_curvlinops(convention):
     x, y = images(6)
     kfac = KFACLinearOperator(
         net, nn.CrossEntropyLoss(), list(net.parameters()), [(x, y)], fisher_type=FisherType.EMPIRICAL,
-        kfac_approx=getattr(KFACType, convention.upper()), separate_weight_and_bias=False, check_deterministic=False,
+        kfac_approx=getattr(KFACType, kfac_approx.upper()), separate_weight_and_bias=False, check_deterministic=False,
     )  # fmt: skip
     kfac.compute_kronecker_factors()
-    observer = observe(net, x, y, convention)
+    observer = observe(net, x, y, kfac_approx)
     for block in find_blocks(net):
         psi, gamma = dense(observer, block.name)
-        if convention == "expand":  # curvlinops divides Ψ by T, the bias entry of ours, and not Γ
+        if kfac_approx == "expand":  # curvlinops divides Ψ by T, the bias entry of ours, and not Γ
             psi, gamma = psi / psi[0, -1, -1], gamma * psi[0, -1, -1]
         torch.testing.assert_close(psi[0], kfac._input_covariances[block.name], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(gamma[0], kfac._gradient_covariances[block.name], rtol=1e-10, atol=1e-12)
@@ -73,7 +73,7 @@ LAYERS = {
 }
 
 
-def explicit(layer: nn.Module, x: Tensor, g: Tensor, convention: str) -> tuple[Tensor, Tensor]:
+def explicit(layer: nn.Module, x: Tensor, g: Tensor, kfac_approx: str) -> tuple[Tensor, Tensor]:
     """Both factors from patches found by applying the layer to every basis filter."""
     groups = getattr(layer, "groups", 1)
     side = layer.weight[0].numel()
@@ -99,25 +99,25 @@ def explicit(layer: nn.Module, x: Tensor, g: Tensor, convention: str) -> tuple[T
     if layer.bias is not None:
         a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
     n, t = a.shape[:2]
-    if convention == "expand":
+    if kfac_approx == "expand":
         return torch.einsum("ntgi,ntgj->gij", a, a) / n, torch.einsum("ntgi,ntgj->gij", g, g) / (n * t)
     a, g = a.mean(1), g.sum(1)
     return torch.einsum("ngi,ngj->gij", a, a) / n, torch.einsum("ngi,ngj->gij", g, g) / n
 
 
-@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("kfac_approx", CONVENTIONS)
 @pytest.mark.parametrize("kind", LAYERS)
-def test_factors_and_eigenpairs_equal_dense_algebra(kind, convention):
+def test_factors_and_eigenpairs_equal_dense_algebra(kind, kfac_approx):
     make, shape = LAYERS[kind]
     torch.manual_seed(0)
     layer, x = make().double(), torch.randn(shape, dtype=torch.float64)
     weights = torch.randn_like(layer(x))
     net = nn.Sequential(layer)
     loss = lambda z, y: (weights * torch.tanh(z)).sum() / z.shape[0]  # noqa: E731
-    observer = observe(net, x, None, convention, loss=loss)
+    observer = observe(net, x, None, kfac_approx, loss=loss)
     s = layer(x)
     g = torch.autograd.grad(loss(s, None), s)[0] * x.shape[0]
-    expected = explicit(layer, x, g, convention)
+    expected = explicit(layer, x, g, kfac_approx)
     for moments, want in zip((observer.psi["0"], observer.gamma["0"]), expected, strict=True):
         factor = moments.factor()
         torch.testing.assert_close(factor.dense(), want, rtol=1e-10, atol=1e-12)
@@ -132,11 +132,11 @@ def test_factors_and_eigenpairs_equal_dense_algebra(kind, convention):
         torch.testing.assert_close(overlap, torch.ones_like(overlap), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("convention", CONVENTIONS)
-def test_a_batch_given_twice_has_the_same_factors(convention):
+@pytest.mark.parametrize("kfac_approx", CONVENTIONS)
+def test_a_batch_given_twice_has_the_same_factors(kfac_approx):
     net = convnet("none", nn.Tanh)
     x, y = images(4)
-    once, twice = observe(net, x, y, convention), observe(net, torch.cat([x, x]), torch.cat([y, y]), convention)
+    once, twice = observe(net, x, y, kfac_approx), observe(net, torch.cat([x, x]), torch.cat([y, y]), kfac_approx)
     for block in find_blocks(net):
         for a, b in zip(dense(once, block.name), dense(twice, block.name), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
@@ -148,8 +148,8 @@ def test_one_sample_one_position_has_the_squared_gradient_norm():
     net = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(6, 3)).double()
     x, y = torch.randn(1, 4, 3, 3, dtype=torch.float64), torch.tensor([1])
     F.cross_entropy(net(x), y).backward()
-    for convention in CONVENTIONS:
-        observer = observe(net, x, y, convention)
+    for kfac_approx in CONVENTIONS:
+        observer = observe(net, x, y, kfac_approx)
         for block in find_blocks(net):
             psi, gamma = (torch.linalg.eigvalsh(f)[:, -1] for f in dense(observer, block.name))
             grads = block.weight.grad.flatten(1).square().sum(1) + block.bias.grad.square()
@@ -165,7 +165,7 @@ def test_kfac_is_the_gauss_newton_block_of_a_deep_linear_net():
         # Γ by type-2 sampling: each output unit's root of the loss curvature, one backward each
         gamma = torch.zeros(block.weight.shape[0], block.weight.shape[0], dtype=torch.float64)
         for unit_ in range(2):
-            observer = Observer(find_blocks(net), 6, convention="expand", scale_invariant=False, keep=False)
+            observer = Observer(find_blocks(net), 6, kfac_approx="expand", scale_invariant=False, keep=False)
             with Forward(watch=observer):
                 z = net(x)
             cotangent = torch.zeros_like(z)
@@ -189,15 +189,15 @@ def test_a_shared_layer_has_the_positions_of_all_its_calls():
     net = Siamese().double()
     left, right = torch.randn(2, 5, 4, dtype=torch.float64)
     y = torch.randint(0, 3, (5,))
-    for convention in CONVENTIONS:
-        psi, gamma = dense(observe(net, (left, right), y, convention), "tower")
+    for kfac_approx in CONVENTIONS:
+        psi, gamma = dense(observe(net, (left, right), y, kfac_approx), "tower")
         both = torch.stack([left, right], 1)
         a = torch.cat([both, torch.ones_like(both[..., :1])], 2)
-        want = torch.einsum("nti,ntj->ij", a, a) / 5 if convention == "expand" else a.mean(1).T @ a.mean(1) / 5
+        want = torch.einsum("nti,ntj->ij", a, a) / 5 if kfac_approx == "expand" else a.mean(1).T @ a.mean(1) / 5
         torch.testing.assert_close(psi[0], want, rtol=1e-10, atol=1e-12)
         one, two = net.tower(left), net.tower(right)
         g = torch.stack(torch.autograd.grad(F.cross_entropy(net.head(F.relu(one) + F.relu(two)), y), (one, two)), 1) * 5
-        want = torch.einsum("nti,ntj->ij", g, g) / 10 if convention == "expand" else g.sum(1).T @ g.sum(1) / 5
+        want = torch.einsum("nti,ntj->ij", g, g) / 10 if kfac_approx == "expand" else g.sum(1).T @ g.sum(1) / 5
         torch.testing.assert_close(gamma[0], want, rtol=1e-10, atol=1e-12)
 
 
@@ -226,9 +226,9 @@ def test_the_residual_is_that_of_the_kronecker_product():
 def test_the_scale_invariant_factor_is_scaled_on_both_sides():
     net = convnet("none")
     x, y = images()
-    for convention in CONVENTIONS:
-        plain = observe(net, x, y, convention)
-        scaled = observe(net, x, y, convention, scale_invariant=True)
+    for kfac_approx in CONVENTIONS:
+        plain = observe(net, x, y, kfac_approx)
+        scaled = observe(net, x, y, kfac_approx, scale_invariant=True)
         for block in find_blocks(net):
             n = block.filter_norms().detach().view(block.gamma_shape)
             want = n.unsqueeze(2) * dense(plain, block.name)[1] * n.unsqueeze(1)
@@ -238,10 +238,10 @@ def test_the_scale_invariant_factor_is_scaled_on_both_sides():
 def test_a_gradient_scale_is_divided_out():
     net = convnet("none")
     x, y = images()
-    for convention in CONVENTIONS:
-        plain = observe(net, x, y, convention)
+    for kfac_approx in CONVENTIONS:
+        plain = observe(net, x, y, kfac_approx)
         for scale in (1024.0, torch.tensor(2.0**15, dtype=torch.half)):
-            scaled = observe(net, x, y, convention, scale=scale)
+            scaled = observe(net, x, y, kfac_approx, scale=scale)
             torch.testing.assert_close(dense(plain, "0"), dense(scaled, "0"), rtol=1e-12, atol=0)
 
 
@@ -266,7 +266,7 @@ def test_the_empirical_quotient_is_that_of_the_block_of_per_sample_gradients():
 
 def test_rows_that_do_not_fit_the_batch_are_refused_by_name():
     net = nn.Sequential(nn.Flatten(0, 1), nn.Linear(4, 3)).double()
-    observer = Observer(find_blocks(net), 4, convention="reduce", scale_invariant=False, keep=False)
+    observer = Observer(find_blocks(net), 4, kfac_approx="reduce", scale_invariant=False, keep=False)
     with pytest.raises(ValueError, match="layer '1' was called on 6 rows"), Forward(watch=observer):
         net(torch.randn(2, 3, 4, dtype=torch.float64))
 
@@ -282,12 +282,12 @@ def test_a_start_in_the_null_space_comes_back_and_a_dead_factor_has_no_eigenvalu
     assert dead.vector.norm().item() == pytest.approx(1)
 
 
-@pytest.mark.parametrize("convention", CONVENTIONS)
-def test_inputs_are_as_autocast_has_a_layer_read_them(convention):
+@pytest.mark.parametrize("kfac_approx", CONVENTIONS)
+def test_inputs_are_as_autocast_has_a_layer_read_them(kfac_approx):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(27, 3))
     x, y = torch.randn(6, 2, 5, 5), torch.arange(6) % 3
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = observe(net, x, y, convention)
-    rounded = observe(net, x.bfloat16().float(), y, convention)
+        found = observe(net, x, y, kfac_approx)
+    rounded = observe(net, x.bfloat16().float(), y, kfac_approx)
     torch.testing.assert_close(dense(found, "0")[0], dense(rounded, "0")[0], rtol=1e-6, atol=1e-6)

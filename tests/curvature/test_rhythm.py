@@ -10,15 +10,15 @@ from curvature_cases import convnet, gradients, images
 from hgnp import Flatness
 
 
-@pytest.mark.parametrize("choices", [{}, {"labels": "sampled"}, {"norm": "frozen"}, {"convention": "expand"}])
+@pytest.mark.parametrize("choices", [{}, {"fisher_type": "mc"}, {"norm": "frozen"}, {"kfac_approx": "expand"}])
 def test_the_term_rests_until_v_is_renewed(choices):
     net, every = convnet("batch"), 4
-    flat = Flatness(net, mu=0.5, bound=0.0, v_every=every, rest_closed=True, **choices)
+    flat = Flatness(net, mu=0.5, bound=0.0, refresh_every=every, skip_inactive=True, **choices)
     bound, closed = {}, []
     for step in range(16):
         x, y = images(6 + step % 3)
         twin = copy.deepcopy(net)
-        known = Flatness(twin, mu=0.5, bound=0.0, v_every=every, **choices)
+        known = Flatness(twin, mu=0.5, bound=0.0, refresh_every=every, **choices)
         known.load_state_dict(flat.state_dict() | {"resting": False})
         flat.bound = known.bound = bound.setdefault(step // every, [-1.0, 1e6, 1e6, -1.0][step // every])
         kind = flat.kind()
@@ -33,7 +33,7 @@ def test_the_term_rests_until_v_is_renewed(choices):
         torch.testing.assert_close(gradients(net), gradients(twin), rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(dict(net.named_buffers()), dict(twin.named_buffers()))
         closed.append(flat.rested)
-        if kind.renew and not choices.get("labels"):  # at rest or not, v is that of this batch
+        if kind.renew and not choices.get("fisher_type"):  # at rest or not, v is that of this batch
             fresh = Flatness(copy.deepcopy(twin), **choices)
             fresh._look(fresh.v, x, y, 1.0)
             for name, pair in fresh.v.pairs.items():
@@ -44,12 +44,12 @@ def test_the_term_rests_until_v_is_renewed(choices):
 
 def test_resting_survives_a_checkpoint():
     ours, theirs = (convnet("batch") for _ in range(2))
-    flats = [Flatness(net, bound=1e6, v_every=5, rest_closed=True) for net in (ours, theirs)]
+    flats = [Flatness(net, bound=1e6, refresh_every=5, skip_inactive=True) for net in (ours, theirs)]
     for step in range(8):
         for flat in flats:
             flat.net.zero_grad()
             flat.backward(*images(6))
-        fresh = Flatness(theirs, bound=1e6, v_every=5, rest_closed=True)
+        fresh = Flatness(theirs, bound=1e6, refresh_every=5, skip_inactive=True)
         fresh.load_state_dict(flats[1].state_dict())
         assert fresh.kind() == flats[0].kind()
         assert fresh.kind().term is (step % 5 == 4)

@@ -237,14 +237,14 @@ def test_every_rule_is_for_an_operation_that_is_known_to_bend_or_not():
     assert set(RULES) >= SAME
 
 
-@pytest.mark.parametrize("v_from", ["last_batch", "this_batch"])
-def test_instance_norms_update_their_statistics_once(v_from):
+@pytest.mark.parametrize("direction_from", ["last_batch", "this_batch"])
+def test_instance_norms_update_their_statistics_once(direction_from):
     torch.manual_seed(0)
     norms = [nn.InstanceNorm2d(4, affine=True, track_running_stats=True) for _ in range(2)]
     layers = [nn.Conv2d(2, 4, 3), norms[0], nn.Tanh(), nn.Conv2d(4, 4, 3), norms[1], nn.Flatten(), nn.Linear(16, 3)]
     net = nn.Sequential(*layers).double()
     plain = copy.deepcopy(net)
-    flat = Flatness(net, bound=-1.0, v_from=v_from)
+    flat = Flatness(net, bound=-1.0, direction_from=direction_from)
     x, y = images()
     flat.prepare(x, y)
     flat.v.chosen = Chosen.known(find_blocks(net)[0])

@@ -56,7 +56,7 @@ class Net(nn.Module):
 def trained(way: str, block: str, choices: dict[str, Any]) -> tuple[Any, ...]:
     torch.manual_seed(0)
     net = Net(way).double()
-    flat = Flatness(net, mu=1.0, bound=-1.0, v_from="this_batch", **choices)
+    flat = Flatness(net, mu=1.0, bound=-1.0, direction_from="this_batch", **choices)
     x, y = torch.randn(6, 2, 5, 5).double(), torch.randint(0, 3, (6,))
     flat.prepare(x, y)
     flat.v.chosen = Chosen.known(next(each for each in find_blocks(net) if each.name == block))
@@ -105,7 +105,7 @@ def test_it_is_what_a_second_pass_gives(
 def test_norms_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     net = Net("plain").double()
-    flat = Flatness(net, mu=1.0, bound=-1.0, v_from="this_batch")
+    flat = Flatness(net, mu=1.0, bound=-1.0, direction_from="this_batch")
     x, y = torch.randn(6, 2, 5, 5).double(), torch.randint(0, 3, (6,))
     flat.prepare(x, y)
     flat.v.chosen = Chosen.known(find_blocks(net)[0])
@@ -137,7 +137,10 @@ def test_what_autograd_keeps_is_not_made_again(precision: torch.dtype) -> None:
     layers = [layer for conv in convs[:3] for layer in (conv, nn.ReLU(), nn.MaxPool2d(2))]
     net = nn.Sequential(*layers, convs[3], nn.Flatten(), nn.Linear(4, 3))
     x, y = torch.randn(6, 2, 8, 8), torch.randint(0, 3, (6,))
-    flat, other = (Flatness(net, mu=1.0, bound=-1.0, v_from=v_from) for v_from in ("this_batch", "last_batch"))
+    flat, other = (
+        Flatness(net, mu=1.0, bound=-1.0, direction_from=direction_from)
+        for direction_from in ("this_batch", "last_batch")
+    )
 
     def lowered() -> torch.autocast:  # it forgets its casts when it is left
         return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision != torch.float32)
@@ -175,7 +178,7 @@ def test_a_checkpointed_part_is_not_made_again_for_it() -> None:
             return self.out(x.mean((2, 3)))
 
     net = Checkpointed().double()
-    flat = Flatness(net, mu=1.0, bound=1e9, v_from="this_batch")
+    flat = Flatness(net, mu=1.0, bound=1e9, direction_from="this_batch")
     x, y = torch.randn(6, 2, 5, 5).double(), torch.randint(0, 3, (6,))
     flat.backward(x, y)
     runs.clear()
@@ -189,7 +192,7 @@ def test_a_closed_hinge_leaves_the_gradient_of_a_plain_step(curvature: str) -> N
     net = Net("in place").double()
     plain = copy.deepcopy(net)
     x, y = torch.randn(6, 2, 5, 5).double(), torch.randint(0, 3, (6,))
-    flat = Flatness(net, mu=1.0, bound=1e6, v_from="this_batch", curvature=curvature)
+    flat = Flatness(net, mu=1.0, bound=1e6, direction_from="this_batch", curvature=curvature)
     loss = flat.backward(x, y)
     expected = F.cross_entropy(plain(x), y)
     expected.backward()
@@ -267,11 +270,11 @@ WAYS = (
 def test_a_change_that_was_not_seen_is_not_left_out(way: str, curvature: str) -> None:
     """Against the same step in the order that makes one pass along a v that is known."""
     found: list[Any] = []
-    for v_from in ("this_batch", "last_batch"):
+    for direction_from in ("this_batch", "last_batch"):
         torch.manual_seed(0)
         net = Changed(way).double()
         x, y = torch.randn(6, 3).double(), torch.randint(0, 3, (6,))
-        flat = Flatness(net, mu=1.0, bound=-1.0, v_from=v_from, curvature=curvature)
+        flat = Flatness(net, mu=1.0, bound=-1.0, direction_from=direction_from, curvature=curvature)
         plain = nn.functional.cross_entropy(copy.deepcopy(net)(x), y)
         torch.manual_seed(1)
         flat.prepare(x, y)
@@ -292,7 +295,7 @@ def test_a_change_that_was_not_seen_is_not_left_out(way: str, curvature: str) ->
 
 def test_what_cannot_be_followed_is_refused_by_its_layer() -> None:
     torch.manual_seed(0)
-    flat = Flatness(nn.Sequential(Changed("by index")), v_from="this_batch")
+    flat = Flatness(nn.Sequential(Changed("by index")), direction_from="this_batch")
     flat.prepare(torch.randn(6, 3), torch.zeros(6).long())
     flat.v.chosen = Chosen.known(find_blocks(flat.net)[0])
     with pytest.raises(ValueError, match="layer '0': an indexed assignment"):
@@ -315,11 +318,11 @@ class Lowered(nn.Module):
 @pytest.mark.parametrize("curvature", ["hessian", "ggn"])
 def test_a_pass_in_a_precision_of_its_own(curvature: str) -> None:
     found: list[float] = []
-    for v_from in ("this_batch", "last_batch"):
+    for direction_from in ("this_batch", "last_batch"):
         torch.manual_seed(0)
         net = Lowered()
         x, y = torch.randn(6, 3), torch.randint(0, 3, (6,))
-        flat = Flatness(net, mu=1.0, bound=-1.0, v_from=v_from, curvature=curvature)
+        flat = Flatness(net, mu=1.0, bound=-1.0, direction_from=direction_from, curvature=curvature)
         flat.prepare(x, y)
         flat.v.chosen = Chosen.known(find_blocks(net)[0])
         flat.step(x, y, renew=False)

@@ -171,3 +171,18 @@ def test_weights_of_a_transposed_convolution_are_those_into_each_output(groups: 
         group = output // outside
         expected = layer.weight.detach()[group * inside : (group + 1) * inside, output % outside]
         assert torch.equal(into[output], expected)
+
+
+def test_max_removed_bounds_the_share_of_a_layer_that_goes_over_all_removals() -> None:
+    net = nn.Sequential(nn.Linear(4, 10), nn.ReLU(), nn.Linear(10, 7), nn.ReLU(), nn.Linear(7, 3))
+    neurons = Neurons(net, torch.zeros(2, 4))
+    scores = {"0": torch.arange(10.0), "2": torch.arange(7.0)}
+    assert neurons.least(scores, 100, max_removed=0.3) == {"0": [0, 1, 2], "2": [0, 1]}  # 0.3 of 7 is 2.1
+    neurons.remove({"0": [0, 1]})
+    later = {"0": torch.arange(8.0), "2": torch.arange(7.0)}
+    assert neurons.least(later, 100, max_removed=0.3) == {"0": [0], "2": [0, 1]}
+    assert neurons.least(later, 100, max_removed=0.3, floor=8) == {}
+    assert neurons.least(later, 100, max_removed=0.0) == {}
+    assert neurons.least(later, 100, max_removed=0.3, round_to=7) == {"0": [0]}
+    with pytest.raises(ValueError, match=r"max_removed must be a share between 0 and 1, got 1\.5"):
+        neurons.least(later, 1, max_removed=1.5)

@@ -47,14 +47,20 @@ def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
     [
         {"mu": 0.0},
         {"mu": 0.05, "bound": 0.0},
-        {"mu": 0.05, "bound": 0.2, "v_every": 3},
-        {"mu": 0.05, "bound": 0.025, "v_every": 4, "rest_closed": True},
-        {"mu": 0.05, "bound": 0.75, "v_every": 3, "rest_closed": True, "convention": "expand"},
-        {"mu": 0.05, "bound": 0.3, "v_every": 3, "rest_closed": True, "norm": "frozen"},
+        {"mu": 0.05, "bound": 0.2, "refresh_every": 3},
+        {"mu": 0.05, "bound": 0.025, "refresh_every": 4, "skip_inactive": True},
+        {"mu": 0.05, "bound": 0.75, "refresh_every": 3, "skip_inactive": True, "kfac_approx": "expand"},
+        {"mu": 0.05, "bound": 0.3, "refresh_every": 3, "skip_inactive": True, "norm": "frozen"},
         {"mu": 0.05, "bound": 0.3, "scaling": "scale_invariant"},
-        {"mu": 0.05, "bound": 0.05, "v_from": "this_batch"},
-        {"mu": 0.05, "bound": 0.3, "v_from": "this_batch", "convention": "expand", "scaling": "scale_invariant"},
-        {"mu": 0.05, "bound": 0.3, "v_from": "this_batch", "norm": "frozen"},
+        {"mu": 0.05, "bound": 0.05, "direction_from": "this_batch"},
+        {
+            "mu": 0.05,
+            "bound": 0.3,
+            "direction_from": "this_batch",
+            "kfac_approx": "expand",
+            "scaling": "scale_invariant",
+        },
+        {"mu": 0.05, "bound": 0.3, "direction_from": "this_batch", "norm": "frozen"},
         {"mu": 0.05, "bound": 0.3, "flatness": "paper"},
     ],
     ids=lambda choices: "-".join(map(str, choices.values())),
@@ -69,7 +75,7 @@ def test_the_same_trajectory(choices: dict[str, Any], monkeypatch: pytest.Monkey
     if choices["mu"]:
         assert [(rested, block) for rested, block, *_ in seen] == [(rested, block) for rested, block, *_ in also_seen]
         assert [q for *_, q, _ in seen] == pytest.approx([q for *_, q, _ in also_seen], rel=1e-7, nan_ok=True)
-        assert any(rested for rested, *_ in seen) is choices.get("rest_closed", False)
+        assert any(rested for rested, *_ in seen) is choices.get("skip_inactive", False)
 
 
 def test_a_scale_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +113,7 @@ def test_a_step_whose_piece_cannot_be_captured_is_made_once(refused: str, monkey
         monkeypatch.setattr(engines, "Capture", stand)
         torch.manual_seed(0)
         net = Net().double()
-        flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, v_from="this_batch")
+        flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, direction_from="this_batch")
         Stand.engine = engine = Engine(flat)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
         for _ in range(6):
@@ -143,7 +149,7 @@ def test_gradients_that_hooks_see_are_not_captured(monkeypatch: pytest.MonkeyPat
     net = Net().double()
     seen: list[bool] = []
     next(net.parameters()).register_post_accumulate_grad_hook(lambda p: seen.append(True))
-    Stand.engine = engine = Engine(hgnp.Flatness(net, mu=0.05, bound=-1.0, v_from="this_batch"))
+    Stand.engine = engine = Engine(hgnp.Flatness(net, mu=0.05, bound=-1.0, direction_from="this_batch"))
     for _ in range(4):
         net.zero_grad()
         engine.backward(torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,)))
@@ -165,7 +171,7 @@ class Deeper(Net):
         return self.out(torch.relu(self.nb(self.b(x)) + x).mean((2, 3)))
 
 
-@pytest.mark.parametrize("choices", [{}, {"v_from": "this_batch"}, {"flatness": "paper"}], ids=str)
+@pytest.mark.parametrize("choices", [{}, {"direction_from": "this_batch"}, {"flatness": "paper"}], ids=str)
 def test_layers_that_only_some_batches_meet(choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of the others are there when the first such batch comes."""
     monkeypatch.setattr(engines, "Capture", Stand)

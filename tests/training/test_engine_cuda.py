@@ -72,14 +72,14 @@ def trained(captured: bool, dropout: float = 0.0, **choices: Any) -> tuple[nn.Mo
     [
         {"mu": 0.0},
         {"mu": 0.05, "bound": 0.0},
-        {"mu": 0.05, "bound": 0.0, "v_every": 3},
-        {"mu": 0.05, "bound": 0.025, "v_every": 3, "rest_closed": True},
-        {"mu": 0.05, "bound": 0.0, "v_from": "this_batch"},
-        {"mu": 0.05, "bound": 0.0, "convention": "expand", "v_every": 2},
-        {"mu": 0.05, "bound": 0.0, "convention": "expand", "v_from": "this_batch"},
-        {"mu": 0.05, "bound": 0.03, "v_from": "this_batch"},
+        {"mu": 0.05, "bound": 0.0, "refresh_every": 3},
+        {"mu": 0.05, "bound": 0.025, "refresh_every": 3, "skip_inactive": True},
+        {"mu": 0.05, "bound": 0.0, "direction_from": "this_batch"},
+        {"mu": 0.05, "bound": 0.0, "kfac_approx": "expand", "refresh_every": 2},
+        {"mu": 0.05, "bound": 0.0, "kfac_approx": "expand", "direction_from": "this_batch"},
+        {"mu": 0.05, "bound": 0.03, "direction_from": "this_batch"},
         {"mu": 0.05, "bound": 0.0, "flatness": "paper"},
-        {"mu": 0.05, "bound": 0.0, "scaling": "scale_invariant", "convention": "expand", "ranking": "empirical"},
+        {"mu": 0.05, "bound": 0.0, "scaling": "scale_invariant", "kfac_approx": "expand", "ranking": "empirical"},
         {"mu": 0.05, "bound": 0.0, "norm": "frozen"},
     ],
     ids=lambda choices: "-".join(map(str, choices.values())),
@@ -171,7 +171,7 @@ def test_a_run_in_float64_equals_one_operation_by_operation() -> None:
     histories = []
     for engine in ("auto", "eager"):
         recipe = hgnp.Recipe(
-            keep=0.5, warmup_epochs=3, neurons_per_round=10, finetune_epochs=3, lr=0.05, seed=0, engine=engine,
+            keep=0.5, warmup_epochs=3, neurons_per_round=10, finetune_epochs=3, lr=0.05, seed=0, execution=engine,
             precision="float32", mu=0.01, bound=0.0, mu_warmup_epochs=2,
         )  # fmt: skip
         histories.append(hgnp.prune(net(), data, data, recipe=recipe).history)
@@ -181,7 +181,7 @@ def test_a_run_in_float64_equals_one_operation_by_operation() -> None:
         assert one["curvature"] == pytest.approx(other["curvature"], rel=1e-5)
 
 
-@pytest.mark.parametrize("flatness", [{}, {"v_from": "this_batch"}])
+@pytest.mark.parametrize("flatness", [{}, {"direction_from": "this_batch"}])
 def test_the_optimizer_s_steps_come_from_a_graph_too(flatness: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(96, 3, 8, 8)
     y = (x[:, 0].mean((1, 2)) > 0).long()
@@ -192,7 +192,7 @@ def test_the_optimizer_s_steps_come_from_a_graph_too(flatness: dict[str, str], m
     histories = []
     for engine in ("auto", "eager"):
         recipe = hgnp.Recipe(
-            keep=0.5, warmup_epochs=2, neurons_per_round=10, finetune_epochs=2, lr=0.02, seed=0, engine=engine,
+            keep=0.5, warmup_epochs=2, neurons_per_round=10, finetune_epochs=2, lr=0.02, seed=0, execution=engine,
             precision="float32", mu=0.01, bound=0.0, schedule="cosine", flatness=flatness,
         )  # fmt: skip
         histories.append(hgnp.prune(net().float(), data, data, recipe=recipe).history)
@@ -207,7 +207,7 @@ def test_a_run_in_the_paper_s_order_stays_on_one_stream() -> None:
     data = [(x[i : i + 16], y[i : i + 16]) for i in range(0, 64, 16)]
     recipe = hgnp.Recipe(
         keep=0.5, warmup_epochs=3, neurons_per_round=10, finetune_epochs=3, lr=0.05, seed=0, bound=0.0,
-        flatness={"v_from": "this_batch"},
+        flatness={"direction_from": "this_batch"},
     )  # fmt: skip
     streams = []
     with warnings.catch_warnings():

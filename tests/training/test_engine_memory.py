@@ -22,9 +22,9 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("refused", [1, 2, 3])
-@pytest.mark.parametrize("v_every", [1, 2])
+@pytest.mark.parametrize("refresh_every", [1, 2])
 def test_a_step_whose_way_back_cannot_be_captured_is_made_once(
-    refused: int, v_every: int, monkeypatch: pytest.MonkeyPatch
+    refused: int, refresh_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what the captures took is let go before: it may be memory that they were refused for."""
     passes: list[weakref.ref[Any]] = []
@@ -44,7 +44,7 @@ def test_a_step_whose_way_back_cannot_be_captured_is_made_once(
     for stand in (Unable, Stand):
         monkeypatch.setattr(engines, "Capture", stand)
         torch.manual_seed(0)
-        flat, engine, optimizer = prepared(Net().double(), bound=-1.0, v_every=v_every)
+        flat, engine, optimizer = prepared(Net().double(), bound=-1.0, refresh_every=refresh_every)
         run = flat.run
 
         def as_it_is(*args: Any, run: Callable[..., Tensor] = run, **options: Any) -> Tensor:
@@ -128,7 +128,7 @@ def test_a_step_from_graphs_does_not_look_for_its_block(monkeypatch: pytest.Monk
     """The device would wait meanwhile."""
     monkeypatch.setattr(engines, "Capture", Stand)
     torch.manual_seed(0)
-    flat, engine, _ = prepared(Net().double(), bound=1e9, v_every=3)
+    flat, engine, _ = prepared(Net().double(), bound=1e9, refresh_every=3)
     x, y = batch()
     for _ in range(9):
         engine.backward(x, y)

@@ -22,7 +22,7 @@ def test_pieces_are_captured_at_their_second_time_and_q_before_its_block_is_know
     monkeypatch.setattr(engines, "Capture", Stand)
     torch.manual_seed(0)
     net, x, y = Net().double(), torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
-    flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, v_from="this_batch")
+    flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, direction_from="this_batch")
     Stand.engine = engine = Engine(flat)
     engine.backward(x, y)
     assert not engine._graphs
@@ -51,13 +51,13 @@ def test_pieces_are_captured_at_their_second_time_and_q_before_its_block_is_know
     assert rest.index("q") < rest.index("name") < rest.index("term")
 
 
-@pytest.mark.parametrize("v_from", ["last_batch", "this_batch"])
-def test_the_next_batch_is_fetched_before_the_host_waits(v_from: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("direction_from", ["last_batch", "this_batch"])
+def test_the_next_batch_is_fetched_before_the_host_waits(direction_from: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "Capture", Stand)
     monkeypatch.setattr("hgnp.curvature.passes.Pass.acts", lambda *_: True)  # as on a GPU, where nobody knows
     torch.manual_seed(0)
     batches = [(torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))) for _ in range(6)]
-    _, engine, _ = prepared(Net().double(), bound=-1.0, v_from=v_from)
+    _, engine, _ = prepared(Net().double(), bound=-1.0, direction_from=direction_from)
     order: list[str] = []
     q = Seen.q.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(Seen, "q", property(lambda seen: order.append("q") or q(seen)))
@@ -82,15 +82,15 @@ def test_the_next_batch_is_fetched_before_the_host_waits(v_from: str, monkeypatc
 
 
 @pytest.mark.parametrize(("bound", "back"), [(-1.0, "open"), (1e9, "closed")])
-@pytest.mark.parametrize("v_every", [1, 3])
+@pytest.mark.parametrize("refresh_every", [1, 3])
 def test_the_way_back_is_chosen_once_q_is_known(
-    bound: float, back: str, v_every: int, monkeypatch: pytest.MonkeyPatch
+    bound: float, back: str, refresh_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a captured step keeps nothing of its pass: other graphs may have the memory."""
     monkeypatch.setattr(engines, "Capture", Stand)
     torch.manual_seed(0)
     net, x, y = Net().double(), torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
-    flat = hgnp.Flatness(net, mu=0.05, bound=bound, v_every=v_every)
+    flat = hgnp.Flatness(net, mu=0.05, bound=bound, refresh_every=refresh_every)
     Stand.engine = engine = Engine(flat)
     for _ in range(9):
         engine.backward(x, y)

@@ -22,7 +22,7 @@ def rates(result: hgnp.Result) -> list[float]:
 
 
 def test_cosine_over_the_run_and_over_the_fine_tuning() -> None:
-    whole = rates(hgnp.prune(made(), *loaders(), recipe=recipe(schedule="cosine", finetune_epochs=4)))
+    whole = rates(hgnp.prune(made(), *loaders(), recipe=recipe(schedule="cosine", anneal="run", finetune_epochs=4)))
     assert whole == sorted(whole, reverse=True)
     assert whole[0] > 0.045
     assert whole[-1] < 0.005
@@ -35,7 +35,7 @@ def test_cosine_over_the_run_and_over_the_fine_tuning() -> None:
 
 def test_a_schedule_ends_with_a_run_that_meets_its_target_amid_an_epoch() -> None:
     """The last of six steps is not the end: a rate that falls to 0 at the end is what it would be a step earlier."""
-    given = {"schedule": "cosine", "prune_unit": "steps", "finetune_epochs": 0, "warmup_epochs": 1}
+    given = {"schedule": "cosine", "anneal": "run", "prune_unit": "steps", "finetune_epochs": 0, "warmup_epochs": 1}
     seen: list[float] = []
 
     class Watching(torch.optim.SGD):
@@ -54,11 +54,15 @@ def test_a_schedule_ends_with_a_run_that_meets_its_target_amid_an_epoch() -> Non
 
 
 def test_steps_and_one_cycle() -> None:
-    stepped = rates(hgnp.prune(made(), *loaders(), recipe=recipe(schedule="steps", lr_steps=[0.5], lr_factor=0.2)))
+    stepped = rates(
+        hgnp.prune(made(), *loaders(), recipe=recipe(schedule="steps", anneal="run", lr_steps=[0.5], lr_factor=0.2))
+    )
     assert sorted(set(stepped)) == pytest.approx([0.01, 0.05])
     cycle = rates(
         hgnp.prune(
-            made(), *loaders(), recipe=recipe(schedule="one_cycle", keep=1.0, warmup_epochs=10, finetune_epochs=0)
+            made(),
+            *loaders(),
+            recipe=recipe(schedule="one_cycle", anneal="run", keep=1.0, warmup_epochs=10, finetune_epochs=0),
         )
     )
     assert max(cycle) == pytest.approx(0.05, rel=0.1)
@@ -144,8 +148,8 @@ def test_bfloat16() -> None:
 
 def test_an_epoch_at_rest_has_its_hinge_closed() -> None:
     resting, plain = (Steps(losses=[torch.tensor(1.0)] * 2, rested=rested).summary(0.5) for rested in (2, 0))
-    assert (resting["hinge"], resting["penalty"], resting["radius"]) == (0.0, 0.0, None)
-    assert plain["hinge"] is None  # there was no term
+    assert (resting["active"], resting["penalty"], resting["radius"]) == (0.0, 0.0, None)
+    assert plain["active"] is None  # there was no term
 
 
 def test_a_batch_may_be_fetched_ahead() -> None:

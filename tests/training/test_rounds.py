@@ -97,7 +97,7 @@ def test_a_network_is_left_in_the_mode_it_came_in() -> None:
 @pytest.mark.parametrize("given", [{}, {"coupling": "paper"}, {"target": "macs"}, {"neurons_per_round": 1}], ids=str)
 def test_a_run_in_multiples_reaches_its_target(given: dict[str, Any]) -> None:
     result = hgnp.prune(
-        made(), *loaders(), recipe=recipe(**({"keep": 0.35, "multiple": 4, "warmup_epochs": 1} | given))
+        made(), *loaders(), recipe=recipe(**({"keep": 0.35, "round_to": 4, "warmup_epochs": 1} | given))
     )
     assert result.stopped is None
     assert result.target.got <= 0.35
@@ -114,11 +114,11 @@ def test_the_last_round_takes_no_more_than_bundles_must_and_tries_its_best_cut_a
     net = Residual()
     neurons = hgnp.Neurons(net, torch.zeros(2, 1, 6, 6))
     pruner = Pruner(
-        neurons, hgnp.Flatness(net, mu=0.0), recipe(keep=keep, method="l2", neurons_per_round=neurons.count, multiple=2),
+        neurons, hgnp.Flatness(net, mu=0.0), recipe(keep=keep, method="l2", neurons_per_round=neurons.count, round_to=2),
         torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({}),
     )  # fmt: skip
     scores = hgnp.sensitivity(net, neurons, [], criterion="l2")
-    possible = [neurons.preview(neurons.least(scores, n, multiple=2)).kept for n in range(1, neurons.count)]
+    possible = [neurons.preview(neurons.least(scores, n, round_to=2)).kept for n in range(1, neurons.count)]
     tried, misfit = [], Structure.misfit
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -147,12 +147,12 @@ def test_a_bundle_that_later_ones_made_needless_stays() -> None:
         weight = net.get_parameter(f"{name}.weight")
         with torch.no_grad():
             weight *= (sizes / weight.flatten(1).norm(dim=1)).view(-1, 1, 1, 1)
-    r = recipe(keep=0.05, method="l2", neurons_per_round=40, multiple=8)
+    r = recipe(keep=0.05, method="l2", neurons_per_round=40, round_to=8)
     pruner = Pruner(
         neurons, hgnp.Flatness(net, mu=0.0), r, torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({})
     )
     scores = hgnp.sensitivity(net, neurons, [], criterion="l2")
-    kept = [neurons.preview(neurons.least(scores, n, multiple=8)).kept for n in (8, 16, 24)]
+    kept = [neurons.preview(neurons.least(scores, n, round_to=8)).kept for n in (8, 16, 24)]
     assert kept[1] > 0.05 > kept[2]
     assert pruner.round([]) == 16
     assert {layer.name: layer.alive for layer in neurons.layers} == small | {"features.3": 24}

@@ -70,10 +70,10 @@ def trajectory(**given: Any) -> list[dict[str, Any]]:
     ids=["hgnp", "paper", "sam", "taylor"],
 )
 def test_the_same_trajectory(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = trajectory(engine="eager", **given)
+    expected = trajectory(execution="eager", **given)
     for way in WAYS[3:] if given == {"method": "taylor"} else WAYS[::2]:  # two threads wait long on a machine at work
         force(monkeypatch, way)
-        same(trajectory(engine="measured", **given), expected)
+        same(trajectory(execution="measured", **given), expected)
 
 
 def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -125,7 +125,7 @@ def test_a_resumed_run_takes_the_way_it_began_with(monkeypatch: pytest.MonkeyPat
         def optimizer(p: Any) -> torch.optim.Optimizer:
             return torch.optim.AdamW(p, lr=0.003, fused=True)
 
-        mine = recipe(engine="measured", mu=0.01, bound=0.0)
+        mine = recipe(execution="measured", mu=0.01, bound=0.0)
         return hgnp.prune(made(), *loaders(), recipe=mine, optimizer=optimizer, out=out, resume=True, on_epoch=on_epoch)
 
     force(monkeypatch, Way("channels_last", 1))
@@ -139,7 +139,7 @@ def test_a_resumed_run_takes_the_way_it_began_with(monkeypatch: pytest.MonkeyPat
         timeless = {"seconds": 0, "train_seconds": 0}
         assert one | timeless == other | timeless
     assert pieces.model.b.weight.is_contiguous()
-    assert json.loads((tmp_path / "pieces/run.json").read_text())["way"]["memory_format"] == "channels_last"
+    assert json.loads((tmp_path / "pieces/run.json").read_text())["execution"]["memory_format"] == "channels_last"
     ours, theirs = (hgnp.load(tmp_path / name, Net()).state_dict() for name in ("pieces", "whole"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
@@ -160,13 +160,13 @@ def test_the_fastest_is_taken_told_and_recorded(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(ways, "side_by_side", watched)
     told = Notes()
-    mine = recipe(engine="measured", keep=0.5)
+    mine = recipe(execution="measured", keep=0.5)
     first = hgnp.prune(net(), *loaders(), recipe=mine, out=tmp_path / "a", _progress=told)
     info = json.loads((tmp_path / "a/run.json").read_text())
-    way = Way(info["way"]["memory_format"], info["way"]["threads"])
+    way = Way(info["execution"]["memory_format"], info["execution"]["threads"])
     assert sizes == [4]
-    assert info["way"]["step_ms"].keys() == {str(way) for way in WAYS}
-    assert info["way"]["step_ms"][str(way)] == min(info["way"]["step_ms"].values())
+    assert info["execution"]["step_ms"].keys() == {str(way) for way in WAYS}
+    assert info["execution"]["step_ms"][str(way)] == min(info["execution"]["step_ms"].values())
     assert info["threads"] == way.threads
     assert told.texts[0].startswith(f"steps run {way}, as measured midway: {way} ")
     force(monkeypatch, way)  # what was drawn at random for measuring is not missed
@@ -184,7 +184,7 @@ def test_what_is_measured_is_a_network_midway(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(ways, "SECONDS", 0.0)
     monkeypatch.setattr(ways, "_step", watched)
-    hgnp.prune(made(), *loaders(), recipe=recipe(engine="measured", keep=0.25))
+    hgnp.prune(made(), *loaders(), recipe=recipe(execution="measured", keep=0.25))
     assert [sum(size) for size in sizes] == [36, 36]  # of 48; 24 are a quarter of the parameters
 
 
@@ -192,7 +192,7 @@ def test_ways_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ways, "SECONDS", 0.0)
     told = Notes()
     net = Flat(reshape=False, width=12)
-    result = hgnp.prune(net, *loaders(), recipe=recipe(engine="measured", keep=0.5), _progress=told)
+    result = hgnp.prune(net, *loaders(), recipe=recipe(execution="measured", keep=0.5), _progress=told)
     assert result.reached
     assert told.texts[0].startswith("channels last is left out: ")
     assert "view size is not compatible" in told.texts[0]
@@ -204,12 +204,12 @@ def test_ways_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(ways, "side_by_side", refuse)
         told = Notes()
-        assert hgnp.prune(made(), *loaders(), recipe=recipe(engine="measured"), _progress=told).reached
+        assert hgnp.prune(made(), *loaders(), recipe=recipe(execution="measured"), _progress=told).reached
         assert told.texts == ["steps run as found, as measuring failed: no room"]
 
     monkeypatch.setattr(nn.Module, "__deepcopy__", refuse, raising=False)
     told = Notes()
-    assert hgnp.prune(made(), *loaders(), recipe=recipe(engine="measured"), _progress=told).reached
+    assert hgnp.prune(made(), *loaders(), recipe=recipe(execution="measured"), _progress=told).reached
     assert told.texts == ["nothing is measured, as net cannot be copied and pruned: no room"]
 
 
@@ -228,5 +228,5 @@ def test_the_rule(reshape: bool, width: int, last: bool) -> None:
     torch.manual_seed(0)
     for engine, expected in (("auto", last), ("eager", False)):
         net = Flat(reshape=reshape, width=width)
-        hgnp.prune(net, *loaders(), recipe=recipe(keep=0.5, engine=engine), on_epoch=on_epoch)
+        hgnp.prune(net, *loaders(), recipe=recipe(keep=0.5, execution=engine), on_epoch=on_epoch)
         assert seen.pop() == expected

@@ -6,9 +6,9 @@ ALLOWED = {
     "curvature": ("ggn", "hessian"),
     "norm": ("batch", "frozen"),
     "scaling": ("plain", "scale_invariant"),
-    "v_from": ("last_batch", "this_batch"),
-    "convention": ("reduce", "expand"),
-    "labels": ("batch", "sampled"),
+    "direction_from": ("last_batch", "this_batch"),
+    "kfac_approx": ("reduce", "expand"),
+    "fisher_type": ("empirical", "mc"),
     "ranking": ("kfac", "empirical"),
 }
 
@@ -21,11 +21,11 @@ class Choices:
     """Term: BatchNorm differentiated through the batch's statistics, or the evaluation-mode function."""
     scaling: str = "plain"
     """Scaling: v as it is, or each filter's part times the filter's norm."""
-    v_from: str = "last_batch"
+    direction_from: str = "last_batch"
     """Direction: the v of the batch before (one pass), or of this batch (two passes, the paper's order)."""
-    convention: str = "reduce"
+    kfac_approx: str = "reduce"
     """Direction: how Ψ and Γ treat output positions."""
-    labels: str = "batch"
+    fisher_type: str = "empirical"
     """Direction: Γ from the batch's labels, or from labels drawn from the network's own output."""
     ranking: str = "kfac"
     """Direction: the block with the largest λ^Ψ λ^Γ, or the largest empirical quotient along its v."""
@@ -41,7 +41,7 @@ class Choices:
 
 BUNDLES = {
     "default": Choices(),
-    "paper": Choices(curvature="hessian", v_from="this_batch", convention="expand"),
+    "paper": Choices(curvature="hessian", direction_from="this_batch", kfac_approx="expand"),
 }
 
 

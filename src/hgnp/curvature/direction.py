@@ -67,7 +67,7 @@ class Direction:
 
     def observer(self, inputs: Any) -> Observer:
         return Observer(
-            find_blocks(self.net), samples_in(inputs), convention=self.choices.convention,
+            find_blocks(self.net), samples_in(inputs), kfac_approx=self.choices.kfac_approx,
             scale_invariant=self._scale_invariant, keep=self._empirical,
         )  # fmt: skip
 
@@ -131,7 +131,7 @@ class Direction:
         cold: bool = False,
     ) -> None:
         """`update` where a step's own backward pass is of scale·C alone: it shows the derivatives on its way."""
-        if self.choices.labels == "sampled":
+        if self.choices.fisher_type == "mc":
             self.update(observer, partial(self.pull, observer, loss, z, target, scale), cold=cold, meanwhile=backward)
             return
         with observer.gathering(scale):
@@ -140,7 +140,7 @@ class Direction:
     def pull(self, observer: Observer, loss: Tensor, z: Any, target: Any, scale: float | Tensor) -> None:
         """A `gather` of its own: a backward pass for activations alone."""
         with autocast_off(loss):
-            if self.choices.labels == "sampled":
+            if self.choices.fisher_type == "mc":
                 assert self._curvature is not None
                 observer.pull(z, self._curvature.draw(z.detach(), target, self._draws(z.device)), scale)
             else:

@@ -2,7 +2,7 @@
 
 N samples, T output positions, g = N·∂(mean C)/∂s, ã = [input patch; 1] (the 1 where the block has a bias):
 
-    convention   Ψ                                   Γ
+    kfac_approx   Ψ                                   Γ
     expand       (1/N) Σ_i Σ_t ã ãᵀ                  (1/NT) Σ_i Σ_t g gᵀ
     reduce       (1/N) Σ_i (mean_t ã)(mean_t ã)ᵀ     (1/N) Σ_i (Σ_t g)(Σ_t g)ᵀ
 

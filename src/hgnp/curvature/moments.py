@@ -18,8 +18,8 @@ from hgnp.curvature.wide import HALF, wide, wide_bmm
 class PsiMoments:
     """Gathers Ψ of one block from the inputs of its calls."""
 
-    def __init__(self, block: Block, samples: int, convention: str) -> None:
-        self.block, self.samples, self.reduce = block, samples, convention == "reduce"
+    def __init__(self, block: Block, samples: int, kfac_approx: str) -> None:
+        self.block, self.samples, self.reduce = block, samples, kfac_approx == "reduce"
         self.inputs: list[Tensor] = []
         self.options: list[dict[str, Any]] = []
         self.sums: Tensor | None = None  # (N, G, side): Σ_t of the patches, all calls
@@ -66,8 +66,8 @@ class PsiMoments:
 class GammaMoments:
     """Gathers Γ of one block from the loss's derivatives at the outputs of its calls; each is let go at once."""
 
-    def __init__(self, block: Block, samples: int, convention: str, scale: Tensor | None) -> None:
-        self.block, self.samples, self.reduce = block, samples, convention == "reduce"
+    def __init__(self, block: Block, samples: int, kfac_approx: str, scale: Tensor | None) -> None:
+        self.block, self.samples, self.reduce = block, samples, kfac_approx == "reduce"
         self.scale = scale  # filter norms, in the scale-invariant metric
         self.begin()
 

@@ -1,7 +1,7 @@
 """From step to step: when v is renewed, and when the term rests.
 
-v is renewed in every so many steps. With `rest_closed`, if the hinge is closed in the first step along a new v, the steps until
-the next renewal are plain ones.
+v is renewed in every `refresh_every` steps. With `skip_inactive`, if the penalty is inactive in the first step along a new v,
+the steps until the next renewal are plain ones.
 """
 
 from collections.abc import Mapping
@@ -22,20 +22,20 @@ class Kind:
 
 
 class Rhythm:
-    def __init__(self, v_every: int, rest_closed: bool, *, lags: bool) -> None:
-        if isinstance(v_every, bool) or not isinstance(v_every, int) or v_every < 1:
-            raise ValueError(f"v_every: {v_every!r} was given; a whole number of at least 1 would do")
-        if not isinstance(rest_closed, bool):
-            raise ValueError(f"rest_closed: {rest_closed!r} was given; True or False would do")
-        if v_every > 1 and not lags:
+    def __init__(self, refresh_every: int, skip_inactive: bool, *, lags: bool) -> None:
+        if isinstance(refresh_every, bool) or not isinstance(refresh_every, int) or refresh_every < 1:
+            raise ValueError(f"refresh_every must be a whole number ≥ 1, got {refresh_every!r}")
+        if not isinstance(skip_inactive, bool):
+            raise ValueError(f"skip_inactive must be True or False, got {skip_inactive!r}")
+        if refresh_every > 1 and not lags:
             raise ValueError(
-                f"v_every: {v_every} was given with v_from='this_batch', which renews v in every step; 1 would do"
+                f"refresh_every must be 1 with direction_from='this_batch', which renews v in every step, got {refresh_every}"
             )
-        if rest_closed and not lags:
+        if skip_inactive and not lags:
             raise ValueError(
-                "rest_closed: True was given with v_from='this_batch', which looks in every step; False would do"
+                "skip_inactive must be False with direction_from='this_batch', which looks at the term in every step, got True"
             )
-        self._every, self._rest_closed, self._lags = v_every, rest_closed, lags
+        self._every, self._rest_closed, self._lags = refresh_every, skip_inactive, lags
         self._age = 0  # steps since v was renewed
         self._resting = False
         self._first_q: Late | None = None  # q of the first step along this v, on its way

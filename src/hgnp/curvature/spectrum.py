@@ -41,10 +41,10 @@ class Observer:
     """Gathers the factors of every block that a forward pass calls."""
 
     def __init__(
-        self, blocks: Iterable[Block], samples: int, *, convention: str, scale_invariant: bool, keep: bool
+        self, blocks: Iterable[Block], samples: int, *, kfac_approx: str, scale_invariant: bool, keep: bool
     ) -> None:
         self._blocks = {id(block.weight): block for block in blocks}
-        self.samples, self.convention, self.keep = samples, convention, keep
+        self.samples, self.kfac_approx, self.keep = samples, kfac_approx, keep
         self.scale_invariant = scale_invariant
         self.psi: dict[str, PsiMoments] = {}
         self.gamma: dict[str, GammaMoments] = {}
@@ -67,8 +67,8 @@ class Observer:
             options = options | {"input": a}
             if block.name not in self.psi:
                 scale = wide(block.filter_norms().detach()) if self.scale_invariant else None
-                self.psi[block.name] = PsiMoments(block, self.samples, self.convention)
-                self.gamma[block.name] = GammaMoments(block, self.samples, self.convention, scale)
+                self.psi[block.name] = PsiMoments(block, self.samples, self.kfac_approx)
+                self.gamma[block.name] = GammaMoments(block, self.samples, self.kfac_approx, scale)
             self.psi[block.name].add(options)
         if self._anchor is None:
             self._anchor = torch.zeros((), device=out.device, requires_grad=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from hgnp.messages import refuse_renamed
 from hgnp.neurons.bundles import bundled, side_by_side
 from hgnp.neurons.confirm import confirm as confirm_all
 from hgnp.neurons.gates import Gates, find_gates
@@ -26,7 +27,7 @@ from hgnp.neurons.selection import (
     Values,
     as_count,
     as_lists,
-    as_multiple,
+    as_round_to,
     floors_of,
     least_coupled,
     least_paper,
@@ -130,6 +131,7 @@ class Neurons:
 
     # Choosing
 
+    @refuse_renamed
     def least(
         self,
         scores: Scores,
@@ -137,43 +139,45 @@ class Neurons:
         *,
         coupling: Coupling = "coupled",
         floor: int | Mapping[str, int] = 1,
-        multiple: int = 1,
+        max_removed: float = 1.0,
+        round_to: int = 1,
         confirm: bool = True,
     ) -> Selection:
         """The n least important neurons over the whole network.
 
         Neurons that live and die together are one unit, as important as its members on average, and count each for itself: a
-        unit that no longer fits into n is skipped. Layers without scores keep all their neurons; every layer keeps `floor`.
+        unit that no longer fits into n is skipped. Layers without scores keep all their neurons; every layer keeps `floor`, and
+        loses at most the share `max_removed` of the neurons it had at the start.
         `coupling="paper"` instead takes the same number from each of the layers that are added together, the average of what
         each was due, at different places: removing that is no longer the same as masking.
 
-        With `multiple` every layer that loses neurons ends at a width that is a multiple of it: units go in bundles, each as
+        With `round_to` every layer that loses neurons ends at a width that is a multiple of it: units go in bundles, each as
         important as its neurons on average, and a bundle that no longer fits into n is skipped with all behind it. Layers
         that cannot get there, being narrower or tied to others that cannot, stay as they are.
 
         Most of the time goes into trying the cut on the network's own code, so that what does not fit is left out.
         `confirm=False` leaves that to `remove`, for cuts that are only to be looked at.
         """
-        n, multiple = as_count(n), as_multiple(multiple)
+        n, round_to = as_count(n), as_round_to(round_to)
         if coupling not in ("coupled", "paper"):
             raise ValueError(f"coupling must be 'coupled' or 'paper', not {coupling!r}")
         alive = {layer.name: layer.alive for layer in self.layers}
         values = as_lists(scores, alive)
-        floors = floors_of(floor, alive)
+        floors = floors_of(floor, max_removed, alive, self._totals)
         if coupling == "paper":
-            return self._selected(self._least_apart(values, n, alive, floors, multiple), n, coupling)
-        return self._least_together(values, n, alive, floors, multiple, confirm)
+            return self._selected(self._least_apart(values, n, alive, floors, round_to), n, coupling)
+        return self._least_together(values, n, alive, floors, round_to, confirm)
 
     def _least_apart(
-        self, values: Values, n: int, alive: Mapping[str, int], floors: Mapping[str, int], multiple: int
+        self, values: Values, n: int, alive: Mapping[str, int], floors: Mapping[str, int], round_to: int
     ) -> list[Unit]:
         families = self._lanes.families(list(self._living.units.values()), self._rows, self._living.alive)
         families = [[_scored(lane, values) for lane in lanes] for lanes in families]
         families = [lanes for lanes in families if all(lanes)]
-        if multiple == 1:
+        if round_to == 1:
             return least_paper(families, values, n, _room(alive, floors))
         abreast = [unit for lanes in families for unit in side_by_side(lanes, values)]
-        return least_coupled(bundled(abreast, values, alive, multiple), n, _room(alive, floors))
+        return least_coupled(bundled(abreast, values, alive, round_to), n, _room(alive, floors))
 
     def _least_together(
         self,
@@ -181,14 +185,14 @@ class Neurons:
         n: int,
         alive: Mapping[str, int],
         floors: Mapping[str, int],
-        multiple: int,
+        round_to: int,
         confirm: bool,
     ) -> Selection:
-        """Some cuts do not fit though their like did: then the layers concerned are left one neuron (or `multiple`) more, once
+        """Some cuts do not fit though their like did: then the layers concerned are left one neuron (or `round_to`) more, once
         each, or the units alone."""
         units, asked = dict(self._living.units), floors
         while True:
-            ranking = bundled(_scored(units.values(), values), values, alive, multiple)
+            ranking = bundled(_scored(units.values(), values), values, alive, round_to)
             cut = self._selected(least_coupled(ranking, n, _room(alive, floors)), n, "coupled")
             if not cut or not confirm:
                 return cut
@@ -202,10 +206,10 @@ class Neurons:
                 layer
                 for unit in guilty
                 for layer, _ in unit.members
-                if alive[layer] - len(cut.get(layer, ())) < floors[layer] + multiple
+                if alive[layer] - len(cut.get(layer, ())) < floors[layer] + round_to
             }
             if tight and floors[min(tight)] == asked[min(tight)]:
-                floors = {layer: least + multiple * (layer in tight) for layer, least in floors.items()}
+                floors = {layer: least + round_to * (layer in tight) for layer, least in floors.items()}
                 units = dict(self._living.units)
             elif not guilty:
                 return self._selected([], n, "coupled")

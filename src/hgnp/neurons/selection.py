@@ -128,11 +128,11 @@ def as_count(n: int) -> int:
     return operator.index(n)
 
 
-def as_multiple(multiple: int) -> int:
+def as_round_to(round_to: int) -> int:
     """What widths are to be multiples of, checked."""
-    if isinstance(multiple, bool) or not hasattr(multiple, "__index__") or operator.index(multiple) < 1:
-        raise ValueError(f"multiple must be a whole number of at least 1, such as 8, not {multiple!r}")
-    return operator.index(multiple)
+    if isinstance(round_to, bool) or not hasattr(round_to, "__index__") or operator.index(round_to) < 1:
+        raise ValueError(f"round_to must be a whole number ≥ 1, such as 8, got {round_to!r}")
+    return operator.index(round_to)
 
 
 def as_positions(layer: str, positions: Sequence[int], alive: int) -> Tensor:
@@ -150,8 +150,12 @@ def as_positions(layer: str, positions: Sequence[int], alive: int) -> Tensor:
     return chosen
 
 
-def floors_of(floor: int | Mapping[str, int], alive: Mapping[str, int]) -> dict[str, int]:
-    """How many neurons each layer keeps, checked."""
+def floors_of(
+    floor: int | Mapping[str, int], max_removed: float, alive: Mapping[str, int], totals: Mapping[str, int]
+) -> dict[str, int]:
+    """How many neurons each layer keeps, checked: `floor`, and all but the share `max_removed` of its total at the start."""
+    if isinstance(max_removed, bool) or not isinstance(max_removed, int | float) or not 0 <= max_removed <= 1:
+        raise ValueError(f"max_removed must be a share between 0 and 1, got {max_removed!r}")
     for name in floor if isinstance(floor, Mapping) else ():
         if name not in alive:
             raise ValueError(f"floor: {name!r} has no prunable neurons; those that do: {', '.join(alive) or 'none'}")
@@ -159,4 +163,4 @@ def floors_of(floor: int | Mapping[str, int], alive: Mapping[str, int]) -> dict[
     for name, least in floors.items():
         if isinstance(least, bool) or not isinstance(least, int) or least < 1:
             raise ValueError(f"floor must be at least 1, a whole number: no layer is emptied; got {least!r} for {name}")
-    return floors
+    return {name: max(least, totals[name] - int(max_removed * totals[name] + 1e-9)) for name, least in floors.items()}

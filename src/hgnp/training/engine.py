@@ -46,7 +46,7 @@ class Engine:
         self.device = next(self.net.parameters()).device
         self.refused: str | None = None
         """Why steps are not captured, if they are not."""
-        if self.flatness is not None and self.flatness.choices.labels == "sampled":
+        if self.flatness is not None and self.flatness.choices.fisher_type == "mc":
             self.refused = "its labels are drawn"  # a graph would draw the same again and again
         self._capture_at = Capture(self.device)
         self._stepping = Stepping(self._capture_at)

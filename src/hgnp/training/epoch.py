@@ -44,15 +44,15 @@ class Steps:
         steps = len(self.losses)
         row: dict[str, Any] = {"loss": _mean(self.losses), "train_seconds": self.seconds}
         if not self.curvatures:
-            hinge = 0.0 if self.rested else None
-            return row | {"penalty": 0.0, "radius": None, "curvature": None, "hinge": hinge, "blocks": {}}
+            active = 0.0 if self.rested else None
+            return row | {"penalty": 0.0, "radius": None, "curvature": None, "active": active, "blocks": {}}
         q = torch.stack([value.double() for value in self.curvatures]).cpu()
         mu = torch.tensor(self.mus, dtype=torch.double)
         return row | {
             "penalty": float((mu * (q - bound).clamp_min(0)).sum() / steps),
             "radius": _mean(self.radii),
             "curvature": float(q.mean()),
-            "hinge": float((q > bound).double().sum() / (len(q) + self.rested)),
+            "active": float((q > bound).double().sum() / (len(q) + self.rested)),
             "blocks": {name: count / (len(q) + self.rested) for name, count in self.blocks.most_common()},
         }
 
@@ -83,7 +83,7 @@ class Epochs:
         self.flatness = trainer if isinstance(trainer, Flatness) else None
         self.precision = precision_on(recipe, device)
         self.engine: Engine | None = None
-        if device.type == "cuda" and recipe.engine != "eager" and self.precision != "fp16":
+        if device.type == "cuda" and recipe.execution != "eager" and self.precision != "fp16":
             self.engine = Engine(trainer, self._precision)
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         """The learning rates that a schedule scales."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hgnp.files import alone_in, as_json, read_json, sweep, write, write_json
+from hgnp.messages import check_renamed
 from hgnp.recipe import Recipe
 from hgnp.result import Row
 from hgnp.storage import save
@@ -95,6 +96,7 @@ class Folder:
                 f"{self.info}: written in format {info.get('format')} by another hgnp; this one reads {FORMAT}"
             )
         was, now = info["recipe"], recipe.as_dict()
+        check_renamed(was, str(self.info))
         for name, value in now.items():
             if was.get(name) != value:
                 raise ValueError(f"resume: the run in {self.path} has {name}={was.get(name)!r}, not {value!r}; "

@@ -49,11 +49,13 @@ class Pruner:
                 scores = WEIGHT_SCORES[self._criterion](self.neurons)
             unscored = sum(len(values) for name, values in everyone.items() if name not in scores)
             everyone = {name: values for name, values in everyone.items() if name in scores}
-        most = self.neurons.least(everyone, self.neurons.count, floor=self.recipe.floor, multiple=self.recipe.multiple)
+        most = self._least(everyone, self.neurons.count)
         least = self._fraction(self.neurons.preview(most))
         if least > self.recipe.keep:
             frozen = sum(entry.count for entry in self.neurons.frozen)
-            keeps = f"{self.recipe.floor}" if self.recipe.multiple == 1 else f"a multiple of {self.recipe.multiple}"
+            keeps = f"{self.recipe.floor}" if self.recipe.round_to == 1 else f"a multiple of {self.recipe.round_to}"
+            if self.recipe.max_removed < 1:
+                keeps += f" and {1 - self.recipe.max_removed:g} of its neurons"
             others = f", {unscored} have no {self._criterion} score" if unscored else ""
             raise ValueError(
                 f"keep: {self.recipe.keep:g} of the {self.recipe.target} was asked; no less than {least:.4g} can be left, as "
@@ -69,7 +71,7 @@ class Pruner:
         coupling = cast(Coupling, self.recipe.coupling)
         scores = scored(
             self.neurons, batches, self.flatness, mu=self.recipe.scoring_mu, coupling=coupling,
-            criterion=self._criterion, graphs=self.recipe.engine != "eager",
+            criterion=self._criterion, graphs=self.recipe.execution != "eager",
         )  # fmt: skip
         n = min(self.recipe.neurons_per_round, self.neurons.count)
         cut = self._least(scores, n)
@@ -85,14 +87,14 @@ class Pruner:
     def _least(self, scores: Scores, n: int, *, confirm: bool = True) -> Selection:
         return self.neurons.least(
             scores, n, coupling=cast(Coupling, self.recipe.coupling), floor=self.recipe.floor,
-            multiple=self.recipe.multiple, confirm=confirm,
+            max_removed=self.recipe.max_removed, round_to=self.recipe.round_to, confirm=confirm,
         )  # fmt: skip
 
     def _just_enough(self, scores: Scores, n: int, cut: Selection) -> Selection:
         """A cut that meets the target and as little more as can be. Cuts are compared before they are tried, which is quick,
         and the best is tried; should it not fit, all of them are."""
         best, used = self._search(scores, n, cut, confirm=False), scores
-        if self.recipe.multiple > 1:
+        if self.recipe.round_to > 1:
             best, used = self._spare(best, scores)
         tried = self._least(used, best.requested)
         return tried if tried == best else self._search(scores, n, cut, confirm=True)
@@ -127,7 +129,7 @@ class Pruner:
         fewer, smaller = high, cut
         for _ in range(1, LOOK_BELOW):
             # with bundles, all numbers down to what a cut takes give that same cut
-            fewer = (fewer if self.recipe.multiple == 1 else smaller.taken) - 1
+            fewer = (fewer if self.recipe.round_to == 1 else smaller.taken) - 1
             if fewer < 1:
                 break
             smaller = self._least(scores, fewer, confirm=confirm)

@@ -276,7 +276,7 @@ class Run:
             "name": None, "method": self.recipe.method, "seed": self.recipe.seed, "metric": self.metric,
             "model": type(self.net).__qualname__, "recipe": self.recipe.as_dict(), "versions": versions(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-            "threads": self.chosen.way.threads or torch.get_num_threads(), "way": self.chosen.state_dict(),
+            "threads": self.chosen.way.threads or torch.get_num_threads(), "execution": self.chosen.state_dict(),
             "start": None, "input": sample_of(self.inputs),
             "at_start": {
                 "parameters": start.parameters, "neurons": start.neurons, "macs": start.macs // self.samples,
@@ -310,7 +310,7 @@ class Run:
             "at_start": dataclasses.asdict(self.pruner.at_start),
             "plan": self.plan.state_dict(),
             "made_with": self.made_with,
-            "way": self.chosen.state_dict(),
+            "execution": self.chosen.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "peaks": self.epochs.peaks,
             "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -337,7 +337,7 @@ class Run:
             self._fill(stored)
         for name in ("neurons", "plan", "optimizer", "flatness"):
             getattr(self, name).load_state_dict(stored[name])
-        self.chosen = Choice.of_state(stored["way"])
+        self.chosen = Choice.of_state(stored["execution"])
         self.epochs.peaks = stored["peaks"]
         if self.scheduler is not None:
             self.scheduler.load_state_dict(stored["scheduler"])

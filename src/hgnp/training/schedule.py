@@ -40,5 +40,5 @@ def rounds_left(recipe: Recipe, *, left: float, neurons: int, at_start: int) -> 
     if share < 0.99 and 0 < left < 0.99:
         power = max(math.log(left) / math.log(share), 0.5)
     return max(
-        math.ceil((share - recipe.keep ** (1 / power)) * at_start / max(recipe.neurons_per_round, recipe.multiple)), 1
+        math.ceil((share - recipe.keep ** (1 / power)) * at_start / max(recipe.neurons_per_round, recipe.round_to)), 1
     )

@@ -10,6 +10,9 @@ from hgnp.training.task import Task
 
 def make_flatness(net: nn.Module, task: Task, recipe: Recipe) -> Flatness:
     bundle, choices = recipe.flatness_choices
+    recipe = recipe.resolved()
+    assert recipe.refresh_every is not None
+    assert recipe.skip_inactive is not None
     return Flatness(
         net,
         loss=task.loss,
@@ -17,8 +20,8 @@ def make_flatness(net: nn.Module, task: Task, recipe: Recipe) -> Flatness:
         bound=recipe.bound,
         output=task.output,
         flatness=bundle,
-        v_every=recipe.v_every,
-        rest_closed=recipe.rest_closed,
+        refresh_every=recipe.refresh_every,
+        skip_inactive=recipe.skip_inactive,
         **choices,
     )
 

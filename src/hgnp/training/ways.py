@@ -111,9 +111,9 @@ def choose(
     net: nn.Module, task: Task, recipe: Recipe, batch: Batch, neurons_of: Callable[[nn.Module], Neurons]
 ) -> Choice:
     """The way of a run that begins. `net` and the number of threads stay as they are."""
-    if recipe.engine == "eager":
+    if recipe.execution == "eager":
         return Choice(Way())
-    if recipe.engine == "auto" or task.train.device.type != "cpu":
+    if recipe.execution == "auto" or task.train.device.type != "cpu":
         return Choice(_by_rule(net, task, recipe, batch))
     try:
         typical = copy.deepcopy(net)

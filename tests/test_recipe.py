@@ -1,0 +1,48 @@
+"""What a recipe stands for: the advised defaults, and the values that a run takes where a field is None."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import hgnp
+from train_cases import loaders, made, recipe
+
+
+@pytest.mark.parametrize(
+    ("given", "refresh_every", "skip_inactive"),
+    [
+        ({}, 8, True),
+        ({"flatness": "paper"}, 1, False),
+        ({"flatness": {"direction_from": "this_batch"}}, 1, False),
+        ({"flatness": {"flatness": "paper", "direction_from": "last_batch"}}, 8, True),
+        ({"refresh_every": 3, "skip_inactive": False}, 3, False),
+    ],
+)
+def test_the_penalty_is_cheap_while_inactive_unless_the_recipe_or_the_papers_order_says_otherwise(
+    given: dict[str, object], refresh_every: int, skip_inactive: bool
+) -> None:
+    resolved = hgnp.Recipe(keep=0.5, **given).resolved()  # type: ignore[arg-type]
+    assert (resolved.refresh_every, resolved.skip_inactive) == (refresh_every, skip_inactive)
+    assert resolved.resolved() == resolved
+
+
+def test_the_learning_rate_is_annealed_over_the_fine_tuning_by_default() -> None:
+    history = hgnp.prune(made(), *loaders(), recipe=hgnp.Recipe(keep=0.5, warmup_epochs=1, finetune_epochs=3)).history
+    rates = [row["lr"] for row in history]
+    assert rates[:-3] == [0.05] * (len(rates) - 3)
+    assert 0.05 > rates[-3] > rates[-2] > rates[-1] > 0
+
+
+def test_a_scheduler_of_the_users_replaces_the_default_schedule(tmp_path: Path) -> None:
+    def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    mine = hgnp.Recipe(keep=1.0, warmup_epochs=2, finetune_epochs=0)
+    result = hgnp.prune(made(), *loaders(), recipe=mine, scheduler=halving, out=tmp_path / "run")
+    assert [row["lr"] for row in result.history] == [0.05 / 2, 0.05 / 4]
+    used = json.loads((tmp_path / "run/run.json").read_text())["recipe"]
+    assert (used["schedule"], used["refresh_every"]) == ("constant", 8)
+    with pytest.raises(ValueError, match="scheduler: it was given beside schedule='cosine'"):
+        hgnp.prune(made(), *loaders(), recipe=recipe(schedule="cosine"), scheduler=halving)
