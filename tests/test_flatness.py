@@ -337,7 +337,7 @@ def test_the_paper_is_a_bundle_whose_parts_can_be_replaced():
     flat = Flatness(convnet(), flatness="paper", norm="frozen")
     c = flat.choices
     assert (c.curvature, c.direction_from, c.kfac_approx, c.fisher_type, c.ranking, c.scaling, c.norm) == (
-        "hessian", "this_batch", "expand", "batch", "kfac", "plain", "frozen",
+        "hessian", "this_batch", "expand", "empirical", "kfac", "plain", "frozen",
     )  # fmt: skip
     assert "kfac_approx='expand'" in repr(flat)
 

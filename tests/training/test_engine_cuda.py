@@ -67,6 +67,7 @@ def trained(captured: bool, dropout: float = 0.0, **choices: Any) -> tuple[nn.Mo
     return model, losses, seen, engine
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize(
     "choices",
     [
@@ -84,11 +85,13 @@ def trained(captured: bool, dropout: float = 0.0, **choices: Any) -> tuple[nn.Mo
     ],
     ids=lambda choices: "-".join(map(str, choices.values())),
 )
-def test_the_same_trajectory(choices: dict[str, Any]) -> None:
-    model, losses, seen, engine = trained(True, **choices)
-    other, expected, also_seen, _ = trained(False, **choices)
-    assert engine.refused is None
-    assert engine._graphs
+def test_the_same_trajectory(choices: dict[str, Any], dropout: float) -> None:
+    """With dropout too: graphs draw the masks that steps as they are draw, and the passes of a step share them."""
+    model, losses, seen, engine = trained(True, dropout, **choices)
+    other, expected, also_seen, _ = trained(False, dropout, **choices)
+    two_functions = dropout > 0 and choices.get("norm") == "frozen"
+    assert engine.refused == ("its forward draws random numbers" if two_functions else None)
+    assert bool(engine._graphs) is not two_functions
     assert losses == pytest.approx(expected, rel=1e-7)
     torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-6, atol=1e-8)
     if choices["mu"]:
@@ -147,10 +150,29 @@ def test_a_network_that_takes_a_layout_for_granted_is_trained_in_it() -> None:
     assert model.a.weight.is_contiguous(memory_format=torch.channels_last)  # as it was found
 
 
-def test_a_network_that_draws_random_numbers_is_not_captured() -> None:
-    _, losses, _, engine = trained(True, dropout=0.5, mu=0.05, bound=0.0)
-    assert engine.refused == "its forward draws random numbers"
-    assert all(loss > 0 for loss in losses)
+def test_draws_that_graphs_cannot_repeat_are_not_captured() -> None:
+    class Drawing(nn.Module):
+        def __init__(self, device: str) -> None:
+            super().__init__()
+            self.out, self.device = nn.Linear(4, 5), device
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(x * torch.rand((), device=self.device).to(x))
+
+    x, y = torch.randn(8, 4).cuda(), torch.randint(0, 5, (8,)).cuda()
+    for device, trainer, captured in (
+        ("cpu", hgnp.Flatness(Drawing("cpu").cuda(), mu=0.0), False),
+        ("cuda", hgnp.Flatness(Drawing("cuda").cuda(), mu=0.0), True),
+        ("cuda", hgnp.Flatness(Drawing("cuda").cuda(), mu=0.1, bound=-1.0), True),
+        ("cuda", hgnp.Flatness(Drawing("cuda").cuda(), mu=0.1, bound=-1.0, direction_from="this_batch"), False),
+        ("cuda", SAM(Drawing("cuda").cuda()), False),
+    ):
+        engine = Engine(trainer)
+        with engine.running():
+            losses = {engine.backward(x, y).item() for _ in range(6)}
+        assert len(losses) == 6, (device, trainer)  # every step draws anew
+        assert engine.refused == (None if captured else "its forward draws random numbers"), (device, trainer)
+        assert bool(engine._graphs) is captured
 
 
 def test_a_run_uses_it_and_goes_on_after_a_removal() -> None:

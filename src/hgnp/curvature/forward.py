@@ -1,7 +1,8 @@
 """The network's forward pass, seen operation by operation.
 
-`Forward` runs every operation as it is, except that a block's layer is shown to a `watch` and that the frozen reading
-gives norms their running statistics. The routes override `compute`.
+`Forward` runs every operation as it is, except that a block's layer is shown to a `watch`, that the frozen reading gives norms
+their running statistics, and that dropout is a product with a mask, so that whatever repeats the pass repeats the mask. The
+routes override `compute`.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hgnp.curvature.operations import CONVOLUTIONS, name_of, tensors_in
+from hgnp.curvature.random import RandomState, capturing
 from hgnp.curvature.tape import Tape
 
 Func = Callable[..., Any]
@@ -24,6 +26,7 @@ _HIDDEN_NORMS = frozenset(
     """batch_norm layer_norm instance_norm native_batch_norm native_layer_norm _native_batch_norm_legit
     cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index""".split()  # noqa: SIM905
 )
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.feature_dropout)
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
@@ -50,6 +53,9 @@ class Forward(TorchFunctionMode):
         self.watch = watch
         self.frozen = frozen
         self.tape = tape
+        self._drawn: RandomState | None = None
+        """As it was left by the last mask."""
+        self._others_drew = False
 
     def __torch_function__(
         self, func: Func, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -61,6 +67,26 @@ class Forward(TorchFunctionMode):
         if self.frozen and func in (F.batch_norm, F.instance_norm):
             args, kwargs = frozen_statistics(func, args, kwargs or {})
         kwargs = kwargs or {}
+        if func in _DROPOUTS and (p := _drop_rate(args, kwargs)):
+            kept = self._mask(func, args, kwargs)
+            scaled = 0.0 if p == 1 else 1 / (1 - p)  # after the product, so that it is rounded once as in PyTorch's own
+            return self._operation(torch.mul, (self._operation(torch.mul, (args[0], kept), {}), scaled), {})
+        return self._operation(func, args, kwargs)
+
+    def _mask(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Which entries dropout keeps. It is drawn on ones of the same type and layout, which takes as much of the random
+        stream, in the same order."""
+        if self._drawn is not None and not capturing():
+            self._others_drew |= not self._drawn.is_now()
+        kept: Tensor = func(torch.ones_like(args[0], requires_grad=False), *args[1:], **kwargs) != 0
+        self._drawn = None if capturing() else RandomState(args[0])
+        return kept
+
+    def repeats(self, before: RandomState) -> bool:
+        """Whether nothing but masks was drawn in the pass, since `before`."""
+        return not self._others_drew and (self._drawn or before).is_now()
+
+    def _operation(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.tape is None:
             return self.compute(func, args, kwargs)
         given = self.tape.given(args, kwargs)
@@ -78,6 +104,13 @@ class Forward(TorchFunctionMode):
             if (name == "linear" or name in CONVOLUTIONS) and torch.is_grad_enabled():
                 return self.watch.layer(layer_options(name, args, kwargs), out)
         return out
+
+
+def _drop_rate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """p of a dropout that draws a mask and does not write in place, else 0."""
+    options = dict(zip(("p", "training", "inplace"), args[1:], strict=False)) | kwargs
+    draws = options.get("training", options.get("train", True)) and not options.get("inplace", False)
+    return float(options.get("p", 0.5)) if args and draws else 0.0
 
 
 _BATCH = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")

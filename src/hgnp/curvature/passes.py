@@ -47,6 +47,7 @@ class First:
     kept: bool  # whether it will be differentiated again
     went_back: bool  # whether C's gradient is in .grad
     buffers: dict[str, Tensor]  # as they were before it; norms that write theirs do not read them
+    random: RandomState | None  # as it was before it; None in a capture
 
 
 class Passes:
@@ -58,6 +59,10 @@ class Passes:
         self._frozen = choices.norm == "frozen"
         self._bends: dict[bool, Reasons] = {}
         self._checked: set[tuple[str, bool]] = set()
+        self.draws = False
+        """Whether a pass of this network draws random numbers."""
+        self.repeats = True
+        """Whether the first pass of a step can be run again from its tape: nothing but dropout masks was drawn."""
 
     def first(self, v: Direction, inputs: Any, target: Any, scale: float | Tensor) -> First:
         """C's own pass, forward and back, and v from it. It alone updates buffers."""
@@ -65,21 +70,21 @@ class Passes:
         state = None if capturing() else RandomState(*self.net.parameters())
         unread = {id(buffer) for norm in tracked(self.net) for buffer in norm.buffers()}
         buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers() if id(buffer) not in unread}
-        z = self.run(inputs, Forward(watch=observer, tape=tape))
+        mode = Forward(watch=observer, tape=tape)
+        z = self.run(inputs, mode)
         loss = self.loss(z, target)
-        repeats = state is None or state.is_now()
+        if state is not None:
+            self.draws, self.repeats = not state.is_now(), mode.repeats(state)
 
         def backward() -> None:
-            self.back(loss * scale, retain_graph=repeats)
+            self.back(loss * scale, retain_graph=self.repeats)
 
         cold, alone = v.block() is None, not hooked(self.net)
         if alone:
             v.update_by(backward, observer, loss, z, target, scale, cold=cold)
         else:
             v.update(observer, partial(v.pull, observer, loss, z, target, scale), cold=cold)
-        if state is not None:
-            state.restore()  # a second pass draws the same
-        return First(loss, z, tape if repeats else None, capturing(), alone, buffers)
+        return First(loss, z, tape if self.repeats else None, capturing(), alone, buffers, state)
 
     def along(
         self,
@@ -109,6 +114,10 @@ class Passes:
                     z = first.tape.again(term, [parameter for parameter, _ in seeds], first.z)
             term = self._mode(seeds, observer) if z is None else term
         if z is None:
+            if first is not None and first.random is not None:
+                first.random.restore()  # the second pass draws the same
+            elif first is not None and self.draws:
+                raise RuntimeError("a second pass cannot draw the same random numbers in a CUDA graph")
             before = None if first is None else first.buffers
             z = self.run(inputs, term, traceless=traceless or first is not None, within=within, before=before)
         loss = self.loss(z, target) if loss is None else loss

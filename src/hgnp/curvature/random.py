@@ -27,8 +27,12 @@ class RandomState:
 
     def is_now(self) -> bool:
         """Whether nothing was drawn since."""
-        here = torch.equal(self._cpu, torch.get_rng_state())
-        return here and all(torch.equal(s, torch.cuda.get_rng_state(device)) for device, s in self._cuda.items())
+        cuda = self._cuda.items()
+        return self.is_now_on_cpu() and all(torch.equal(s, torch.cuda.get_rng_state(device)) for device, s in cuda)
+
+    def is_now_on_cpu(self) -> bool:
+        """Whether nothing was drawn on the CPU since."""
+        return torch.equal(self._cpu, torch.get_rng_state())
 
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)
@@ -37,5 +41,5 @@ class RandomState:
 
 
 def undisturbed(*tensors: Tensor) -> AbstractContextManager[object]:
-    """What is drawn within is drawn again afterwards. A step that is being captured draws nothing at random."""
+    """What is drawn within is drawn again afterwards. A step that is being captured draws nothing twice."""
     return nullcontext() if capturing() else RandomState(*tensors)

@@ -173,7 +173,8 @@ def max_pool(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def dropout(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """The mask is drawn again from the same random state, on ones: the stream ends where it would have."""
+    """In place, or drawing nothing. The mask is drawn again from the same random state, on ones: the stream ends where it would
+    have."""
     tangent = mode.tangent(args[0]) if args else None
     if tangent is None:
         return NotImplemented

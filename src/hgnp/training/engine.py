@@ -197,13 +197,13 @@ class Engine:
         return new
 
     def _as_it_is(self, kind: Any, batch: Any) -> Tensor:
-        """Not captured. A network that draws random numbers never will be: the draw must repeat from pass to pass."""
+        """Not captured, as what draws random numbers in ways that graphs cannot repeat never will be."""
         flat = self.flatness
         step = None if flat is None or flat.mu == 0 else flat.kind()
         before = RandomState(*self.net.parameters())
         self._clear()
         loss = self._now(self.trainer.backward, laid_out(batch, self.net))
-        if not before.is_now():
+        if not before.is_now() and not self._can_draw(before):
             self.refused = "its forward draws random numbers"
         elif hooked(self.net):
             self.refused = "hooks see its gradients"
@@ -216,6 +216,14 @@ class Engine:
         else:
             self._met.add((step, flat.block if step.term else None, kind))
         return loss
+
+    def _can_draw(self, before: RandomState) -> bool:
+        """Whether graphs draw what a step as it is draws: on the device, whose generator PyTorch registers with graphs, and
+        in one pass, or as dropout masks that the passes after it share."""
+        flat = self.flatness
+        if flat is None or not before.is_now_on_cpu() or (flat.mu and flat.choices.norm == "frozen"):
+            return False
+        return not flat.mu or not flat.in_two_passes or flat.passes.repeats
 
     def _run(self, key: Any, piece: Piece, batch: Any, *, after: bool = False) -> Tensor | None:
         """A piece of a step: as it is the first time, from its graph from then on. One `after` another reads the same batch and
