@@ -142,17 +142,14 @@ def _read_zip(stream: BinaryIO, size: int) -> dict[str, Tensor]:
                 raise ValueError(f"record {name} is compressed")
             if info.file_size > LARGEST_PICKLE if expected is None else info.file_size != expected:
                 raise ValueError(f"record {name} has {info.file_size:,} bytes")
-            buffer = bytearray(info.file_size)
-            with archive.open(info) as opened:
-                opened.readinto(buffer)
-            return buffer
+            return bytearray(archive.read(info))
 
         if f"{roots[0]}/byteorder" in archive.namelist() and record("byteorder") != b"little":
             raise ValueError("its numbers are big-endian")
 
         def load(wanted: dict[str, Storage]) -> Iterator[tuple[str, Tensor]]:
             for key, storage in wanted.items():
-                yield key, _numbers(record(f"data/{key}", storage.numel * storage.dtype.itemsize), storage.dtype)
+                yield key, _numbers(record(f"data/{key}", storage.numel * storage.dtype.itemsize), storage)
 
         return _tensors(values(bytes(record("data.pkl")), NAMES, KIND), load, size)
 
@@ -184,15 +181,15 @@ def _read_legacy(stream: BinaryIO, size: int) -> dict[str, Tensor]:
             (numel,) = struct.unpack("<q", stream.read(8))
             if numel != storage.numel:
                 raise ValueError(f"storage {key} has {numel:,} entries where {storage.numel:,} are described")
-            yield key, _numbers(bytearray(stream.read(numel * storage.dtype.itemsize)), storage.dtype, numel)
+            yield key, _numbers(bytearray(stream.read(numel * storage.dtype.itemsize)), storage)
 
     return _tensors(described, load, size)
 
 
-def _numbers(raw: bytearray, dtype: torch.dtype, numel: int | None = None) -> Tensor:
-    if numel is not None and len(raw) != numel * dtype.itemsize:
+def _numbers(raw: bytearray, storage: Storage) -> Tensor:
+    if len(raw) != storage.numel * storage.dtype.itemsize:
         raise ValueError("it ends within a storage")
-    return torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(raw, dtype=storage.dtype) if raw else torch.empty(0, dtype=storage.dtype)
 
 
 def _tensors(described: Any, load: Load, size: int) -> dict[str, Tensor]:
