@@ -262,12 +262,12 @@ def test_many_views_of_one_storage_are_bounded(tmp_path: Path) -> None:
 def test_damage_anywhere_is_one_line(zipped: bool, tmp_path: Path) -> None:
     file = save({"a": torch.randn(30), "b": torch.arange(9)}, tmp_path / "net.pth", zipped=zipped)
     whole = file.read_bytes()
-    for length in range(0, len(whole) - 1, 7):
+    for length in range(0, len(whole) - 1, 17):
         file.write_bytes(whole[:length])
         with pytest.raises(ValueError, match=r"net.pth: (damaged or not|refused)"):
             read_state_dict(file)
     said = []
-    for place in range(0, len(whole), 5):  # a changed byte is refused or changes numbers, and nothing else
+    for place in range(0, len(whole), 11):  # a changed byte is refused or changes numbers, and nothing else
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
         try:
             read_state_dict(file)
