@@ -8,20 +8,20 @@ from threading import Thread
 
 class Server:
     """Serves `files` by name. `ranges`: answers Range requests. `cut`: closes each connection after so many bytes of content.
-    `length`: sends Content-Length."""
+    `length`: sends Content-Length. `shift`: a range begins so many bytes before what was asked for."""
 
-    def __init__(self, files: dict[str, bytes], ranges: bool, cut: int | None, length: bool) -> None:
-        self.files, self.ranges, self.cut, self.length = files, ranges, cut, length
+    def __init__(self, files: dict[str, bytes], ranges: bool, cut: int | None, length: bool, shift: int) -> None:
+        self.files, self.ranges, self.cut, self.length, self.shift = files, ranges, cut, length, shift
         self.asked: list[tuple[str, str | None]] = []
         self.url = ""
 
 
 @contextmanager
 def serving(
-    files: dict[str, bytes], *, ranges: bool = True, cut: int | None = None, length: bool = True
+    files: dict[str, bytes], *, ranges: bool = True, cut: int | None = None, length: bool = True, shift: int = 0
 ) -> Iterator[Server]:
     """A server at `.url`; `.asked` collects the names and Range headers of requests."""
-    state = Server(files, ranges, cut, length)
+    state = Server(files, ranges, cut, length, shift)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -31,7 +31,7 @@ def serving(
                 self.send_error(404)
                 return
             content = state.files[name]
-            start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and state.ranges else 0
+            start = int(asked.removeprefix("bytes=").rstrip("-")) - state.shift if asked and state.ranges else 0
             if start >= len(content) > 0:
                 self.send_error(416)
                 return

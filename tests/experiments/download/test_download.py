@@ -108,6 +108,15 @@ def test_a_partial_download_is_resumed(ranges: bool, tmp_path: Path) -> None:
     assert cifar10(tmp_path, batch=2).train_samples == 15
 
 
+def test_a_range_that_was_not_asked_for_is_not_appended(tmp_path: Path) -> None:
+    files = cifar_files()
+    (name, content) = next(iter(files.items()))
+    (tmp_path / f"{name}.part").write_bytes(content[:20_000])
+    with serving(files, shift=5) as server:
+        install(small("cifar10", files).at(server.url), tmp_path, Quiet())
+        assert server.asked == [(name, "bytes=20000-"), (name, None)]
+
+
 def test_cut_connections_are_resumed_and_bounded(tmp_path: Path) -> None:
     files = cifar_files()
     (name, content) = next(iter(files.items()))
