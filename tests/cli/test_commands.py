@@ -83,7 +83,9 @@ def test_only_what_hgnp_raises_on_purpose_is_the_users_mistake() -> None:
     assert exit_code(OSError(5, "Input/output error")) == (1, "[Errno 5] Input/output error")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["presets"], ["run", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["presets"], ["run", "--help"], ["data", "--help"], ["weights", "--help"]]
+)
 def test_help_and_presets_do_not_wait_for_torch(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom hgnp.cli import app\n"

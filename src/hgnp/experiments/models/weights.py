@@ -34,15 +34,16 @@ class Loaded:
 def load_weights(net: nn.Module, path: str | os.PathLike[str]) -> Loaded:
     """Fill `net` with the tensors of a safetensors file that have the names and shapes of its own.
 
-    Nothing is unpickled, so .pt and .pth files are refused. ValueError if nothing fits; `net` is then untouched.
+    Nothing is unpickled: .pt and .pth files are refused, `hgnp weights` converts them. ValueError if nothing fits; `net` is
+    then untouched.
     """
     file = Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file; a .safetensors file of weights would do")
+        raise FileNotFoundError(f"{file}: no such file; weights must be a .safetensors file")
     if file.suffix != ".safetensors":
         raise ValueError(
-            f"{file}: not a .safetensors file, and pickled weights are never read here; where you trust the file, convert it: "
-            f"safetensors.torch.save_file(torch.load({file.name!r}, weights_only=True), '{file.stem}.safetensors')"
+            f"weights must be a .safetensors file, got {str(file)!r}; "
+            f"`hgnp weights {file.name} {file.stem}.safetensors` converts it"
         )
     stored, _ = read_tensors(file)
     own = net.state_dict()

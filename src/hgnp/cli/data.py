@@ -1,0 +1,78 @@
+"""`hgnp data`: the official files of a data set, downloaded, checked and unpacked."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+
+
+def data(
+    name: Annotated[str, typer.Argument(metavar="cifar10|flowers102|cub200", help="The data set.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where it goes; for hgnp run … --data DIR.")],
+    mirror: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Download the files from below this address; checksums are the same."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, the last line of stdout.")] = False,
+) -> None:
+    """Download, check and unpack the official files. Resumes; a complete folder is verified and left."""
+    from hgnp.experiments.download import OFFICIAL, install
+    from hgnp.files import as_json as text
+    from hgnp.messages import meant
+
+    if name not in OFFICIAL:
+        raise ValueError(f"there is no data set {name!r}{meant(name, OFFICIAL)}")
+    source = OFFICIAL[name] if mirror is None else OFFICIAL[name].at(mirror)
+    say = sys.stderr if as_json else sys.stdout
+    with Shown(say) as shown:
+        done = install(source, folder, shown)
+    state = "complete" if done.downloaded else "complete already"
+    print(f"{source.title} in {folder}: {state}, {done.files:,} files, {done.bytes:,} bytes, verified", file=say)
+    print(f"Terms ({source.page}): {source.terms}", file=say)
+    if as_json:
+        facts = {"files": done.files, "bytes": done.bytes, "downloaded": done.downloaded}
+        print(text({"data": name, "folder": str(folder), **facts, "page": source.page, "terms": source.terms}))
+
+
+class Shown:
+    """A bar with bytes, speed and time left on a terminal; elsewhere one line per completed step."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        columns = (BarColumn(bar_width=20), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        self._bars = Progress(
+            TextColumn("{task.description}", markup=False),
+            *columns,
+            console=Console(stderr=True),
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
+        self._stream, self._what = stream, ""
+
+    def __enter__(self) -> "Shown":
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def bytes(self, what: str, done: int, total: int | None) -> None:
+        if what != self._what:
+            for task in self._bars.task_ids:
+                self._bars.remove_task(task)
+            self._what = what
+            self._bars.add_task(what, completed=done, total=total)
+        self._bars.update(self._bars.task_ids[0], completed=done, total=total)
+
+    def note(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
