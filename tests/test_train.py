@@ -119,12 +119,14 @@ def test_nothing_goes_when_all_is_to_be_kept() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_goes_through_the_same_loop(method: str) -> None:
-    result = hgnp.prune(made(), *loaders(), recipe=recipe(method=method))
+    threshold = 0.6 if method == "hybrid" else None
+    result = hgnp.prune(made(), *loaders(), recipe=recipe(method=method, threshold=threshold))
     assert result.reached
     assert result.after.metric is not None
     assert result.after.metric > 0.8
     with_term = [row["radius"] is not None for row in result.history]
-    assert all(with_term) if method == "hgnp" else not any(with_term)
+    wanted = {"hgnp": [True] * len(with_term), "hybrid": [row["kept"] <= 0.6 for row in result.history]}
+    assert with_term == wanted.get(method, [False] * len(with_term))
 
 
 def test_methods_choose_differently() -> None:
@@ -134,7 +136,15 @@ def test_methods_choose_differently() -> None:
         hgnp.prune(
             net,
             *loaders(),
-            recipe=recipe(method=method, warmup_epochs=1, finetune_epochs=0, keep=0.6, bound=0.0, mu=0.3),
+            recipe=recipe(
+                method=method,
+                threshold=0.8 if method == "hybrid" else None,
+                warmup_epochs=1,
+                finetune_epochs=0,
+                keep=0.6,
+                bound=0.0,
+                mu=0.3,
+            ),
         )
         cuts[method] = hash(tuple(net.out.weight.flatten().tolist()))
     assert len(set(cuts.values())) == len(METHODS)

@@ -13,7 +13,7 @@ from typing import Any
 from hgnp.curvature.choices import ALLOWED, choose
 from hgnp.messages import check_renamed, meant, refuse_renamed
 
-METHODS = ("hgnp", "taylor", "l1", "l2", "bn_scale", "geometric_median", "random", "sam")
+METHODS = ("hgnp", "taylor", "hybrid", "l1", "l2", "bn_scale", "geometric_median", "random", "sam")
 SCHEDULES = ("constant", "steps", "cosine", "one_cycle")
 
 
@@ -30,8 +30,11 @@ class Recipe:
     target: str = "params"
     """What `keep` is a fraction of: "params" (the paper's), "neurons" (those that can be removed) or "macs"."""
     method: str = "hgnp"
-    """"hgnp", "taylor", "l1", "l2", "bn_scale", "geometric_median" or "random" (plain training, another score), or "sam"
-    (Taylor scores, trained by sharpness-aware minimisation)."""
+    """"hgnp", "taylor", "hybrid" (Taylor, then HGNP from `threshold` on), "l1", "l2", "bn_scale", "geometric_median" or
+    "random" (plain training, another score), or "sam" (Taylor scores, trained by sharpness-aware minimisation)."""
+    threshold: float | None = None
+    """Where method "hybrid" switches: it trains and scores by Taylor while more than this fraction of the parameters is left
+    (the paper's κ, whatever `target` counts), by HGNP from then on. 1 is HGNP throughout, 0 Taylor."""
 
     warmup_epochs: int = 5
     """Epochs before the first neuron goes. 0 for a network that is trained already."""
@@ -62,7 +65,7 @@ class Recipe:
     score_mu: float | None = None
     """Its weight in the scores; None: as in training."""
     mu_warmup_epochs: int = 0
-    """Epochs over which the term's weight in training rises from 0."""
+    """Epochs over which the term's weight in training rises from 0, from the start or from the hybrid's switch on."""
     bound: float = 0.5
     """Curvature up to this is not penalised."""
     flatness: str | Mapping[str, str] = "default"
@@ -119,21 +122,34 @@ class Recipe:
             choose(bundle, **{name: choices.get(name) for name in ALLOWED})
         except ValueError as error:
             raise ValueError(str(error) if str(error).startswith("flatness") else f"flatness.{error}") from None
+        if self.method == "hybrid" and self.threshold is None:
+            raise ValueError(
+                "threshold must be a fraction from 0 to 1 with method 'hybrid', got None; set it, such as 0.48"
+            )
+        if self.method != "hybrid" and self.threshold is not None:
+            raise ValueError(
+                f"threshold must be None with method {self.method!r}, got {self.threshold!r}; only 'hybrid' switches"
+            )
         if self.precision == "fp16" and self.method == "sam":
             raise ValueError(
                 "precision: 'fp16' was given with method 'sam', whose step needs unscaled gradients; 'bf16' would do"
             )
 
+    def uses_term(self, kept: float) -> bool:
+        """Whether a network with this fraction of its parameters is trained and scored with the flatness term."""
+        return self.method == "hgnp" or (self.threshold is not None and kept <= self.threshold)
+
     @property
     def scoring_mu(self) -> float:
-        """The flatness term's weight in the scores."""
-        if self.method != "hgnp":
+        """The flatness term's weight in the scores, where they use it."""
+        if self.method not in ("hgnp", "hybrid"):
             return 0.0
         return self.mu if self.score_mu is None else self.score_mu
 
     @property
     def training_mu(self) -> float:
-        return self.mu if self.method == "hgnp" else 0.0
+        """The flatness term's weight in training, where it is used."""
+        return self.mu if self.method in ("hgnp", "hybrid") else 0.0
 
     @property
     def flatness_choices(self) -> tuple[str, dict[str, Any]]:
@@ -201,6 +217,7 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     "keep": ("a fraction above 0 and up to 1", lambda value: _number(value) and 0 < value <= 1),
     "target": _one_of("params", "neurons", "macs"),
     "method": _one_of(*METHODS),
+    "threshold": ("None or a fraction from 0 to 1", lambda value: value is None or (_number(value) and 0 <= value <= 1)),
     "warmup_epochs": _EPOCHS,
     "prune_every": _COUNT,
     "prune_unit": _one_of("epochs", "steps"),

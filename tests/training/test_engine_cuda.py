@@ -186,7 +186,11 @@ def test_a_run_uses_it_and_goes_on_after_a_removal() -> None:
     assert result.history[-1]["loss"] < result.history[0]["loss"]
 
 
-def test_a_run_in_float64_equals_one_operation_by_operation() -> None:
+@pytest.mark.parametrize(
+    "method",
+    [{}, {"method": "hybrid", "threshold": 0.75}, {"method": "hybrid", "threshold": 0.75, "flatness": "paper"}],
+)
+def test_a_run_in_float64_equals_one_operation_by_operation(method: dict[str, Any]) -> None:
     x = torch.randn(64, 3, 8, 8).double()
     y = (x[:, 0].mean((1, 2)) > 0).long()
     data = [(x[i : i + 16].cuda(), y[i : i + 16].cuda()) for i in range(0, 64, 16)]
@@ -194,11 +198,12 @@ def test_a_run_in_float64_equals_one_operation_by_operation() -> None:
     for engine in ("auto", "eager"):
         recipe = hgnp.Recipe(
             keep=0.5, warmup_epochs=3, neurons_per_round=10, finetune_epochs=3, lr=0.05, seed=0, execution=engine,
-            precision="float32", mu=0.01, bound=0.0, mu_warmup_epochs=2,
+            precision="float32", mu=0.01, bound=0.0, mu_warmup_epochs=2, **method,
         )  # fmt: skip
         histories.append(hgnp.prune(net(), data, data, recipe=recipe).history)
     for one, other in zip(*histories, strict=True):
         assert one["widths"] == other["widths"]
+        assert one["mu"] == other["mu"]
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
         assert one["curvature"] == pytest.approx(other["curvature"], rel=1e-5)
 

@@ -105,7 +105,8 @@ class Config:
     def with_method(self, method: str) -> "Config":
         """The same experiment by another method, with the hyperparameters that the configuration has for it."""
         overrides = self.methods.get(method, {}).get("recipe", {})
-        return dataclasses.replace(self, recipe={**self.recipe, **overrides, "method": method}, methods={})
+        own = {name: value for name, value in self.recipe.items() if name != "threshold" or method == "hybrid"}
+        return dataclasses.replace(self, recipe={**own, **overrides, "method": method}, methods={})
 
     def with_settings(self, settings: Iterable[str]) -> "Config":
         """Changed by lines such as "recipe.mu=0.01": a dotted path and a value in YAML."""

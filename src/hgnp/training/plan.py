@@ -18,6 +18,8 @@ class Plan:
     epoch: int = 0
     reached: int | None = None
     """The epoch in which the target was met, or in which nothing more could go."""
+    switched: int | None = None
+    """The epoch from which the flatness term is used, which the hybrid finds on its way."""
     last_round: int | None = None
     """The epoch of the last round of pruning."""
     steps: int = 0
@@ -33,6 +35,14 @@ class Plan:
     before: dict[str, Any] | None = None
     """Facts about the network when the first neuron went."""
     history: list[Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.note_kept(1.0)
+
+    def note_kept(self, kept: float) -> None:
+        """Takes note of a switch from Taylor to HGNP."""
+        if self.switched is None and self.recipe.uses_term(kept):
+            self.switched = self.epoch
 
     @property
     def pruning(self) -> bool:
@@ -91,8 +101,10 @@ class Plan:
 
     def mu(self, share: float) -> float:
         """The flatness term's weight when `share` of this epoch is over."""
-        warmup = self.recipe.mu_warmup_epochs
-        return self.recipe.training_mu * (min(1.0, (self.epoch + share) / warmup) if warmup else 1.0)
+        if self.switched is None:
+            return 0.0
+        warmup, since = self.recipe.mu_warmup_epochs, self.epoch - self.switched
+        return self.recipe.training_mu * (min(1.0, (since + share) / warmup) if warmup else 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         state = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "recipe"}

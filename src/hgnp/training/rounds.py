@@ -13,7 +13,7 @@ from hgnp.recipe import Recipe
 from hgnp.scores import scored
 
 LOOK_BELOW = 12
-CRITERION = {"hgnp": "taylor", "taylor": "taylor", "sam": "taylor"}
+CRITERION = {"hgnp": "taylor", "taylor": "taylor", "hybrid": "taylor", "sam": "taylor"}
 """Method → what scores neurons; the other methods are named after their score."""
 
 
@@ -69,8 +69,9 @@ class Pruner:
     def round(self, batches: list[tuple[Any, Any]]) -> int:
         """Removes the round's neurons, fewer if the target needs fewer, and says how many went: none once no more can go."""
         coupling = cast(Coupling, self.recipe.coupling)
+        mu = self.recipe.scoring_mu if self.recipe.uses_term(self.neurons.kept) else 0.0
         scores = scored(
-            self.neurons, batches, self.flatness, mu=self.recipe.scoring_mu, coupling=coupling,
+            self.neurons, batches, self.flatness, mu=mu, coupling=coupling,
             criterion=self._criterion, graphs=self.recipe.execution != "eager",
         )  # fmt: skip
         n = min(self.recipe.neurons_per_round, self.neurons.count)

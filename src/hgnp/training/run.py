@@ -195,6 +195,7 @@ class Run:
             if entry.name not in frozen:  # with coupling "paper" the network is recorded anew
                 self.tell("note", f"{entry.name}: its {entry.count} neurons can no longer be removed: {entry.reason}")
         self.plan.last_round = self.plan.epoch
+        self.plan.note_kept(self.neurons.kept)
         if not removed or self.pruner.left <= self.recipe.keep:
             self.plan.reached = self.plan.epoch
         if not removed:
