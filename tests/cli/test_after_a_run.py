@@ -66,7 +66,33 @@ def test_compare(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for value in ("[1]", "true", "null", "NaN", "1e999", ""):
         assert call("compare", str(runs / "hgnp"), "--out", "d", "--new", f"classes={value}") == 2
         assert f"--new: classes is {value!r}; a finite number would do" in capsys.readouterr().err
+    for value in ("48", "lasso", "nan"):
+        assert call("compare", str(runs / "hgnp"), "--out", "d", "--threshold", value) == 2
+        assert "threshold must be 'fit', 'paper' or a κ from 0 to 1, got" in capsys.readouterr().err
     assert not Path("d").exists()
+
+
+def test_compare_shows_the_hybrid_composed_and_of_its_own(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = ["--method", "hybrid", "--set", "recipe.threshold=0.8", "--out", "hybrid"]
+    assert call("run", *QUICK, *mine) == 0
+    folders = [str(runs / "hgnp"), str(runs / "taylor"), "hybrid"]
+    capsys.readouterr()
+    assert call("compare", *folders, "--out", "c", "--threshold", "0.48", "--json") == 0
+    said = capsys.readouterr()
+    (study,) = json.loads(said.out.splitlines()[-1])["studies"]
+    assert [group["label"] for group in study["groups"]] == ["hgnp", "taylor", "hybrid, threshold=0.8"]
+    assert (study["switch"]["threshold"], study["switch"]["source"]) == (0.48, "given")
+    row = next(line for line in said.err.splitlines() if line.startswith("hybrid (composed), κ ≤ 48.0%"))
+    assert f"{study['switch']['over_taylor']:+.2f} %" in row
+    assert any(line.startswith("hybrid, threshold=0.8 ") for line in said.err.splitlines())
+    assert "The threshold is as given." in said.err
+    assert call("compare", *folders, "--out", "c", "--threshold", "paper", "--json") == 0
+    said = capsys.readouterr()
+    (study,) = json.loads(said.out.splitlines()[-1])["studies"]
+    assert study["switch"]["threshold"] is None  # fewer training samples than the paper's experiments have
+    assert "No threshold is predicted: train_samples: 1" in said.err
+    assert "hybrid (composed)" not in said.err
+    assert "134.005 − 0.40476 · classes" in said.err
 
 
 def test_report_of_several_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,11 @@ def test_help_version_and_presets(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "--set", "recipe.kepe=0.1"], "recipe: there is no field 'kepe'; did you mean keep"),
         (["run", "--set", "recipe.keep=7"], "recipe.keep: 7 was given; a fraction above 0 and up to 1 would do"),
         (["run", "--method", "magic"], "recipe.method: 'magic' was given; 'hgnp' or"),
+        (
+            ["run", "--method", "hybrid"],
+            "recipe.threshold must be a fraction from 0 to 1 with method 'hybrid', got None",
+        ),
+        (["run", "--set", "recipe.threshold=0.5"], "recipe.threshold must be None with method 'hgnp', got 0.5"),
         (["run", "--data", "x"], "--data: digits takes no folder"),
         (["run", "--device", "abacus"], "device: abacus was given"),
         (["presets", "dem"], "there is no preset 'dem'; did you mean demo"),

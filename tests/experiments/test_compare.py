@@ -221,7 +221,8 @@ def test_compare_writes_tables_that_hold_the_numbers(tmp_path: Path) -> None:
     assert stored["studies"][0]["pairs"][0]["crossings"][0]["kept"] == pytest.approx(0.6)
     with open(tmp_path / "out" / "summary.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert [float(row["area"]) for row in rows] == [group.area for group in study.groups]
+    assert study.switch is not None
+    assert [float(row["area"]) for row in rows] == [*(group.area for group in study.groups), study.switch.area]
     assert float(rows[0]["crossings"]) == pytest.approx(0.6)
     with open(tmp_path / "out" / "curves.csv", encoding="utf-8") as file:
         assert len(list(csv.DictReader(file))) == 2 * len(study.pairs[0].kept)

@@ -7,7 +7,19 @@ import pytest
 import torch
 from torch import nn
 
-from hgnp.experiments.hybrid import FEATURES, PAPER, PAPERS_CHOICE, Sample, fit, recommend, weakness
+from hgnp.experiments.hybrid import (
+    FEATURES,
+    PAPER,
+    PAPERS_CHOICE,
+    Sample,
+    apart,
+    fit,
+    recommend,
+    same_experiment,
+    weakness,
+)
+from hgnp.experiments.models import VGG16, AlexNet, ResNet18
+from hgnp.training.measure import features
 
 
 def _alexnet(classes: int) -> nn.Module:
@@ -102,6 +114,38 @@ def test_the_error_of_the_mean_is_that_of_leaving_one_out() -> None:
     assert fit().error_of_mean == pytest.approx(np.sqrt(np.mean((thresholds - others) ** 2)))
 
 
+@pytest.mark.parametrize("number", [0, 2])
+def test_one_left_out_is_predicted_by_the_rest(number: int) -> None:
+    """With two distinct inputs left every feature says the same, so the Lasso takes one: soft thresholding in closed form."""
+    own, rest = PAPER[number], [sample for other, sample in enumerate(PAPER) if other != number]
+    model = apart(own.features, PAPER)
+    (name,) = model.coefficients
+    x = np.array([sample.features[name] for sample in rest], dtype=float)
+    y = np.array([sample.threshold for sample in rest])
+    z = (x - x.mean()) / x.std()
+    covariance = (z * (y - y.mean())).mean()
+    assert model.penalty is not None
+    slope = np.sign(covariance) * (abs(covariance) - model.penalty)
+    predicted = y.mean() + slope * (own.features[name] - x.mean()) / x.std()
+    assert model.predict(own.features) == pytest.approx(predicted, abs=1e-5)
+    assert predicted == pytest.approx({0: 0.448, 2: 0.907}[number], abs=5e-4)
+    assert fit().predict(own.features) == pytest.approx({0: 0.773, 2: 0.709}[number], abs=5e-4)
+    assert (model.samples, model.left_out) == (tuple(rest), (own,))
+    assert model.error > 0  # of three samples
+    with pytest.raises(ValueError, match="is outside what past experiments cover"):
+        model.predict({**own.features, name: 1e6})
+
+
+def test_the_presets_are_known_to_be_the_paper_s_experiments() -> None:
+    nets = [AlexNet(102), ResNet18(10, stem="cifar"), ResNet18(200, stem="imagenet"), VGG16(10, form="cifar")]
+    for net, sample in zip(nets, PAPER, strict=True):
+        data = {name: sample.features[name] for name in ("train_samples", "val_samples", "classes")}
+        counted = features(net, None, None, classes=False, train=None, val=None) | data
+        assert [same_experiment(counted, each.features) for each in PAPER] == [each is sample for each in PAPER]
+        assert not same_experiment(counted | {"classes": 11}, sample.features)
+        assert not same_experiment(counted | {"classes": None}, sample.features | {"classes": None})
+
+
 def test_predictions_are_clipped() -> None:
     model = dataclasses.replace(fit(features=PAPERS_CHOICE), intercept=3.0)
     assert model.predict(PAPER[0].features) == 1.0
@@ -144,12 +188,14 @@ def test_recommendations_are_honest() -> None:
     assert refused.reason is not None
     assert "run both" in " ".join(refused.sentences)
     own = Sample("mine", {**PAPER[0].features, "classes": 1000}, 0.3)
-    assert recommend({**PAPER[0].features, "classes": 900}, [own] * 4).threshold is not None
+    assert recommend({**PAPER[0].features, "classes": 900}, fit([*PAPER, *[own] * 4])).threshold is not None
+    by_the_paper = recommend({"classes": 100, "train_samples": 20_000}, fit(features=PAPERS_CHOICE))
+    assert by_the_paper.threshold == pytest.approx((134.005 - 40.476 - 16.863) / 100, abs=1e-5)
 
 
 def test_samples_that_cannot_serve_are_named() -> None:
-    with pytest.raises(ValueError, match="samples: 3 were given; at least 4"):
-        fit(PAPER[:3])
+    with pytest.raises(ValueError, match="samples must be at least 3 experiments, got 2"):
+        fit(PAPER[:2])
     with pytest.raises(ValueError, match="sample 'mine': classes, mean_kernel not known"):
         fit((*PAPER, Sample("mine", {**PAPER[0].features, "classes": None, "mean_kernel": None}, 0.5)))  # type: ignore[dict-item]
     same = [dataclasses.replace(sample, threshold=0.5) for sample in PAPER]

@@ -3,12 +3,13 @@
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 if TYPE_CHECKING:
     from hgnp.experiments.compare import Comparison, Study
+    from hgnp.experiments.composed import Choice
 
 
 def compare(
@@ -27,16 +28,24 @@ def compare(
             help="Features of a new data set, such as classes=10; repeatable. Says which method to use.",
         ),
     ] = None,
+    threshold: Annotated[
+        str,
+        typer.Option(
+            metavar="fit|paper|κ",
+            help="Where the composed hybrid switches from Taylor to HGNP: fitted on the other experiments, by the paper's "
+            "two features (classes, training samples), or at a κ such as 0.48.",
+        ),
+    ] = "fit",
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, the last line of stdout.")] = False,
 ) -> None:
     """Accuracy against κ, relative differences, areas, crossings, the hybrid; a page, tables and figures."""  # fmt: skip
     from hgnp.experiments import hybrid, publish
 
     wanted = _features(new or [])
-    comparison = publish.compare(runs, out, baseline=baseline)
+    comparison = publish.compare(runs, out, baseline=baseline, threshold=_threshold(threshold))
     say = sys.stderr if as_json else sys.stdout
     _show(comparison, say)
-    advice = hybrid.recommend(wanted, [s for s in comparison.model.samples if s not in hybrid.PAPER]) if new else None
+    advice = hybrid.recommend(wanted, comparison.model) if new else None
     if advice is not None:
         print("\nfor the new data set:", *advice.sentences, sep="\n  ", file=say)
     print(
@@ -48,6 +57,13 @@ def compare(
 
         told = None if advice is None else {"threshold": advice.threshold, "sentences": list(advice.sentences)}
         print(text({**publish.as_dict(comparison, out), "recommendation": told, "out": str(out)}))
+
+
+def _threshold(given: str) -> "Choice":
+    try:
+        return float(given)
+    except ValueError:
+        return cast("Choice", given)  # anything else is refused with the rest
 
 
 def _features(given: list[str]) -> dict[str, float]:
@@ -74,7 +90,7 @@ def _show(comparison: "Comparison", say: Any) -> None:
     console = Console(file=say, width=None if say.isatty() else 140)
     for study in comparison.studies:
         console.print(_table(study))
-        for note in study.notes:
+        for note in (*(study.switch.sentences if study.switch else ()), *study.notes):
             console.print(note, markup=False, highlight=False)
 
 
@@ -82,6 +98,7 @@ def _table(study: "Study") -> Any:
     from rich.markup import escape
     from rich.table import Table
 
+    from hgnp.experiments.composed import LABEL
     from hgnp.progress import score
 
     pairs = {pair.label: pair for pair in study.pairs}
@@ -100,6 +117,12 @@ def _table(study: "Study") -> Any:
         crossed = "" if pair is None else " ".join(f"{c.kept:.0%}" for c in pair.crossings) or "never"
         runs = f" ({len(group.runs)} runs)" if len(group.runs) > 1 else ""
         table.add_row(escape(f"{group.label}{runs}"), *cells, gain, crossed)
+    if study.switch is not None and study.switch.threshold is not None:
+        values = [study.composed_at(level) for level in levels]
+        over = study.composed_gain
+        cells = ["–" if value is None else score(value, study.metric) for value in values]
+        gain = "" if over is None else f"{over:+.2f} %"
+        table.add_row(f"{LABEL}, κ ≤ {study.switch.threshold:.1%}", *cells, gain, "")
     return table
 
 

@@ -1,4 +1,4 @@
-"""Runs side by side: seeds as mean and spread, differences from a baseline, areas, crossings, and what the hybrid would do.
+"""Runs side by side: seeds as mean and spread, differences from a baseline, areas, crossings, and the composed hybrid.
 
 Runs on the same data and network with the same metric make up a *study*. Within it, runs that differ in nothing but the seed,
 their name and where they ran are one *group*. Everything is compared over the κ that all runs of a study reach, between their
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hgnp.experiments import config, curves, hybrid
+from hgnp.experiments.composed import Choice, Switch, check_choice, compose, lowest_crossing
 from hgnp.experiments.curves import Crossing, Curve
 from hgnp.runs import Run
 
@@ -28,6 +29,8 @@ class Group:
 
     label: str
     method: str
+    threshold: float | None
+    """Where runs of method "hybrid" switched."""
     runs: tuple[str, ...]
     seeds: tuple[int | None, ...]
     curve: Curve | None
@@ -52,25 +55,6 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Switch:
-    """The hybrid on a study: HGNP's networks for κ up to a threshold, Taylor's above; gains of its area in percent.
-
-    `threshold` is predicted from other experiments (the paper's, the other studies'), None if refused, for `reason`.
-    `hindsight` is the lowest crossing, if HGNP is ahead from there down; None if there is none.
-    """
-
-    hgnp: str
-    taylor: str
-    threshold: float | None
-    reason: str | None
-    over_taylor: float | None
-    over_hgnp: float | None
-    hindsight: float | None
-    hindsight_over_taylor: float | None
-    hindsight_over_hgnp: float | None
-
-
-@dataclass(frozen=True)
 class Study:
     """Runs that can be compared: one network, one data set, one metric."""
 
@@ -92,10 +76,26 @@ class Study:
         low, high = self.range
         return (high, *(level for level in LEVELS if low + 0.005 < level < high - 0.005), low)
 
+    def composed_at(self, kept: float) -> float | None:
+        """The composed hybrid's metric at κ; None if there is no threshold."""
+        if self.switch is None or self.switch.threshold is None:
+            return None
+        label = self.switch.hgnp if kept <= self.switch.threshold else self.switch.taylor
+        return next(group.curve.at(kept) for group in self.groups if group.label == label and group.curve)
+
+    @property
+    def composed_gain(self) -> float | None:
+        """The composed hybrid's area against the baseline's, in percent."""
+        area = next(group.area for group in self.groups if group.label == self.baseline)
+        if self.switch is None or self.switch.area is None or area is None:
+            return None
+        return curves.gain(self.switch.area, area)
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """Studies, and the model of the threshold from the paper's experiments and every study with a crossing."""
+    """Studies, and the model of the threshold: the Lasso from the paper's experiments and every study with a crossing, or
+    the paper's."""
 
     studies: tuple[Study, ...]
     runs: tuple[Run, ...]
@@ -103,8 +103,12 @@ class Comparison:
     weakness: tuple[str, ...]
 
 
-def compare_runs(runs: Sequence[Run], *, baseline: str | None = None) -> Comparison:
-    """Compare `runs`. The baseline is the group of that label or method; by default Taylor, else the first group."""
+def compare_runs(runs: Sequence[Run], *, baseline: str | None = None, threshold: Choice = "fit") -> Comparison:
+    """Compare `runs`. The baseline is the group of that label or method; by default Taylor, else the first group.
+
+    `threshold` is the composed hybrid's: "fit" (a Lasso on the other experiments), "paper" (its two features) or a κ.
+    """
+    check_choice(threshold)
     if not runs:
         raise ValueError("runs: none were given; at least one folder would do")
     members = _by_study(runs)
@@ -114,8 +118,11 @@ def compare_runs(runs: Sequence[Run], *, baseline: str | None = None) -> Compari
     studies = []
     for number, study in enumerate(drafts):
         others = [sample for other, sample in enumerate(samples) if other != number and sample is not None]
-        studies.append(_with_switch(study, hybrid.fit((*hybrid.PAPER, *others))))
-    model = hybrid.fit((*hybrid.PAPER, *(sample for sample in samples if sample is not None)))
+        studies.append(_with_switch(study, (*hybrid.PAPER, *others), threshold))
+    if threshold == "paper":
+        model = hybrid.fit(features=hybrid.PAPERS_CHOICE)
+    else:
+        model = hybrid.fit((*hybrid.PAPER, *(sample for sample in samples if sample is not None)))
     return Comparison(tuple(studies), tuple(runs), model, hybrid.weakness(model))
 
 
@@ -153,7 +160,7 @@ def _study(title: str, runs: Sequence[Run], baseline: str | None) -> Study:
     for run in runs:
         groups.setdefault(_text(_settings(run)), []).append(run)
     members = list(groups.values())
-    labels = _told_apart([group[0].method for group in members], [_settings(group[0]) for group in members])
+    labels = _told_apart([_name(group[0]) for group in members], [_settings(group[0]) for group in members])
 
     notes: list[str] = []
     for run in runs:
@@ -180,6 +187,11 @@ def _study(title: str, runs: Sequence[Run], baseline: str | None) -> Study:
     features = {name: (first.get("features") or {}).get(name) for name in hybrid.FEATURES}
     within = None if grid is None else (grid[0], grid[-1])
     return Study(title, runs[0].metric, features, within, against.label, tuple(made), pairs, None, tuple(notes))
+
+
+def _name(run: Run) -> str:
+    threshold = run.recipe.get("threshold")
+    return run.method if threshold is None else f"{run.method}, threshold={threshold:g}"
 
 
 def _settings(run: Run) -> dict[str, Any]:
@@ -221,6 +233,7 @@ def _group(label: str, group: Sequence[Run], used: Sequence[Run], grid: Sequence
     return Group(
         label=label,
         method=group[0].method,
+        threshold=group[0].recipe.get("threshold"),
         runs=tuple(run.title for run in group),
         seeds=tuple(run.seed for run in group),
         curve=curve,
@@ -261,43 +274,25 @@ def _contestants(study: Study) -> tuple[Group, Group] | None:
     return None if found[0] is None or found[1] is None else (found[0], found[1])
 
 
-def _hindsight(hgnp: Curve, taylor: Curve) -> float | None:
-    """The lowest crossing, if HGNP is ahead from there down to the end."""
-    found = curves.crossings(hgnp, taylor)
-    return found[-1].kept if found and found[-1].ahead_below else None
-
-
 def _sample(study: Study) -> hybrid.Sample | None:
     both = _contestants(study)
     if both is None or both[0].curve is None or both[1].curve is None:
         return None
-    threshold = _hindsight(both[0].curve, both[1].curve)
+    threshold = lowest_crossing(both[0].curve, both[1].curve)
     if threshold is None:
         return None
     sample = hybrid.Sample(study.title, study.features, threshold)
     return sample if hybrid.usable(sample) is None else None
 
 
-def _with_switch(study: Study, model: hybrid.Model) -> Study:
+def _with_switch(study: Study, known: Sequence[hybrid.Sample], choice: Choice) -> Study:
     both = _contestants(study)
     if both is None or both[0].curve is None or both[1].curve is None:
         return study
-    hgnp, taylor = both[0].curve, both[1].curve
-    reason, threshold = None, None
-    try:
-        threshold = model.predict(study.features)
-    except ValueError as error:
-        reason = str(error)
-    hindsight = _hindsight(hgnp, taylor)
+    parts = [(group.label, group.curve) for group in both if group.curve is not None]
+    switch = compose(parts[0], parts[1], study.features, known, choice)
     notes = list(study.notes)
-    if hindsight is not None and (missing := hybrid.usable(hybrid.Sample(study.title, study.features, hindsight))):
-        notes.append(f"These runs are no sample for the hybrid's regression: {missing}.")
-
-    def gains(threshold: float | None) -> tuple[float | None, float | None]:
-        if threshold is None:
-            return None, None
-        area = curves.switched(hgnp, taylor, threshold)
-        return curves.gain(area, curves.area(taylor)), curves.gain(area, curves.area(hgnp))
-
-    switch = Switch(both[0].label, both[1].label, threshold, reason, *gains(threshold), hindsight, *gains(hindsight))
+    if switch.hindsight is not None:
+        missing = hybrid.usable(hybrid.Sample(study.title, study.features, switch.hindsight))
+        notes += [f"These runs are no sample for the hybrid's regression: {missing}."] if missing else []
     return replace(study, switch=switch, notes=tuple(notes))

@@ -3,7 +3,8 @@
 The paper regresses the threshold on nine features of data and architecture with a Lasso over its four experiments, which stand
 here as `PAPER`; a user's own pairs of runs are further samples. `fit` is that Lasso (standardised features, penalty by
 leave-one-out); `fit(features=PAPERS_CHOICE)` is least squares on the two features the paper ended with. Either clips what it
-predicts to [0, 1] and refuses features outside the range it has seen. `weakness` says how little all this can know.
+predicts to [0, 1] and refuses features outside the range it has seen. An experiment that is itself among the samples is
+predicted from the rest (`apart`). `weakness` says how little all this can know.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ FEATURES = (
     "kernels",
 )
 PAPERS_CHOICE = ("classes", "train_samples")
+IDENTITY = ("train_samples", "classes", "conv_layers", "linear_layers", "kernels")
+"""The features that tell data sets and networks apart, whatever the size of pictures and the choice of validation data."""
 SMALLEST = 1e-2  # where the Lasso's path ends, as a fraction of the penalty at which it is empty
 
 
@@ -75,12 +78,14 @@ class Model:
     coefficients: Mapping[str, float]
     """The features with a coefficient that is not zero."""
     ranges: Mapping[str, tuple[float, float]]
-    """Of those features, over the samples."""
+    """Of those features, over the samples and those left out."""
     least_squares: bool
     """Whether it is least squares on features that were named, rather than the Lasso over all of them."""
     penalty: float | None
     """The Lasso's, chosen by leave-one-out."""
     path: tuple[Step, ...]
+    left_out: tuple[Sample, ...] = ()
+    """Experiments whose features are known to be covered, but whose thresholds were not looked at."""
 
     @cached_property
     def error(self) -> float:
@@ -107,6 +112,14 @@ class Model:
             total += coefficient * value
         return min(max(total, 0.0), 1.0)
 
+    def extrapolation(self, features: Mapping[str, Any]) -> str | None:
+        """Which feature lies within the range of all experiments, but outside that of the ones that were fitted; or None."""
+        for name in self.coefficients:
+            known = [sample.features[name] for sample in self.samples]
+            if not min(known) <= features[name] <= max(known):
+                return f"{name} is {features[name]:g} here and {min(known):g} to {max(known):g} there"
+        return None
+
     def surrounded(self, features: Mapping[str, Any]) -> bool:
         """Whether `features` lie between the samples (in their convex hull), and not only within each feature's range."""
         known = np.array([[sample.features[name] for sample in self.samples] for name in self.coefficients])
@@ -124,18 +137,34 @@ def usable(sample: Sample) -> str | None:
     return f"{', '.join(missing)} not known" if missing else None
 
 
-def fit(samples: Sequence[Sample] = PAPER, *, features: Sequence[str] | None = None) -> Model:
-    """The Lasso over all features of `samples`; with `features`, least squares on those alone."""
-    if len(samples) < 4:
-        raise ValueError(f"samples: {len(samples)} were given; at least 4 would do")
-    for sample in samples:
+def same_experiment(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two experiments have the same data set and network, as far as features tell."""
+    return all(one.get(name) is not None and one.get(name) == other.get(name) for name in IDENTITY)
+
+
+def apart(features: Mapping[str, Any], samples: Sequence[Sample]) -> Model:
+    """The Lasso for an experiment with `features`, without the samples that are that experiment itself."""
+    own = [sample for sample in samples if same_experiment(sample.features, features)]
+    return fit([sample for sample in samples if sample not in own], left_out=own)
+
+
+def fit(
+    samples: Sequence[Sample] = PAPER, *, features: Sequence[str] | None = None, left_out: Sequence[Sample] = ()
+) -> Model:
+    """The Lasso over all features of `samples`; with `features`, least squares on those alone.
+
+    `left_out` are experiments to be predicted rather than learned from: they widen the range that is not refused.
+    """
+    if len(samples) < 3:
+        raise ValueError(f"samples must be at least 3 experiments, got {len(samples)}")
+    for sample in (*samples, *left_out):
         if (reason := usable(sample)) is not None:
             raise ValueError(f"sample {sample.name!r}: {reason}")
     names = FEATURES if features is None else tuple(features)
     inputs, thresholds = _arrays(samples, names)
     intercept, slopes, penalty = (_lasso if features is None else _least_squares)(inputs, thresholds)
     used = {name: float(slope) for name, slope in zip(names, slopes, strict=True) if slope != 0}
-    columns = {name: inputs[:, names.index(name)] for name in used}
+    columns = {name: np.array([sample.features[name] for sample in (*samples, *left_out)]) for name in used}
     return Model(
         samples=tuple(samples),
         intercept=intercept,
@@ -144,6 +173,7 @@ def fit(samples: Sequence[Sample] = PAPER, *, features: Sequence[str] | None = N
         least_squares=features is not None,
         penalty=penalty,
         path=_path(inputs, thresholds, names) if features is None else (),
+        left_out=tuple(left_out),
     )
 
 
@@ -157,8 +187,13 @@ def _lasso(inputs: np.ndarray, thresholds: np.ndarray) -> tuple[float, np.ndarra
     if np.ptp(thresholds) == 0:
         return float(thresholds[0]), np.zeros(inputs.shape[1]), None
     lasso = LassoCV(cv=LeaveOneOut(), eps=SMALLEST, max_iter=1_000_000).fit(scaler.transform(inputs), thresholds)
-    slopes = lasso.coef_ / scaler.scale_
+    slopes = _without_noise(lasso.coef_) / scaler.scale_
     return float(lasso.intercept_ - slopes @ scaler.mean_), slopes, float(lasso.alpha_)
+
+
+def _without_noise(standard: np.ndarray) -> np.ndarray:
+    """Coordinate descent leaves 1e-17 where features say the same."""
+    return np.where(np.abs(standard) > 1e-9, standard, 0.0)
 
 
 def _least_squares(inputs: np.ndarray, thresholds: np.ndarray) -> tuple[float, np.ndarray, float | None]:
@@ -182,22 +217,33 @@ def _path(inputs: np.ndarray, thresholds: np.ndarray, names: Sequence[str]) -> t
         return ()
     penalties, slopes, _ = lasso_path(standard, thresholds - thresholds.mean(), eps=SMALLEST, max_iter=1_000_000)
     steps: list[Step] = []
-    for penalty, column in zip(penalties, slopes.T, strict=True):
+    for penalty, column in zip(penalties, _without_noise(slopes).T, strict=True):
         chosen = tuple(name for name, slope in zip(names, column, strict=True) if slope != 0)
         if not steps or chosen != steps[-1].features:
             steps.append(Step(float(penalty), chosen))
     return tuple(steps)
 
 
+def counted(model: Model) -> str:
+    """How many samples, inputs and coefficients there are, in a sentence."""
+    used = tuple(model.coefficients)
+    ownership = sum(sample in PAPER for sample in model.samples)
+    about = f"{len(model.samples)} samples, {ownership} of them the paper's"
+    if not used:
+        return f"{about}; no feature is used."
+    distinct = len({tuple(sample.features[name] for name in used) for sample in model.samples})
+    return (
+        f"{about}; in the features that are used ({', '.join(used)}) they have {distinct} distinct inputs, for "
+        f"{len(used) + 1} coefficients" + (": any thresholds would fit exactly." if distinct <= len(used) + 1 else ".")
+    )
+
+
 def weakness(model: Model) -> tuple[str, ...]:
     """What should keep a reader from trusting the threshold, in sentences."""
     used = tuple(model.coefficients)
-    distinct = len({tuple(sample.features[name] for name in used) for sample in model.samples}) if used else 1
     ownership = sum(sample in PAPER for sample in model.samples)
     sentences = [
-        f"{len(model.samples)} samples, {ownership} of them the paper's; in the features that are used "
-        f"({', '.join(used) or 'none'}) they have {distinct} distinct inputs, for {len(used) + 1} coefficients"
-        + (": any thresholds would fit exactly." if distinct <= len(used) + 1 else "."),
+        counted(model),
         f"Predicted from the others alone, a threshold is off by {100 * model.error:.0f} points of κ (root mean square); "
         f"the plain mean of the others is off by {100 * model.error_of_mean:.0f}."
         + (" So the features add nothing that can be shown." if model.error >= model.error_of_mean else ""),
@@ -227,9 +273,9 @@ class Recommendation:
     sentences: tuple[str, ...]
 
 
-def recommend(features: Mapping[str, Any], samples: Sequence[Sample] = ()) -> Recommendation:
-    """Taylor or HGNP, at which κ, for data and a network with `features` (as in run.json); `samples` are one's own pairs."""
-    model = fit((*PAPER, *samples))
+def recommend(features: Mapping[str, Any], model: Model | None = None) -> Recommendation:
+    """Taylor or HGNP, at which κ, for data and a network with `features` (as in run.json); by default as the Lasso says."""
+    model = fit() if model is None else model
     below = [sample.threshold for sample in model.samples]
     seen = f"In the {len(below)} experiments known, HGNP was ahead below κ of {min(below):.0%} to {max(below):.0%}."
     try:

@@ -3,13 +3,15 @@
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from hgnp import runs
-from hgnp.experiments import figures, run_charts, study_charts
+from hgnp.experiments import curves, figures, run_charts, study_charts
 from hgnp.experiments.charts import Absent
-from hgnp.experiments.compare import Comparison, compare_runs
+from hgnp.experiments.compare import Comparison, Study, compare_runs
+from hgnp.experiments.composed import LABEL, Choice
 from hgnp.experiments.page import write_comparison, write_report
 from hgnp.files import write_csv, write_json
 
@@ -34,10 +36,12 @@ def report(folders: Sequence[Folder], out: Folder | None = None) -> Path:
     return page
 
 
-def compare(folders: Sequence[Folder], out: Folder, *, baseline: str | None = None) -> Comparison:
+def compare(
+    folders: Sequence[Folder], out: Folder, *, baseline: str | None = None, threshold: Choice = "fit"
+) -> Comparison:
     """Write `out`/page.html, comparison.json, summary.csv, curves.csv and figures; see `compare_runs`."""
     _not_a_run(Path(out))
-    comparison, out = compare_runs(_read(folders), baseline=baseline), Path(out)
+    comparison, out = compare_runs(_read(folders), baseline=baseline, threshold=threshold), Path(out)
     write_comparison(comparison, out / "page.html")
     write_json(out / "comparison.json", as_dict(comparison, out))
     _tables(comparison, out)
@@ -85,51 +89,78 @@ def _not_a_run(out: Path) -> None:
         raise ValueError(f"out: {out} was given, which is the folder of a run; another folder would do")
 
 
+SUMMARY = (
+    "study",
+    "group",
+    "method",
+    "runs",
+    "kept_low",
+    "kept_high",
+    "area",
+    "mean_metric",
+    "gain_percent",
+    "crossings",
+    "final",
+    "final_standard_deviation",
+    "seconds",
+    "threshold",
+    "threshold_source",
+    "gain_over_taylor_percent",
+)
+
+
 def _tables(comparison: Comparison, out: Path) -> None:
-    summary, curves = [], []
+    summary, points = [], []
     for study in comparison.studies:
-        pairs = {pair.label: pair for pair in study.pairs}
+        summary += [[row.get(name) for name in SUMMARY] for row in _summary(study)]
         for group in study.groups:
-            pair = pairs.get(group.label)
-            crossed = " ".join(f"{crossing.kept:.6g}" for crossing in pair.crossings) if pair else ""
-            low, high = study.range or (None, None)
-            gain = pair.gain if pair else None
-            about = [study.title, group.label, group.method, len(group.runs)]
-            summary.append(
-                [
-                    *about,
-                    low,
-                    high,
-                    group.area,
-                    group.mean_metric,
-                    gain,
-                    crossed,
-                    group.final,
-                    group.final_spread,
-                    group.seconds,
-                ]
-            )
             if group.curve is not None:
                 spread = group.curve.spread or (None,) * len(group.curve.kept)
-                points = zip(group.curve.kept, group.curve.mean, spread, strict=True)
-                curves += [[study.title, group.label, group.curve.count, *point] for point in points]
-    header = [
-        "study",
-        "group",
-        "method",
-        "runs",
-        "kept_low",
-        "kept_high",
-        "area",
-        "mean_metric",
-        "gain_percent",
-        "crossings",
-        "final",
-        "final_standard_deviation",
-        "seconds",
-    ]
-    write_csv(out / "summary.csv", header, summary)
-    write_csv(out / "curves.csv", ["study", "group", "runs", "kept", "mean", "standard_deviation"], curves)
+                values = zip(group.curve.kept, group.curve.mean, spread, strict=True)
+                points += [[study.title, group.label, group.curve.count, *point] for point in values]
+    write_csv(out / "summary.csv", list(SUMMARY), summary)
+    write_csv(out / "curves.csv", ["study", "group", "runs", "kept", "mean", "standard_deviation"], points)
+
+
+def _summary(study: Study) -> Iterator[dict[str, Any]]:
+    """A row a group, and one for the composed hybrid."""
+    low, high = study.range or (None, None)
+    common = {"study": study.title, "kept_low": low, "kept_high": high}
+    pairs = {pair.label: pair for pair in study.pairs}
+    taylor = next((group.area for group in study.groups if group.method == "taylor"), None)
+
+    def gain(area: float | None, other: float | None) -> float | None:
+        return None if area is None or other is None else curves.gain(area, other)
+
+    for group in study.groups:
+        pair = pairs.get(group.label)
+        yield common | {
+            "group": group.label,
+            "method": group.method,
+            "runs": len(group.runs),
+            "area": group.area,
+            "mean_metric": group.mean_metric,
+            "gain_percent": pair.gain if pair else None,
+            "crossings": " ".join(f"{crossing.kept:.6g}" for crossing in pair.crossings) if pair else "",
+            "final": group.final,
+            "final_standard_deviation": group.final_spread,
+            "seconds": group.seconds,
+            "threshold": group.threshold,
+            "threshold_source": None if group.threshold is None else "recipe",
+            "gain_over_taylor_percent": None if group.method == "taylor" else gain(group.area, taylor),
+        }
+    switch = study.switch
+    if switch is not None and switch.area is not None and low is not None and high is not None:
+        yield common | {
+            "group": LABEL,
+            "method": LABEL,
+            "area": switch.area,
+            "mean_metric": switch.area / (high - low),
+            "gain_percent": study.composed_gain,
+            "threshold": switch.threshold,
+            "threshold_source": switch.source,
+            "gain_over_taylor_percent": switch.over_taylor,
+        }
 
 
 def _file_name(title: str) -> str:

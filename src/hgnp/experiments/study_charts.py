@@ -50,7 +50,7 @@ def relative_difference(study: Study) -> Chart | None:
 
 
 def switch(study: Study) -> Chart | None:
-    """The hybrid: which network it takes at each κ, at the predicted threshold, or in hindsight where that is refused."""
+    """The composed hybrid: which network it takes at each κ, at its threshold, or in hindsight where that is refused."""
     if study.switch is None:
         return None
     threshold = study.switch.threshold if study.switch.threshold is not None else study.switch.hindsight
@@ -58,7 +58,8 @@ def switch(study: Study) -> Chart | None:
     hgnp, taylor = curves[study.switch.hgnp], curves[study.switch.taylor]
     if threshold is None or hgnp is None or taylor is None:
         return None
-    how = "predicted" if study.switch.threshold is not None else "in hindsight"
+    sources = {"fit": "predicted", "paper": "the paper's", "given": "given"}
+    how = sources[study.switch.source] if study.switch.threshold is not None else "in hindsight"
     cut = min(max(threshold, hgnp.kept[0]), hgnp.kept[-1])
     below = (*(kept for kept in hgnp.kept if kept < cut), cut)
     above = (cut, *(kept for kept in hgnp.kept if kept > cut))
@@ -70,6 +71,6 @@ def switch(study: Study) -> Chart | None:
         Series("hybrid: HGNP's part", below, tuple(map(hgnp.at, below)), colour=ours, markers=False),
         Series("hybrid: Taylor's part", above, tuple(map(taylor.at, above)), colour=theirs, markers=False),
     )
-    alt = f"the hybrid takes HGNP's networks up to κ = {threshold:.1%} ({how}) and Taylor's above"
+    alt = f"the composed hybrid takes HGNP's networks up to κ = {threshold:.1%} ({how}) and Taylor's above"
     marks = (Mark(threshold, f"{threshold:.1%}, {how}"),)
-    return Chart("hybrid", "The hybrid", alt, KEPT, metric_axis(study.metric), series, marks)
+    return Chart("hybrid", "The composed hybrid", alt, KEPT, metric_axis(study.metric), series, marks)

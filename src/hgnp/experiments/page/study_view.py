@@ -3,7 +3,8 @@
 from typing import Any
 
 from hgnp.experiments import study_charts
-from hgnp.experiments.compare import Comparison, Group, Pair, Study, Switch
+from hgnp.experiments.compare import Comparison, Group, Pair, Study
+from hgnp.experiments.composed import LABEL, formula
 from hgnp.experiments.hybrid import FEATURES
 from hgnp.experiments.page.figure_view import figure_view
 from hgnp.experiments.run_charts import metric_axis
@@ -16,14 +17,11 @@ CAPTIONS = {
 
 def comparison_view(comparison: Comparison) -> dict[str, Any]:
     model = comparison.model
-    terms = "".join(
-        f" {'−' if slope < 0 else '+'} {abs(100 * slope):.4g} · {name}" for name, slope in model.coefficients.items()
-    )
     return {
         "studies": [_study(study, f"study{number}") for number, study in enumerate(comparison.studies, 1)],
         "weakness": comparison.weakness,
-        "formula": "The threshold in percent, clipped to [0, 100] and refused outside the range of its features: "
-        f"{100 * model.intercept:.4g}{terms}.",
+        "formula": f"The threshold: {formula(model)}.",
+        "least_squares": model.least_squares,
         "sample_features": [name.replace("_", " ") for name in FEATURES],
         "samples": [
             [
@@ -66,14 +64,17 @@ def _study(study: Study, prefix: str) -> dict[str, Any]:
             f"final{unit}",
             "seconds a run",
         ],
-        "summary": [_summary(study, group, pairs.get(group.label)) for group in study.groups],
+        "summary": [*(_summary(study, group, pairs.get(group.label)) for group in study.groups), *_composed(study)],
         "figures": [
             figure_view(figure, prefix, CAPTIONS.get(figure.key, "")) for figure in study_charts.all_charts(study)
         ],
         "levels_caption": f"{study.metric.capitalize()}{unit} at κ, mean ± standard deviation over seeds",
         "levels_header": ["group", *(f"{100 * level:.4g} %" for level in study.levels)],
-        "levels": [_levels(study, group) for group in study.groups if group.curve is not None],
-        "switch": _switch(study.switch) if study.switch else None,
+        "levels": [
+            *(_levels(study, group) for group in study.groups if group.curve is not None),
+            *([[LABEL, *(axis.show(study.composed_at(level)) for level in study.levels)]] if _composed(study) else []),
+        ],
+        "switch": study.switch.sentences if study.switch else None,
         "notes": study.notes,
     }
 
@@ -112,6 +113,17 @@ def _summary(study: Study, group: Group, pair: Pair | None) -> list[str]:
     return [group.label, runs, mean, area, gain, crossed or "–", final, f"{group.seconds:,.1f}"]
 
 
+def _composed(study: Study) -> list[list[str]]:
+    """The composed hybrid's row of the summary, if there is a threshold."""
+    switch, over = study.switch, study.composed_gain
+    if switch is None or switch.area is None or study.range is None:
+        return []
+    low, high = study.range
+    shown = "–" if over is None else f"{over:+.2f}".replace("-", "−")
+    mean = metric_axis(study.metric).show(switch.area / (high - low))
+    return [[f"{LABEL}, κ ≤ {switch.threshold:.1%}", "–", mean, f"{switch.area:.4f}", shown, "–", "–", "–"]]
+
+
 def _levels(study: Study, group: Group) -> list[str]:
     curve = group.curve
     assert curve is not None
@@ -121,27 +133,3 @@ def _levels(study: Study, group: Group) -> list[str]:
 def _spread(metric: str, mean: float | None, spread: float | None) -> str:
     axis = metric_axis(metric)
     return axis.show(mean) + ("" if spread is None else f" ± {axis.show(spread)}")
-
-
-def _switch(switch: Switch) -> list[str]:
-    sentences = []
-    if switch.threshold is None:
-        sentences.append(f"No threshold is predicted: {switch.reason}.")
-    else:
-        gains = _gains(switch.over_taylor, switch.over_hgnp)
-        sentences.append(
-            f"Predicted from other experiments: {switch.taylor} above κ = {switch.threshold:.1%}, {switch.hgnp} below; {gains}."
-        )
-    if switch.hindsight is None:
-        sentences.append(
-            "In hindsight there is no crossing below which HGNP stays ahead: no sample for the regression."
-        )
-    else:
-        gains = _gains(switch.hindsight_over_taylor, switch.hindsight_over_hgnp)
-        sentences.append(f"In hindsight HGNP is ahead below κ = {switch.hindsight:.1%}; with that threshold {gains}.")
-    return sentences
-
-
-def _gains(over_taylor: float | None, over_hgnp: float | None) -> str:
-    taylor, hgnp = ("not defined" if gain is None else f"{gain:+.2f} %" for gain in (over_taylor, over_hgnp))
-    return f"the hybrid's area is {taylor} against Taylor's and {hgnp} against HGNP's".replace("-", "−")
