@@ -96,6 +96,9 @@ def test_a_method_brings_its_own_hyperparameters_and_settings_come_after() -> No
     assert after.recipe == {"keep": 0.5, "mu": 0, "warmup_epochs": 20, "method": "taylor"}
     assert after.with_settings(["recipe.warmup_epochs=2"]).recipe["warmup_epochs"] == 2
     assert before.with_method("l1").recipe == {**SMALL["recipe"], "method": "l1"}
+    hybrid = before.with_method("hybrid").with_settings(["recipe.threshold=0.48"])
+    assert hybrid.recipe == {**SMALL["recipe"], "method": "hybrid", "threshold": 0.48}
+    assert hybrid.with_method("l1").recipe == before.with_method("l1").recipe  # only the hybrid has a threshold
 
 
 def test_what_is_written_is_read_as_the_same_configuration(tmp_path: Path) -> None:
