@@ -48,7 +48,14 @@ RECIPES: dict[str, dict[str, Any]] = {
         "mu_warmup_epochs": 2,
         "refresh_every": 4,
     },
-    "hybrid": {"method": "hybrid", "threshold": 0.6, "mu": 0.1, "bound": -1.0, "mu_warmup_epochs": 2, "refresh_every": 4},
+    "hybrid": {
+        "method": "hybrid",
+        "threshold": 0.6,
+        "mu": 0.1,
+        "bound": -1.0,
+        "mu_warmup_epochs": 2,
+        "refresh_every": 4,
+    },
     "sampled": {
         "mu": 0.01,
         "bound": 0.0,
