@@ -80,9 +80,8 @@ def test_what_a_cut_was_tried_with_stands_for_a_recording_after_it(
     monkeypatch.setattr(structure, "record", counted)
     for _ in range(2):
         scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
-        cut = neurons.least(scores, 4, coupling="paper")
         recorded.clear()
-        neurons.remove(cut)
+        neurons.remove(neurons.least(scores, 4, coupling="paper"))
         assert len(recorded) == 4  # the cut, and a sample of the next ones, in two modes each
         anew = hgnp.Neurons(net, x)
         assert torch.equal(neurons._structure.roots, anew._structure.roots)

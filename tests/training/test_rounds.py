@@ -33,6 +33,28 @@ def test_a_target_that_the_method_cannot_meet_is_refused_before_training() -> No
         hgnp.prune(bare, *loaders(), recipe=recipe(method="bn_scale", keep=0.5))
 
 
+@pytest.mark.parametrize("coupling", ["coupled", "paper"])
+def test_what_can_be_reached_is_asked_of_the_coupling_that_the_run_has(
+    coupling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Residual()
+    neurons = hgnp.Neurons(net, torch.zeros(2, 1, 6, 6))
+    pruner = Pruner(
+        neurons, hgnp.Flatness(net, mu=0.0), recipe(keep=0.001, coupling=coupling),
+        torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({}),
+    )  # fmt: skip
+    asked, least = [], hgnp.Neurons.least
+
+    def seen(*args: Any, **given: Any) -> Any:
+        asked.append(given.get("coupling", "coupled"))
+        return least(*args, **given)
+
+    monkeypatch.setattr(hgnp.Neurons, "least", seen)
+    with pytest.raises(ValueError, match=r"keep: 0\.001 of the params was asked; no less than"):
+        pruner.check_reachable()
+    assert asked == [coupling]
+
+
 def test_a_run_that_can_remove_no_more_says_so_however_often_it_was_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

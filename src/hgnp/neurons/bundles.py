@@ -44,14 +44,6 @@ def bundled(units: Iterable[Unit], scores: Values, widths: Mapping[str, int], mu
     return [bundle for _, bundle in sorted(bundles, key=lambda pair: pair[0])]
 
 
-def side_by_side(lanes: Sequence[Sequence[Unit]], scores: Values) -> list[Unit]:
-    """The least important of each lane as one unit, the next of each as the next: each lane loses the same number."""
-    return [
-        Unit(tuple(member for unit in row for member in unit.members))
-        for row in zip(*(ranked(lane, scores) for lane in lanes), strict=True)
-    ]
-
-
 def _sharing_layers(families: Iterable[Takes]) -> list[list[Takes]]:
     """Families in lists that have no layer in common; in each, those that take from most layers first."""
     lists: list[list[Takes]] = []

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from hgnp.messages import refuse_renamed
-from hgnp.neurons.bundles import bundled, side_by_side
+from hgnp.neurons.bundles import bundled
 from hgnp.neurons.confirm import confirm as confirm_all
 from hgnp.neurons.gates import Gates, find_gates
 from hgnp.neurons.graph import tensors_of
-from hgnp.neurons.lanes import Lanes
+from hgnp.neurons.lanes import Lanes, least_paper, side_by_side
 from hgnp.neurons.layers import as_inputs, inside, rows_of
 from hgnp.neurons.living import Living
 from hgnp.neurons.reading import norm_scale_of, weights_of
@@ -28,9 +28,11 @@ from hgnp.neurons.selection import (
     as_count,
     as_lists,
     as_round_to,
+    coupling_of,
     floors_of,
     least_coupled,
-    least_paper,
+    room_of,
+    scored,
 )
 from hgnp.neurons.structure import Recorded, Structure
 from hgnp.neurons.summary import Frozen, Layer, Preview, table
@@ -78,7 +80,7 @@ class Neurons:
                 ties.fix(rows, "it is protected")
         confirm_all(self._structure, torch.cat([*self._rows.values(), torch.zeros(0, dtype=torch.long)]))
         self._living = Living(self._structure, self._rows, torch.ones(len(ties), dtype=torch.bool))
-        self._tried: Tensor | None = None
+        self._tried: tuple[Coupling, Tensor] | None = None
         for name, rows in self._rows.items():
             self._totals.setdefault(name, len(rows))
         self._prunable = tuple(n for n, rows in self._rows.items() if not bool(self._structure.fixed[rows].all()))
@@ -164,42 +166,35 @@ class Neurons:
         alive = {layer.name: layer.alive for layer in self.layers}
         values = as_lists(scores, alive)
         floors = floors_of(floor, max_removed, alive, self._totals)
-        if coupling == "paper":
-            return self._selected(self._least_apart(values, n, alive, floors, round_to), n, coupling)
-        return self._least_together(values, n, alive, floors, round_to, confirm)
+        return self._fitting(values, n, alive, floors, round_to, coupling, confirm)
 
-    def _least_apart(
-        self, values: Values, n: int, alive: Mapping[str, int], floors: Mapping[str, int], round_to: int
-    ) -> list[Unit]:
-        families = self._lanes.families(list(self._living.units.values()), self._rows, self._living.alive)
-        families = [[_scored(lane, values) for lane in lanes] for lanes in families]
-        families = [lanes for lanes in families if all(lanes)]
-        if round_to == 1:
-            return least_paper(families, values, n, _room(alive, floors))
-        abreast = [unit for lanes in families for unit in side_by_side(lanes, values)]
-        return least_coupled(bundled(abreast, values, alive, round_to), n, _room(alive, floors))
-
-    def _least_together(
+    def _fitting(
         self,
         values: Values,
         n: int,
         alive: Mapping[str, int],
         floors: Mapping[str, int],
         round_to: int,
+        coupling: Coupling,
         confirm: bool,
     ) -> Selection:
         """Some cuts do not fit though their like did: then the layers concerned are left one neuron (or `round_to`) more, once
         each, or the units alone."""
+        structure = self._structure_of(coupling)  # first: it may record the network anew
         units, asked = dict(self._living.units), floors
         while True:
-            ranking = bundled(_scored(units.values(), values), values, alive, round_to)
-            cut = self._selected(least_coupled(ranking, n, _room(alive, floors)), n, "coupled")
+            fit, room = scored(units.values(), values), room_of(alive, floors)
+            if coupling == "paper":
+                chosen = self._least_apart(fit, values, n, alive, room, round_to)
+            else:
+                chosen = least_coupled(bundled(fit, values, alive, round_to), n, room)
+            cut = self._selected(chosen, n, coupling)
             if not cut or not confirm:
                 return cut
             left = self._after(cut)
-            found = self._structure.misfit(left.alive)
+            found = structure.misfit(left.alive, aligned=coupling == "coupled")
             if found is None:
-                self._tried = left.alive
+                self._tried = coupling, left.alive
                 return cut
             guilty = [units.pop(root) for root in set(self._structure.roots[found.slots].tolist()) & units.keys()]
             tight = {
@@ -212,7 +207,22 @@ class Neurons:
                 floors = {layer: least + round_to * (layer in tight) for layer, least in floors.items()}
                 units = dict(self._living.units)
             elif not guilty:
-                return self._selected([], n, "coupled")
+                return self._selected([], n, coupling)
+
+    def _least_apart(
+        self,
+        units: Sequence[Unit],
+        values: Values,
+        n: int,
+        alive: Mapping[str, int],
+        room: Mapping[str, int],
+        round_to: int,
+    ) -> list[Unit]:
+        families = self._lanes.families(units, self._rows, self._living.alive)
+        if round_to == 1:
+            return least_paper(families, values, n, room)
+        abreast = [unit for lanes in families for unit in side_by_side(lanes, values)]
+        return least_coupled(bundled(abreast, values, alive, round_to), n, room)
 
     def _selected(self, units: Iterable[Unit], n: int, coupling: Coupling) -> Selection:
         positions: dict[str, list[int]] = defaultdict(list)
@@ -233,7 +243,7 @@ class Neurons:
         """Where the output of each neuron is read, for scores that are derivatives. With "paper", layers that are added
         together have gates of their own."""
         self._check()
-        structure = self._lanes.structure if coupling == "paper" else self._structure
+        structure = self._structure_of(coupling)
         rows = {name: self._rows[name] for name in self._prunable}
         return find_gates(structure, rows, self._living.alive, lanes=coupling == "paper")
 
@@ -272,8 +282,8 @@ class Neurons:
             self._trace(None if tried is None or not torch.equal(tried[0], left.alive) else tried[1])
         return gone
 
-    def _structure_for(self, selection: Mapping[str, Sequence[int]]) -> Structure:
-        return self._lanes.structure if getattr(selection, "coupling", "coupled") == "paper" else self._structure
+    def _structure_of(self, coupling: Coupling) -> Structure:
+        return self._lanes.structure if coupling == "paper" else self._structure
 
     def _check(self) -> None:
         """ValueError if tensors do not have the shapes that this object knows of."""
@@ -287,18 +297,20 @@ class Neurons:
         self._check()
         if isinstance(selection, Selection) and selection.version != self.version:
             raise ValueError("this selection was made before the last removal: positions have moved; select again")
-        return self._living.without(selection, self._structure_for(selection).roots)
+        return self._living.without(selection, self._structure_of(coupling_of(selection)).roots)
 
     def _gone(self, left: Living, selection: Mapping[str, Sequence[int]]) -> Selection:
         positions = self._living.gone(left)
         requested = getattr(selection, "requested", sum(map(len, positions.values())))
-        coupling: Coupling = getattr(selection, "coupling", "coupled")
-        return Selection(positions, requested=requested, version=self.version, coupling=coupling)
+        return Selection(positions, requested=requested, version=self.version, coupling=coupling_of(selection))
 
     def _removal(self, left: Living, gone: Selection) -> Removal:
         before = self._living.alive
-        known = self._tried is not None and torch.equal(left.alive, self._tried)  # `least` has just been there
-        found = None if known else self._structure_for(gone).misfit(left.alive, aligned=gone.coupling == "coupled")
+        coupling, tried = self._tried or (None, before)
+        known = coupling == gone.coupling and torch.equal(left.alive, tried)  # `least` has just been there
+        found = (
+            None if known else self._structure_of(gone.coupling).misfit(left.alive, aligned=gone.coupling == "coupled")
+        )
         if found is not None:
             raise ValueError(f"these neurons cannot be removed together ({', '.join(gone)}): {found.reason}")
         return self._structure.removal(before, left.alive)
@@ -341,12 +353,3 @@ class Neurons:
     def __str__(self) -> str:
         """A table: a line a layer, then a line for each reason why others are frozen."""
         return table(self.layers, self.frozen, self.preview({}))
-
-
-def _scored(units: Iterable[Unit], scores: Values) -> list[Unit]:
-    return [unit for unit in units if all(layer in scores for layer, _ in unit.members)]
-
-
-def _room(alive: Mapping[str, int], floors: Mapping[str, int]) -> dict[str, int]:
-    """How many neurons of each layer may go."""
-    return {name: max(count - floors[name], 0) for name, count in alive.items()}

@@ -76,30 +76,19 @@ def least_coupled(ranking: Sequence[Unit], n: int, room: Mapping[str, int]) -> l
     return chosen
 
 
-def least_paper(
-    families: Sequence[Sequence[Sequence[Unit]]], scores: Values, n: int, room: Mapping[str, int]
-) -> list[Unit]:
-    """The paper's way with coupled layers: each loses the same number, the average of what each was due.
-
-    A family is a list of lanes, a lane the units of one of the coupled layers; a lane that is coupled to nothing is a family
-    of its own. What was due is read off the n least important units over the whole network; the average is rounded down, so
-    that no more than n neurons go.
-    """
-    everyone = ranked([unit for lanes in families for lane in lanes for unit in lane], scores)
-    due = {id(unit) for unit in least_coupled(everyone, n, room)}
-    left, chosen = Counter(room), []
-    for lanes in families:
-        rankings = [ranked(lane, scores) for lane in lanes]
-        count = sum(sum(id(unit) in due for unit in lane) for lane in lanes) // len(lanes)
-        while count and not _sizes(rankings, count) <= left:  # a lane that was due less may have less room
-            count -= 1
-        left -= _sizes(rankings, count)
-        chosen += [unit for lane in rankings for unit in lane[:count]]
-    return chosen
+def scored(units: Iterable[Unit], scores: Values) -> list[Unit]:
+    """The units whose layers all have scores."""
+    return [unit for unit in units if all(layer in scores for layer, _ in unit.members)]
 
 
-def _sizes(lanes: Sequence[Sequence[Unit]], count: int) -> Counter[str]:
-    return Counter(layer for lane in lanes for unit in lane[:count] for layer, _ in unit.members)
+def room_of(alive: Mapping[str, int], floors: Mapping[str, int]) -> dict[str, int]:
+    """How many neurons of each layer may go."""
+    return {name: max(count - floors[name], 0) for name, count in alive.items()}
+
+
+def coupling_of(selection: Mapping[str, Sequence[int]]) -> Coupling:
+    """A selection's coupling; a plain dict is coupled."""
+    return getattr(selection, "coupling", "coupled")
 
 
 def as_lists(scores: Scores, alive: Mapping[str, int]) -> dict[str, list[float]]:
