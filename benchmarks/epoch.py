@@ -39,8 +39,8 @@ from hgnp.training.optimizers import make_optimizer
 from naive import naive_step
 
 NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "resnet18": (ResNet18, "resnet18-cifar10"),
-    "vgg16": (VGG16, "vgg16-cifar10"),
+    "resnet18": (ResNet18, "resnet18-cifar10-fast"),
+    "vgg16": (VGG16, "vgg16-cifar10-fast"),
 }
 OPEN = {"bound": -1.0, "skip_inactive": False}  # the term acts in every step
 HGNP: dict[str, dict[str, Any]] = {  # choices beside the preset's; of the first, beside the default's

@@ -1,6 +1,6 @@
 """A whole run of a preset, and what it costs: training with the flatness term against plain training of the same networks.
 
-    python benchmarks/paper_run.py vgg16-cifar10 --data DIR --device cuda [--out runs/vgg] [--set recipe.mu=0.01]
+    python benchmarks/paper_run.py vgg16-cifar10-fast --data DIR --device cuda [--out runs/vgg] [--set recipe.mu=0.01]
                                    [--method NAME] [--seed N] [--minutes M]
 
 It is what `hgnp run` does, in a folder like its own. After the first epoch at new widths a copy of the network is trained

@@ -58,6 +58,14 @@ class Run:
         return str(self.info.get("metric") or "metric")
 
     @property
+    def hardware(self) -> str:
+        """What it was trained on: the GPU's name, or how many threads of a CPU."""
+        device, threads = self.info.get("device") or "unknown", self.info.get("threads")
+        return (
+            f"{device}, {threads} thread{'s' if threads != 1 else ''}" if device == "cpu" and threads else str(device)
+        )
+
+    @property
     def recipe(self) -> Mapping[str, Any]:
         return self.info["recipe"]
 

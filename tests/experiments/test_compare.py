@@ -231,6 +231,18 @@ def test_compare_writes_tables_that_hold_the_numbers(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob(".*"))
 
 
+def test_training_times_name_the_hardware(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / f"h{seed}", seed=seed) for seed in range(2)]
+    info = json.loads((folders[1] / "run.json").read_text())
+    (folders[1] / "run.json").write_text(json.dumps({**info, "device": "NVIDIA H200"}))
+    assert compare(folders, tmp_path / "out").studies[0].groups[0].hardware == "NVIDIA H200; cpu, 2 threads"
+    with open(tmp_path / "out" / "summary.csv", encoding="utf-8") as file:
+        assert [row["hardware"] for row in csv.DictReader(file)] == ["NVIDIA H200; cpu, 2 threads"]
+    page = (tmp_path / "out" / "page.html").read_text()
+    assert "hardware" in page
+    assert "NVIDIA H200; cpu, 2 threads" in page
+
+
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     with pytest.raises(ValueError, match="was given twice"):

@@ -4,9 +4,11 @@ import pytest
 
 from hgnp.experiments import presets
 from hgnp.experiments.build import prepare
+from hgnp.experiments.config import extended, parse
 from hgnp.recipe import Recipe
 
 PAIRS = ("alexnet-flowers", "resnet18-cifar10", "resnet18-birds", "vgg16-cifar10")
+ABLATIONS = ("alexnet-flowers-no-training-term", "alexnet-flowers-no-scoring-term")
 
 
 @pytest.mark.parametrize("name", presets.names())
@@ -22,8 +24,10 @@ def test_every_preset_has_a_line_about_it_and_recipes_that_hold(name: str) -> No
 def test_the_demo_comes_first_and_all_are_there() -> None:
     names = presets.names()
     assert names[0] == "demo"
-    ablations = {"alexnet-flowers-no-training-term", "alexnet-flowers-no-scoring-term"}
-    assert set(names) == {"demo", *PAIRS, *(f"{pair}-short" for pair in PAIRS), *ablations}
+    literal = {*PAIRS, *ABLATIONS}
+    assert set(names) == {
+        "demo", *literal, *(f"{name}-fast" for name in literal), *(f"{pair}-short" for pair in PAIRS)
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -35,8 +39,11 @@ def test_the_demo_comes_first_and_all_are_there() -> None:
         ("vgg16-cifar10", 128, 0.1, 5e-4, 50, 20),
     ],
 )
-def test_the_papers_hyperparameters(name: str, batch: int, lr: float, decay: float, warmup: int, finetune: int) -> None:
-    config = presets.preset(name)
+@pytest.mark.parametrize("ending", ["", "-fast"])
+def test_the_papers_hyperparameters(
+    name: str, batch: int, lr: float, decay: float, warmup: int, finetune: int, ending: str
+) -> None:
+    config = presets.preset(name + ending)
     recipe = Recipe.from_dict(config.recipe)
     assert config.data_args["batch"] == batch
     assert (recipe.lr, recipe.weight_decay, recipe.momentum) == (lr, decay, 0.9)
@@ -59,8 +66,37 @@ def test_the_ablations_leave_out_one_term_each() -> None:
     assert (scoring.training_mu, scoring.scoring_mu) == (1e-3, 0)
 
 
-def test_short_versions_say_so() -> None:
+def test_short_and_fast_versions_say_so() -> None:
     assert all((presets.preset(f"{pair}-short").about or "").startswith("SHORT") for pair in PAIRS)
+    assert all((presets.preset(f"{name}-fast").about or "").startswith("FAST") for name in (*PAIRS, *ABLATIONS))
+
+
+@pytest.mark.parametrize("name", [*PAIRS, *ABLATIONS])
+def test_the_papers_experiments_are_to_the_letter_and_fast_ones_differ_in_the_reading_alone(name: str) -> None:
+    literal, fast = presets.preset(name), presets.preset(f"{name}-fast")
+    recipe = Recipe.from_dict(literal.recipe)
+    assert (recipe.flatness, recipe.refresh_every, recipe.skip_inactive) == ("paper", 1, False)
+    assert recipe.coupling == ("paper" if name.startswith("resnet") else "coupled")
+    reading = {"flatness", "refresh_every", "skip_inactive"}
+    differ = {key for key, value in recipe.as_dict().items() if Recipe.from_dict(fast.recipe).as_dict()[key] != value}
+    assert differ == reading
+    assert {**fast.as_dict(), "recipe": 0, "name": 0, "about": 0} == {
+        **literal.as_dict(), "recipe": 0, "name": 0, "about": 0
+    }  # fmt: skip
+
+
+def test_pictures_are_augmented_as_the_paper_says() -> None:
+    """Flips on CIFAR-10 and Flowers, the readers' own default; on Birds none are named, and pictures are cropped."""
+    birds = presets.preset("resnet18-birds").data_args
+    assert (birds["side"], birds["resize"], birds["flip"]) == (160, False, False)
+    assert not {"crop", "flip"} & presets.preset("vgg16-cifar10").data_args.keys()
+
+
+def test_the_text_of_a_preset_that_extends_another_is_whole() -> None:
+    text = presets.text("vgg16-cifar10-fast")
+    assert "extends" not in text
+    assert parse(text, where="here", name="x") == presets.preset("vgg16-cifar10-fast")
+    assert presets.text("vgg16-cifar10").startswith("about")  # as written, with its comments
 
 
 def test_an_unknown_preset_is_refused_with_a_suggestion() -> None:
@@ -72,3 +108,12 @@ def test_an_unknown_preset_is_refused_with_a_suggestion() -> None:
 def test_a_preset_that_needs_data_says_how_to_give_them(name: str) -> None:
     with pytest.raises(ValueError, match=r"data_args: .* needs 'folder'; --data DIR gives it"):
         prepare(presets.preset(name))
+
+
+def test_own_keys_replace_those_of_what_is_extended_in_mappings_one_by_one() -> None:
+    base = {"model": "A", "recipe": {"mu": 1, "flatness": {"norm": "batch"}}, "methods": {"taylor": {}}, "seed": 3}
+    own = {"model": "B", "recipe": {"flatness": "paper"}, "methods": None}
+    assert extended(base, own) == {
+        "model": "B", "recipe": {"mu": 1, "flatness": "paper"}, "methods": None, "seed": 3
+    }  # fmt: skip
+    assert base["recipe"] == {"mu": 1, "flatness": {"norm": "batch"}}

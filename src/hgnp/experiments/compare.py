@@ -39,6 +39,9 @@ class Group:
     final: float | None
     final_spread: float | None
     seconds: float
+    """Of training, a run."""
+    hardware: str
+    """The devices that it was trained on."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,7 @@ def _group(label: str, group: Sequence[Run], used: Sequence[Run], grid: Sequence
         final=statistics.mean(final) if final else None,
         final_spread=statistics.stdev(final) if len(final) > 1 else None,
         seconds=sum(float(row.get("seconds") or 0) for run in group for row in run.rows) / len(group),
+        hardware="; ".join(sorted({run.hardware for run in group})),
     )
 
 

@@ -158,11 +158,21 @@ def read(file: Path) -> Config:
 
 def parse(text: str, *, where: str, name: str) -> Config:
     """The configuration in a YAML text; `where` it stands is named in messages, `name` is what it is called by default."""
+    return Config.from_dict(values(text, where=where), where=where, name=name)
+
+
+def values(text: str, *, where: str) -> Any:
+    """What a YAML text holds, unchecked."""
     try:
-        values = _yaml(text)
+        return _yaml(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{where} is not YAML: {one_line(error)}") from error
-    return Config.from_dict(values, where=where, name=name)
+
+
+def extended(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `base` with `own` ones in their place; of mappings such as `recipe`, key by key."""
+    both = [key for key in _MAPPINGS if base.get(key) and own.get(key)]
+    return {**base, **own, **{key: {**base[key], **own[key]} for key in both}}
 
 
 class _Loader(yaml.SafeLoader):

@@ -118,6 +118,29 @@ def test_cub_follows_its_split(tmp_path: Path) -> None:
         torch.testing.assert_close(x, normalised([home / "images" / name for name in names]))
 
 
+@pytest.mark.parametrize("memory", [2**30, 1])
+def test_cub_crops_the_centre_and_mirrors_nothing_unless_it_is_told_to(tmp_path: Path, memory: int) -> None:
+    home = cub(tmp_path / "set")
+    file = home / "images" / "001.Bird_1" / "Bird_1_1.jpg"
+    picture(7, file, (3 * SIDE, 2 * SIDE + 1))
+    whole = torch.tensor(stored(file))
+    data = cub200(home, batch=4, side=SIDE, memory=memory, workers=1)
+    assert not data.train.flip
+    top, left = (SIDE + 1) // 2, SIDE
+    expected = whole[:, top : top + SIDE, left : left + SIDE].double()
+    expected = (expected - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+    torch.testing.assert_close(epoch(data.val)[0][0], expected.float())
+    scaled = cub200(home, batch=4, side=SIDE, memory=memory, workers=1, resize=True, flip=True)  # not the cached ones
+    assert scaled.train.flip
+    assert not torch.allclose(epoch(scaled.val)[0][0], expected.float(), atol=0.1)
+
+
+def test_a_picture_that_is_smaller_than_the_crop_is_scaled_up_until_it_covers_it(tmp_path: Path) -> None:
+    picture(1, tmp_path / "a.png", (12, 40))
+    assert decode(tmp_path / "a.png", SIDE, resize=False).shape == (3, SIDE, SIDE)
+    assert np.array_equal(decode(tmp_path / "a.png", SIDE, resize=False), decode(tmp_path / "a.png", SIDE))
+
+
 def test_folders_are_classes(tmp_path: Path) -> None:
     data = image_folder(folders(tmp_path / "mine"), batch=3, side=SIDE)
     assert (data.classes, data.train_samples, data.val_samples) == (2, 8, 3)
@@ -208,7 +231,9 @@ def test_the_cache_follows_the_files(
 ) -> None:
     folder, read = made
     decoded: list[Path] = []
-    monkeypatch.setattr(decoding, "decode", lambda file, side: decoded.append(file) or decode(file, side))
+    monkeypatch.setattr(
+        decoding, "decode", lambda file, side, **given: decoded.append(file) or decode(file, side, **given)
+    )
     before = sorted(folder.rglob("*"))
 
     def load(**options: object) -> tuple[Tensor, int]:
@@ -247,7 +272,9 @@ def test_without_the_cache(made: tuple[Path, Callable[..., Data]], cache: Path) 
 
 def test_a_limit_reads_no_more_than_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[Path] = []
-    monkeypatch.setattr(decoding, "decode", lambda file, side: decoded.append(file) or decode(file, side))
+    monkeypatch.setattr(
+        decoding, "decode", lambda file, side, **given: decoded.append(file) or decode(file, side, **given)
+    )
     data = image_folder(folders(tmp_path / "set"), batch=2, side=SIDE, limit=4)
     assert len(decoded) == 4 + 3
     assert sorted(epoch(data.train)[1].tolist()) == [0, 0, 1, 1]

@@ -15,7 +15,8 @@ def cub200(
     batch: int,
     side: int = 160,
     device: str | torch.device = "cpu",
-    flip: bool = True,
+    flip: bool = False,
+    resize: bool = False,
     limit: int | None = None,
     drop_last: bool = False,
     cache: bool = True,
@@ -25,7 +26,8 @@ def cub200(
     """5,994 training and 5,794 validation pictures of 200 kinds of birds.
 
     `folder` holds images.txt, image_class_labels.txt, train_test_split.txt and images/, or is the folder around CUB_200_2011.
-    The other options are those of `flowers102`.
+    As in the paper, pictures are cropped to `side` (the centre, in the picture's own pixels) and nothing is mirrored;
+    `resize=True` scales the central square instead. The other options are those of `flowers102`.
     """
     home = Path(folder)
     if not (home / "images.txt").is_file() and (home / "CUB_200_2011").is_dir():
@@ -49,7 +51,7 @@ def cub200(
     return from_files(
         "CUB-200-2011", of(1), of(0), classes,
         side=side, batch=batch, device=device, flip=flip, limit=limit, drop_last=drop_last, cache=cache, memory=memory,
-        workers=workers,
+        workers=workers, resize=resize,
     )  # fmt: skip
 
 

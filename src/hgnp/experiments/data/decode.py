@@ -1,6 +1,8 @@
 """Picture files as uint8 arrays of one size, decoded by several threads and kept in a cache.
 
 A picture is cut to its central square, which is scaled to the side asked for; a picture of that size is taken as it is.
+With `resize=False` the centre is cut out in the picture's own pixels; only a picture that is too small is scaled up, until it
+covers the side.
 """
 
 import hashlib
@@ -22,11 +24,15 @@ FORMAT = 1  # of what is kept; to be raised when a picture is decoded or scaled 
 Pixels = npt.NDArray[np.uint8]
 
 
-def decode(file: Path, side: int) -> Pixels:
+def decode(file: Path, side: int, *, resize: bool = True) -> Pixels:
     """One picture, (3, side, side)."""
     try:
         with Image.open(file) as image:
-            square = ImageOps.fit(image.convert("RGB"), (side, side), Image.Resampling.BILINEAR)
+            picture = image.convert("RGB")
+            if not resize and min(picture.size) >= side:
+                left, top = ((length - side) // 2 for length in picture.size)
+                picture = picture.crop((left, top, left + side, top + side))
+            square = ImageOps.fit(picture, (side, side), Image.Resampling.BILINEAR)
     except FileNotFoundError:
         raise FileNotFoundError(f"{file}: no such picture") from None
     # the exceptions of Pillow's decoders are many
@@ -36,12 +42,12 @@ def decode(file: Path, side: int) -> Pixels:
     return np.asarray(square).transpose(2, 0, 1)
 
 
-def decode_all(files: Sequence[Path], side: int, *, workers: int) -> Pixels:
+def decode_all(files: Sequence[Path], side: int, *, workers: int, resize: bool = True) -> Pixels:
     """All pictures, (files, 3, side, side). A bar on a terminal shows how far it is."""
     pixels = np.empty((len(files), 3, side, side), np.uint8)
 
     def fill(number: int) -> None:
-        pixels[number] = decode(files[number], side)
+        pixels[number] = decode(files[number], side, resize=resize)
 
     console = Console(stderr=True)
     with ThreadPoolExecutor(workers) as pool:
@@ -52,18 +58,18 @@ def decode_all(files: Sequence[Path], side: int, *, workers: int) -> Pixels:
     return pixels
 
 
-def decoded(files: Sequence[Path], side: int, *, name: str, workers: int, cache: bool) -> Pixels:
+def decoded(files: Sequence[Path], side: int, *, name: str, workers: int, cache: bool, resize: bool = True) -> Pixels:
     """`decode_all`, from the cache if these files, as they are now, were decoded to this size before."""
     if not cache:
-        return decode_all(files, side, workers=workers)
-    kept = cache_folder() / f"{name}-{side}-{_key(files, side)}.npy"
+        return decode_all(files, side, workers=workers, resize=resize)
+    kept = cache_folder() / f"{name}-{side}-{_key(files, side, resize)}.npy"
     try:
         pixels = np.load(kept, allow_pickle=False)
         if pixels.shape == (len(files), 3, side, side) and pixels.dtype == np.uint8:
             return pixels
     except (OSError, ValueError, EOFError):  # not there, or damaged
         pass
-    pixels = decode_all(files, side, workers=workers)
+    pixels = decode_all(files, side, workers=workers, resize=resize)
     try:
         _write(kept, pixels)
     except OSError as error:
@@ -76,8 +82,8 @@ def cache_folder() -> Path:
     return (Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache") / "hgnp"
 
 
-def _key(files: Sequence[Path], side: int) -> str:
-    sha = hashlib.sha256(f"{FORMAT} {side}\n".encode())
+def _key(files: Sequence[Path], side: int, resize: bool) -> str:
+    sha = hashlib.sha256(f"{FORMAT} {side}{'' if resize else ' cropped'}\n".encode())
     for file in files:
         facts = file.stat()
         sha.update(f"{file.absolute()}\0{facts.st_size} {facts.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))

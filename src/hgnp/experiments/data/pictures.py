@@ -40,6 +40,7 @@ def from_files(
     cache: bool,
     memory: int,
     workers: int | None,
+    resize: bool = True,
 ) -> Data:
     where = as_device(device)
     if workers is None:
@@ -55,13 +56,13 @@ def from_files(
     fits = len(every) * 3 * side**2 <= memory
     if fits:
         name = "".join(letter for letter in title.lower() if letter.isalnum())
-        pixels = torch.from_numpy(decoded(every, side, name=name, workers=workers, cache=cache))
+        pixels = torch.from_numpy(decoded(every, side, name=name, workers=workers, cache=cache, resize=resize))
         images = pixels.split([len(train.files), len(val.files)])
         sources = Memory(images[0], train.labels, where), Memory(images[1], val.labels, where)
     else:
         sources = (
-            Stream(train.files, train.labels, side, where, workers),
-            Stream(val.files, val.labels, side, where, workers),
+            Stream(train.files, train.labels, side, where, workers, resize=resize),
+            Stream(val.files, val.labels, side, where, workers, resize=resize),
         )
     return Data(
         train=Loader(

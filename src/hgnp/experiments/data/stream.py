@@ -19,20 +19,29 @@ Batch = tuple[Tensor, Tensor]
 class Decoding(Dataset[Batch | OSError]):
     """Whole batches, by their indices. An error is returned: raised in a worker it would arrive as a page of traceback."""
 
-    def __init__(self, files: Sequence[Path], labels: Tensor, side: int) -> None:
-        self.files, self.labels, self.side = files, labels, side
+    def __init__(self, files: Sequence[Path], labels: Tensor, side: int, resize: bool) -> None:
+        self.files, self.labels, self.side, self.resize = files, labels, side, resize
 
     def __getitem__(self, index: Tensor) -> Batch | OSError:
         try:
-            pixels = np.stack([decode(self.files[number], self.side) for number in index.tolist()])
+            pixels = np.stack([decode(self.files[number], self.side, resize=self.resize) for number in index.tolist()])
         except OSError as error:
             return error
         return torch.from_numpy(pixels), self.labels[index]
 
 
 class Stream:
-    def __init__(self, files: Sequence[Path], labels: Tensor, side: int, device: torch.device, workers: int) -> None:
-        self.decoding, self.device, self.workers = Decoding(files, labels, side), device, workers
+    def __init__(
+        self,
+        files: Sequence[Path],
+        labels: Tensor,
+        side: int,
+        device: torch.device,
+        workers: int,
+        *,
+        resize: bool = True,
+    ) -> None:
+        self.decoding, self.device, self.workers = Decoding(files, labels, side, resize), device, workers
 
     @property
     def samples(self) -> int:

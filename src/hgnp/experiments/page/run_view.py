@@ -50,7 +50,7 @@ def _about(run: Run) -> str:
         f"Method {run.method}",
         seed,
         f"{len(run.rows)} epochs",
-        f"{_duration(seconds)} on {run.info.get('device')}",
+        f"{_duration(seconds)} on {run.hardware}",
     ]
     resumed = ((run.result or {}).get("parts") or 1) - 1
     if resumed:

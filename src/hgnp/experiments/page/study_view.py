@@ -62,7 +62,8 @@ def _study(study: Study, prefix: str) -> dict[str, Any]:
             "gain (%)",
             "crossings at κ",
             f"final{unit}",
-            "seconds a run",
+            "training time a run (s)",
+            "hardware",
         ],
         "summary": [*(_summary(study, group, pairs.get(group.label)) for group in study.groups), *_composed(study)],
         "figures": [
@@ -110,7 +111,7 @@ def _summary(study: Study, group: Group, pair: Pair | None) -> list[str]:
     area = "–" if group.area is None else f"{group.area:.4f}"
     mean = metric_axis(study.metric).show(group.mean_metric)
     final = _spread(study.metric, group.final, group.final_spread)
-    return [group.label, runs, mean, area, gain, crossed or "–", final, f"{group.seconds:,.1f}"]
+    return [group.label, runs, mean, area, gain, crossed or "–", final, f"{group.seconds:,.1f}", group.hardware]
 
 
 def _composed(study: Study) -> list[list[str]]:

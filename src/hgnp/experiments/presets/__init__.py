@@ -1,11 +1,15 @@
-"""Configurations that come with hgnp: the demo, the paper's four experiments and its ablations."""
+"""Configurations that come with hgnp: the demo, the paper's four experiments (to the letter, fast and short) and its ablations.
+
+A preset may `extend` another: it has the keys of that one with its own in their place, mappings such as `recipe` key by key.
+"""
 
 from importlib import resources
+from typing import Any
 
-from hgnp.experiments.config import Config, parse
+from hgnp.experiments.config import Config, extended, values
 from hgnp.messages import meant
 
-ENDING = ".yaml"
+ENDING, EXTENDS = ".yaml", "extends"
 
 
 def names() -> list[str]:
@@ -17,11 +21,21 @@ def names() -> list[str]:
 
 
 def text(name: str) -> str:
-    """A preset's YAML, comments and all."""
-    if name not in names():
-        raise ValueError(f"there is no preset {name!r}{meant(name, names())}")
-    return resources.files(__name__).joinpath(name + ENDING).read_text(encoding="utf-8")
+    """A preset's YAML, whole: comments and all, unless it extends another."""
+    own = _file(name)
+    return preset(name).text() if EXTENDS in values(own, where=name) else own
 
 
 def preset(name: str) -> Config:
-    return parse(text(name), where=f"preset {name}", name=name)
+    return Config.from_dict(_resolved(name), where=f"preset {name}", name=name)
+
+
+def _resolved(name: str) -> dict[str, Any]:
+    own = dict(values(_file(name), where=f"preset {name}"))
+    return extended(_resolved(own.pop(EXTENDS)), own) if EXTENDS in own else own
+
+
+def _file(name: str) -> str:
+    if name not in names():
+        raise ValueError(f"there is no preset {name!r}{meant(name, names())}")
+    return resources.files(__name__).joinpath(name + ENDING).read_text(encoding="utf-8")
