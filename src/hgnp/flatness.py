@@ -52,7 +52,7 @@ class Flatness(Sight):
 
     curvature "ggn" or "hessian"; norm "batch" or "frozen"; scaling "plain" or "scale_invariant"; direction_from "last_batch" or
     "this_batch"; kfac_approx "reduce" or "expand"; fisher_type "empirical" or "mc" (labels
-    drawn from the output); ranking "kfac" or "empirical".
+    drawn from the output); ranking "kfac" or "empirical"; gamma_from "loss" or "penalized_loss".
 
     refresh_every  with direction_from "last_batch", v is renewed in every so many steps and kept in between: cheaper, older
     skip_inactive  if the penalty is inactive in the first step along a new v, the steps until the next renewal are plain
@@ -75,6 +75,7 @@ class Flatness(Sight):
         kfac_approx: str | None = None,
         fisher_type: str | None = None,
         ranking: str | None = None,
+        gamma_from: str | None = None,
         refresh_every: int = 1,
         skip_inactive: bool = False,
     ) -> None:
@@ -92,7 +93,7 @@ class Flatness(Sight):
             curvature = "hessian"
         self.choices = choose(
             flatness, curvature=curvature, norm=norm, scaling=scaling, direction_from=direction_from, kfac_approx=kfac_approx,
-            fisher_type=fisher_type, ranking=ranking,
+            fisher_type=fisher_type, ranking=ranking, gamma_from=gamma_from,
         )  # fmt: skip
         self._frozen = self.choices.norm == "frozen"
         self.lags = self.choices.direction_from == "last_batch"
@@ -222,7 +223,7 @@ class Flatness(Sight):
             backward()
             return
         found.observer.begin()
-        if opened:
+        if opened and self.choices.gamma_from == "loss":
             self._renew(found, target, scale, meanwhile=backward)
         else:
             self.v.update_by(backward, found.observer, found.loss, found.z, target, scale)

@@ -10,6 +10,7 @@ ALLOWED = {
     "kfac_approx": ("reduce", "expand"),
     "fisher_type": ("empirical", "mc"),
     "ranking": ("kfac", "empirical"),
+    "gamma_from": ("loss", "penalized_loss"),
 }
 
 
@@ -29,6 +30,8 @@ class Choices:
     """Direction: Γ from the batch's labels, or from labels drawn from the network's own output."""
     ranking: str = "kfac"
     """Direction: the block with the largest λ^Ψ λ^Γ, or the largest empirical quotient along its v."""
+    gamma_from: str = "loss"
+    """Direction: Γ from the derivatives of C, or of L = C + μ·max(0, q − B) along the v of the batch before."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -37,6 +40,16 @@ class Choices:
                 raise ValueError(
                     f"{field.name}: {given!r} was given; one of {', '.join(map(repr, ALLOWED[field.name]))} would do"
                 )
+        if self.gamma_from == "penalized_loss":
+            for name, needed, why in (
+                ("direction_from", "last_batch", "this batch's v would need Γ, which would need L along this batch's v"),
+                ("norm", "batch", "C and q are otherwise of two functions"),
+                ("fisher_type", "empirical", "labels are drawn for C alone"),
+            ):
+                if (given := getattr(self, name)) != needed:
+                    raise ValueError(
+                        f"gamma_from='penalized_loss' must come with {name}={needed!r}, got {given!r}: {why}"
+                    )
 
 
 BUNDLES = {

@@ -130,7 +130,8 @@ class Direction:
         *,
         cold: bool = False,
     ) -> None:
-        """`update` where a step's own backward pass is of scale·C alone: it shows the derivatives on its way."""
+        """`update` where a step's own backward pass is of scale·C alone (or of scale·L, if Γ is): it shows the derivatives on
+        its way."""
         if self.choices.fisher_type == "mc":
             self.update(observer, partial(self.pull, observer, loss, z, target, scale), cold=cold, meanwhile=backward)
             return
