@@ -19,6 +19,7 @@ CHOICES = {
     "hessian, frozen": {"curvature": "hessian", "norm": "frozen"},
     "sampled": {"fisher_type": "mc"},
     "empirical": {"ranking": "empirical"},
+    "penalised": {"gamma_from": "penalized_loss"},
     "expand, scale invariant": {"kfac_approx": "expand", "scaling": "scale_invariant"},
     "paper": {"flatness": "paper"},
 }

@@ -75,6 +75,8 @@ def trained(captured: bool, dropout: float = 0.0, **choices: Any) -> tuple[nn.Mo
         {"mu": 0.05, "bound": 0.0},
         {"mu": 0.05, "bound": 0.0, "refresh_every": 3},
         {"mu": 0.05, "bound": 0.025, "refresh_every": 3, "skip_inactive": True},
+        {"mu": 0.05, "bound": 0.0, "gamma_from": "penalized_loss"},
+        {"mu": 0.05, "bound": 0.03, "gamma_from": "penalized_loss"},
         {"mu": 0.05, "bound": 0.0, "direction_from": "this_batch"},
         {"mu": 0.05, "bound": 0.0, "kfac_approx": "expand", "refresh_every": 2},
         {"mu": 0.05, "bound": 0.0, "kfac_approx": "expand", "direction_from": "this_batch"},

@@ -115,7 +115,8 @@ def _exchanged(shares: Sequence[_Share], rest: int, room: Mapping[str, int]) -> 
     reach = 2 * max(shares[number].size for number in free)
     best: dict[int, tuple[Fraction, dict[int, int]]] = {0: (Fraction(0), {})}  # neurons more → deviation, counts
     for number in free:
-        share, found = shares[number], {}
+        share = shares[number]
+        found: dict[int, tuple[Fraction, dict[int, int]]] = {}
         for count in range(max(share.count - reach, 0), min(share.count + reach, most[number]) + 1):
             away, more = share.size * abs(count - share.due), share.size * (count - share.count)
             for before, (deviation, counts) in best.items():
