@@ -42,7 +42,7 @@ class Choices:
                 )
         if self.gamma_from == "penalized_loss":
             for name, needed, why in (
-                ("direction_from", "last_batch", "this batch's v would need Γ, which would need L along this batch's v"),
+                ("direction_from", "last_batch", "v would need Γ of L along that same v"),
                 ("norm", "batch", "C and q are otherwise of two functions"),
                 ("fisher_type", "empirical", "labels are drawn for C alone"),
             ):
