@@ -10,6 +10,7 @@ import pytest
 from hgnp.experiments.compare import Comparison, compare_runs
 from hgnp.experiments.config import Config
 from hgnp.experiments.hybrid import PAPER
+from hgnp.experiments.page.study_view import comparison_view
 from hgnp.experiments.publish import compare, report
 from hgnp.runs import Run, read
 from run_cases import FEATURES, write_run
@@ -241,6 +242,15 @@ def test_training_times_name_the_hardware(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "page.html").read_text()
     assert "hardware" in page
     assert "NVIDIA H200; cpu, 2 threads" in page
+
+
+def test_rows_of_the_summary_are_as_long_as_its_header(tmp_path: Path) -> None:
+    """That of the composed hybrid too, which was trained on nothing."""
+    runs = [read(write_run(tmp_path / "h", accuracy=gentle))]
+    runs.append(read(write_run(tmp_path / "t", method="taylor", accuracy=steep)))
+    study = comparison_view(compare_runs(runs))["studies"][0]
+    assert len(study["summary"]) == 3
+    assert {len(row) for row in study["summary"]} == {len(study["summary_header"])}
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def _composed(study: Study) -> list[list[str]]:
     low, high = study.range
     shown = "–" if over is None else f"{over:+.2f}".replace("-", "−")
     mean = metric_axis(study.metric).show(switch.area / (high - low))
-    return [[f"{LABEL}, κ ≤ {switch.threshold:.1%}", "–", mean, f"{switch.area:.4f}", shown, "–", "–", "–"]]
+    return [[f"{LABEL}, κ ≤ {switch.threshold:.1%}", "–", mean, f"{switch.area:.4f}", shown, *"––––"]]
 
 
 def _levels(study: Study, group: Group) -> list[str]:
