@@ -14,7 +14,7 @@ from hgnp.curvature.losses import Loss
 from hgnp.curvature.sharpness import sharpness
 from hgnp.modes import evaluating
 from hgnp.timing import side_by_side
-from hgnp.training.batches import Batches, pick
+from hgnp.training.batches import pick
 
 LATENCY_BATCH = 256
 LATENCY_SECONDS = 10.0
@@ -42,9 +42,9 @@ def latencies(nets: list[nn.Module], inputs: Any, device: torch.device) -> tuple
     return [timing.median for timing in timings], about
 
 
-def top_curvature(net: nn.Module, data: Batches, loss: Loss, output: Output | None) -> float | None:
-    """The largest eigenvalue of the Hessian on a few samples; None where a second derivative is missing."""
-    inputs, target = next(iter(data))
+def top_curvature(net: nn.Module, batch: tuple[Any, Any], loss: Loss, output: Output | None) -> float | None:
+    """The largest eigenvalue of the Hessian on a few samples of a batch; None where a second derivative is missing."""
+    inputs, target = batch
     n = min(samples_in(inputs), SHARPNESS_SAMPLES)
     few = pick(inputs, torch.arange(n)), pick(target, torch.arange(n)) if isinstance(target, Tensor) else target
     try:

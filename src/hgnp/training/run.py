@@ -62,10 +62,11 @@ class Run:
         self, stored: dict[str, Any] | None, optimizer: OptimizerOrMaker | None, scheduler: Any, protect: Iterable[str]
     ) -> None:
         net, task, recipe = self.net, self.task, self.recipe
-        inputs, target = next(iter(task.train))
+        with streams.rewound(task.train.loader):
+            inputs, target = next(iter(task.train))
         out = check_first(net, task.loss, task.output, (inputs, target), "train")
         if task.val is not None:
-            with streams.untouched(*self._loaders()):
+            with streams.untouched(task.val.loader):
                 check_first(net, task.loss, task.output, next(iter(task.val)), "val")
         self.classes: int | None = out.shape[1] if is_classification(task.loss, target) else None
         self.metric = metric_name(task.metric, classes=self.classes is not None)
@@ -102,7 +103,7 @@ class Run:
             self._restore(stored)
         else:
             self.pruner.check_reachable()
-            with streams.untouched(*self._loaders()):
+            with streams.untouched():
                 self.chosen = choose(net, task, recipe, (inputs, target), neurons_of)
             self._save()
         self._filled = []
@@ -188,7 +189,7 @@ class Run:
 
     def _round(self, batches: list[Batch]) -> int:
         if self.plan.before is None:
-            self.plan.before = dataclasses.asdict(self._facts())
+            self.plan.before = dataclasses.asdict(self._facts(batches[0]))
         frozen = {entry.name for entry in self.neurons.frozen}
         removed = self.pruner.round(batches)
         for entry in self.neurons.frozen:
@@ -238,13 +239,18 @@ class Run:
             "mu": self.flatness.mu,
         }  # fmt: skip
 
-    def _facts(self) -> Facts:
-        """Of the network as it is at the end of an epoch, or at the start of the run."""
+    def _facts(self, batch: Batch | None = None) -> Facts:
+        """Of the network as it is at the end of an epoch, or at the start of the run. `batch`: one to measure on where there is
+        no validation data, if the training data is being iterated."""
         last = self.plan.history[-1] if self.plan.history else None
         val_loss, metric = self._validate() if last is None else (last["val_loss"], last["metric"])
         now = self.neurons.preview({})
-        with streams.untouched(*self._loaders()):
-            sharp = top_curvature(self.net, self.task.val or self.task.train, self.task.loss, self.task.output)
+        if self.task.val is not None or batch is None:
+            data = self.task.val or self.task.train
+            with streams.untouched(data.loader):
+                batch = next(iter(data))
+        with streams.untouched():
+            sharp = top_curvature(self.net, batch, self.task.loss, self.task.output)
         return Facts(metric, val_loss, now.parameters, now.neurons, now.macs // self.samples, sharp)
 
     def _finish(self) -> Result:
