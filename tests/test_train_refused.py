@@ -67,7 +67,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
             refused(r"gradients: they are off, as under torch.no_grad\(\)")
     refused("inputs: the batch has no sample", train=[(x, y), (x[:0], y[:0])])
     refused("unpack: it returned a Tensor", unpack=lambda batch: batch[0])
-    refused("metric: it returned a tensor of shape", metric=lambda out, target: out)
+    refused("metric must return one number, higher is better, got a tensor of shape", metric=lambda out, target: out)
     refused("device: abacus was given", device="abacus")
     refused("device: 1.5 was given", device=1.5)
     refused("out: a int was given", TypeError, out=5)

@@ -23,7 +23,7 @@ from hgnp.result import Facts, Result, Target
 from hgnp.storage import load
 from hgnp.training import checkpoint, streams
 from hgnp.training.batches import Batches, Unpack
-from hgnp.training.evaluate import Metric
+from hgnp.training.evaluate import Accumulator, Metric
 from hgnp.training.folder import Folder
 from hgnp.training.optimizers import OptimizerOrMaker
 from hgnp.training.plan import history_of
@@ -54,7 +54,8 @@ def prune(
     """Train `net` and prune it in place by `recipe`.
 
     train, val  loaders, gone through anew every epoch; without `val` there is no metric
-    metric      metric(outputs, targets) over the whole validation set, higher is better; accuracy for class labels
+    metric      metric(outputs, targets) over the whole validation set, higher is better, or an object with update(output,
+                target), compute() and reset(), given batch by batch; accuracy for class labels
     optimizer   an optimizer over the network's parameters, or what makes one of them; SGD by the recipe otherwise
     scheduler   a learning-rate scheduler of that optimizer, or what makes one of it, stepped every epoch
     unpack      unpack(batch) → (inputs, target), where batches are neither (x, y) nor mappings with `labels`
@@ -71,7 +72,13 @@ def prune(
         raise TypeError(f"net: a {type(net).__name__} was given; an nn.Module would do")
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe: a {type(recipe).__name__} was given; hgnp.Recipe(keep=0.1) would do")
-    check_functions(loss=loss, metric=metric, unpack=unpack, output=output, on_epoch=on_epoch)
+    check_functions(
+        loss=loss,
+        metric=None if isinstance(metric, Accumulator) else metric,
+        unpack=unpack,
+        output=output,
+        on_epoch=on_epoch,
+    )
     for name, made in (("optimizer", optimizer), ("scheduler", scheduler)):
         if made is not None and not callable(made) and not hasattr(made, "step"):
             raise ValueError(f"{name}: {made!r} was given; one, or its maker, would do")

@@ -163,6 +163,12 @@ def check_labels(loss: Loss, target: Tensor, classes: int, name: str) -> None:
                          f"0 to {classes - 1}")  # fmt: skip
 
 
+def checked(batches: Iterable[tuple[Any, Any]], loss: Loss, classes: int, name: str) -> Iterator[tuple[Any, Any]]:
+    for batch in batches:
+        check_labels(loss, batch[1], classes, name)
+        yield batch
+
+
 def _length(loader: Any) -> int | None:
     try:
         return len(loader)

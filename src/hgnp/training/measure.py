@@ -61,7 +61,7 @@ def sample_of(inputs: Any) -> list[dict[str, Any]] | None:
     return [{"shape": list(x.shape[1:]), "dtype": str(x.dtype).removeprefix("torch.")} for x in given]
 
 
-def features(net: nn.Module, inputs: Any, out: Any, *, classes: bool, train: Any, val: Any) -> dict[str, Any]:
+def features(net: nn.Module, inputs: Any, classes: int | None, train: Any, val: Any) -> dict[str, Any]:
     """What the paper's hybrid looks at; None where it is not known."""
     convolutions = [module for module in net.modules() if isinstance(module, _ConvNd)]
     kernels = [module.kernel_size[0] for module in convolutions]
@@ -70,7 +70,7 @@ def features(net: nn.Module, inputs: Any, out: Any, *, classes: bool, train: Any
         "train_samples": _length(train),
         "val_samples": _length(val),
         "image_side": inputs.shape[-1] if image else None,
-        "classes": out.shape[1] if classes else None,
+        "classes": classes,
         "conv_layers": len(convolutions),
         "linear_layers": sum(isinstance(module, nn.Linear) for module in net.modules()),
         "parameters": sum(p.numel() for p in net.parameters()),
