@@ -70,6 +70,7 @@ def prune(
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net: a {type(net).__name__} was given; an nn.Module would do")
+    check_one_process(net)
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe: a {type(recipe).__name__} was given; hgnp.Recipe(keep=0.1) would do")
     check_functions(
@@ -121,6 +122,23 @@ def prune(
                 return run.go(on_epoch)
         finally:
             run.tell("stop")
+
+
+def check_one_process(net: nn.Module | None = None) -> None:
+    """ValueError where several processes train together: each would prune other neurons than the rest."""
+    for module in () if net is None else net.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError("net must be a plain module, got one wrapped in DistributedDataParallel; give net.module")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        processes = torch.distributed.get_world_size()
+    else:  # torchrun's, before a group is made
+        given = os.environ.get("WORLD_SIZE", "")
+        processes = int(given) if given.isdecimal() else 1
+    if processes > 1:
+        raise ValueError(
+            f"hgnp.prune must run in one process, got a world size of {processes}: data-parallel training is not supported "
+            "yet; start it without torchrun"
+        )
 
 
 def finished(folder: Folder, net: nn.Module, recipe: Recipe) -> Result:

@@ -191,7 +191,7 @@ def test_a_refused_run_leaves_the_configuration_that_was_there(capsys: pytest.Ca
     mine.write_text(text)
     mine.write_text(read(mine).text())  # as a run would write it
     assert call("run", "y/config.yaml", "--out", "y") == 2
-    assert "keep: 0.001" in capsys.readouterr().err
+    assert "keep must be at least" in capsys.readouterr().err
     assert "keep: 0.001" in mine.read_text()
     assert call("run", "y/config.yaml", "--out", "z") == 2
     assert not Path("z").exists()

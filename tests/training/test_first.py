@@ -2,6 +2,7 @@
 
 import copy
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,26 @@ def test_a_plateau_is_not_one_of_labels_that_are_ignored(every: bool, tmp_path: 
         with torch.no_grad():
             want = F.cross_entropy(result.model.eval()(x), y)
         assert result.after.loss == pytest.approx(float(want), rel=1e-5)
+
+
+def test_a_network_that_cannot_be_copied_says_that_its_latency_is_not_measured() -> None:
+    net = made()
+    net.lock = threading.Lock()  # type: ignore[assignment]
+    notes: list[str] = []
+
+    class Heard(Lines):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    result = hgnp.prune(net, *loaders(), recipe=recipe(keep=1.0, warmup_epochs=1), _progress=Heard())
+    assert result.after.latency_ms is None
+    assert [
+        note for note in notes if note.startswith("latency is not measured, as net cannot be copied: cannot pickle")
+    ]
+
+    class Odd(type(net)):  # type: ignore[misc]
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise KeyError("a bug of one's own")
+
+    with pytest.raises(KeyError, match="of one's own"):
+        hgnp.prune(Odd(), *loaders(), recipe=recipe(keep=1.0, warmup_epochs=1))

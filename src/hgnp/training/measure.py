@@ -12,6 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 from hgnp.curvature.forward import Output, run, samples_in
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.sharpness import sharpness
+from hgnp.messages import first_line
 from hgnp.modes import evaluating
 from hgnp.timing import side_by_side
 from hgnp.training.batches import pick
@@ -21,12 +22,16 @@ LATENCY_SECONDS = 10.0
 SHARPNESS_SAMPLES = 128
 
 
-def copied(net: nn.Module) -> nn.Module | None:
-    """A copy to time later, or None for a network that cannot be copied."""
+def copied(net: nn.Module) -> tuple[nn.Module | None, str | None]:
+    """A copy to time later; of a network that cannot be copied none, and a note that says why."""
     try:
-        return copy.deepcopy(net)
-    except Exception:
-        return None
+        return copy.deepcopy(net), None
+    except (
+        TypeError,
+        RuntimeError,
+        copy.Error,
+    ) as error:  # a lock or a file among its attributes, a tensor with a history
+        return None, f"latency is not measured, as net cannot be copied: {first_line(error)}"
 
 
 def latencies(nets: list[nn.Module], inputs: Any, device: torch.device) -> tuple[list[float], dict[str, Any]]:

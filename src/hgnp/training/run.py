@@ -68,7 +68,8 @@ class Run:
         inputs, target = first.inputs, first.target
         self.classes, self.val_classes = first.classes, first.val_classes
         self.metric, self.features = first.metric, first.features
-        self.inputs, self.full, self._found = inputs, copied(net), formats_of(net)
+        self.inputs, self._found = inputs, formats_of(net)
+        self.full, self._uncopied = copied(net)
         if stored is not None and recipe.coupling == "paper":  # its structure is that of the network as it is now
             self._fill(stored)
         two = pick(inputs, torch.arange(min(2, samples_in(inputs))))
@@ -112,8 +113,8 @@ class Run:
     def go(self, on_epoch: Callable[[State], object] | None) -> Result:
         plan = self.plan
         self.tell("start", self._info() | {"epochs_done": plan.epoch, "out": self.folder and str(self.folder.path)})
-        for note in self.chosen.notes:
-            self.tell("note", note)
+        for note in (*self.chosen.notes, self._uncopied):
+            self._note_once(note)
         with self.epochs.running():
             with self.chosen.way.taken(self.net, self.optimizer, self._found):
                 while self._goes_on():
