@@ -51,7 +51,7 @@ class CrossEntropy:
             t = target * (1 - self.smoothing) + self.smoothing / classes
             return torch.einsum("nk...,k->n...", t.to(z), w) * (classes / z.numel())
         counted = target != self.ignore_index
-        own = w[torch.where(counted, target, 0)] * counted
+        own = w[target.masked_fill(~counted, 0)] * counted  # torch.where would copy its 0 to the device
         smooth = (1 - self.smoothing) * own + self.smoothing * w.mean() * counted
         return smooth / own.sum()
 
@@ -82,7 +82,7 @@ class CrossEntropy:
         counted = target != self.ignore_index
         if self.weight is None:
             return counted.sum(dtype=torch.double)
-        own = self.weight.to(z.device)[torch.where(counted, target, 0)]
+        own = self.weight.to(z.device)[target.masked_fill(~counted, 0)]
         return (own * counted).sum(dtype=torch.double)
 
 

@@ -115,7 +115,7 @@ class Evaluation:
         lost = mean.isnan()
         for part in tensors_in(out):
             lost = lost & part.isfinite().all()
-        return torch.where(lost, 0.0, mean * samples), (~lost).double() * samples, lost
+        return (mean * samples).masked_fill(lost, 0.0), (~lost).double() * samples, lost
 
     def neurons_removed(self, removal: Removal) -> Callable[[], None]:
         return self._replayed.forget

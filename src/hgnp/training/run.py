@@ -210,10 +210,7 @@ class Run:
         if task.val is None:
             return None, None
         streams.begin_epoch(task.val.loader, self.plan.epoch)
-        batches: Iterable[Batch] = task.val
-        if self.plan.epoch == 0 and self.val_classes is not None:
-            batches = checked(task.val, task.loss, self.val_classes, "val")
-        found = self.evaluation(batches)
+        found = self.evaluation(task.val if self.plan.epoch else checked(task.val, task.loss, self.val_classes, "val"))
         self._note_once(self.evaluation.note)
         return found
 
@@ -233,8 +230,7 @@ class Run:
         }  # fmt: skip
 
     def _facts(self, batch: Batch | None = None) -> Facts:
-        """Of the network as it is at the end of an epoch, or at the start of the run. `batch`: one to measure on where there is
-        no validation data, if the training data is being iterated."""
+        """At the end of an epoch or the start of the run. `batch`: one to use without val while train is being iterated."""
         last = self.plan.history[-1] if self.plan.history else None
         val_loss, metric = self._validate() if last is None else (last["val_loss"], last["metric"])
         now = self.neurons.preview({})
