@@ -49,8 +49,8 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     refused(
         "loss: it returned of shape", loss=lambda o, t: F.cross_entropy(o, t, reduction="none"), recipe=recipe(mu=0.0)
     )
-    refused("keep: 0.001 of the params was asked; no less than", recipe=recipe(keep=0.001))
-    refused("as every layer keeps a multiple of 8 and 3 neurons are frozen", recipe=recipe(keep=0.1, round_to=8))
+    refused(r"keep must be at least 0\.\d+ of the params, got 0\.001: every", recipe=recipe(keep=0.001))
+    refused("every layer keeps a multiple of 8 and 3 neurons are frozen", recipe=recipe(keep=0.1, round_to=8))
     refused("recipe: a dict was given", TypeError, recipe={"keep": 0.1})
     refused("resume: True was given without out", resume=True)
     refused("optimizer: LBFGS", optimizer=torch.optim.LBFGS)
@@ -67,7 +67,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
             refused(r"gradients: they are off, as under torch.no_grad\(\)")
     refused("inputs: the batch has no sample", train=[(x, y), (x[:0], y[:0])])
     refused("unpack: it returned a Tensor", unpack=lambda batch: batch[0])
-    refused("metric: it returned a tensor of shape", metric=lambda out, target: out)
+    refused("metric must return one number, higher is better, got a tensor of shape", metric=lambda out, target: out)
     refused("device: abacus was given", device="abacus")
     refused("device: 1.5 was given", device=1.5)
     refused("out: a int was given", TypeError, out=5)
@@ -139,7 +139,7 @@ def test_a_failed_start_leaves_the_network_alone() -> None:
     before = copy.deepcopy(net.state_dict())
     x, y = stripes()
     refused("label -1", net=net, train=[(x, y - 1)])
-    refused("keep: 0.001", net=net, recipe=recipe(keep=0.001))
+    refused("got 0.001", net=net, recipe=recipe(keep=0.001))
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
     assert net.training
 

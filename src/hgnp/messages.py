@@ -2,7 +2,7 @@
 
 import difflib
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -46,6 +46,11 @@ def meant(name: object, known: Collection[str]) -> str:
         return f"; did you mean {' or '.join(close)}?"
     more = f" and {len(known) - MOST_NAMES} more" if len(known) > MOST_NAMES else ""
     return f"; there are {', '.join(list(known)[:MOST_NAMES])}{more}"
+
+
+def named(names: Sequence[str], most: int = 3) -> str:
+    """Names in a row, the first few of many."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def first_line(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from hgnp.result import Facts, Result, Target
 from hgnp.storage import load
 from hgnp.training import checkpoint, streams
 from hgnp.training.batches import Batches, Unpack
-from hgnp.training.evaluate import Metric
+from hgnp.training.evaluate import Accumulator, Metric
 from hgnp.training.folder import Folder
 from hgnp.training.optimizers import OptimizerOrMaker
 from hgnp.training.plan import history_of
@@ -54,7 +54,8 @@ def prune(
     """Train `net` and prune it in place by `recipe`.
 
     train, val  loaders, gone through anew every epoch; without `val` there is no metric
-    metric      metric(outputs, targets) over the whole validation set, higher is better; accuracy for class labels
+    metric      metric(outputs, targets) over the whole validation set, higher is better, or an object with update(output,
+                target), compute() and reset(), given batch by batch; accuracy for class labels
     optimizer   an optimizer over the network's parameters, or what makes one of them; SGD by the recipe otherwise
     scheduler   a learning-rate scheduler of that optimizer, or what makes one of it, stepped every epoch
     unpack      unpack(batch) → (inputs, target), where batches are neither (x, y) nor mappings with `labels`
@@ -69,9 +70,16 @@ def prune(
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net: a {type(net).__name__} was given; an nn.Module would do")
+    check_one_process(net)
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe: a {type(recipe).__name__} was given; hgnp.Recipe(keep=0.1) would do")
-    check_functions(loss=loss, metric=metric, unpack=unpack, output=output, on_epoch=on_epoch)
+    check_functions(
+        loss=loss,
+        metric=None if isinstance(metric, Accumulator) else metric,
+        unpack=unpack,
+        output=output,
+        on_epoch=on_epoch,
+    )
     for name, made in (("optimizer", optimizer), ("scheduler", scheduler)):
         if made is not None and not callable(made) and not hasattr(made, "step"):
             raise ValueError(f"{name}: {made!r} was given; one, or its maker, would do")
@@ -114,6 +122,23 @@ def prune(
                 return run.go(on_epoch)
         finally:
             run.tell("stop")
+
+
+def check_one_process(net: nn.Module | None = None) -> None:
+    """ValueError where several processes train together: each would prune other neurons than the rest."""
+    for module in () if net is None else net.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError("net must be a plain module, got one wrapped in DistributedDataParallel; give net.module")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        processes = torch.distributed.get_world_size()
+    else:  # torchrun's, before a group is made
+        given = os.environ.get("WORLD_SIZE", "")
+        processes = int(given) if given.isdecimal() else 1
+    if processes > 1:
+        raise ValueError(
+            f"hgnp.prune must run in one process, got a world size of {processes}: data-parallel training is not supported "
+            "yet; start it without torchrun"
+        )
 
 
 def finished(folder: Folder, net: nn.Module, recipe: Recipe) -> Result:

@@ -158,7 +158,13 @@ def test_a_full_disk_is_a_run_that_stopped_and_can_be_resumed(capsys: pytest.Cap
 
 
 def test_a_bug_in_the_user_s_code_shows_its_traceback() -> None:
-    Path("mine.py").write_text("def metric(out, target):\n    return int('deep inside something else')\n")
+    code = """calls = []
+
+def metric(out, target):
+    calls.append(1)
+    return 0.5 if len(calls) == 1 else int('deep inside something else')
+"""
+    Path("mine.py").write_text(code)
     with pytest.raises(ValueError, match="deep inside"):
         app(["run", *TINY, "--set", "metric=mine:metric"])
 
@@ -185,7 +191,7 @@ def test_a_refused_run_leaves_the_configuration_that_was_there(capsys: pytest.Ca
     mine.write_text(text)
     mine.write_text(read(mine).text())  # as a run would write it
     assert call("run", "y/config.yaml", "--out", "y") == 2
-    assert "keep: 0.001" in capsys.readouterr().err
+    assert "keep must be at least" in capsys.readouterr().err
     assert "keep: 0.001" in mine.read_text()
     assert call("run", "y/config.yaml", "--out", "z") == 2
     assert not Path("z").exists()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hgnp.curvature.losses import loss_curvature
+from hgnp.curvature.losses import loss_curvature, normaliser, total
 
 torch.manual_seed(0)
 W = torch.tensor([0.5, 2.0, 1.3], dtype=torch.float64)
@@ -59,3 +59,21 @@ def test_losses_that_are_not_known():
     assert loss_curvature(F.l1_loss) is None
     assert loss_curvature(lambda z, y: z.sum()) is None
     assert loss_curvature(functools.partial(F.mse_loss, weight=W)) is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_mean_is_a_total_over_a_normaliser_and_both_add_up_over_batches(case):
+    loss, target, shape = CASES[case]
+    z = torch.randn(shape, dtype=torch.float64)
+    parts = list(zip(z.split((2, 1, 2)), target.split((2, 1, 2)), strict=True))
+    totals = sum(total(loss, *part) for part in parts)
+    normalisers = sum(normaliser(loss, *part) for part in parts)
+    torch.testing.assert_close(totals / normalisers, loss(z, target), rtol=1e-13, atol=0)
+    torch.testing.assert_close(normalisers, normaliser(loss, z, target), rtol=1e-13, atol=0)
+
+
+def test_nothing_is_counted_where_every_label_is_ignored():
+    z, target = torch.randn(5, 3), torch.full((5,), -100)
+    for loss in (F.cross_entropy, nn.CrossEntropyLoss(weight=W.float(), label_smoothing=0.1)):
+        assert (total(loss, z, target), normaliser(loss, z, target)) == (0, 0)
+    assert (total(F.l1_loss, z, z), normaliser(F.l1_loss, z, z)) == (None, None)

@@ -25,7 +25,9 @@ def test_a_target_that_the_method_cannot_meet_is_refused_before_training() -> No
     """The norms' scales say nothing of the linear layer, and what they speak of is not enough for the target."""
     net = made()
     before = copy.deepcopy(net.state_dict())
-    with pytest.raises(ValueError, match=r"keep: 0\.03 .* 20 have no bn_scale score and 3 neurons are frozen"):
+    with pytest.raises(
+        ValueError, match=r"got 0\.03: .* 20 neurons \(c\) have no bn_scale score and 3 neurons are frozen"
+    ):
         hgnp.prune(net, *loaders(), recipe=recipe(method="bn_scale", keep=0.03))
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     bare = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -50,9 +52,53 @@ def test_what_can_be_reached_is_asked_of_the_coupling_that_the_run_has(
         return least(*args, **given)
 
     monkeypatch.setattr(hgnp.Neurons, "least", seen)
-    with pytest.raises(ValueError, match=r"keep: 0\.001 of the params was asked; no less than"):
+    with pytest.raises(ValueError, match=r"got 0\.001"):
         pruner.check_reachable()
     assert asked == [coupling]
+
+
+class Side(nn.Module):
+    """Most of its neurons are in a branch that only training runs, so that scores, taken in evaluation mode, do not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.out = nn.Linear(36, 6), nn.Linear(6, 3)
+        self.branch, self.side = nn.Linear(6, 64), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.a(x.flatten(1)))
+        return self.out(x) + self.side(torch.relu(self.branch(x))) if self.training else self.out(x)
+
+
+@pytest.mark.parametrize("method", ["taylor", "hgnp"])
+def test_a_target_that_derivatives_cannot_meet_is_refused_before_training(method: str) -> None:
+    with pytest.raises(ValueError, match=r"got 0\.2: .* 64 neurons \(branch\) have no taylor score") as caught:
+        hgnp.prune(Side(), *loaders(), recipe=recipe(method=method, keep=0.2, target="neurons"))
+    assert "\n" not in str(caught.value)
+    result = hgnp.prune(
+        Side(), *loaders(), recipe=recipe(method="l2", keep=0.2, target="neurons", neurons_per_round=60)
+    )
+    assert result.reached  # weights are there in every mode
+
+
+def test_a_network_of_which_nothing_can_go_says_why() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.raises(
+        ValueError, match=r"keep must be 1 .*, got 0\.3: no neuron can be removed \(1: it is protected; 3: "
+    ) as caught:
+        hgnp.prune(net, *loaders(), recipe=recipe(), protect=["1"])
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="it has no linear or convolutional layer"):
+        hgnp.prune(_Bias(), *loaders(), recipe=recipe(method="taylor"))
+
+
+class _Bias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[:, :3] + self.bias
 
 
 def test_a_run_that_can_remove_no_more_says_so_however_often_it_was_resumed(

@@ -52,7 +52,9 @@ def run(
         raise FileExistsError(f"--out: {folder} holds a run; --resume goes on with it, another folder starts anew")
 
     from hgnp.experiments.build import prepare
+    from hgnp.train import check_one_process
 
+    check_one_process()
     experiment = prepare(config)
     made = [path for path in (folder / "config.yaml", folder) if not path.exists()]
     if begun:

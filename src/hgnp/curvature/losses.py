@@ -6,6 +6,11 @@ E[ξξᵀ] = N·∂²C/∂z² per sample (the gradient of C at labels drawn from
     cross-entropy  Σ_i ω_i (Σ_k p u² − (Σ_k p u)²) / Σ_i w(y_i),  ω_i = Σ_k t_ik w_k, t the smoothed target
     MSE            2·Σ u² / numel
     BCE            Σ w (1 + (w₊ − 1) y) σ(1 − σ) u² / numel
+
+It also splits the mean loss of a batch into C = total / normaliser, sums that add up over batches: the loss of several batches
+as one is Σ total / Σ normaliser. The normaliser of cross-entropy is Σ_i w(y_i) over the labels that are not ignored, with or
+without label smoothing, and the number of entries for targets that are probabilities, whatever the weights; that of the others
+is numel.
 """
 
 import functools
@@ -26,6 +31,10 @@ class LossCurvature(Protocol):
 
     def draw(self, z: Tensor, target: Tensor, generator: torch.Generator) -> Tensor: ...
 
+    def total(self, z: Tensor, target: Tensor) -> Tensor: ...
+
+    def normaliser(self, z: Tensor, target: Tensor) -> Tensor: ...
+
 
 class CrossEntropy:
     def __init__(self, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
@@ -42,7 +51,7 @@ class CrossEntropy:
             t = target * (1 - self.smoothing) + self.smoothing / classes
             return torch.einsum("nk...,k->n...", t.to(z), w) * (classes / z.numel())
         counted = target != self.ignore_index
-        own = w[torch.where(counted, target, 0)] * counted
+        own = w[target.masked_fill(~counted, 0)] * counted  # torch.where would copy its 0 to the device
         smooth = (1 - self.smoothing) * own + self.smoothing * w.mean() * counted
         return smooth / own.sum()
 
@@ -61,6 +70,21 @@ class CrossEntropy:
         n = z.shape[0]
         return (xi.movedim(-1, 1) * (self._weights(z, target) * n).sqrt().unsqueeze(1)) / n
 
+    def total(self, z: Tensor, target: Tensor) -> Tensor:
+        z, weight = wide(z), None if self.weight is None else self.weight.to(wide(z))
+        return F.cross_entropy(
+            z, _like(z, target), weight=weight, ignore_index=self.ignore_index, reduction="sum", label_smoothing=self.smoothing
+        )  # fmt: skip
+
+    def normaliser(self, z: Tensor, target: Tensor) -> Tensor:
+        if target.is_floating_point():
+            return _constant(z.numel() / z.shape[1], z)
+        counted = target != self.ignore_index
+        if self.weight is None:
+            return counted.sum(dtype=torch.double)
+        own = self.weight.to(z.device)[target.masked_fill(~counted, 0)]
+        return (own * counted).sum(dtype=torch.double)
+
 
 class SquaredError:
     def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor:
@@ -70,6 +94,13 @@ class SquaredError:
         z = wide(z)
         noise = torch.empty_like(z).normal_(generator=generator)
         return noise * (2 * z.shape[0] / z.numel()) ** 0.5 / z.shape[0]
+
+    def total(self, z: Tensor, target: Tensor) -> Tensor:
+        z = wide(z)
+        return F.mse_loss(z, _like(z, target), reduction="sum")
+
+    def normaliser(self, z: Tensor, target: Tensor) -> Tensor:
+        return _constant(torch.broadcast_shapes(z.shape, target.shape).numel(), z)
 
 
 class BinaryCrossEntropy:
@@ -90,6 +121,26 @@ class BinaryCrossEntropy:
         z = wide(z)
         p, n = z.sigmoid(), z.shape[0]
         return (p - torch.bernoulli(p, generator=generator)) * (self._weights(z, target) * n).sqrt() / n
+
+    def total(self, z: Tensor, target: Tensor) -> Tensor:
+        z = wide(z)
+        weight, pos_weight = (None if w is None else w.to(z) for w in (self.weight, self.pos_weight))
+        return F.binary_cross_entropy_with_logits(
+            z, _like(z, target), weight=weight, pos_weight=pos_weight, reduction="sum"
+        )
+
+    def normaliser(self, z: Tensor, target: Tensor) -> Tensor:
+        return _constant(z.numel(), z)
+
+
+def _constant(value: float, like: Tensor) -> Tensor:
+    """On the device by a kernel, not by a copy, so that a CUDA graph can hold it."""
+    return torch.full((), value, dtype=torch.double, device=like.device)
+
+
+def _like(z: Tensor, target: Tensor) -> Tensor:
+    """A target of numbers in the precision of z; labels as they are."""
+    return target.to(z.dtype) if target.is_floating_point() else target
 
 
 def loss_curvature(loss: Loss) -> LossCurvature | None:
@@ -124,3 +175,16 @@ def loss_curvature(loss: Loss) -> LossCurvature | None:
         )
     make, allowed = known[func]
     return make(**options) if set(options) <= allowed else None
+
+
+def normaliser(loss: Loss, output: Any, target: Any) -> Tensor | None:
+    """What the mean loss of a batch has in its denominator: a number in double precision on the device, without waiting for it.
+    0 where no label counts. None for a loss that is not known."""
+    known = loss_curvature(loss)
+    return None if known is None else known.normaliser(output, target)
+
+
+def total(loss: Loss, output: Any, target: Any) -> Tensor | None:
+    """The mean loss of a batch times its `normaliser`, 0 where no label counts. None for a loss that is not known."""
+    known = loss_curvature(loss)
+    return None if known is None else known.total(output, target).double()

@@ -4,6 +4,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hgnp.messages import named
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -42,7 +44,6 @@ def table(layers: Sequence[Layer], frozen: Sequence[Frozen], state: Preview) -> 
     for entry in frozen:
         reasons[entry.reason].append(entry)
     for reason, entries in reasons.items():
-        names = [entry.name for entry in entries]
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        shown = named([entry.name for entry in entries])
         lines.append(f"frozen: {sum(entry.count for entry in entries)} in {shown}: {reason}")
     return "\n".join(lines)

@@ -163,6 +163,16 @@ def check_labels(loss: Loss, target: Tensor, classes: int, name: str) -> None:
                          f"0 to {classes - 1}")  # fmt: skip
 
 
+def checked(
+    batches: Iterable[tuple[Any, Any]], loss: Loss, classes: int | None, name: str
+) -> Iterator[tuple[Any, Any]]:
+    """The batches, with a look at labels that are classes."""
+    for batch in batches:
+        if classes is not None:
+            check_labels(loss, batch[1], classes, name)
+        yield batch
+
+
 def _length(loader: Any) -> int | None:
     try:
         return len(loader)

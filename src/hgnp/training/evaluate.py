@@ -1,74 +1,121 @@
 """Loss and metric over the validation data, in evaluation mode."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from hgnp.curvature.forward import Output, run, samples_in
-from hgnp.curvature.losses import Loss
+from hgnp.curvature.losses import Loss, normaliser, total
+from hgnp.curvature.operations import tensors_in
 from hgnp.graphs import Capture, Replayed, built_of
+from hgnp.messages import brief
 from hgnp.modes import evaluating
 from hgnp.removal import Removal, listen
 from hgnp.training.batches import ignored_label, is_classification
 
-Metric = Callable[[Tensor, Tensor], Any]
+
+@runtime_checkable
+class Accumulator(Protocol):
+    """A metric that is given batch by batch, such as torchmetrics'."""
+
+    def update(self, output: Any, target: Any) -> object: ...
+
+    def compute(self) -> Any: ...
+
+    def reset(self) -> object: ...
+
+
+Metric = Callable[[Any, Any], Any] | Accumulator
+Pair = tuple[Any, Any, int]
+"""Output, target and number of samples of a batch."""
 
 
 class Evaluation:
-    """(mean loss, metric) of a network over batches.
+    """(loss, metric) of a network over batches, each None if no label counts.
 
-    A given metric sees all outputs and targets at once, as many metrics are no means over batches; without one it is accuracy
-    for class labels, and minus the loss otherwise, so that higher is better. With `graphs` the passes of a network on a GPU
-    come from CUDA graphs; they are in full precision either way.
+    The loss is that of all batches as one, Σ total / Σ `normaliser`. One that hgnp does not know is averaged over samples; a
+    batch whose loss is NaN though its outputs are finite is taken to have no label that counts, and is left out.
+
+    A metric that is a function sees all outputs and targets at once, as many metrics are no means over batches; an
+    `Accumulator` sees them batch by batch. Without one it is accuracy for class labels, and minus the loss otherwise, so that
+    higher is better. With `graphs` the passes of a network on a GPU come from CUDA graphs; they are in full precision either
+    way.
     """
 
     def __init__(
         self, net: nn.Module, loss: Loss, metric: Metric | None, output: Output | None, *, graphs: bool = False
     ) -> None:
         self.net, self.loss, self.metric, self.output = net, loss, metric, output
+        self.note: str | None = None
+        """What a user should know of how the last loss was taken."""
         self._capture: Capture | None = None
-        self._of_batch: Callable[[Any], tuple[Tensor, ...]] = self._plain
+        self._of_batch: Callable[[Any], tuple[Any, ...]] = self._plain
         if graphs:
             self._capture = Capture(next(net.parameters()).device)
             self._replayed = Replayed(self._plain, net, self._capture)
             self._built: Any = None
-            self._of_batch = lambda batch: tuple(part.clone() for part in self._replayed(batch))
+            self._of_batch = lambda batch: tree_map(_copied, self._replayed(batch))
             listen(net, self.neurons_removed)
 
-    def __call__(self, batches: Iterable[tuple[Any, Any]]) -> tuple[float, float]:
-        parts: list[tuple[Tensor, ...]] = []
-        samples = 0
+    def __call__(self, batches: Iterable[tuple[Any, Any]]) -> tuple[float | None, float | None]:
+        sums: list[Tensor] = []
         running = nullcontext() if self._capture is None else self._capture.running()
         with evaluating(self.net), torch.no_grad(), running:
             if self._capture is not None and self._built != (built := built_of(self.net, self.loss)):
                 self._built = built
                 self._replayed.forget()
-            for inputs, target in batches:
-                parts.append(self._of_batch((inputs, target)))
-                samples += samples_in(inputs)
-            total, *rest = zip(*parts, strict=True)
-            mean = float(torch.stack(total).sum() / samples)
-            if self.metric is not None:
-                return mean, _number(self.metric(_joined(rest[0]), _joined(rest[1])))
+            pairs = self._pairs(batches, sums)
+            metric = None if self.metric is None else measured(self.metric, pairs)
+            for _ in pairs:  # those that the metric has not asked for
+                pass
+            summed, counted, lost, *rest = torch.stack(sums).sum(0).tolist()
+        loss = summed / counted if counted else None
+        self.note = None
+        if loss is None:
+            self.note = "val: no label counts, so that there is no validation loss"
+        elif lost:
+            self.note = (
+                f"val: {lost:g} of {len(sums)} batches have a loss that is NaN though their outputs are finite; they are left "
+                "out of the validation loss, as batches in which no label counts"
+            )
+        if self.metric is not None:
+            return loss, metric
         if not rest:
-            return mean, -mean
-        right, counted = (int(torch.stack(counts).sum()) for counts in rest)
-        return mean, right / counted
+            return loss, None if loss is None else -loss
+        right, labels = rest
+        return loss, right / labels if labels else None
 
-    def _plain(self, batch: tuple[Any, Any]) -> tuple[Tensor, ...]:
-        """The batch's sum of losses, and what its metric is made of."""
+    def _pairs(self, batches: Iterable[tuple[Any, Any]], sums: list[Tensor]) -> Iterator[Pair]:
+        for inputs, target in batches:
+            numbers, *rest = self._of_batch((inputs, target))
+            sums.append(numbers)
+            yield (*(rest or (None, None)), samples_in(inputs))
+
+    def _plain(self, batch: tuple[Any, Any]) -> tuple[Any, ...]:
+        """The batch's part of the sums that loss and accuracy are made of; for a metric, also its output and target."""
         inputs, target = batch
         out = run(self.net, inputs, output=self.output)
-        total = self.loss(out, target).detach().double() * samples_in(inputs)
-        if self.metric is not None:
-            return total, out, target
-        if not is_classification(self.loss, target):
-            return (total,)
-        counts = target != ignored_label(self.loss)
-        return total, ((out.argmax(1) == target) & counts).sum(), counts.sum()
+        sums = [*self._loss(out, target, samples_in(inputs))]
+        if self.metric is None and is_classification(self.loss, target):
+            counts = target != ignored_label(self.loss)
+            sums += [((out.argmax(1) == target) & counts).sum(), counts.sum()]
+        numbers = torch.stack([number.detach().double() for number in sums])
+        return (numbers,) if self.metric is None else (numbers, out, target)
+
+    def _loss(self, out: Any, target: Any, samples: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The batch's total and normaliser, and whether it is left out."""
+        known, count = total(self.loss, out, target), normaliser(self.loss, out, target)
+        if known is not None and count is not None:
+            return known, count, torch.zeros_like(count)
+        mean = self.loss(out, target).double().reshape(())
+        lost = mean.isnan()
+        for part in tensors_in(out):
+            lost = lost & part.isfinite().all()
+        return (mean * samples).masked_fill(lost, 0.0), (~lost).double() * samples, lost
 
     def neurons_removed(self, removal: Removal) -> Callable[[], None]:
         return self._replayed.forget
@@ -80,15 +127,74 @@ def metric_name(metric: Metric | None, *, classes: bool) -> str:
     return "accuracy" if classes else "-loss"
 
 
+def check_metric(
+    net: nn.Module, metric: Metric, output: Output | None, first: Pair, val: Iterable[tuple[Any, Any]]
+) -> None:
+    """ValueError, before any training, for a metric that fails on the first validation batch and on the whole set: one batch
+    may be too little, as one of a single class is for a ROC curve."""
+    try:
+        measured(metric, [first])
+    except Exception:
+        with evaluating(net), torch.no_grad():
+            pairs = [(run(net, inputs, output=output), target, samples_in(inputs)) for inputs, target in val]
+            try:
+                measured(metric, pairs)
+            except MetricError:
+                raise
+            except Exception as error:
+                raise ValueError(
+                    "metric must take all outputs and targets and return one number, or have update, compute and reset; "
+                    f"it failed on the validation data: {brief(error)}"
+                ) from error
+
+
+def measured(metric: Metric, pairs: Iterable[Pair]) -> float:
+    """The metric's number on batches. An accumulator is empty before and after."""
+    if not isinstance(metric, Accumulator):
+        outputs, targets, samples = zip(*pairs, strict=True)
+        return _number(metric(_joined(outputs, samples, "outputs"), _joined(targets, samples, "targets")))
+    metric.reset()
+    try:
+        for output, target, _ in pairs:
+            metric.update(output, target)
+        return _number(metric.compute())
+    finally:
+        metric.reset()
+
+
+class MetricError(ValueError):
+    """What a metric returned is no number, or it cannot be given what the network returns."""
+
+
 def _number(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise ValueError(f"metric: it returned {given}; one number, higher is better, would do") from None
+        raise MetricError(f"metric must return one number, higher is better, got {given}") from None
 
 
-def _joined(parts: Sequence[Any]) -> Tensor:
-    if not all(isinstance(part, Tensor) for part in parts):
-        raise ValueError(f"metric: outputs and targets must be tensors, not {type(parts[0]).__name__}; give output")
-    return torch.cat(list(parts))
+def _joined(parts: Sequence[Any], samples: Sequence[int], what: str) -> Any:
+    """The batches' outputs or targets as those of one batch, each of their tensors along its samples."""
+    flat = [tree_flatten(part) for part in parts]
+    leaves, specs = [leaves for leaves, _ in flat], [spec for _, spec in flat]
+    nested = not isinstance(parts[0], Tensor)  # then a list may be one of samples, or one of tensors for all samples
+    fit = all(spec == specs[0] for spec in specs) and all(
+        isinstance(leaf, Tensor) and leaf.dim() > 0 and (not nested or leaf.shape[0] == count)
+        for each, count in zip(leaves, samples, strict=True)
+        for leaf in each
+    )
+    try:
+        if fit:
+            return tree_unflatten([torch.cat(column) for column in zip(*leaves, strict=True)], specs[0])
+        why = f"got {what} that are a {type(parts[0]).__name__}"
+    except RuntimeError as error:  # sequences of unequal length
+        why = f"got {what} that cannot be joined: {brief(error)}"
+    raise MetricError(
+        "metric as a function sees the whole set at once, as tensors or tuples, lists and dicts of them with samples first, "
+        f"{why}; give output, or an object with update, compute and reset, which is given batch by batch"
+    )
+
+
+def _copied(part: Any) -> Any:
+    return part.clone() if isinstance(part, Tensor) else part

@@ -12,21 +12,26 @@ from torch.nn.modules.conv import _ConvNd
 from hgnp.curvature.forward import Output, run, samples_in
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.sharpness import sharpness
+from hgnp.messages import first_line
 from hgnp.modes import evaluating
 from hgnp.timing import side_by_side
-from hgnp.training.batches import Batches, pick
+from hgnp.training.batches import pick
 
 LATENCY_BATCH = 256
 LATENCY_SECONDS = 10.0
 SHARPNESS_SAMPLES = 128
 
 
-def copied(net: nn.Module) -> nn.Module | None:
-    """A copy to time later, or None for a network that cannot be copied."""
+def copied(net: nn.Module) -> tuple[nn.Module | None, str | None]:
+    """A copy to time later; of a network that cannot be copied none, and a note that says why."""
     try:
-        return copy.deepcopy(net)
-    except Exception:
-        return None
+        return copy.deepcopy(net), None
+    except (
+        TypeError,
+        RuntimeError,
+        copy.Error,
+    ) as error:  # a lock or a file among its attributes, a tensor with a history
+        return None, f"latency is not measured, as net cannot be copied: {first_line(error)}"
 
 
 def latencies(nets: list[nn.Module], inputs: Any, device: torch.device) -> tuple[list[float], dict[str, Any]]:
@@ -42,9 +47,9 @@ def latencies(nets: list[nn.Module], inputs: Any, device: torch.device) -> tuple
     return [timing.median for timing in timings], about
 
 
-def top_curvature(net: nn.Module, data: Batches, loss: Loss, output: Output | None) -> float | None:
-    """The largest eigenvalue of the Hessian on a few samples; None where a second derivative is missing."""
-    inputs, target = next(iter(data))
+def top_curvature(net: nn.Module, batch: tuple[Any, Any], loss: Loss, output: Output | None) -> float | None:
+    """The largest eigenvalue of the Hessian on a few samples of a batch; None where a second derivative is missing."""
+    inputs, target = batch
     n = min(samples_in(inputs), SHARPNESS_SAMPLES)
     few = pick(inputs, torch.arange(n)), pick(target, torch.arange(n)) if isinstance(target, Tensor) else target
     try:
@@ -61,7 +66,7 @@ def sample_of(inputs: Any) -> list[dict[str, Any]] | None:
     return [{"shape": list(x.shape[1:]), "dtype": str(x.dtype).removeprefix("torch.")} for x in given]
 
 
-def features(net: nn.Module, inputs: Any, out: Any, *, classes: bool, train: Any, val: Any) -> dict[str, Any]:
+def features(net: nn.Module, inputs: Any, classes: int | None, train: Any, val: Any) -> dict[str, Any]:
     """What the paper's hybrid looks at; None where it is not known."""
     convolutions = [module for module in net.modules() if isinstance(module, _ConvNd)]
     kernels = [module.kernel_size[0] for module in convolutions]
@@ -70,7 +75,7 @@ def features(net: nn.Module, inputs: Any, out: Any, *, classes: bool, train: Any
         "train_samples": _length(train),
         "val_samples": _length(val),
         "image_side": inputs.shape[-1] if image else None,
-        "classes": out.shape[1] if classes else None,
+        "classes": classes,
         "conv_layers": len(convolutions),
         "linear_layers": sum(isinstance(module, nn.Linear) for module in net.modules()),
         "parameters": sum(p.numel() for p in net.parameters()),

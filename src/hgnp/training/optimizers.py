@@ -1,5 +1,6 @@
 """The optimizer and the scheduler of a run: the recipe's, or the user's own."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -53,12 +54,17 @@ def make_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, given: Any,
     return made
 
 
-def step_scheduler(scheduler: Any, val_loss: Any) -> None:
-    """After an epoch; one that waits for a plateau looks at the validation loss."""
+def step_scheduler(scheduler: Any, val_loss: float | None) -> str | None:
+    """After an epoch; one that waits for a plateau looks at the validation loss. A note if it is not stepped: it would take a
+    loss that is NaN for a plateau."""
+    plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    if plateau and (val_loss is None or math.isnan(val_loss)):
+        return "scheduler: ReduceLROnPlateau is not stepped after epochs whose validation loss is not a number"
     try:
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if plateau:
             scheduler.step(val_loss)
         elif scheduler is not None:
             scheduler.step()
     except ValueError as error:  # OneCycleLR after its last step
         raise ValueError(f"scheduler: it is stepped once an epoch, and refused: {error}") from error
+    return None

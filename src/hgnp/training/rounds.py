@@ -1,5 +1,7 @@
 """One round of pruning: score, choose, remove, and stop at the target to the neuron."""
 
+import math
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -7,6 +9,7 @@ import torch
 from hgnp.baselines import WEIGHT_SCORES
 from hgnp.curvature.random import RandomState
 from hgnp.flatness import Flatness
+from hgnp.messages import named
 from hgnp.neurons import Neurons, Preview, Scores, Selection
 from hgnp.neurons.selection import Coupling
 from hgnp.recipe import Recipe
@@ -42,25 +45,41 @@ class Pruner:
         """One line, before any training, if the target asks for more than can go."""
         if self.recipe.keep >= 1:
             return
-        everyone = {layer.name: torch.zeros(layer.alive) for layer in self.neurons.layers}
-        unscored = 0
-        if self._criterion in WEIGHT_SCORES:  # of some layers only
-            with RandomState(*self.neurons.net.parameters()):
-                scores = WEIGHT_SCORES[self._criterion](self.neurons)
-            unscored = sum(len(values) for name, values in everyone.items() if name not in scores)
-            everyone = {name: values for name, values in everyone.items() if name in scores}
-        most = self._least(everyone, self.neurons.count)
+        if not self.neurons.count:
+            raise ValueError(
+                f"keep must be 1 for this network, got {self.recipe.keep:g}: no neuron can be removed ({self._why_frozen()})"
+            )
+        able = self._scored_layers()
+        alive = {layer.name: layer.alive for layer in self.neurons.layers}
+        most = self._least({name: torch.zeros(alive[name]) for name in alive if name in able}, self.neurons.count)
         least = self._fraction(self.neurons.preview(most))
         if least > self.recipe.keep:
             frozen = sum(entry.count for entry in self.neurons.frozen)
             keeps = f"{self.recipe.floor}" if self.recipe.round_to == 1 else f"a multiple of {self.recipe.round_to}"
             if self.recipe.max_removed < 1:
                 keeps += f" and {1 - self.recipe.max_removed:g} of its neurons"
-            others = f", {unscored} have no {self._criterion} score" if unscored else ""
+            without = [name for name in alive if name not in able]
+            unscored = sum(alive[name] for name in without)
+            others = f", {unscored} neurons ({named(without)}) have no {self._criterion} score" if without else ""
+            reachable = math.ceil(least * 1e4) / 1e4  # rounded to what can be met
             raise ValueError(
-                f"keep: {self.recipe.keep:g} of the {self.recipe.target} was asked; no less than {least:.4g} can be left, as "
-                f"every layer keeps {keeps}{others} and {frozen} neurons are frozen (print(hgnp.Neurons(net, x)) says why)"
+                f"keep must be at least {reachable:g} of the {self.recipe.target}, got {self.recipe.keep:g}: every layer keeps "
+                f"{keeps}{others} and {frozen} neurons are frozen (print(hgnp.Neurons(net, x)) says why)"
             )
+
+    def _scored_layers(self) -> Collection[str]:
+        """Those that the method has scores of: some have no norm's scale, or are read where no gate can sit."""
+        if self._criterion not in WEIGHT_SCORES:
+            return self.neurons.gates(cast(Coupling, self.recipe.coupling)).rows
+        with RandomState(*self.neurons.net.parameters()):
+            return WEIGHT_SCORES[self._criterion](self.neurons)
+
+    def _why_frozen(self) -> str:
+        reasons: dict[str, list[str]] = {}
+        for entry in self.neurons.frozen:
+            reasons.setdefault(entry.reason, []).append(entry.name)
+        why = "; ".join(f"{named(names)}: {reason}" for reason, names in reasons.items())
+        return why or "it has no linear or convolutional layer"
 
     @property
     def _criterion(self) -> str:

@@ -26,11 +26,12 @@ from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Row, Target
 from hgnp.storage import changes_to_fit, described
 from hgnp.training import schedule, streams
-from hgnp.training.batches import check_first, check_labels, is_classification, pick
+from hgnp.training.batches import check_labels, checked, pick
 from hgnp.training.epoch import DivergedError, Epochs
-from hgnp.training.evaluate import Evaluation, metric_name
+from hgnp.training.evaluate import Evaluation
+from hgnp.training.first import look
 from hgnp.training.folder import Folder, versions
-from hgnp.training.measure import copied, features, latencies, sample_of, top_curvature
+from hgnp.training.measure import copied, latencies, sample_of, top_curvature
 from hgnp.training.optimizers import OptimizerOrMaker, make_optimizer, make_scheduler, step_scheduler
 from hgnp.training.plan import Plan
 from hgnp.training.rounds import Pruner
@@ -57,23 +58,18 @@ class Run:
         self.plan = Plan(recipe)
         self._progress = progress
         self._filled: list[Change] = []
+        self._noted: set[str] = set()
 
     def prepare(
         self, stored: dict[str, Any] | None, optimizer: OptimizerOrMaker | None, scheduler: Any, protect: Iterable[str]
     ) -> None:
         net, task, recipe = self.net, self.task, self.recipe
-        inputs, target = next(iter(task.train))
-        out = check_first(net, task.loss, task.output, (inputs, target), "train")
-        if task.val is not None:
-            with streams.untouched(*self._loaders()):
-                check_first(net, task.loss, task.output, next(iter(task.val)), "val")
-        self.classes: int | None = out.shape[1] if is_classification(task.loss, target) else None
-        self.metric = metric_name(task.metric, classes=self.classes is not None)
-        self.features = features(
-            net, inputs, out, classes=self.classes is not None, train=task.train.loader,
-            val=None if task.val is None else task.val.loader,
-        )  # fmt: skip
-        self.inputs, self.full, self._found = inputs, copied(net), formats_of(net)
+        first = look(net, task)
+        inputs, target = first.inputs, first.target
+        self.classes, self.val_classes = first.classes, first.val_classes
+        self.metric, self.features = first.metric, first.features
+        self.inputs, self._found = inputs, formats_of(net)
+        self.full, self._uncopied = copied(net)
         if stored is not None and recipe.coupling == "paper":  # its structure is that of the network as it is now
             self._fill(stored)
         two = pick(inputs, torch.arange(min(2, samples_in(inputs))))
@@ -102,7 +98,7 @@ class Run:
             self._restore(stored)
         else:
             self.pruner.check_reachable()
-            with streams.untouched(*self._loaders()):
+            with streams.untouched():
                 self.chosen = choose(net, task, recipe, (inputs, target), neurons_of)
             self._save()
         self._filled = []
@@ -117,8 +113,8 @@ class Run:
     def go(self, on_epoch: Callable[[State], object] | None) -> Result:
         plan = self.plan
         self.tell("start", self._info() | {"epochs_done": plan.epoch, "out": self.folder and str(self.folder.path)})
-        for note in self.chosen.notes:
-            self.tell("note", note)
+        for note in (*self.chosen.notes, self._uncopied):
+            self._note_once(note)
         with self.epochs.running():
             with self.chosen.way.taken(self.net, self.optimizer, self._found):
                 while self._goes_on():
@@ -183,12 +179,12 @@ class Run:
         except DivergedError as error:
             raise DivergedError(f"{error}; {self._last_good()}; a smaller lr or mu may help") from None
         val_loss, metric = self._validate()
-        step_scheduler(self.scheduler, val_loss)
+        self._note_once(step_scheduler(self.scheduler, val_loss))
         return self._row(seen.summary(recipe.bound), removed, val_loss, metric)
 
     def _round(self, batches: list[Batch]) -> int:
         if self.plan.before is None:
-            self.plan.before = dataclasses.asdict(self._facts())
+            self.plan.before = dataclasses.asdict(self._facts(batches[0]))
         frozen = {entry.name for entry in self.neurons.frozen}
         removed = self.pruner.round(batches)
         for entry in self.neurons.frozen:
@@ -215,14 +211,9 @@ class Run:
         if task.val is None:
             return None, None
         streams.begin_epoch(task.val.loader, self.plan.epoch)
-        batches = self._checked(task.val) if self.plan.epoch == 0 else task.val
-        return self.evaluation(batches)
-
-    def _checked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        for batch in batches:
-            if self.classes is not None:
-                check_labels(self.task.loss, batch[1], self.classes, "val")
-            yield batch
+        found = self.evaluation(task.val if self.plan.epoch else checked(task.val, task.loss, self.val_classes, "val"))
+        self._note_once(self.evaluation.note)
+        return found
 
     def _row(self, summary: Row, removed: int, val_loss: float | None, metric: float | None) -> Row:
         now = self.neurons.preview({})
@@ -239,13 +230,17 @@ class Run:
             "mu": self.flatness.mu,
         }  # fmt: skip
 
-    def _facts(self) -> Facts:
-        """Of the network as it is at the end of an epoch, or at the start of the run."""
+    def _facts(self, batch: Batch | None = None) -> Facts:
+        """At the end of an epoch or the start of the run. `batch`: one to use without val while train is being iterated."""
         last = self.plan.history[-1] if self.plan.history else None
         val_loss, metric = self._validate() if last is None else (last["val_loss"], last["metric"])
         now = self.neurons.preview({})
-        with streams.untouched(*self._loaders()):
-            sharp = top_curvature(self.net, self.task.val or self.task.train, self.task.loss, self.task.output)
+        if self.task.val is not None or batch is None:
+            data = self.task.val or self.task.train
+            with streams.untouched(data.loader):
+                batch = next(iter(data))
+        with streams.untouched():
+            sharp = top_curvature(self.net, batch, self.task.loss, self.task.output)
         return Facts(metric, val_loss, now.parameters, now.neurons, now.macs // self.samples, sharp)
 
     def _finish(self) -> Result:
@@ -287,6 +282,11 @@ class Run:
 
     def tell(self, what: str, *args: Any) -> None:
         getattr(self._progress, what)(*args)
+
+    def _note_once(self, text: str | None) -> None:
+        if text is not None and text not in self._noted:
+            self._noted.add(text)
+            self.tell("note", text)
 
     # What a run can go on from
 

@@ -3,8 +3,12 @@
 Python's, NumPy's and PyTorch's own, on the CPU and on every GPU; the generators of the loaders and their samplers; and
 whatever loader, sampler or data set keeps a `state_dict`. Workers of a DataLoader are seeded from these at the start of an
 epoch, so that restoring them brings back order and augmentation.
+
+A `state_dict` may hold a position within the epoch, from which the next iteration goes on once it is loaded. So states are
+taken and loaded between epochs only, never of a loader that is being iterated.
 """
 
+import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 
 def seed(value: int) -> None:
@@ -27,7 +32,7 @@ def take(*loaders: Any) -> dict[str, Any]:
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "generators": [holder.get_state() for holder in _generators(loaders)],
-        "stateful": [holder.state_dict() for holder in _stateful(loaders)],
+        "stateful": _states(loaders),
     }
 
 
@@ -42,18 +47,28 @@ def put_back(state: dict[str, Any], *loaders: Any) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     for holder, own in zip(generators, state["generators"], strict=True):
         holder.set_state(own)
-    for holder, own in zip(stateful, state["stateful"], strict=True):
-        holder.load_state_dict(own)
+    _load(loaders, state["stateful"])
 
 
 @contextmanager
 def untouched(*loaders: Any) -> Iterator[None]:
-    """What is measured inside the block does not change what is trained after it."""
+    """What is measured inside the block does not change what is trained after it. `loaders`: those that are iterated inside the
+    block; none of them may be in the middle of an epoch."""
     before = take(*loaders)
     try:
         yield
     finally:
         put_back(before, *loaders)
+
+
+@contextmanager
+def rewound(loader: Any) -> Iterator[None]:
+    """After the block a loader with a state of its own is where it was. Random streams go on."""
+    before = _states((loader,))
+    try:
+        yield
+    finally:
+        _load((loader,), before)
 
 
 def begin_epoch(loader: Any, epoch: int) -> None:
@@ -89,4 +104,24 @@ def _generators(loaders: tuple[Any, ...]) -> list[torch.Generator]:
 
 
 def _stateful(loaders: tuple[Any, ...]) -> list[Any]:
-    return [part for part in _parts(loaders) if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")]
+    return [
+        part
+        for part in _parts(loaders)
+        if hasattr(part, "state_dict") and hasattr(part, "load_state_dict") and not _positional(part)
+    ]
+
+
+def _positional(part: Any) -> bool:
+    """Whether it is torchdata's StatefulDataLoader or StatefulDistributedSampler. Their state is a position within an epoch and
+    nothing else: none is needed between epochs, and loading that of a finished one draws seeds again, or skips an epoch."""
+    ours = isinstance(part, DataLoader | DistributedSampler)
+    return ours and any(kind.__module__.partition(".")[0] == "torchdata" for kind in type(part).__mro__)
+
+
+def _states(loaders: tuple[Any, ...]) -> list[Any]:
+    return [copy.deepcopy(holder.state_dict()) for holder in _stateful(loaders)]
+
+
+def _load(loaders: tuple[Any, ...], states: list[Any]) -> None:
+    for holder, own in zip(_stateful(loaders), states, strict=True):
+        holder.load_state_dict(own)

@@ -1,0 +1,167 @@
+"""Loaders that keep a state of their own: every epoch is whole, and a resumed run ends as if it had never stopped."""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+import hgnp
+from train_cases import made, recipe, stripes
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # which torchdata calls
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """An iterable data set whose state is its position, as torchdata asks for. It draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.position, self.generator = 0, torch.Generator().manual_seed(5)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = stripes()
+        while self.position < len(x):
+            at = self.position
+            self.position += 1
+            yield x[at] + 0.1 * torch.randn(x[at].shape, generator=self.generator), y[at]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+        self.generator.set_state(state["generator"])
+
+
+class OwnLoader:
+    """A loader of one's own with the protocol: what is loaded is where the next iteration goes on."""
+
+    def __init__(self) -> None:
+        self.order, self.at, self.batches = torch.Generator().manual_seed(2), 0, 6
+        self.shuffled_from = self.order.get_state()
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = stripes()
+        start, self.at = self.at % self.batches, self.at % self.batches
+        if start:
+            self.order.set_state(self.shuffled_from)
+        self.shuffled_from = self.order.get_state()
+        chunks = torch.randperm(len(x), generator=self.order).chunk(self.batches)
+        for chunk in itertools.islice(chunks, start, None):
+            self.at += 1
+            yield x[chunk], y[chunk]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "from": self.shuffled_from, "order": self.order.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.shuffled_from = state["at"], state["from"]
+        self.order.set_state(state["order"])
+
+
+def stateful(workers: int, **given: Any) -> StatefulDataLoader[Any]:
+    return StatefulDataLoader(
+        TensorDataset(*stripes()),
+        batch_size=16,
+        shuffle=True,
+        num_workers=workers,
+        generator=torch.Generator(),
+        **given,
+    )
+
+
+def distributed() -> StatefulDataLoader[Any]:
+    data = TensorDataset(*stripes())
+    return StatefulDataLoader(data, 16, sampler=StatefulDistributedSampler(data, num_replicas=1, rank=0))
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "workers": lambda: stateful(2),
+    "no workers": lambda: stateful(0),
+    "persistent workers": lambda: stateful(2, persistent_workers=True),
+    "plain, persistent workers": lambda: DataLoader(
+        TensorDataset(*stripes()), 16, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+    "distributed sampler": distributed,
+    "stream": lambda: StatefulDataLoader(Stream(), batch_size=16),
+    "own": OwnLoader,
+}
+
+
+class StoppedError(Exception):
+    pass
+
+
+def trained(
+    loader: Any, *, val: Any = None, stop: int | None = None, **given: Any
+) -> tuple[list[list[Tensor]], hgnp.Result]:
+    """The inputs of every epoch's steps, and the result."""
+    epochs: list[list[Tensor]] = [[]]
+    net, last = made(), []
+    net.register_forward_pre_hook(lambda module, args: last.append(args[0]))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    optimizer.register_step_post_hook(lambda *_: epochs[-1].append(last[-1]))
+
+    def on_epoch(state: Any) -> None:
+        epochs.append([])
+        if state.epoch == stop:
+            raise StoppedError
+
+    quick = {"method": "taylor", "warmup_epochs": 1, "neurons_per_round": 16, "finetune_epochs": 1}
+    r = recipe(**quick | given.pop("recipe", {}))
+    result = hgnp.prune(net, loader, val, recipe=r, optimizer=optimizer, on_epoch=on_epoch, **given)
+    return epochs[:-1], result
+
+
+@pytest.mark.parametrize("validated", [True, False])
+@pytest.mark.parametrize("name", LOADERS)
+def test_every_epoch_has_all_samples_once(name: str, validated: bool) -> None:
+    everyone = stripes()[0].sum((1, 2, 3)).sort().values
+    val = LOADERS[name]() if validated else None
+    epochs, _ = trained(LOADERS[name](), val=val)
+    assert [len(steps) for steps in epochs] == [6] * len(epochs)
+    if name == "stream":  # its samples are noisy
+        return
+    for steps in epochs:
+        torch.testing.assert_close(torch.cat(steps).sum((1, 2, 3)).sort().values, everyone)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_resumed_run_ends_as_if_it_had_never_stopped(name: str, tmp_path: Path) -> None:
+    _, whole = trained(LOADERS[name](), val=LOADERS[name](), out=tmp_path / "whole")
+    for stop in (0, 2):  # before that epoch's checkpoint: it goes on with the one before
+        with pytest.raises(StoppedError):
+            trained(LOADERS[name](), val=LOADERS[name](), out=tmp_path / "pieces", resume=True, stop=stop)
+    _, pieces = trained(LOADERS[name](), val=LOADERS[name](), out=tmp_path / "pieces", resume=True)
+    assert pieces.parts == 3
+    for one, other in zip(pieces.history, whole.history, strict=True):
+        seconds = {key: one[key] for key in one if "seconds" in key}
+        assert one == other | seconds
+    torch.testing.assert_close(pieces.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    assert pieces.after.sharpness == whole.after.sharpness
+
+
+def test_a_run_without_validation_data_measures_on_a_batch_that_it_has(tmp_path: Path) -> None:
+    """Rounds come in the middle of an epoch, where the loader must not be iterated a second time."""
+    epochs, result = trained(OwnLoader(), recipe={"prune_unit": "steps", "prune_every": 4})
+    assert [len(steps) for steps in epochs] == [6] * len(epochs)
+    assert result.before.sharpness is not None
+
+
+def test_a_position_that_a_user_loaded_is_not_that_of_an_epoch() -> None:
+    loader = stateful(0)
+    next(iter(loader))
+    loader.load_state_dict(copy.deepcopy(loader.state_dict()))
+    epochs, _ = trained(loader)
+    assert [len(steps) for steps in epochs] == [6] * len(epochs)
