@@ -4,7 +4,6 @@ One step turns the direction x into F^k x / ‖·‖ and measures λ = vᵀFv an
 is what is used. The error of λ is at most the residual squared over the relative gap, or the residual itself.
 """
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hgnp.curvature.branches import Branches
+from hgnp.curvature.branches import Branches, constant
 from hgnp.curvature.factors import Dense, Factor, Patches, Rows, unit
 from hgnp.curvature.random import capturing
 
@@ -242,27 +241,21 @@ def _by_patches(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int)
     return _apart(factors, *_guarded(*_ritz(product, _padded(starts), steps), factors))
 
 
-@functools.cache  # all of them: graphs read them for as long as they are replayed
+@constant
 def _counts(counts: tuple[tuple[int, float], ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.cat([torch.full((n,), count, dtype=dtype, device=device) for n, count in counts])
 
 
-@functools.cache
+@constant
 def arbitrary(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The same unit vector for every run, (1, side), without zeros or symmetry."""
     generator = torch.Generator().manual_seed(0)
     return unit(torch.randn(1, side, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype))
 
 
-@functools.lru_cache(64)
+@constant
 def _arbitrary(sizes: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return _padded([arbitrary(side, dtype, device).expand(entries, -1) for entries, side in sizes])
-
-
-def forget_made() -> None:
-    """What was made in a capture that failed was never computed."""
-    _counts.cache_clear()
-    _arbitrary.cache_clear()
 
 
 def top_dense(factor: Factor) -> Eigenpair:
