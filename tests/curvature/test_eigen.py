@@ -20,7 +20,11 @@ def best_in_krylov_space(
         columns = [torch.linalg.matrix_power(scaled, powers) @ start]
         for _ in range(0 if flat else min(1 if squared else steps, len(matrix) - 1)):
             columns.append(scaled @ columns[-1])
-        basis = torch.eye(len(matrix)).double() if steps == 60 and not squared else torch.linalg.qr(torch.stack(columns, 1)).Q
+        basis = (
+            torch.eye(len(matrix)).double()
+            if steps == 60 and not squared
+            else torch.linalg.qr(torch.stack(columns, 1)).Q
+        )
         v = basis @ torch.linalg.eigh(basis.T @ matrix @ basis).eigenvectors[:, -1]
         value = v @ matrix @ v
         pairs.append((value, v, (matrix @ v - value * v).norm() / value))
@@ -62,7 +66,9 @@ def test_factors_solved_together_are_the_best_in_their_krylov_spaces() -> None:
             # matrices that can be squared have their 64th power, rows with one more product for R on each side
             flat = isinstance(factor, Rows) and factor.is_flat
             squared = flat or (not isinstance(factor, Patches) and factor.side <= 128)
-            alone = best_in_krylov_space(factor.dense(), start, 65 if flat else 64 if squared else 0, flat, squared, steps)
+            alone = best_in_krylov_space(
+                factor.dense(), start, 65 if flat else 64 if squared else 0, flat, squared, steps
+            )
             torch.testing.assert_close(found.value, alone.value)
             torch.testing.assert_close(found.vector, alone.vector * (found.vector * alone.vector).sum(1, True).sign())
             torch.testing.assert_close(found.residual, alone.residual, rtol=1e-5, atol=1e-7)

@@ -31,7 +31,13 @@ def at(flat: Flatness, block: str) -> Flatness:
 
 def linear(inputs: Callable[[], Tensor]) -> tuple[nn.Module, Tensor]:
     net = nn.Sequential(
-        nn.Linear(12, 10), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)
+        nn.Linear(12, 10),
+        nn.BatchNorm1d(10),
+        nn.ReLU(),
+        nn.Linear(10, 8),
+        nn.BatchNorm1d(8),
+        nn.ReLU(),
+        nn.Linear(8, 4),
     )
     return net, inputs()
 

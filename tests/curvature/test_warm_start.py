@@ -30,7 +30,9 @@ def radii(net: nn.Module, x: torch.Tensor, y: torch.Tensor, convention: str) -> 
     with Forward(watch=observer):
         loss = F.cross_entropy(net(x), y)
     observer.pull(loss, None, 1.0)
-    tops = {name: [top_dense(m.factor()).value for m in (observer.psi[name], observer.gamma[name])] for name in observer.psi}
+    tops = {
+        name: [top_dense(m.factor()).value for m in (observer.psi[name], observer.gamma[name])] for name in observer.psi
+    }
     return {name: float((psi * gamma).max()) for name, (psi, gamma) in tops.items()}
 
 

@@ -3,9 +3,9 @@
 vᵀHv − q_ggn = Σ ∂C/∂z·z̈ with z̈ the output's second derivative along v. It vanishes identically when every path from
 the block to the output is piecewise linear in the block's parameters. One pass follows all blocks at once.
 
-The same pass finds blocks whose tangent would be lost in silence, in an operation that PyTorch does not show to a mode (a custom
-autograd.Function, a function of a scripted module): autograd's graph leads from an operation's argument to the block, but no
-record does. Nothing is compared by size, so it makes no difference how large or small a tangent is, and in which precision.
+The same pass finds blocks whose tangent would be lost in silence, in an operation that PyTorch does not show to a mode (a
+custom autograd.Function, a scripted function): autograd's graph leads from an operation's argument to the block, but no record
+does. No numbers are compared, so that neither the size of a tangent nor the precision makes a difference.
 """
 
 import weakref
@@ -68,8 +68,9 @@ class Bends(Forward):
             if unknown and here not in self._behind:
                 waiting += unknown
                 continue
-            own = self._names.get(id(getattr(here, "variable", None)))
-            self._behind[here] = frozenset({own} - {None}).union(*(self._behind[each] for each in before))
+            parameter = id(getattr(here, "variable", None))  # where the graph ends at a leaf
+            own = {self._names[parameter]} if parameter in self._names else set()
+            self._behind[here] = frozenset(own.union(*(self._behind[each] for each in before)))
             waiting.pop()
         return self._behind[node]
 

@@ -22,9 +22,9 @@ R = TypeVar("R")
 
 
 def constant(make: Callable[P, R]) -> Callable[P, R]:
-    """Tensors that depend on the arguments alone: made once and never let go, as any graph may read them. No bounded cache would
-    do, since the memory of a tensor that it evicts is given to others while graphs still read it. What a capture makes is that
-    graph's own, and not kept: it is computed only when the graph is replayed, and never if the capture fails."""
+    """Caches tensors that depend on the arguments alone, for good: any graph may read them, and a cache that evicts would give
+    their memory to others while it does. What a capture makes is that graph's own, and not kept: it is computed only when the
+    graph is replayed, and never if the capture fails."""
     made: dict[tuple[object, ...], R] = {}
 
     @functools.wraps(make)

@@ -25,8 +25,8 @@ def kernels(name: str, dtype: torch.dtype, device: torch.device) -> Any:
     except Exception as error:  # of its import, its compiler, a C compiler, the driver
         if not (isinstance(error, ModuleNotFoundError) and error.name == "triton"):
             warnings.warn(
-                f"hgnp's Triton kernels ({name}, {dtype}) do not work on {device}, and PyTorch's own operations do the same in more "
-                f"time: {first_line(error)}",
+                f"hgnp's Triton kernels ({name}, {dtype}) do not work on {device}; PyTorch's own, slower operations are used: "
+                f"{first_line(error)}",
                 stacklevel=2,
             )
         return None

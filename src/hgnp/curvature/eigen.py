@@ -45,19 +45,23 @@ def _ritz(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> tup
     of x, Fx, F²x, … (Lanczos with full reorthogonalisation), restarted from it once there are `SPACE` vectors.
 
     It costs the products of as many powers, and its λ is at least as large as theirs: F^k x is in the space. The products are
-    with the basis itself, so that Fv is a sum of them and λ and residual are those of this v to rounding. Nothing is of a higher
-    power in F than one: Γ may be as small as 1e-15, Ψ as large as 1e9."""
+    with the basis itself, so that Fv is a sum of them and λ and residual are those of this v to rounding. Nothing is of a
+    higher power in F than one: Γ may be as small as 1e-15, Ψ as large as 1e9."""
     v, left = unit(start), steps + 1
     while left:
         basis, images = v.unsqueeze(1), product(v).unsqueeze(1)  # (G, k, side)
         for _ in range(min(left, SPACE) - 1):
             q = unit(images[:, -1:] - images[:, -1:] @ basis.mT @ basis)
             q = q - q @ basis.mT @ basis  # again: rounding errors may be all that is left of it
-            q = torch.where(torch.linalg.vector_norm(q, dim=2, keepdim=True) > 0.5, unit(q), 0.0)  # or all is in the basis
+            q = torch.where(
+                torch.linalg.vector_norm(q, dim=2, keepdim=True) > 0.5, unit(q), 0.0
+            )  # or all is in the basis
             basis = torch.cat([basis, q], 1)
             images = torch.cat([images, product(q.squeeze(1)).unsqueeze(1)], 1)
         left -= basis.shape[1]
-        weights = raised(basis @ images.mT, RITZ_POWER)[:, :1]  # no eigh: in a CUDA graph it could not be, elsewhere it waits
+        weights = raised(basis @ images.mT, RITZ_POWER)[
+            :, :1
+        ]  # no eigh: in a CUDA graph it could not be, elsewhere it waits
         v, image = (weights @ basis).squeeze(1), (weights @ images).squeeze(1)
         size = torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
         v, image = v / size, image / size

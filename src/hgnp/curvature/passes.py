@@ -178,8 +178,8 @@ class Passes:
         self._bends[self.net.training], self._lost[self.net.training] = reasons, mode.lost
 
     def _follows(self, block: Block) -> bool:
-        """Whether q along the block is Gauss–Newton's. Where that was asked for and an operation hides the block's tangent, it is
-        the Hessian's: v may come to such a block late in a run, and to refuse it then would cost all of the run's work."""
+        """Whether q along the block is Gauss–Newton's. Where that was asked for and an operation hides the block's tangent, it
+        is the Hessian's: v may come to such a block late in a run, and to refuse it then would cost the run's work."""
         hidden = self._lost[self.net.training].get(block.name)
         if self._choices.curvature == "ggn" and hidden is not None and (block.name, hidden) not in self._told:
             self._told.add((block.name, hidden))

@@ -280,9 +280,7 @@ class Engine:
             choice = None if flat.v.chosen is known else flat.v.chosen
             first = None if flat.first is before[2] else flat.first
             read = (*parameters, *self.net.buffers(), *tensors_in(batch))
-            return Captured(
-                graph, batch, loss, grads, after, seen, choice, first, Versions.of(read)
-            )
+            return Captured(graph, batch, loss, grads, after, seen, choice, first, Versions.of(read))
         finally:
             if flat is not None and before is not None:
                 flat.weight = None
