@@ -59,7 +59,7 @@ HEALTHY = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"v_from": "this_batch"}, {"convention": "expand"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"direction_from": "this_batch"}, {"kfac_approx": "expand"}], ids=str)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_a_tangent_that_norms_cancel_is_not_taken_for_a_lost_one(kind: str, precision: str, options: Any) -> None:

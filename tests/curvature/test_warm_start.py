@@ -24,9 +24,9 @@ def smooth(kind: str) -> nn.Sequential:
     )  # fmt: skip
 
 
-def radii(net: nn.Module, x: torch.Tensor, y: torch.Tensor, convention: str) -> dict[str, float]:
+def radii(net: nn.Module, x: torch.Tensor, y: torch.Tensor, kfac_approx: str) -> dict[str, float]:
     """λ^Ψ λ^Γ of every block."""
-    observer = Observer(find_blocks(net), len(x), convention=convention, scale_invariant=False, keep=False)
+    observer = Observer(find_blocks(net), len(x), kfac_approx=kfac_approx, scale_invariant=False, keep=False)
     with Forward(watch=observer):
         loss = F.cross_entropy(net(x), y)
     observer.pull(loss, None, 1.0)
@@ -36,20 +36,20 @@ def radii(net: nn.Module, x: torch.Tensor, y: torch.Tensor, convention: str) -> 
     return {name: float((psi * gamma).max()) for name, (psi, gamma) in tops.items()}
 
 
-@pytest.mark.parametrize("convention", ["reduce", "expand"])
+@pytest.mark.parametrize("kfac_approx", ["reduce", "expand"])
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
 @pytest.mark.parametrize("samples", [16, 64])
-def test_the_penalised_pair_of_a_small_network_is_its_batchs_own(convention: str, kind: str, samples: int) -> None:
+def test_the_penalised_pair_of_a_small_network_is_its_batchs_own(kfac_approx: str, kind: str, samples: int) -> None:
     """Powers from the last batch's vectors were up to 31 % short of the top eigenvalue here."""
     for seed in range(4):
         torch.manual_seed(seed)
         net, teacher = smooth(kind).double(), smooth(kind).double()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        flat = Flatness(net, mu=1e-2, bound=0.1, v_from="this_batch", convention=convention)
+        flat = Flatness(net, mu=1e-2, bound=0.1, direction_from="this_batch", kfac_approx=kfac_approx)
         for _ in range(8):
             x = torch.randn(samples, *SHAPES[kind]).double()
             y = teacher(x).argmax(1)
-            true = radii(net, x, y, convention)
+            true = radii(net, x, y, kfac_approx)
             optimizer.zero_grad()
             flat.backward(x, y)
             assert flat.block is not None

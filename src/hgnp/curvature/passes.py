@@ -102,7 +102,8 @@ class Passes:
     ) -> Pass:
         """C and q of one pass along v; with `renew`, an observer watches it for the next v. Of a pass that was made before
         only what is behind the block runs again, if it can be."""
-        self.trace(inputs)
+        if self._choices.curvature == "ggn":
+            self.trace(inputs)
         block = v.block()
         assert block is not None
         pair, seeds = v.pairs[block.name], v.seeds(block)
@@ -180,7 +181,7 @@ class Passes:
     def _follows(self, block: Block) -> bool:
         """Whether q along the block is Gauss–Newton's. Where that was asked for and an operation hides the block's tangent, it
         is the Hessian's: v may come to such a block late in a run, and to refuse it then would cost the run's work."""
-        hidden = self._lost[self.net.training].get(block.name)
+        hidden = self._lost.get(self.net.training, {}).get(block.name)
         if self._choices.curvature == "ggn" and hidden is not None and (block.name, hidden) not in self._told:
             self._told.add((block.name, hidden))
             warnings.warn(
