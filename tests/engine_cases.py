@@ -1,6 +1,5 @@
 """Stand-ins for CUDA graphs in tests of the engine: work that is done again at every replay."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import hgnp
+from hgnp.training.captured import Versions
 from hgnp.training.engine import Engine
 
 
@@ -41,7 +41,7 @@ class Again:
         for captured in self.engine._graphs.values():
             if captured.graph is self and captured.first is not None:  # a replay fills it in place; this is a new one
                 vars(flat.first).update(kept=True)
-                vars(captured).update(first=flat.first, versions=contextlib.nullcontext())
+                vars(captured).update(first=flat.first, versions=Versions((), ()))
         if flat.seen is not held[0]:
             for name in ("radius", "residuals", "curvature"):
                 getattr(self.seen, name).copy_(getattr(flat.seen, name))

@@ -12,21 +12,6 @@ from curvature_cases import convnet, images
 from hgnp import Flatness
 
 
-class Hidden(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 2
-
-
-class Opaque(nn.Module):
-    def forward(self, x):
-        return Hidden.apply(x)
-
-
 class WritesIntoView(nn.Module):
     def forward(self, x):
         parts = x[:, :2]
@@ -39,15 +24,14 @@ def net_with(module):
     return nn.Sequential(nn.Linear(4, 5), module, nn.Linear(5, 3)).double()
 
 
-@pytest.mark.parametrize(("module", "words"), [(Opaque(), "layer '0'"), (WritesIntoView(), "layer '1'")])
-def test_what_gauss_newton_cannot_follow_is_refused_by_layer_and_the_hessian_route_takes_it(module, words):
+def test_what_gauss_newton_cannot_follow_is_refused_by_layer_and_the_hessian_route_takes_it():
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
-    net = net_with(module)
+    net = net_with(WritesIntoView())
     other = Flatness(net, curvature="hessian")
     other.backward(x, y)
     flat = Flatness(net, bound=-1.0)
     flat.load_state_dict(other.state_dict() | {"block": "0"})
-    with pytest.raises(ValueError, match=words) as refused:
+    with pytest.raises(ValueError, match="layer '1'") as refused:
         flat.backward(x, y)
     assert "curvature='hessian'" in str(refused.value)
 

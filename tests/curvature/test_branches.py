@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import hgnp
 from hgnp.curvature import branches
+from hgnp.curvature.eigen import _arbitrary
 
 
 class Stream:
@@ -115,3 +116,30 @@ def test_memory_is_not_shared_with_what_still_runs(
         flat.backward(x, y)
     assert len(watch.used) > 2
     assert not watch.wrong
+
+
+def test_what_graphs_may_read_is_never_let_go() -> None:
+    device = torch.device("cpu")
+    sizes = [((1, side),) for side in range(2, 202)]
+    first = [_arbitrary(size, torch.float32, device) for size in sizes]
+    assert all(_arbitrary(size, torch.float32, device) is kept for size, kept in zip(sizes, first, strict=True))
+
+
+def test_what_a_capture_makes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is computed when that graph is replayed, and never if the capture fails."""
+    made: list[int] = []
+
+    @branches.constant
+    def ones(side: int) -> torch.Tensor:
+        made.append(side)
+        return torch.ones(side)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(branches, "capturing", lambda: True)
+        assert ones(3) is not ones(3)
+    kept = ones(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(branches, "capturing", lambda: True)
+        assert ones(3) is kept
+    assert ones(3) is kept
+    assert made == [3, 3, 3]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hgnp
 from engine_cases import Again, Net, Stand, prepared
-from hgnp.curvature import eigen
+from hgnp.curvature import branches, eigen
 from hgnp.graphs import RefusedError
 from hgnp.training import engine as engines
 from hgnp.training.engine import Engine
@@ -127,11 +127,13 @@ def test_a_step_whose_piece_cannot_be_captured_is_made_once(refused: str, monkey
 
 
 def test_what_was_made_in_a_capture_that_failed_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = ((1, 5.0),), torch.double, torch.device("cpu")
+    counts = ((1, 5.25),), torch.double, torch.device("cpu")
 
     class Unable(Stand):
         def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
-            eigen._counts(*counts).fill_(torch.nan)  # as memory that no kernel has written to
+            with monkeypatch.context() as patch:
+                patch.setattr(branches, "capturing", lambda: True)
+                eigen._counts(*counts).fill_(torch.nan)  # as memory that no kernel has written to
             raise RefusedError("it cannot")
 
     monkeypatch.setattr(engines, "Capture", Unable)
@@ -140,7 +142,7 @@ def test_what_was_made_in_a_capture_that_failed_is_not_kept(monkeypatch: pytest.
     for _ in range(3):
         engine.backward(torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,)))
     assert engine.refused == "it cannot"
-    assert eigen._counts(*counts).tolist() == [5.0]
+    assert eigen._counts(*counts).tolist() == [5.25]
 
 
 def test_gradients_that_hooks_see_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:

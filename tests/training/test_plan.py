@@ -63,3 +63,11 @@ def test_estimates_are_right_and_the_position_is_linear(unit: str, anneal: str) 
             assert positions == pytest.approx(expected), given
         if positions and (anneal == "run" or finetune):
             assert positions[-1] == 1.0
+
+
+@pytest.mark.parametrize("neurons", [0, 1])
+@pytest.mark.parametrize("target", ["params", "neurons"])
+def test_where_no_neuron_is_left_to_go_a_run_is_still_estimated(neurons: int, target: str) -> None:
+    """All that is left may be frozen, above the target."""
+    plan = Plan(Recipe(keep=0.1, warmup_epochs=0, finetune_epochs=2, target=target))
+    assert plan.epochs_left(left=0.5, neurons=neurons, at_start=50, steps=None) == 1 + 2

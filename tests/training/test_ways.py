@@ -228,5 +228,10 @@ def test_the_rule(reshape: bool, width: int, last: bool) -> None:
     torch.manual_seed(0)
     for engine, expected in (("auto", last), ("eager", False)):
         net = Flat(reshape=reshape, width=width)
-        hgnp.prune(net, *loaders(), recipe=recipe(keep=0.5, execution=engine), on_epoch=on_epoch)
+        told = Notes()
+        hgnp.prune(net, *loaders(), recipe=recipe(keep=0.5, execution=engine), on_epoch=on_epoch, _progress=told)
         assert seen.pop() == expected
+        failed = [
+            text for text in told.texts if text.startswith("steps run as found, as a step with channels last failed: ")
+        ]
+        assert len(failed) == (engine == "auto" and not reshape)

@@ -2,6 +2,10 @@
 
 vᵀHv − q_ggn = Σ ∂C/∂z·z̈ with z̈ the output's second derivative along v. It vanishes identically when every path from
 the block to the output is piecewise linear in the block's parameters. One pass follows all blocks at once.
+
+The same pass finds blocks whose tangent would be lost in silence, in an operation that PyTorch does not show to a mode (a
+custom autograd.Function, a scripted function): autograd's graph leads from an operation's argument to the block, but no record
+does. No numbers are compared, so that neither the size of a tangent nor the precision makes a difference.
 """
 
 import weakref
@@ -10,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from hgnp.curvature.blocks import Block
 from hgnp.curvature.forward import Forward, Func, batch_norm_options, layer_options
@@ -24,9 +29,14 @@ class Bends(Forward):
     def __init__(self, blocks: list[Block], *, frozen: bool = False) -> None:
         super().__init__(frozen=frozen)
         self._records: dict[int, tuple[weakref.ref[Tensor], Reasons]] = {}
+        self._names: dict[int, str] = {}
+        self._behind: dict[Node, frozenset[str]] = {}
+        self.lost: dict[str, str] = {}
+        """Block → the operation that its tangent is lost in, by the name of its node in autograd's graph."""
         for block in blocks:
             for parameter in (block.weight, block.bias):
                 if parameter is not None:
+                    self._names[id(parameter)] = block.name
                     self._record(parameter, {block.name: None})
 
     def _record(self, x: Tensor, reasons: Reasons) -> None:
@@ -37,10 +47,41 @@ class Bends(Forward):
         found = self._records.get(id(x))
         return {} if found is None else found[1]
 
+    def end(self, z: Any) -> Reasons:
+        """`reasons` of the network's output."""
+        for x in tensors_in(z):
+            self._compare(x.grad_fn, self.reasons(x))
+        return self.reasons(z)
+
+    def _compare(self, node: Node | None, reasons: Reasons) -> None:
+        if node is not None and torch.is_grad_enabled():
+            for block in self._blocks_behind(node) - reasons.keys():
+                self.lost.setdefault(block, node.name())
+
+    def _blocks_behind(self, node: Node) -> frozenset[str]:
+        """The blocks that autograd's graph leads to; every node is looked at once."""
+        waiting = [node]
+        while waiting:
+            here = waiting[-1]
+            before = [each for each, _ in here.next_functions if each is not None]
+            unknown = [each for each in before if each not in self._behind]
+            if unknown and here not in self._behind:
+                waiting += unknown
+                continue
+            parameter = id(getattr(here, "variable", None))  # where the graph ends at a leaf
+            own = {self._names[parameter]} if parameter in self._names else set()
+            self._behind[here] = frozenset(own.union(*(self._behind[each] for each in before)))
+            waiting.pop()
+        return self._behind[node]
+
     def compute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(func)
         inputs = [self.reasons(x) for x in tensors_in((args, kwargs))]
+        given = [x.grad_fn for x in tensors_in((args, kwargs))]  # as they are before a call that writes in place
         out = self.primal(func, args, kwargs)
+        if name not in PASSIVE and any(x.requires_grad for x in tensors_in(args[0] if name == "__setitem__" else out)):
+            for node, reasons in zip(given, inputs, strict=True):
+                self._compare(node, reasons)
         if not any(inputs) or name in PASSIVE or not torch.is_grad_enabled():
             return out
         if name == "linear" or name in CONVOLUTIONS:

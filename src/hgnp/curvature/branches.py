@@ -1,13 +1,15 @@
-"""Independent work side by side.
+"""Independent work side by side, and tensors that steps have in common.
 
 In a step that is being captured into a CUDA graph, work on side streams becomes branches of the graph: the small kernels of
 many blocks run beside each other and beside the large ones of the main stream. Elsewhere it simply runs where it is called.
+What a graph reads must stay where it is for as long as the graph is replayed: `constant` keeps it.
 """
 
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -15,6 +17,27 @@ from hgnp.curvature.random import capturing
 
 STREAMS = 12
 _turns = itertools.count()
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def constant(make: Callable[P, R]) -> Callable[P, R]:
+    """Caches tensors that depend on the arguments alone, for good: any graph may read them, and a cache that evicts would give
+    their memory to others while it does. What a capture makes is that graph's own, and not kept: it is computed only when the
+    graph is replayed, and never if the capture fails."""
+    made: dict[tuple[object, ...], R] = {}
+
+    @functools.wraps(make)
+    def get(*args: P.args, **kwargs: P.kwargs) -> R:
+        key = (*args, *sorted(kwargs.items()))
+        if key in made:
+            return made[key]
+        found = make(*args, **kwargs)
+        if not capturing():
+            made[key] = found
+        return found
+
+    return get
 
 
 class Branches:

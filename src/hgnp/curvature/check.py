@@ -1,38 +1,13 @@
-"""What is refused before a wrong number can come of it: arguments and layers by kind, tangents by one comparison a block."""
+"""What is refused before a wrong number can come of it: arguments, and layers by kind."""
 
 import math
 from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hgnp.curvature.blocks import Block, find_blocks
-from hgnp.curvature.wide import wide
-
-
-def check_tangent(block: Block, z: Tensor, u: Tensor, seeds: list[tuple[Tensor, Tensor]]) -> None:
-    """⟨c, u⟩ = ⟨∂⟨c, z⟩/∂W, V⟩ for an arbitrary c, once for each block: an operation that PyTorch does not show (a
-    custom autograd.Function, a scripted module) would otherwise lose its tangent in silence."""
-    with torch.no_grad():
-        c = torch.cos(torch.arange(z.numel(), device=z.device, dtype=torch.float32)).view(z.shape).to(z.dtype)
-    parameters = [parameter for parameter, _ in seeds]
-    grads = torch.autograd.grad(z, parameters, c, retain_graph=True, allow_unused=True)
-    reverse = sum((wide(g) * wide(d.detach())).sum() for g, (_, d) in zip(grads, seeds, strict=True) if g is not None)
-    forward = (wide(c) * wide(u.detach())).sum()
-    size = torch.linalg.vector_norm(wide(c)) * torch.linalg.vector_norm(wide(u.detach()))
-    size = size + sum(
-        torch.linalg.vector_norm(wide(g)) * torch.linalg.vector_norm(wide(d.detach()))
-        for g, (_, d) in zip(grads, seeds, strict=True)
-        if g is not None
-    )
-    loose = {torch.float64: 1e-8, torch.float32: 1e-3}.get(z.dtype, 5e-2)
-    if torch.isfinite(size) and (forward - reverse).abs() > loose * size:
-        raise ValueError(
-            f"layer {block.name!r}: its tangent does not reach the output unharmed ({forward:.3g} forward, "
-            f"{reverse:.3g} in reverse): an operation after it cannot be followed, such as a custom autograd.Function "
-            "or a scripted module; use curvature='hessian'"
-        )
+from hgnp.curvature.blocks import find_blocks
 
 
 def check_functions(**given: Any) -> None:

@@ -2,11 +2,14 @@
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+from hgnp.messages import first_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -14,11 +17,18 @@ R = TypeVar("R")
 
 @functools.cache
 def kernels(name: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """The module of that name, or None where its kernels do not work: then PyTorch's operations do the same."""
+    """The module of that name, or None where its kernels do not work: then PyTorch's operations do the same. That there is no
+    Triton needs no mention; that there is one and it fails is told once."""
     try:
         module = importlib.import_module(f"hgnp.curvature.{name}")
         module.try_out(dtype, device)
-    except Exception:  # of its import, its compiler, a C compiler, the driver
+    except Exception as error:  # of its import, its compiler, a C compiler, the driver
+        if not (isinstance(error, ModuleNotFoundError) and error.name == "triton"):
+            warnings.warn(
+                f"hgnp's Triton kernels ({name}, {dtype}) do not work on {device}; PyTorch's own, slower operations are used: "
+                f"{first_line(error)}",
+                stacklevel=2,
+            )
         return None
     return module
 

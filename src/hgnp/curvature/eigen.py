@@ -4,20 +4,23 @@ One step turns the direction x into F^k x / ‖·‖ and measures λ = vᵀFv an
 is what is used. The error of λ is at most the residual squared over the relative gap, or the residual itself.
 """
 
-import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hgnp.curvature.branches import Branches
+from hgnp.curvature.branches import Branches, constant
 from hgnp.curvature.factors import Dense, Factor, Patches, Rows, unit
 from hgnp.curvature.random import capturing
 
 AT_A_TIME = 6  # products before a look at the residual
+SPACE = AT_A_TIME + 1  # vectors that an eigenvector is sought among
+POWER = 64  # of a matrix that is small enough to be squared, from a warm start
+SMALL = 128  # side of such a one, if it is not a Gram matrix
+RITZ_POWER = 1024  # of their matrix: two Ritz values that it leaves mixed differ by less than a thousandth
 MIXED_IN = 0.1
 
 
@@ -29,18 +32,41 @@ class Eigenpair:
 
 
 def top(factor: Factor, start: Tensor, steps: int) -> Eigenpair:
-    """The pair after `steps` products from `start`, each group by itself.
+    """The pair after `steps` products from `start` and one that measures it, each group by itself.
 
     An overflow keeps `start`; a product that vanishes (a dead layer, or a start in the factor's null space) gives way
     to an arbitrary direction, or the pair would never come back."""
-    v = factor.advance(start, steps)
-    size = v.abs().amax(1, keepdim=True)
-    v = torch.where(torch.isfinite(size), v, start)
-    v = unit(torch.where(size == 0, arbitrary(start.shape[1], start.dtype, start.device), v))
-    y = factor.product(v)
-    value = (v * y).sum(1)
-    rest = torch.linalg.vector_norm(y - value.unsqueeze(1) * v, dim=1)
-    return Eigenpair(value, v, rest / value.clamp_min(torch.finfo(v.dtype).tiny))
+    (pair,) = _apart([factor], *_guarded(*_ritz(factor.product, start, steps), [factor]))
+    return pair
+
+
+def _ritz(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """v, the start, λ = vᵀFv and ‖Fv − λv‖/λ, by `steps` + 1 products: the Ritz vector of the largest Ritz value in the space
+    of x, Fx, F²x, … (Lanczos with full reorthogonalisation), restarted from it once there are `SPACE` vectors.
+
+    It costs the products of as many powers, and its λ is at least as large as theirs: F^k x is in the space. The products are
+    with the basis itself, so that Fv is a sum of them and λ and residual are those of this v to rounding. Nothing is of a
+    higher power in F than one: Γ may be as small as 1e-15, Ψ as large as 1e9."""
+    v, left = unit(start), steps + 1
+    while left:
+        basis, images = v.unsqueeze(1), product(v).unsqueeze(1)  # (G, k, side)
+        for _ in range(min(left, SPACE) - 1):
+            q = unit(images[:, -1:] - images[:, -1:] @ basis.mT @ basis)
+            q = q - q @ basis.mT @ basis  # again: rounding errors may be all that is left of it
+            q = torch.where(
+                torch.linalg.vector_norm(q, dim=2, keepdim=True) > 0.5, unit(q), 0.0
+            )  # or all is in the basis
+            basis = torch.cat([basis, q], 1)
+            images = torch.cat([images, product(q.squeeze(1)).unsqueeze(1)], 1)
+        left -= basis.shape[1]
+        weights = raised(basis @ images.mT, RITZ_POWER)[
+            :, :1
+        ]  # no eigh: in a CUDA graph it could not be, elsewhere it waits
+        v, image = (weights @ basis).squeeze(1), (weights @ images).squeeze(1)
+        size = torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
+        v, image = v / size, image / size
+    value = (v * image).sum(1)
+    return v, start, value, torch.linalg.vector_norm(image / value.unsqueeze(1) - v, dim=1)
 
 
 def settled(factor: Factor, start: Tensor, steps: int) -> Eigenpair:
@@ -65,12 +91,16 @@ def top_of_each(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int 
     together."""
     found: dict[int, Eigenpair] = {}
     branches = Branches()
+    factors = [
+        Dense(factor.dense()) if isinstance(factor, Rows) and not factor.is_flat and factor.side <= SMALL else factor
+        for factor in factors
+    ]
     for number, factor in enumerate(factors):
         if _kind(factor, steps) is None:
             with branches.branch():
                 start = starts[number]
                 found[number] = top(factor, start, factor.warm) if steps is None else settled(factor, start, steps)
-    for kind, solve in ((Rows, _by_gram), (Dense, _by_products), (Patches, _by_two_products)):
+    for kind, solve in ((Rows, _by_gram), (Dense, _by_products), (Patches, _by_patches)):
         for numbers in _alike(factors, kind, steps):
             with branches.branch():
                 mine, begin = [factors[n] for n in numbers], [starts[n] for n in numbers]
@@ -84,7 +114,7 @@ def _kind(factor: Factor, steps: int | None) -> type | None:
     if isinstance(factor, Rows):
         return Rows if factor.is_flat else None
     if isinstance(factor, Patches):
-        return Patches if (steps or factor.warm) == 1 else None
+        return Patches if steps is None else None
     return Dense if isinstance(factor, Dense) else None
 
 
@@ -94,7 +124,7 @@ def _alike(factors: Sequence[Factor], kind: type, steps: int | None) -> Iterator
     for number, factor in enumerate(factors):
         if _kind(factor, steps) is kind:
             rows = (factor.rows.shape[1], factor.rows.dtype) if isinstance(factor, Rows) else None
-            sides[rows].append((factor.side, factor.entries, number))
+            sides[factor.warm, factor.side <= SMALL, rows].append((factor.side, factor.entries, number))
     for part in sides.values():
         part.sort(reverse=True)
         taken: list[tuple[int, int, int]] = []
@@ -143,8 +173,8 @@ def _guarded(
 
 
 def raised(K: Tensor, steps: int) -> Tensor:
-    """A power of K of at least `steps`, by squaring: four small products stand for sixteen powers. Scaled."""
-    for squaring in range(max(4, (steps - 1).bit_length())):
+    """A power of K of at least `steps`, by squaring: six small products stand for 64 powers. Scaled."""
+    for squaring in range((steps - 1).bit_length()):
         if squaring % 4 == 0:  # K¹⁶ of a matrix of norm 1 is in range, K²⁵⁶ is not
             K = K / torch.linalg.matrix_norm(K, keepdim=True).clamp_min(torch.finfo(K.dtype).tiny)
         K = K @ K
@@ -169,7 +199,7 @@ def _by_gram(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int) ->
         entry += factor.entries
     count = _counts(tuple((factor.entries, factor.count) for factor in flat), x.dtype, x.device)
     K = R @ R.mT
-    s = raised(K, steps) @ (R @ x.unsqueeze(2))
+    s = raised(K, max(steps, POWER)) @ (R @ x.unsqueeze(2))
     s = s / torch.linalg.vector_norm(s, dim=1, keepdim=True).clamp_min(torch.finfo(s.dtype).tiny)
     Ks = K @ s
     size = (s * Ks).sum((1, 2))  # ‖Rᵀs‖²
@@ -191,61 +221,45 @@ def _by_products(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int
             F[entry : entry + factor.entries, : factor.side, : factor.side].copy_(factor.matrix)
         entry += factor.entries
     branches.join()
-    x = start.unsqueeze(2)
-    for _ in range(steps - 1):
-        x = F @ x
-        x = x / torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-    y = F @ x
-    v, _, value, residual = _of_two(y.squeeze(2), (F @ y).squeeze(2), start)
-    value = value / _counts(tuple((factor.entries, factor.count) for factor in dense), x.dtype, x.device)
+    begin = start
+    if start.shape[1] <= SMALL:
+        begin, steps = (raised(F, max(steps, POWER)) @ start.unsqueeze(2)).squeeze(2), 1
+    v, _, value, residual = _ritz(lambda x: (F @ x.unsqueeze(2)).squeeze(2), begin, steps)
+    value = value / _counts(tuple((factor.entries, factor.count) for factor in dense), v.dtype, v.device)
     return _apart(dense, *_guarded(v, start, value, residual, dense))
 
 
-def _by_two_products(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int) -> Iterator[Eigenpair]:
-    """One step by a product and a second one that measures it."""
-    start = _padded(starts)
-    y, z = torch.zeros_like(start), torch.zeros_like(start)
-    branches, entry = Branches(), 0
-    for factor, x in zip(factors, starts, strict=True):
-        mine = slice(entry, entry := entry + factor.entries), slice(factor.side)
-        with branches.branch():
-            one = factor.product(x)
-            y[mine] = one  # copies: other branches may get a product's own memory once it is let go
-            z[mine] = factor.product(one)
-    branches.join()
-    return _apart(factors, *_guarded(*_of_two(y, z, start), factors))
+def _by_patches(factors: Sequence[Factor], starts: Sequence[Tensor], steps: int) -> Iterator[Eigenpair]:
+    """Each product by itself, the rest together."""
+
+    def product(x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        branches, entry = Branches(), 0
+        for factor in factors:
+            mine = slice(entry, entry := entry + factor.entries), slice(factor.side)
+            with branches.branch():  # a copy: other branches may get a product's own memory once it is let go
+                y[mine] = factor.product(x[mine].contiguous())
+        branches.join()
+        return y
+
+    return _apart(factors, *_guarded(*_ritz(product, _padded(starts), steps), factors))
 
 
-def _of_two(y: Tensor, z: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """v = y/‖y‖, the start, λ = vᵀFv and ‖Fv − λv‖/λ, from z = Fy. Nothing is of a higher power in F than two: Γ may be as
-    small as 1e-15, Ψ as large as 1e9."""
-    size = torch.linalg.vector_norm(y, dim=1, keepdim=True).clamp_min(torch.finfo(y.dtype).tiny)
-    v, image = y / size, z / size
-    value = (v * image).sum(1)
-    return v, start, value, torch.linalg.vector_norm(image / value.unsqueeze(1) - v, dim=1)
-
-
-@functools.cache  # all of them: graphs read them for as long as they are replayed
+@constant
 def _counts(counts: tuple[tuple[int, float], ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.cat([torch.full((n,), count, dtype=dtype, device=device) for n, count in counts])
 
 
-@functools.cache
+@constant
 def arbitrary(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The same unit vector for every run, (1, side), without zeros or symmetry."""
     generator = torch.Generator().manual_seed(0)
     return unit(torch.randn(1, side, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype))
 
 
-@functools.lru_cache(64)
+@constant
 def _arbitrary(sizes: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return _padded([arbitrary(side, dtype, device).expand(entries, -1) for entries, side in sizes])
-
-
-def forget_made() -> None:
-    """What was made in a capture that failed was never computed."""
-    _counts.cache_clear()
-    _arbitrary.cache_clear()
 
 
 def top_dense(factor: Factor) -> Eigenpair:

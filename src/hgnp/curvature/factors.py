@@ -21,11 +21,13 @@ from hgnp.curvature.compiled import kernels
 from hgnp.curvature.wide import wide, wide_bmm
 
 GRAM_LIMIT = 512  # at most so many rows have their Gram matrix formed
+FEW = 128  # entries of a patch, of all groups
 
 
 class Factor(Protocol):
-    warm: int
-    """Steps from an eigenvector of the last batch that are worth their cost."""
+    @property
+    def warm(self) -> int:
+        """Products from an eigenvector of the last batch that are worth their cost: by the layer alone, whatever the batch."""
 
     @property
     def entries(self) -> int:
@@ -37,9 +39,6 @@ class Factor(Protocol):
     def product(self, x: Tensor) -> Tensor:
         """The factor of each group times x, (G, side) → (G, side)."""
 
-    def advance(self, x: Tensor, steps: int) -> Tensor:
-        """The direction of (factor)^steps·x, or of a higher power where that is as cheap; not normalised."""
-
     def dense(self) -> Tensor:
         """(G, side, side)."""
 
@@ -48,24 +47,14 @@ def unit(x: Tensor) -> Tensor:
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
 
 
-class _Powers:
-    warm = 4
-
-    def product(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def advance(self, x: Tensor, steps: int) -> Tensor:
-        for _ in range(steps):
-            x = unit(self.product(x))
-        return x
-
-    def dense(self) -> Tensor:
-        raise NotImplementedError
+WARM = 4
 
 
 @dataclass(frozen=True)
-class Rows(_Powers):
+class Rows:
     """RᵀR/count with R the rows, each with a 1 appended where `bias`."""
+
+    warm = WARM
 
     rows: Tensor  # (G, R, side without bias)
     count: float
@@ -104,8 +93,10 @@ class Rows(_Powers):
 
 
 @dataclass(frozen=True)
-class Dense(_Powers):
+class Dense:
     """A factor small enough to be held, matrix/count: Γ of a layer with more positions than outputs."""
+
+    warm = WARM
 
     matrix: Tensor  # (G, side, side)
     count: float = 1.0
@@ -126,12 +117,10 @@ class Dense(_Powers):
 
 
 @dataclass(frozen=True)
-class Patches(_Powers):
+class Patches:
     """Ψ of a convolution without its patches: r = conv(a, x) + b, Ψ[x; b] = (weight-gradient(a, r)/N, Σ r/N).
 
     Inputs in bfloat16 on a GPU are taken as they are: r is rounded, its sums are not."""
-
-    warm = 1  # a product goes twice over all inputs
 
     inputs: list[Tensor]
     options: list[dict[str, Any]]
@@ -147,6 +136,11 @@ class Patches(_Powers):
     @property
     def side(self) -> int:
         return self.kernel[1:].numel() + self.bias
+
+    @property
+    def warm(self) -> int:
+        """A product goes twice over all inputs, which is cheap only where they are few."""
+        return WARM if self.groups * self.side <= FEW else 1
 
     def product(self, x: Tensor) -> Tensor:
         total: Tensor | None = None

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hgnp.curvature.blocks import Block
-from hgnp.curvature.check import check_tangent
 from hgnp.curvature.forward import Watch
 from hgnp.curvature.losses import LossCurvature
 from hgnp.curvature.tangent import Tangent
@@ -23,16 +21,9 @@ class GaussNewton(Tangent):
         self, seeds: list[tuple[Tensor, Tensor]], curvature: LossCurvature, *, watch: Watch | None, frozen: bool
     ) -> None:
         super().__init__(seeds, watch=watch, frozen=frozen)
-        self._seeds, self._curvature = seeds, curvature
+        self._curvature = curvature
 
     def quotient(self, loss: Tensor, z: Tensor, target: Any) -> Tensor:
         """q, differentiable."""
-        return self._curvature.quotient(z, self._along(z), target)
-
-    def check(self, block: Block, z: Tensor) -> None:
-        """Refuses a block whose tangent is lost on its way to the output."""
-        check_tangent(block, z, self._along(z), self._seeds)
-
-    def _along(self, z: Tensor) -> Tensor:
         u = self.tangent(z)
-        return torch.zeros_like(z) if u is None else u
+        return self._curvature.quotient(z, torch.zeros_like(z) if u is None else u, target)

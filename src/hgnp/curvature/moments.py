@@ -3,7 +3,6 @@
 Sums are taken in float32 at least; activations of half precision are read as they are.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hgnp.curvature.blocks import Block
+from hgnp.curvature.branches import constant
 from hgnp.curvature.factors import Dense, Factor, Patches, Rows
 from hgnp.curvature.wide import HALF, wide, wide_bmm
 
@@ -166,7 +166,7 @@ def patch_sums(a: Tensor, conv: dict[str, Any], weight: Tensor, lengths: torch.S
     return wide_bmm(meets.expand(a.shape[0], -1, -1), a.flatten(2).transpose(1, 2)).transpose(1, 2)
 
 
-@functools.cache
+@constant
 def _meets(sizes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """(taps, positions): 1 where a tap of the kernel meets a position of the input in some output."""
     both = torch.ones(1, 1, dtype=dtype, device=device)

@@ -17,7 +17,6 @@ Given adjoints Y of y and Z of ẏ, and a = mean(nZ), b = mean(nṡ), c = mean(Z
 made of, one for sums and one that spreads them, serve all three P, and the last term is one more multiple of n in it.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hgnp.curvature.branches import constant
 from hgnp.curvature.compiled import kernels
 
 
@@ -270,11 +270,11 @@ def _minus(x: Tensor | None, y: Tensor, k: Tensor) -> Tensor:
     return _spread(x, y, None, zero, one, zero, k * (y.numel() // y.shape[1]))
 
 
-@functools.cache
+@constant
 def _constants(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.zeros(channels, dtype=dtype, device=device), torch.ones(channels, dtype=dtype, device=device)
 
 
-@functools.cache
+@constant
 def _counts(count: int, device: torch.device) -> Tensor:
     return torch.full((1,), count, dtype=torch.int32, device=device)

@@ -1,6 +1,7 @@
 """Passes through the network: C and q along v, and what they showed."""
 
 import contextlib
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hgnp.curvature.bends import Bends, Reasons, described
-from hgnp.curvature.blocks import find_blocks
+from hgnp.curvature.blocks import Block, find_blocks
 from hgnp.curvature.check import hooked, tracked
 from hgnp.curvature.choices import Choices
 from hgnp.curvature.direction import Direction
@@ -58,7 +59,9 @@ class Passes:
         self._choices, self._curvature = choices, curvature
         self._frozen = choices.norm == "frozen"
         self._bends: dict[bool, Reasons] = {}
-        self._checked: set[tuple[str, bool]] = set()
+        self._lost: dict[bool, dict[str, str]] = {}
+        """Mode → blocks whose tangent would be lost, with the operation that hides it."""
+        self._told: set[tuple[str, str]] = set()
         self.draws = False
         """Whether a pass of this network draws random numbers."""
         self.repeats = True
@@ -99,20 +102,22 @@ class Passes:
     ) -> Pass:
         """C and q of one pass along v; with `renew`, an observer watches it for the next v. Of a pass that was made before
         only what is behind the block runs again, if it can be."""
+        if self._choices.curvature == "ggn":
+            self.trace(inputs)
         block = v.block()
         assert block is not None
         pair, seeds = v.pairs[block.name], v.seeds(block)
         observer = v.observer(inputs) if renew else None
-        term, loss, z = self._mode(seeds, observer), None, None
+        term, loss, z = self._mode(block, seeds, observer), None, None
         if first is not None and first.tape is not None:
             with contextlib.suppress(UnfitError):  # which a second pass raises by its layer
                 if isinstance(term, GaussNewton) and first.tape.along(term, first.z) is not None:
                     loss, z = first.loss, first.z
             if z is None:
-                term = self._mode(seeds, observer)
+                term = self._mode(block, seeds, observer)
                 with contextlib.suppress(UnfitError):
                     z = first.tape.again(term, [parameter for parameter, _ in seeds], first.z)
-            term = self._mode(seeds, observer) if z is None else term
+            term = self._mode(block, seeds, observer) if z is None else term
         if z is None:
             if first is not None and first.random is not None:
                 first.random.restore()  # the second pass draws the same
@@ -122,15 +127,14 @@ class Passes:
             z = self.run(inputs, term, traceless=traceless or first is not None, within=within, before=before)
         loss = self.loss(z, target) if loss is None else loss
         with autocast_off(loss):
-            if isinstance(term, GaussNewton) and (block.name, self.net.training) not in self._checked:
-                term.check(block, z)
-                self._checked.add((block.name, self.net.training))
             q = term.quotient(loss, z, target)
         seen = Seen(block, [part.detach() for _, part in seeds], pair.value, pair.residuals, q.detach())
         return Pass(loss, z, q, observer, seen)
 
-    def _mode(self, seeds: list[tuple[Tensor, Tensor]], observer: Observer | None) -> GaussNewton | Hessian:
-        if self._choices.curvature == "hessian":
+    def _mode(
+        self, block: Block, seeds: list[tuple[Tensor, Tensor]], observer: Observer | None
+    ) -> GaussNewton | Hessian:
+        if not self._follows(block):
             return Hessian(seeds, watch=observer, frozen=self._frozen)
         assert self._curvature is not None
         return GaussNewton(seeds, self._curvature, watch=observer, frozen=self._frozen)
@@ -171,13 +175,30 @@ class Passes:
             return
         mode = Bends(find_blocks(self.net), frozen=self._frozen)
         with RandomState(*self.net.parameters()):
-            self._bends[self.net.training] = mode.reasons(self.run(inputs, mode, traceless=True))
+            reasons = mode.end(self.run(inputs, mode, traceless=True))
+        self._bends[self.net.training], self._lost[self.net.training] = reasons, mode.lost
+
+    def _follows(self, block: Block) -> bool:
+        """Whether q along the block is Gauss–Newton's. Where that was asked for and an operation hides the block's tangent, it
+        is the Hessian's: v may come to such a block late in a run, and to refuse it then would cost the run's work."""
+        hidden = self._lost.get(self.net.training, {}).get(block.name)
+        if self._choices.curvature == "ggn" and hidden is not None and (block.name, hidden) not in self._told:
+            self._told.add((block.name, hidden))
+            warnings.warn(
+                f"layer {block.name!r}: Gauss–Newton cannot follow {hidden} behind it (a custom autograd.Function or scripted "
+                "code), so its curvature is the Hessian's; curvature='hessian' takes that for all layers",
+                stacklevel=2,
+            )
+        return self._choices.curvature == "ggn" and hidden is None
 
     @property
     def routes(self) -> dict[str, str]:
         """As `Flatness.routes`."""
-        return described(self._bends.get(self.net.training, {}), self._choices.curvature)
+        mode, curvature = self.net.training, self._choices.curvature
+        routes = described(self._bends.get(mode, {}), curvature)
+        lost = self._lost.get(mode, {}) if curvature == "ggn" else {}
+        return routes | {name: f"hessian, as Gauss–Newton cannot follow {each}" for name, each in lost.items()}
 
     def forget(self) -> None:
         """The network has changed."""
-        self._bends, self._checked = {}, set()
+        self._bends, self._lost = {}, {}

@@ -1,6 +1,7 @@
 """A piece of a step in a CUDA graph, and the memory in which pieces hand eigenpairs on."""
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,8 @@ class Captured:
     """The next block, on the device."""
     first: First | None
     """The pass that the pieces after it go on from, if this is the one that made it."""
-    versions: Any
-    """Puts back the counters of changes that autograd knew parameters and batch by when that pass was captured."""
+    versions: "Versions | None"
+    """Of parameters, buffers and batch when that pass was captured."""
 
     @functools.cached_property
     def leaves(self) -> list[Tensor]:
@@ -43,6 +44,23 @@ class Captured:
         sent = Late.of(self.seen.curvature)
         radius, residuals, q = torch._foreach_mul((self.seen.radius, self.seen.residuals, self.seen.curvature), 1)
         return Seen(self.seen.block, [part.clone() for part in self.seen.direction], radius, residuals, q, sent)
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Tensors with the counters of changes that autograd knew them by."""
+
+    tensors: tuple[Tensor, ...]
+    counters: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> "Versions":
+        tensors = tuple(tensors)
+        return cls(tensors, tuple(tensor._version for tensor in tensors))
+
+    def put_back(self) -> None:
+        """What autograd has kept of the tensors is taken for unchanged: only to be said where it was computed anew."""
+        torch._C._autograd._unsafe_set_version_counter(self.tensors, self.counters)
 
 
 def copied(pair: Pair) -> Pair:

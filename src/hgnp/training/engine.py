@@ -17,11 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hgnp.baselines import SAM
 from hgnp.curvature.check import hooked
-from hgnp.curvature.eigen import forget_made
 from hgnp.curvature.operations import tensors_in
 from hgnp.curvature.random import RandomState
 from hgnp.curvature.rhythm import Kind
@@ -29,7 +27,7 @@ from hgnp.curvature.spectrum import Chosen, Pair
 from hgnp.flatness import Flatness
 from hgnp.graphs import Capture, RefusedError, built_of, kind_of, laid_out, refill
 from hgnp.removal import Removal, listen
-from hgnp.training.captured import Captured, copied, copy_into, tensors_of
+from hgnp.training.captured import Captured, Versions, copied, copy_into, tensors_of
 from hgnp.training.stepping import Gradients, Stepping
 
 Piece = Callable[[Any, Any], Tensor | None]
@@ -248,7 +246,6 @@ class Engine:
 
     def _refuse(self, error: RefusedError) -> None:
         self.refused = str(error)
-        forget_made()
         self._forget()
 
     def _capture(self, piece: Piece, batch: Any, *, after: bool = False) -> Captured:
@@ -283,9 +280,7 @@ class Engine:
             choice = None if flat.v.chosen is known else flat.v.chosen
             first = None if flat.first is before[2] else flat.first
             read = (*parameters, *self.net.buffers(), *tensors_in(batch))
-            return Captured(
-                graph, batch, loss, grads, after, seen, choice, first, _unsafe_preserve_version_counter(read)
-            )
+            return Captured(graph, batch, loss, grads, after, seen, choice, first, Versions.of(read))
         finally:
             if flat is not None and before is not None:
                 flat.weight = None
@@ -308,7 +303,8 @@ class Engine:
             self._leave(captured.grads)
         if flat is not None and captured.first is not None:
             flat.first = captured.first
-            captured.versions.__exit__(None, None, None)  # the replay computed it with the parameters as they are
+            assert captured.versions is not None
+            captured.versions.put_back()  # the replay computed it with the parameters as they are
         if flat is not None and captured.choice is not None:
             flat.v.chosen = Chosen.of(captured.choice.index.number, captured.choice.blocks)
         if flat is not None and captured.seen is not None:

@@ -35,6 +35,8 @@ def rounds_left(recipe: Recipe, *, left: float, neurons: int, at_start: int) -> 
 
     Parameters and MACs fall as a power of the neurons, about the second; the power is read off what has gone so far.
     """
+    if not neurons:  # none is left to go: only a round can find that out
+        return 1
     share = neurons / at_start
     power = 1.0 if recipe.target == "neurons" else 2.0
     if share < 0.99 and 0 < left < 0.99:

@@ -114,7 +114,7 @@ def choose(
     if recipe.execution == "eager":
         return Choice(Way())
     if recipe.execution == "auto" or task.train.device.type != "cpu":
-        return Choice(_by_rule(net, task, recipe, batch))
+        return _by_rule(net, task, recipe, batch)
     try:
         typical = copy.deepcopy(net)
         _thin(neurons_of(typical), recipe)
@@ -123,18 +123,18 @@ def choose(
     return _fastest(typical, task, recipe, batch)
 
 
-def _by_rule(net: nn.Module, task: Task, recipe: Recipe, batch: Batch) -> Way:
+def _by_rule(net: nn.Module, task: Task, recipe: Recipe, batch: Batch) -> Choice:
     """Channels last for a network that is wide, or on a GPU, and whose code will have it: a `view` of a picture's rows will
     not."""
     convolutions = [module for module in net.modules() if isinstance(module, LAID_OUT)]
     wide = WIDE if task.train.device.type == "cpu" else 1
     if max((module.out_channels for module in convolutions), default=0) < wide:
-        return Way()
+        return Choice(Way())
     try:
         _step(net, task, recipe, batch, "channels_last")
-    except Exception:
-        return Way()
-    return Way("channels_last")
+    except Exception as error:  # the user's code may raise anything
+        return Choice(Way(), notes=(f"steps run as found, as a step with channels last failed: {first_line(error)}",))
+    return Choice(Way("channels_last"))
 
 
 def _thin(neurons: Neurons, recipe: Recipe) -> None:

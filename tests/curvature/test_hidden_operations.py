@@ -1,0 +1,210 @@
+"""Tangents that an operation hides are told from tangents that are zero up to rounding, whatever their size and precision."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cases import CASES
+from hgnp import Flatness, Neurons, sensitivity
+from hgnp.curvature.bends import Bends
+from hgnp.curvature.blocks import find_blocks
+
+PRECISIONS = ("float64", "float32", "bfloat16")
+
+
+@contextlib.contextmanager
+def running(precision: str) -> Iterator[None]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+        yield
+
+
+def at(flat: Flatness, block: str) -> Flatness:
+    """The next step penalises this block."""
+    flat.load_state_dict(flat.state_dict() | {"block": block})
+    return flat
+
+
+def linear(inputs: Callable[[], Tensor]) -> tuple[nn.Module, Tensor]:
+    net = nn.Sequential(
+        nn.Linear(12, 10),
+        nn.BatchNorm1d(10),
+        nn.ReLU(),
+        nn.Linear(10, 8),
+        nn.BatchNorm1d(8),
+        nn.ReLU(),
+        nn.Linear(8, 4),
+    )
+    return net, inputs()
+
+
+def conv() -> tuple[nn.Module, Tensor]:
+    net = nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4),
+    )  # fmt: skip
+    return net, torch.rand(16, 3, 8, 8) / 255
+
+
+HEALTHY = {
+    "small inputs": lambda: linear(lambda: 1e-2 * torch.randn(32, 12)),
+    "far from zero": lambda: linear(lambda: 500 + torch.randn(32, 12)),
+    "constant samples": lambda: linear(lambda: torch.randn(1, 12).expand(32, 12).clone()),
+    "zeros": lambda: linear(lambda: torch.zeros(32, 12)),
+    "pictures divided twice": conv,
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"direction_from": "this_batch"}, {"kfac_approx": "expand"}], ids=str)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_a_tangent_that_norms_cancel_is_not_taken_for_a_lost_one(kind: str, precision: str, options: Any) -> None:
+    """v is nearly a shift of what goes into a norm: the output's tangent is rounding error, and nothing is wrong."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        net, x = HEALTHY[kind]()
+        net, x = (net.double(), x.double()) if precision == "float64" else (net, x)
+        y = torch.randint(0, 4, (len(x),))
+        flat = Flatness(net, bound=-1.0, **options)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        for block in ("0", "3", "0"):
+            with running(precision):  # a warning is an error in these tests
+                flat.backward(x, y)
+                at(flat, block).backward(x, y)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert flat.curvature == flat.curvature
+        assert all(not route.startswith("hessian") for route in flat.routes.values())
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_no_operation_of_the_zoo_hides_a_tangent(name: str, training: bool) -> None:
+    case = CASES[name]
+    net = case.net().train(training)
+    args, kwargs = case.inputs()
+    with Bends(find_blocks(net)) as mode:
+        z = net(*args, **kwargs)
+    mode.end(z)
+    assert mode.lost == {}
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: float) -> Tensor:
+        ctx.by = by
+        return x * by
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g * ctx.by, None
+
+
+class Hidden(nn.Module):
+    """x·by out of sight, alone or added to x."""
+
+    def __init__(self, by: float, *, beside: bool = False, only: str = "") -> None:
+        super().__init__()
+        self.by, self.beside, self.only = by, beside, only
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.only == ("evaluation" if self.training else "training"):
+            return x
+        y = Times.apply(x, self.by)
+        return x + y if self.beside else y
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.function = torch.jit.script(doubled)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def doubled(x: Tensor) -> Tensor:
+    return torch.tanh(x) * 2
+
+
+def net_with(hidden: nn.Module, norms: str) -> nn.Module:
+    before = [nn.BatchNorm1d(5)] if "before" in norms else []
+    after = [nn.BatchNorm1d(5)] if "after" in norms else []
+    return nn.Sequential(nn.Linear(4, 5), *before, hidden, *after, nn.Tanh(), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("norms", ["", "before", "after", "before and after"])
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("by", [1e-8, 1e-3, 1.0, 1e4])
+def test_a_hidden_operation_is_named_and_its_block_takes_the_hessian(
+    by: float, beside: bool, norms: str, precision: str
+) -> None:
+    torch.manual_seed(0)
+    net = net_with(Hidden(by, beside=beside), norms)
+    x, y = torch.randn(12, 4), torch.randint(0, 3, (12,))
+    net, x = (net.double(), x.double()) if precision == "float64" else (net, x)
+    other = Flatness(net, bound=-1.0, curvature="hessian")
+    flat = Flatness(net, bound=-1.0)
+    with running(precision):
+        other.backward(x, y)
+        at(other, "0").backward(x, y)
+        flat.prepare(x, y)
+        with pytest.warns(UserWarning, match=r"layer '0': Gauss–Newton cannot follow TimesBackward"):
+            at(flat, "0").backward(x, y)
+    assert flat.curvature == pytest.approx(other.curvature, rel=1e-6 if precision == "float64" else 0.1, abs=1e-6)
+    assert flat.routes["0"] == "hessian, as Gauss–Newton cannot follow TimesBackward"
+    last = find_blocks(net)[-1].name
+    assert not flat.routes[last].startswith("hessian")
+    at(flat, last).backward(x, y)  # nothing is behind it
+
+
+def test_scripted_code_is_noticed_too() -> None:
+    net = net_with(Scripted(), "before").double()
+    x, y = torch.randn(12, 4).double(), torch.randint(0, 3, (12,))
+    flat = Flatness(net, bound=-1.0)
+    flat.prepare(x, y)
+    with pytest.warns(UserWarning, match=r"layer '0': Gauss–Newton cannot follow \w+"):
+        at(flat, "0").backward(x, y)
+
+
+def test_a_block_that_is_first_penalised_late_warns_once_and_the_run_goes_on() -> None:
+    torch.manual_seed(0)
+    net = net_with(Hidden(2.0), "after").double()
+    flat = Flatness(net, bound=-1.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(6):
+            x, y = torch.randn(12, 4).double(), torch.randint(0, 3, (12,))
+            if step:
+                at(flat, "0" if step > 2 else "4")
+            optimizer.zero_grad()
+            flat.backward(x, y)
+            optimizer.step()
+    assert [str(each.message)[:9] for each in told] == ["layer '0'"]
+
+
+def test_scores_in_evaluation_mode_have_a_look_of_their_own() -> None:
+    torch.manual_seed(0)
+    net = net_with(Hidden(1.0, only="evaluation"), "").double()
+    x, y = torch.randn(12, 4).double(), torch.randint(0, 3, (12,))
+    with torch.no_grad():
+        net[0].weight.mul_(1e-2)
+        net[-1].weight.mul_(1e2)
+    flat = Flatness(net, bound=-1.0)
+    flat.backward(x, y)
+    assert not any(route.startswith("hessian") for route in flat.routes.values())
+    v = flat.v.known(find_blocks(net)[0], flat.v.pairs["0"])
+    net.eval()
+    with pytest.warns(UserWarning, match=r"layer '0': Gauss–Newton cannot follow TimesBackward"):
+        flat.objective(x, y, v=v)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert sensitivity(net, Neurons(net, x), [(x, y)], flatness=flat)
