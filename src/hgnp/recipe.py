@@ -30,8 +30,8 @@ class Recipe:
     target: str = "params"
     """What `keep` is a fraction of: "params" (the paper's), "neurons" (those that can be removed) or "macs"."""
     snapshots: tuple[float, ...] = ()
-    """Fractions of what `target` counts, between `keep` and 1. The network of the epoch in which a round first comes down to one
-    is copied, and the copy fine-tuned by itself for `finetune_epochs`; the run goes on as if there were none."""
+    """Fractions of what `target` counts, between `keep` and 1. A copy of the network is taken after the epoch in which a round
+    comes down to one of them, and fine-tuned by itself for `finetune_epochs`; the run goes on as if there were none."""
     method: str = "hgnp"
     """"hgnp", "taylor", "hybrid" (Taylor, then HGNP from `threshold` on), "l1", "l2", "bn_scale", "geometric_median" or
     "random" (plain training, another score), or "sam" (Taylor scores, trained by sharpness-aware minimisation)."""

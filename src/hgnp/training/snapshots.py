@@ -1,8 +1,8 @@
 """Snapshots: the network at intermediate κ, each fine-tuned by itself once the run has ended.
 
-In the epoch in which a round comes down to a value of `recipe.snapshots`, `Run` keeps its whole state, as if its target had been
-met in that epoch. A copy of the full-size network goes on from there, exactly as a resumed run would, to its own end. The run
-itself is not touched: its networks, its optimizer and its random streams are others, or put back.
+After the epoch in which a round comes down to a value of `recipe.snapshots`, `Run` keeps its whole state, as if its target had
+been met in that epoch. A copy of the full-size network goes on from there, as a resumed run would, to its own end. The run
+itself does not notice: network and optimizer are copies, random streams and loaders are put back.
 """
 
 import copy
@@ -47,7 +47,9 @@ class Spare:
                 f"snapshots need a network, optimizer and scheduler that copy.deepcopy can copy: {brief(error)}"
             ) from error
         made = make_optimizer(net, recipe, optimizer if ours is None else ours)
-        return cls(net, made, make_scheduler(made, recipe, scheduler if theirs is None else theirs, validated=validated))
+        return cls(
+            net, made, make_scheduler(made, recipe, scheduler if theirs is None else theirs, validated=validated)
+        )
 
 
 class Within:
