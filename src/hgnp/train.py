@@ -131,7 +131,7 @@ def finished(folder: Folder, net: nn.Module, recipe: Recipe) -> Result:
             model=net, history=history, recipe=recipe, before=Facts(**stored["before"]), after=Facts(**stored["after"]),
             target=Target(**stored["target"]), metric=stored["metric"], latency=stored["latency"],
             seconds=stored["seconds"], parts=stored["parts"], stopped=stored["stopped"], out=folder.path,
-            snapshots=tuple(Snapshot(**each | {"path": folder.path / each["path"]}) for each in stored["snapshots"]),
+            snapshots=tuple(Snapshot(**each | {"path": folder.path / each["path"]}) for each in stored.get("snapshots", ())),
         )  # fmt: skip
     except (KeyError, TypeError) as error:
         raise ValueError(f"{folder.result}: damaged: {error}; without it, resume makes it anew") from None

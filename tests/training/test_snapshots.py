@@ -262,3 +262,21 @@ def test_a_folder_with_snapshots_of_another_run_is_refused(tmp_path: Path) -> No
     (tmp_path / "run" / "snapshots" / "0.5").mkdir(parents=True)
     with pytest.raises(FileExistsError, match="but a snapshots, which a run would overwrite"):
         pruned(tmp_path / "run", snapshots=(0.5,))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_copies_train_in_graphs_of_their_own(tmp_path: Path) -> None:
+    train, val = loaders()
+    wanted = recipe(keep=0.2, snapshots=(0.7, 0.4), mu=0.01, bound=0.0, finetune_epochs=3)
+    net = made().cuda()
+    run = hgnp.prune(net, train, val, recipe=wanted, out=tmp_path / "run")
+    assert run.model is net
+    assert len(run.snapshots) == 2
+    for snapshot in run.snapshots:
+        assert snapshot.path is not None
+        small = hgnp.load(snapshot.path, made())
+        assert sum(p.numel() for p in small.parameters()) == snapshot.parameters
+        assert accuracy(small) == pytest.approx(snapshot.metric, abs=2 / 60)  # rounding may move a sample
+        rows = rows_of(snapshot.path)
+        assert [row["phase"] for row in rows[-3:]] == ["finetune"] * 3
+        assert rows[-1]["loss"] < rows[0]["loss"]

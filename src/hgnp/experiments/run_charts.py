@@ -55,7 +55,8 @@ def against_kept(run: Run) -> Figure | Absent:
     alt = f"{run.metric} from {ends[0]} to {ends[1]}"
     series = [Series(run.method, kept, values)]
     if found := run.snapshot_points():
-        series.append(Series(SNAPSHOTS, *zip(*found, strict=True), colour=1, line=False))
+        kept, values = zip(*found, strict=True)
+        series.append(Series(SNAPSHOTS, kept, values, colour=1, line=False))
         alt += f"; {len(found)} fine-tuned snapshot{'s' * (len(found) > 1)}"
     return Chart("metric_against_kept", title, alt, KEPT, axis, tuple(series))
 

@@ -27,9 +27,8 @@ def against_kept(study: Study) -> Chart | None:
         return None
     for number, group in enumerate(study.groups):
         if group.snapshots:
-            points = [(point.kept, point.mean) for point in group.snapshots]
-            label = f"{group.label}, {SNAPSHOTS}"
-            series.append(Series(label, *zip(*points, strict=True), colour=number, line=False))
+            kept, means = zip(*((point.kept, point.mean) for point in group.snapshots), strict=True)
+            series.append(Series(f"{group.label}, {SNAPSHOTS}", kept, means, number, line=False))
     title = f"{study.metric.capitalize()} against κ"
     alt = f"{study.metric} of {', '.join(one.label for one in series)} against the parameters kept"
     return Chart("metric_against_kept", title, alt, KEPT, metric_axis(study.metric), tuple(series))

@@ -87,7 +87,7 @@ class Run:
         at_start = self.neurons.preview({}) if stored is None else Preview(**stored["at_start"])
         self.optimizer = make_optimizer(net, recipe, optimizer)
         self.scheduler = make_scheduler(self.optimizer, recipe, scheduler, validated=task.val is not None)
-        self.made_with = {
+        self.made_with: dict[str, Any] = {
             "optimizer": type(self.optimizer).__name__,
             "scheduler": None if self.scheduler is None else type(self.scheduler).__name__,
             "parameter groups": len(self.optimizer.param_groups),
