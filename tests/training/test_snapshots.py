@@ -21,6 +21,7 @@ RECIPES: dict[str, Changes] = {
     "paper": {"mu": 0.01, "bound": 0.0, "coupling": "paper"},
     "sam": {"method": "sam", "clip_norm": 1.0, "schedule": "one_cycle", "anneal": "finetune"},
     "macs": {"method": "taylor", "target": "macs"},
+    "hybrid": {"method": "hybrid", "threshold": 0.6, "mu": 0.01, "bound": 0.0},
 }
 
 
