@@ -64,6 +64,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "random": {"method": "random", "schedule": "one_cycle", "anneal": "run", "prune_unit": "steps", "prune_every": 2},
     "sam": {"method": "sam", "schedule": "steps", "clip_norm": 1.0},
+    "snapshots": {"mu": 0.01, "bound": 0.0, "schedule": "cosine", "finetune_epochs": 3, "snapshots": (0.8, 0.6)},
 }
 
 

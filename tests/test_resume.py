@@ -83,6 +83,27 @@ def test_killed_at_random_moments_ends_the_same(tmp_path: Path) -> None:
     torch.testing.assert_close(tensors(killed), tensors(whole), rtol=0, atol=0)
 
 
+def test_killed_while_a_snapshot_is_fine_tuned_ends_the_same(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert start(whole, "snapshots").wait() == 0
+    first, second = ("snapshots/0.8", "snapshots/0.6")
+    for part, epoch in ((first, 1), (first, 2), (second, 1)):
+        taken = json.loads((whole / "result.json").read_text())["snapshots"][0 if part == first else 1]["epoch"]
+        process = start(killed, "snapshots")
+        while process.poll() is None and epochs(killed / part) <= taken + epoch:
+            time.sleep(0.005)
+        assert process.poll() is None, "the run ended before it could be killed"
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert not (killed / "result.json").exists()
+    assert start(killed, "snapshots").wait() == 0
+    for part in (".", first, second):
+        assert rows(killed / part) == rows(whole / part)
+        torch.testing.assert_close(tensors(killed / part), tensors(whole / part), rtol=0, atol=0)
+    one, other = (json.loads((out / "result.json").read_text())["snapshots"] for out in (whole, killed))
+    assert one == other
+
+
 def epochs(out: Path) -> int:
     file = out / "metrics.jsonl"
     return len(file.read_text().splitlines()) if file.exists() else 0

@@ -54,7 +54,10 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     refused("recipe: a dict was given", TypeError, recipe={"keep": 0.1})
     refused("resume: True was given without out", resume=True)
     refused("optimizer: LBFGS", optimizer=torch.optim.LBFGS)
-    refused("optimizer: it holds parameters that are not", optimizer=torch.optim.SGD(made(3).parameters(), lr=0.1))
+    refused(
+        "optimizer must hold the network's parameters alone, got others",
+        optimizer=torch.optim.SGD(made(3).parameters(), lr=0.1),
+    )
     refused("scheduler: it was given beside", recipe=recipe(schedule="cosine"), scheduler=lambda o: None)
     refused("protect: no module 'd'", protect=["d"])
     refused("protect must be a list of names, not NoneType", TypeError, protect=None)

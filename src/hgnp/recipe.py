@@ -29,6 +29,9 @@ class Recipe:
     """The fraction to be left of what `target` counts: the paper's κ̄. With 1 nothing is pruned."""
     target: str = "params"
     """What `keep` is a fraction of: "params" (the paper's), "neurons" (those that can be removed) or "macs"."""
+    snapshots: tuple[float, ...] = ()
+    """Fractions of what `target` counts, between `keep` and 1. A copy of the network is taken after the epoch in which a round
+    comes down to one of them, and fine-tuned by itself for `finetune_epochs`; the run goes on as if there were none."""
     method: str = "hgnp"
     """"hgnp", "taylor", "hybrid" (Taylor, then HGNP from `threshold` on), "l1", "l2", "bn_scale", "geometric_median" or
     "random" (plain training, another score), or "sam" (Taylor scores, trained by sharpness-aware minimisation)."""
@@ -115,6 +118,12 @@ class Recipe:
                 expected, fits = _CHECKS[field.name]
                 if not fits(value):
                     raise ValueError(f"{field.name}: {value!r} was given; {expected} would do")
+        if not _distinct_between(self.keep, self.snapshots):
+            raise ValueError(
+                f"snapshots must be distinct fractions above keep ({self.keep:g}) and below 1, got {self.snapshots!r}; "
+                "the run itself ends fine-tuned at keep"
+            )
+        object.__setattr__(self, "snapshots", tuple(sorted(self.snapshots, reverse=True)))
         if isinstance(self.flatness, Mapping):
             object.__setattr__(self, "flatness", dict(self.flatness))
         bundle, choices = self.flatness_choices
@@ -202,6 +211,14 @@ def _number(value: Any) -> bool:
 
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _distinct_between(keep: float, values: Any) -> bool:
+    return (
+        isinstance(values, tuple)
+        and all(_number(value) and keep < value < 1 for value in values)
+        and len(set(values)) == len(values)
+    )
 
 
 def _one_of(*names: str) -> tuple[str, Any]:

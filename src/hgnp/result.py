@@ -42,6 +42,37 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Snapshot:
+    """The network at an intermediate κ, fine-tuned by itself."""
+
+    asked: float
+    """The value of `recipe.snapshots`."""
+    got: float
+    """The fraction of what the target counts that is really left: a round may go below the value."""
+    kept: float
+    """Parameters left, as a fraction of those at the start."""
+    metric: float | None
+    val_loss: float | None
+    parameters: int
+    neurons: int
+    macs: int
+    """Of one sample."""
+    epoch: int
+    """The epoch at whose end the network was copied."""
+    epochs: int
+    """Of fine-tuning."""
+    path: Path | None = None
+    """Its folder, for `hgnp.load`; a run of several values in one round has one folder for them. None without `out`."""
+    model: nn.Module | None = None
+    """The network, if there is no folder."""
+
+    def as_dict(self, out: Path | None) -> dict[str, Any]:
+        """In types that JSON has; `path` as seen from the run's folder."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "model"}
+        return values | {"path": None if self.path is None or out is None else self.path.relative_to(out).as_posix()}
+
+
+@dataclass(frozen=True)
 class Result:
     """The pruned network and everything one wants to know about it."""
 
@@ -64,6 +95,8 @@ class Result:
     stopped: str | None = None
     """Why the run ended before its target, if it did."""
     out: Path | None = None
+    snapshots: tuple[Snapshot, ...] = ()
+    """One for each value of `recipe.snapshots` that the run came down to, from large κ to small."""
 
     @property
     def reached(self) -> bool:
@@ -96,6 +129,7 @@ class Result:
             "before": dataclasses.asdict(self.before),
             "after": dataclasses.asdict(self.after),
             "latency": self.latency,
+            "snapshots": [snapshot.as_dict(self.out) for snapshot in self.snapshots],
         }
 
     def __repr__(self) -> str:

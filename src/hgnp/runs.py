@@ -94,6 +94,15 @@ class Run:
                 levels[float(row["kept"])] = float(row["metric"])
         return tuple(sorted(levels.items(), reverse=True))
 
+    @property
+    def snapshots(self) -> tuple[Row, ...]:
+        """result.json's: networks at intermediate κ, each fine-tuned by itself, from large κ to small."""
+        return tuple((self.result or {}).get("snapshots") or ())
+
+    def snapshot_points(self) -> tuple[tuple[float, float], ...]:
+        """The points (kept, metric) of the snapshots; those of several values in one round are one point."""
+        return tuple(dict.fromkeys((row["kept"], row["metric"]) for row in self.snapshots if row["metric"] is not None))
+
 
 def read(folder: str | os.PathLike[str]) -> Run:
     """The run in `folder`. FileNotFoundError for a folder that holds none, ValueError for one that is damaged or too new."""
@@ -113,7 +122,18 @@ def read(folder: str | os.PathLike[str]) -> Run:
         if not isinstance(info.get(key), kind):
             raise ValueError(f"{folder / 'run.json'}: {key} is {info.get(key)!r}; the file is damaged")
     result = _object(folder / "result.json") if (folder / "result.json").is_file() else None
+    _check_snapshots(result or {}, folder / "result.json")
     return Run(folder.resolve(), info, _rows(folder / "metrics.jsonl"), result)
+
+
+def _check_snapshots(result: Mapping[str, Any], file: Path) -> None:
+    rows = result.get("snapshots") or []
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{file}: snapshots is {rows!r}; the file is damaged")
+    for row in rows:
+        for key in ("asked", "kept", "metric"):
+            if not isinstance(row.get(key), int | float) and (key != "metric" or row.get(key, 0) is not None):
+                raise ValueError(f"{file}: {key} of a snapshot is {row.get(key)!r}; the file is damaged")
 
 
 def _rows(file: Path) -> tuple[Row, ...]:

@@ -19,7 +19,7 @@ from hgnp.messages import first_line
 from hgnp.modes import as_found
 from hgnp.progress import Bar, Progress, Silent
 from hgnp.recipe import Recipe
-from hgnp.result import Facts, Result, Target
+from hgnp.result import Facts, Result, Snapshot, Target
 from hgnp.storage import load
 from hgnp.training import checkpoint, streams
 from hgnp.training.batches import Batches, Unpack
@@ -28,6 +28,7 @@ from hgnp.training.folder import Folder
 from hgnp.training.optimizers import OptimizerOrMaker
 from hgnp.training.plan import history_of
 from hgnp.training.run import Run
+from hgnp.training.snapshots import Spare, finetuned
 from hgnp.training.task import State, Task
 
 
@@ -111,6 +112,7 @@ def prune(
         progress = _progress or (Bar() if sys.stderr.isatty() else Silent())
         run = Run(net, Task(batches, held_out, loss, metric, output), recipe, folder, progress, _about or {})
         try:
+            spare = Spare.of(net, recipe, optimizer, scheduler, validated=val is not None) if recipe.snapshots else None
             run.prepare(stored, optimizer, scheduler, protect)
         except BaseException:
             run.take_back()
@@ -119,7 +121,8 @@ def prune(
             raise
         try:
             with as_found(net):
-                return run.go(on_epoch)
+                run.train(on_epoch)
+                return run.finish(() if spare is None else finetuned(run, spare))
         finally:
             run.tell("stop")
 
@@ -153,6 +156,7 @@ def finished(folder: Folder, net: nn.Module, recipe: Recipe) -> Result:
             model=net, history=history, recipe=recipe, before=Facts(**stored["before"]), after=Facts(**stored["after"]),
             target=Target(**stored["target"]), metric=stored["metric"], latency=stored["latency"],
             seconds=stored["seconds"], parts=stored["parts"], stopped=stored["stopped"], out=folder.path,
+            snapshots=tuple(Snapshot(**each | {"path": folder.path / each["path"]}) for each in stored.get("snapshots", ())),
         )  # fmt: skip
     except (KeyError, TypeError) as error:
         raise ValueError(f"{folder.result}: damaged: {error}; without it, resume makes it anew") from None

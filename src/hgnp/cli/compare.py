@@ -49,7 +49,7 @@ def compare(
     if advice is not None:
         print("\nfor the new data set:", *advice.sentences, sep="\n  ", file=say)
     print(
-        f"\n{out / 'page.html'}  (the same to look at, with summary.csv, curves.csv, comparison.json and figures/ beside it)",
+        f"\n{out / 'page.html'}  (the same to look at, with tables (CSV), comparison.json and figures/ beside it)",
         file=say,
     )
     if as_json:
@@ -90,6 +90,9 @@ def _show(comparison: "Comparison", say: Any) -> None:
     console = Console(file=say, width=None if say.isatty() else 140)
     for study in comparison.studies:
         console.print(_table(study))
+        if any(group.snapshots for group in study.groups):
+            console.print(f"{study.metric} of fine-tuned snapshots, and κ really kept", style="italic", markup=False)
+            console.print(_snapshots(study))
         for note in (*(study.switch.sentences if study.switch else ()), *study.notes):
             console.print(note, markup=False, highlight=False)
 
@@ -123,6 +126,27 @@ def _table(study: "Study") -> Any:
         cells = ["–" if value is None else score(value, study.metric) for value in values]
         gain = "" if over is None else f"{over:+.2f} %"
         table.add_row(f"{LABEL}, κ ≤ {study.switch.threshold:.1%}", *cells, gain, "")
+    return table
+
+
+def _snapshots(study: "Study") -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from hgnp.progress import score
+
+    values = sorted({point.asked for group in study.groups for point in group.snapshots}, reverse=True)
+    table = Table("", box=None, padding=(0, 2, 0, 0))
+    for value in values:
+        table.add_column(f"{100 * value:.4g}%", justify="right")
+    for group in study.groups:
+        points = {point.asked: point for point in group.snapshots}
+        cells = []
+        for value in values:
+            point = points.get(value)
+            spread = f" ± {score(point.spread, study.metric)}" if point and point.spread is not None else ""
+            cells.append("–" if point is None else f"{score(point.mean, study.metric)}{spread} ({point.kept:.1%})")
+        table.add_row(escape(group.label), *cells)
     return table
 
 

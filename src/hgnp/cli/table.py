@@ -28,6 +28,8 @@ def show(result: Mapping[str, Any], *, out: Path, console: Console) -> None:
     for name, before, after, ratio in rows(result):
         table.add_row(escape(name), before, after, ratio)
     console.print(table)
+    if result.get("snapshots"):
+        console.print(snapshots(result))
     console.print(f"\n{ending(result)}", highlight=False, markup=False, soft_wrap=True)
     for name, what in FILES.items():
         if (out / name).is_file():
@@ -56,6 +58,20 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
             ratio = f"{ratio} ({before / after:.1f}× faster)"
         lines.append((name, "–" if before is None else write(before), "–" if after is None else write(after), ratio))
     return lines
+
+
+def snapshots(result: Mapping[str, Any]) -> Table:
+    """Networks at intermediate κ, each fine-tuned by itself."""
+    kind = KINDS.get(result["target"]["kind"], result["target"]["kind"])
+    table = Table(box=None, padding=(0, 2), header_style="bold", title="\nfine-tuned snapshots", title_justify="left")
+    for name in (f"{kind} asked", "left", escape(result["metric"]), "parameters", "neurons", "MACs"):
+        table.add_column(name, justify="right")
+    table.add_column("folder")
+    for row in result["snapshots"]:
+        metric = "–" if row["metric"] is None else score(row["metric"], result["metric"])
+        sizes = [f"{row[key]:,}" for key in ("parameters", "neurons", "macs")]
+        table.add_row(f"{row['asked']:.2%}", f"{row['got']:.2%}", metric, *sizes, escape(str(row["path"])))
+    return table
 
 
 def ending(result: Mapping[str, Any]) -> str:

@@ -15,6 +15,8 @@ from hgnp.storage import load
 def config_of(folder: Path) -> Config:
     runs.read(folder)  # says what is wrong with a folder that is no run
     file = folder / "config.yaml"
+    if not file.is_file() and folder.resolve().parent.name == "snapshots":  # made with the configuration of their run
+        file = folder.resolve().parents[1] / "config.yaml"
     if not file.is_file():
         raise FileNotFoundError(
             f"{folder}: it has no config.yaml, which says how to make its network; hgnp run writes one"

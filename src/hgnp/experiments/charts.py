@@ -47,6 +47,8 @@ class Series:
     high: tuple[float, ...] | None = None
     dashed: bool = False
     markers: bool = True
+    line: bool = True
+    """Without: points alone, whatever `markers` says."""
 
     @property
     def paint(self) -> str:

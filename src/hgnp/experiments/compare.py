@@ -20,6 +20,17 @@ LEVELS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02)  # κ at which a table state
 
 
 @dataclass(frozen=True)
+class SnapshotPoint:
+    """Fine-tuned snapshots of a group's runs at one value: means, and the metric's standard deviation."""
+
+    asked: float
+    kept: float
+    mean: float
+    spread: float | None
+    count: int
+
+
+@dataclass(frozen=True)
 class Group:
     """Runs that differ in the seed alone. `curve` is over the study's range, `mean_metric` its area over the range's length.
 
@@ -42,6 +53,7 @@ class Group:
     """Of training, a run."""
     hardware: str
     """The devices that it was trained on."""
+    snapshots: tuple[SnapshotPoint, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -199,7 +211,7 @@ def _name(run: Run) -> str:
 
 def _settings(run: Run) -> dict[str, Any]:
     """What makes runs of a study repeats of each other when only the seed differs."""
-    recipe = {name: value for name, value in run.recipe.items() if name != "seed"}
+    recipe = {name: value for name, value in run.recipe.items() if name not in ("seed", "snapshots")}
     rest = {name: value for name, value in _configured(run).items() if not _of_study(name)}
     return {**recipe, "start": run.info.get("start"), **rest}
 
@@ -246,7 +258,21 @@ def _group(label: str, group: Sequence[Run], used: Sequence[Run], grid: Sequence
         final_spread=statistics.stdev(final) if len(final) > 1 else None,
         seconds=sum(float(row.get("seconds") or 0) for run in group for row in run.rows) / len(group),
         hardware="; ".join(sorted({run.hardware for run in group})),
+        snapshots=_snapshots(used),
     )
+
+
+def _snapshots(runs: Sequence[Run]) -> tuple[SnapshotPoint, ...]:
+    """From large κ to small."""
+    found: dict[float, list[tuple[float, float]]] = {}
+    for row in (row for run in runs for row in run.snapshots if row["metric"] is not None):
+        found.setdefault(row["asked"], []).append((row["kept"], row["metric"]))
+    points = []
+    for asked, rows in sorted(found.items(), reverse=True):
+        kept, metrics = zip(*rows, strict=True)
+        spread = statistics.stdev(metrics) if len(rows) > 1 else None
+        points.append(SnapshotPoint(asked, statistics.mean(kept), statistics.mean(metrics), spread, len(rows)))
+    return tuple(points)
 
 
 def _baseline(groups: Sequence[Group], wanted: str | None) -> Group:

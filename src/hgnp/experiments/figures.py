@@ -154,10 +154,10 @@ def _line(series: Series, number: int, axes: Axes) -> None:
         _floats(series),
         color=series.paint,
         label=_plain(series.label),
-        linestyle="--" if series.dashed else "-",
+        linestyle="none" if not series.line else "--" if series.dashed else "-",
         linewidth=1.6,
-        marker=MARKERS[number % len(MARKERS)] if series.markers and not many else None,
-        markersize=4,
+        marker=MARKERS[number % len(MARKERS)] if not series.line or (series.markers and not many) else None,
+        markersize=4 if series.line else 7,
     )
     if series.low is not None and series.high is not None:
         axes.fill_between(series.x, series.low, series.high, color=series.paint, alpha=0.15, linewidth=0)

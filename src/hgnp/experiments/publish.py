@@ -39,7 +39,8 @@ def report(folders: Sequence[Folder], out: Folder | None = None) -> Path:
 def compare(
     folders: Sequence[Folder], out: Folder, *, baseline: str | None = None, threshold: Choice = "fit"
 ) -> Comparison:
-    """Write `out`/page.html, comparison.json, summary.csv, curves.csv and figures; see `compare_runs`."""
+    """Write `out`/page.html, comparison.json, summary.csv, curves.csv, snapshots.csv (if there are any) and figures; see
+    `compare_runs`."""
     _not_a_run(Path(out))
     comparison, out = compare_runs(_read(folders), baseline=baseline, threshold=threshold), Path(out)
     write_comparison(comparison, out / "page.html")
@@ -111,7 +112,7 @@ SUMMARY = (
 
 
 def _tables(comparison: Comparison, out: Path) -> None:
-    summary, points = [], []
+    summary, points, snapshots = [], [], []
     for study in comparison.studies:
         summary += [[row.get(name) for name in SUMMARY] for row in _summary(study)]
         for group in study.groups:
@@ -119,8 +120,15 @@ def _tables(comparison: Comparison, out: Path) -> None:
                 spread = group.curve.spread or (None,) * len(group.curve.kept)
                 values = zip(group.curve.kept, group.curve.mean, spread, strict=True)
                 points += [[study.title, group.label, group.curve.count, *point] for point in values]
+            snapshots += [
+                [study.title, group.label, each.count, each.asked, each.kept, each.mean, each.spread]
+                for each in group.snapshots
+            ]
     write_csv(out / "summary.csv", list(SUMMARY), summary)
     write_csv(out / "curves.csv", ["study", "group", "runs", "kept", "mean", "standard_deviation"], points)
+    if snapshots:
+        columns = ["study", "group", "runs", "asked", "kept", "mean", "standard_deviation"]
+        write_csv(out / "snapshots.csv", columns, snapshots)
 
 
 def _summary(study: Study) -> Iterator[dict[str, Any]]:

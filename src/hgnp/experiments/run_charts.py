@@ -8,6 +8,7 @@ from hgnp.runs import Run
 EPOCH = Axis("epoch", whole=True)
 KEPT = Axis("parameters kept, κ", percent=True, reverse=True)
 PHASES = {"warmup": "warm-up", "prune": "pruning", "finetune": "fine-tuning"}
+SNAPSHOTS = "fine-tuned snapshots"
 NO_METRIC = "The run had no validation data, so there is no metric."
 NO_TERM = "The run had no flatness term: its method has none, or μ is 0."
 
@@ -52,7 +53,12 @@ def against_kept(run: Run) -> Figure | Absent:
     axis = metric_axis(run.metric)
     ends = [f"{_show(axis, value)} with {share:.1%} of the parameters" for share, value in (points[0], points[-1])]
     alt = f"{run.metric} from {ends[0]} to {ends[1]}"
-    return Chart("metric_against_kept", title, alt, KEPT, axis, (Series(run.method, kept, values),))
+    series = [Series(run.method, kept, values)]
+    if found := run.snapshot_points():
+        kept, values = zip(*found, strict=True)
+        series.append(Series(SNAPSHOTS, kept, values, colour=1, line=False))
+        alt += f"; {len(found)} fine-tuned snapshot{'s' * (len(found) > 1)}"
+    return Chart("metric_against_kept", title, alt, KEPT, axis, tuple(series))
 
 
 def over_epochs(run: Run) -> Figure | Absent:

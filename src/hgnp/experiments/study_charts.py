@@ -2,7 +2,7 @@
 
 from hgnp.experiments.charts import Axis, Chart, Figure, Mark, Series
 from hgnp.experiments.compare import Study
-from hgnp.experiments.run_charts import KEPT, metric_axis
+from hgnp.experiments.run_charts import KEPT, SNAPSHOTS, metric_axis
 
 
 def all_charts(study: Study) -> list[Figure]:
@@ -25,6 +25,10 @@ def against_kept(study: Study) -> Chart | None:
         series.append(Series(label, curve.kept, curve.mean, number, low, high, dashed=group.label == study.baseline))
     if not series:
         return None
+    for number, group in enumerate(study.groups):
+        if group.snapshots:
+            kept, means = zip(*((point.kept, point.mean) for point in group.snapshots), strict=True)
+            series.append(Series(f"{group.label}, {SNAPSHOTS}", kept, means, number, line=False))
     title = f"{study.metric.capitalize()} against κ"
     alt = f"{study.metric} of {', '.join(one.label for one in series)} against the parameters kept"
     return Chart("metric_against_kept", title, alt, KEPT, metric_axis(study.metric), tuple(series))

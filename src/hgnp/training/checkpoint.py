@@ -32,6 +32,11 @@ def packed(tree: dict[str, Any]) -> Packed:
     return Packed(tensors, {"format": FORMAT, "tree": _packed(tree, tensors, "")})
 
 
+def unpacked(ready: Packed) -> dict[str, Any]:
+    tree: dict[str, Any] = _unpacked(ready.about["tree"], ready.tensors)
+    return tree
+
+
 def write(file: Path, ready: Packed) -> None:
     tensors, about = ready.tensors, ready.about
     write_tensors(file, tensors, {KEY: json.dumps(about | {"sha256": digest(tensors, about)})})
@@ -45,8 +50,7 @@ def read(file: Path) -> dict[str, Any]:
         if version == FORMAT:
             if content.pop("sha256", None) != digest(tensors, content):
                 raise ValueError("its content does not match its checksum")
-            tree: dict[str, Any] = _unpacked(content["tree"], tensors)
-            return tree
+            return unpacked(Packed(tensors, content))
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(f"{file}: not a checkpoint of hgnp, or a damaged one") from error
     raise ValueError(f"{file}: written in format {version} by another hgnp; this one reads {FORMAT}")

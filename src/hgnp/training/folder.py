@@ -36,6 +36,7 @@ class Folder:
         self.checkpoint = self.path / "checkpoint.safetensors"
         self.model = self.path / "model.safetensors"
         self.result = self.path / "result.json"
+        self.snapshots = self.path / "snapshots"
         self._writing: Future[None] | None = None
 
     @contextmanager
@@ -67,7 +68,7 @@ class Folder:
             raise FileExistsError(
                 f"out: {self.path} holds a run already; resume it (resume=True, --resume) or choose another folder"
             )
-        for file in () if begun else (self.metrics, self.checkpoint, self.model, self.result):
+        for file in () if begun else (self.metrics, self.checkpoint, self.model, self.result, self.snapshots):
             if file.exists():
                 raise FileExistsError(
                     f"out: {self.path} has no run.json, so it is no run, but a {file.name}, which a run would overwrite; "
@@ -85,6 +86,10 @@ class Folder:
     @property
     def finished(self) -> bool:
         return self.result.exists() and self.model.exists()
+
+    def snapshot(self, value: float) -> "Folder":
+        """Where the network at an intermediate κ is fine-tuned: a run's folder too."""
+        return Folder(self.snapshots / str(value))
 
     def check_recipe(self, recipe: Recipe) -> None:
         """A run goes on with the recipe it began with."""

@@ -25,7 +25,9 @@ def make_optimizer(net: nn.Module, recipe: Recipe, given: OptimizerOrMaker | Non
         raise ValueError("optimizer: LBFGS evaluates the loss several times a step; SGD, AdamW and the like would do")
     mine = {id(p) for p in net.parameters()}
     if not all(id(p) in mine for group in made.param_groups for p in group["params"]):
-        raise ValueError("optimizer: it holds parameters that are not the network's")
+        raise ValueError(
+            "optimizer must hold the network's parameters alone, got others; a maker uses those that it is given"
+        )
     return made
 
 

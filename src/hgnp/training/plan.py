@@ -34,6 +34,8 @@ class Plan:
     """Why it ended before its time."""
     before: dict[str, Any] | None = None
     """Facts about the network when the first neuron went."""
+    snapshots: dict[float, int] = field(default_factory=dict)
+    """Value of `recipe.snapshots` → the epoch in which a round came down to it."""
     history: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -68,6 +70,12 @@ class Plan:
     def done(self) -> bool:
         over = self.reached is not None and self.epoch > self.reached + self.recipe.finetune_epochs
         return over or self.stopped is not None
+
+    def reach(self, left: float) -> list[float]:
+        """Values of `recipe.snapshots` that this epoch's rounds came down to, from now on in `snapshots`."""
+        values = [value for value in self.recipe.snapshots if left <= value and value not in self.snapshots]
+        self.snapshots |= dict.fromkeys(values, self.epoch)
+        return values
 
     @property
     def ends_here(self) -> bool:

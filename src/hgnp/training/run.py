@@ -23,9 +23,9 @@ from hgnp.neurons import Neurons, Preview
 from hgnp.neurons.surgery import Change, commit
 from hgnp.progress import Progress
 from hgnp.recipe import Recipe
-from hgnp.result import Facts, Result, Row, Target
+from hgnp.result import Facts, Result, Row, Snapshot, Target
 from hgnp.storage import changes_to_fit, described
-from hgnp.training import schedule, streams
+from hgnp.training import checkpoint, schedule, streams
 from hgnp.training.batches import check_labels, checked, pick
 from hgnp.training.epoch import DivergedError, Epochs
 from hgnp.training.evaluate import Evaluation
@@ -56,9 +56,11 @@ class Run:
     ) -> None:
         self.net, self.task, self.recipe, self.folder, self.about = net, task, recipe, folder, about
         self.plan = Plan(recipe)
-        self._progress = progress
+        self.progress = progress
         self._filled: list[Change] = []
         self._noted: set[str] = set()
+        self.states: dict[int, checkpoint.Packed] = {}
+        """Without a folder: epoch → what a snapshot is fine-tuned from."""
 
     def prepare(
         self, stored: dict[str, Any] | None, optimizer: OptimizerOrMaker | None, scheduler: Any, protect: Iterable[str]
@@ -81,7 +83,7 @@ class Run:
         at_start = self.neurons.preview({}) if stored is None else Preview(**stored["at_start"])
         self.optimizer = make_optimizer(net, recipe, optimizer)
         self.scheduler = make_scheduler(self.optimizer, recipe, scheduler, validated=task.val is not None)
-        self.made_with = {
+        self.made_with: dict[str, Any] = {
             "optimizer": type(self.optimizer).__name__,
             "scheduler": None if self.scheduler is None else type(self.scheduler).__name__,
             "parameter groups": len(self.optimizer.param_groups),
@@ -110,16 +112,14 @@ class Run:
 
     # Algorithm 2
 
-    def go(self, on_epoch: Callable[[State], object] | None) -> Result:
+    def train(self, on_epoch: Callable[[State], object] | None) -> None:
         plan = self.plan
         self.tell("start", self._info() | {"epochs_done": plan.epoch, "out": self.folder and str(self.folder.path)})
         for note in (*self.chosen.notes, self._uncopied):
             self._note_once(note)
-        with self.epochs.running():
-            with self.chosen.way.taken(self.net, self.optimizer, self._found):
-                while self._goes_on():
-                    self._next(on_epoch)
-            return self._finish()
+        with self.epochs.running(), self.chosen.way.taken(self.net, self.optimizer, self._found):
+            while self._goes_on():
+                self._next(on_epoch)
 
     def _next(self, on_epoch: Callable[[State], object] | None) -> None:
         """An epoch, the user's word on it, and its checkpoint."""
@@ -128,12 +128,16 @@ class Run:
         row["seconds"] = time.perf_counter() - start
         plan.history.append(row)
         plan.seconds += row["seconds"]
+        reached = plan.reach(self.pruner.left)
         plan.epoch += 1
         if on_epoch is not None and on_epoch(State(row["epoch"], row, plan.history, self.net)) is True:
             plan.stopped = f"on_epoch ended it after epoch {row['epoch']}"
+        if reached:
+            self._take_snapshot(reached[0])
         self._save()
         recent = [row["seconds"] for row in plan.history[-3:]]
-        self.tell("epoch", row, self._epochs_left() * sum(recent) / len(recent) if self._goes_on() else None)
+        epochs = self._epochs_left() + len(self.recipe.snapshots) * self.recipe.finetune_epochs
+        self.tell("epoch", row, epochs * sum(recent) / len(recent) if self._goes_on() else None)
 
     def _goes_on(self) -> bool:
         self.plan.settle(self.pruner.left)
@@ -243,7 +247,11 @@ class Run:
             sharp = top_curvature(self.net, batch, self.task.loss, self.task.output)
         return Facts(metric, val_loss, now.parameters, now.neurons, now.macs // self.samples, sharp)
 
-    def _finish(self) -> Result:
+    def finish(self, snapshots: tuple[Snapshot, ...] = ()) -> Result:
+        with self.epochs.running():
+            return self._finish(snapshots)
+
+    def _finish(self, snapshots: tuple[Snapshot, ...]) -> Result:
         plan, recipe, device = self.plan, self.recipe, self.task.train.device
         if self.folder is not None:
             self.folder.settle()  # latencies are measured with nothing beside them
@@ -260,7 +268,7 @@ class Run:
             model=self.net, history=plan.history, recipe=recipe, before=before, after=after,
             target=Target(recipe.target, recipe.keep, self.pruner.left), metric=self.metric, latency=latency,
             seconds=plan.seconds, parts=plan.parts, stopped=plan.stopped,
-            out=None if self.folder is None else self.folder.path,
+            out=None if self.folder is None else self.folder.path, snapshots=snapshots,
         )  # fmt: skip
         if self.folder is not None:
             self.folder.finish(self.net, result.as_dict())
@@ -281,7 +289,7 @@ class Run:
         } | self.about | {"features": self.features | self.about.get("features", {})}  # fmt: skip
 
     def tell(self, what: str, *args: Any) -> None:
-        getattr(self._progress, what)(*args)
+        getattr(self.progress, what)(*args)
 
     def _note_once(self, text: str | None) -> None:
         if text is not None and text not in self._noted:
@@ -295,7 +303,7 @@ class Run:
             return "no checkpoint was kept, as out was not given"
         return f"the last good checkpoint is {self.folder.checkpoint}, after {self.plan.epoch} epochs"
 
-    def _loaders(self) -> tuple[Any, ...]:
+    def loaders(self) -> tuple[Any, ...]:
         return self.task.train.loader, None if self.task.val is None else self.task.val.loader
 
     def _save(self) -> None:
@@ -303,9 +311,24 @@ class Run:
             return
         if self.plan.epoch == 0 or not self.folder.info.exists():  # someone may have moved the folder away
             self.folder.write_info(self._info())
+        self.folder.keep(self._state())
+        self.folder.write_metrics(self.plan.history)
+
+    def _take_snapshot(self, value: float) -> None:
+        """Keeps what snapshots.py fine-tunes later: the run as if its target had been met in the epoch that has just ended."""
+        state, last = self._state(), self.plan.epoch - 1
+        state["plan"] |= {"reached": last, "stopped": None, "parts": 0, "snapshots": {}}
+        if self.folder is None:
+            self.states[last] = checkpoint.packed(state)
+        else:
+            folder = self.folder.snapshot(value)
+            folder.keep(state)
+            folder.settle()  # before the run's own checkpoint, which takes it to be there
+
+    def _state(self) -> dict[str, Any]:
         tensors, widths = described(self.net)
         scaler, scheduler = self.epochs.scaler, self.scheduler
-        self.folder.keep({
+        return {
             "net": {"tensors": tensors, "widths": widths},
             "neurons": self.neurons.state_dict(),
             "at_start": dataclasses.asdict(self.pruner.at_start),
@@ -317,9 +340,8 @@ class Run:
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "flatness": self.flatness.state_dict(),
-            "streams": streams.take(*self._loaders()),
-        })  # fmt: skip
-        self.folder.write_metrics(self.plan.history)
+            "streams": streams.take(*self.loaders()),
+        }
 
     def _fill(self, stored: dict[str, Any]) -> None:
         try:
@@ -346,5 +368,7 @@ class Run:
             self.epochs.scaler.load_state_dict(stored["scaler"])
         self.plan.parts += 1
         if self.folder is not None:
+            if not self.folder.info.exists():
+                self.folder.write_info(self._info())
             self.folder.write_metrics(self.plan.history)
-        streams.put_back(stored["streams"], *self._loaders())
+        streams.put_back(stored["streams"], *self.loaders())

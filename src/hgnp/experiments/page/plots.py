@@ -92,9 +92,9 @@ def _line(chart: Chart, series: Series, number: int) -> dict[str, Any]:
         "y": series.y,
         "name": _safe(series.label),
         "legendgroup": _safe(series.label),
-        "mode": "lines+markers" if series.markers and not many else "lines",
+        "mode": "markers" if not series.line else "lines+markers" if series.markers and not many else "lines",
         "line": {"color": series.paint, "width": 2, "dash": "dash" if series.dashed else "solid"},
-        "marker": {"size": 7, "symbol": SYMBOLS[number % len(SYMBOLS)]},
+        "marker": {"size": 7 if series.line else 11, "symbol": SYMBOLS[number % len(SYMBOLS)], "color": series.paint},
         "hovertemplate": _hover(chart),
     }
 

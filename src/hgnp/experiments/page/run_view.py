@@ -1,5 +1,6 @@
 """What a page says about one run."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from hgnp.experiments import run_charts
@@ -9,13 +10,15 @@ from hgnp.runs import Run
 
 CAPTIONS = {
     "metric_against_kept": "One point a pruning level: the last epoch at each κ. The last of a finished run "
-    "is the fine-tuned network, which may be better than larger ones that were pruned a moment ago.",
+    "is the fine-tuned network, which may be better than larger ones that were pruned a moment ago. Single points are "
+    "snapshots, each fine-tuned by itself.",
     "layer_widths": "Share of each layer's neurons that are left.",
     "radius_curvature": "Means over the steps of an epoch. Curvature above the bound B is penalised.",
     "penalised_blocks": "Share of an epoch's steps in which the direction of curvature lay in this layer.",
     "seconds": "Scoring, removal, training and validation together.",
 }
 
+SIZES = {"parameters": "parameters", "neurons": "neurons", "macs": "MACs a sample"}
 MEASURES = {
     "loss": "validation loss",
     "parameters": "parameters",
@@ -37,6 +40,15 @@ def run_view(run: Run, prefix: str) -> dict[str, Any]:
         "about": _about(run),
         "before_after": _before_after(run),
         "before_after_note": _note(run),
+        "snapshots_header": [
+            "κ asked (%)",
+            "kept (%)",
+            metric_axis(run.metric).heading,
+            *SIZES.values(),
+            "epochs",
+            "folder",
+        ],
+        "snapshots": [_snapshot(run, row) for row in run.snapshots],
         "figures": [*figures[:3], widths, *figures[3:]],
         "recipe": [(name, _plain(value)) for name, value in run.recipe.items()],
         "facts": _facts(run),
@@ -72,6 +84,16 @@ def _before_after(run: Run) -> list[list[str]]:
     for key, label in MEASURES.items():
         rows.append([label, _plain(before.get(key)), _plain(after.get(key)), _ratio(before.get(key), after.get(key))])
     return [row for row in rows if row[1:3] != ["–", "–"]]
+
+
+def _snapshot(run: Run, row: Mapping[str, Any]) -> list[str]:
+    sizes = [_plain(row.get(key)) for key in (*SIZES, "epochs", "path")]
+    return [
+        f"{100 * row['asked']:.4g}",
+        f"{100 * row['kept']:.2f}",
+        metric_axis(run.metric).show(row["metric"]),
+        *sizes,
+    ]
 
 
 def _change(before: Any, after: Any, percent: bool) -> str:

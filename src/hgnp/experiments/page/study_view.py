@@ -3,14 +3,15 @@
 from typing import Any
 
 from hgnp.experiments import study_charts
-from hgnp.experiments.compare import Comparison, Group, Pair, Study
+from hgnp.experiments.compare import Comparison, Group, Pair, SnapshotPoint, Study
 from hgnp.experiments.composed import LABEL, formula
 from hgnp.experiments.hybrid import FEATURES
 from hgnp.experiments.page.figure_view import figure_view
 from hgnp.experiments.run_charts import metric_axis
 
 CAPTIONS = {
-    "metric_against_kept": "Bands are one standard deviation between seeds.",
+    "metric_against_kept": "Bands are one standard deviation between seeds. Single points are snapshots, each fine-tuned by "
+    "itself.",
     "relative_difference": "Above zero: better than the baseline. Dotted verticals are crossings.",
 }
 
@@ -75,6 +76,8 @@ def _study(study: Study, prefix: str) -> dict[str, Any]:
             *(_levels(study, group) for group in study.groups if group.curve is not None),
             *([[LABEL, *(axis.show(study.composed_at(level)) for level in study.levels)]] if _composed(study) else []),
         ],
+        "snapshots_header": ["group", "κ asked (%)", "kept (%)", f"{study.metric}{unit}", "runs"],
+        "snapshots": [_snapshot(study, group, point) for group in study.groups for point in group.snapshots],
         "switch": study.switch.sentences if study.switch else None,
         "notes": study.notes,
     }
@@ -129,6 +132,11 @@ def _levels(study: Study, group: Group) -> list[str]:
     curve = group.curve
     assert curve is not None
     return [group.label, *(_spread(study.metric, curve.at(level), curve.spread_at(level)) for level in study.levels)]
+
+
+def _snapshot(study: Study, group: Group, point: SnapshotPoint) -> list[str]:
+    metric = _spread(study.metric, point.mean, point.spread)
+    return [group.label, f"{100 * point.asked:.4g}", f"{100 * point.kept:.2f}", metric, str(point.count)]
 
 
 def _spread(metric: str, mean: float | None, spread: float | None) -> str:

@@ -1,0 +1,283 @@
+"""Snapshots: what they come to, and that the run does not notice them."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hgnp
+from hgnp import runs
+from hgnp.result import Row
+from train_cases import Net, loaders, made, recipe, stripes
+
+Changes = dict[str, Any]
+RECIPES: dict[str, Changes] = {
+    "hgnp": {"mu": 0.01, "bound": 0.0, "schedule": "cosine", "anneal": "finetune"},
+    "paper": {"mu": 0.01, "bound": 0.0, "coupling": "paper"},
+    "sam": {"method": "sam", "clip_norm": 1.0, "schedule": "one_cycle", "anneal": "finetune"},
+    "macs": {"method": "taylor", "target": "macs"},
+    "hybrid": {"method": "hybrid", "threshold": 0.6, "mu": 0.01, "bound": 0.0},
+}
+
+
+class Dropping(nn.Module):
+    """With an addition, dropout and batch norms: random numbers and buffers in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.na = nn.Conv2d(1, 12, 3, padding=1), nn.BatchNorm2d(12)
+        self.b, self.nb = nn.Conv2d(12, 12, 3, padding=1), nn.BatchNorm2d(12)
+        self.drop, self.out = nn.Dropout(0.2), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.na(self.a(x)))
+        return self.out(self.drop(torch.relu(self.nb(self.b(x)) + x).mean((2, 3))))
+
+
+def pruned(out: Path | None = None, **changes: Any) -> tuple[hgnp.Result, list[Any]]:
+    """A run of `Dropping`, and what comes out of all random streams after it. Its loader has a generator of its own."""
+    torch.manual_seed(3)
+    net, generator = Dropping(), torch.Generator().manual_seed(5)
+    train = DataLoader(TensorDataset(*stripes()), batch_size=16, shuffle=True, generator=generator)
+    quick = {"neurons_per_round": 3, "finetune_epochs": 2, "keep": 0.3} | changes
+    result = hgnp.prune(net, train, loaders()[1], recipe=recipe(**quick), out=out)
+    after = [random.random(), float(np.random.rand()), float(torch.rand(())), generator.get_state().tolist()]
+    return result, after
+
+
+def rows_of(folder: Path) -> list[Row]:
+    return [dict(row) for row in runs.read(folder).rows]
+
+
+def timeless(rows: list[Row]) -> list[Row]:
+    return [{key: value for key, value in row.items() if "seconds" not in key} for row in rows]
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_run_is_the_same_with_and_without_snapshots(name: str, tmp_path: Path) -> None:
+    without, streams = pruned(**RECIPES[name])
+    for out in (None, tmp_path / "run"):
+        with_, its = pruned(out, snapshots=(0.7, 0.5), **RECIPES[name])
+        assert len(with_.snapshots) == 2
+        assert timeless(with_.history) == timeless(without.history)
+        assert its == streams
+        assert_same(with_.model, without.model)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_snapshot_is_what_a_run_to_the_same_target_ends_with(name: str, tmp_path: Path) -> None:
+    run, _ = pruned(tmp_path / "run", snapshots=(0.7, 0.5), **RECIPES[name])
+    for snapshot in run.snapshots:
+        alone, _ = pruned(tmp_path / f"{snapshot.asked}", **RECIPES[name] | {"keep": snapshot.got})
+        assert snapshot.path == tmp_path / "run" / "snapshots" / str(snapshot.asked)
+        assert_same(hgnp.load(snapshot.path, Dropping()), alone.model)
+        ours, theirs = (timeless(rows_of(folder)) for folder in (snapshot.path, tmp_path / f"{snapshot.asked}"))
+        assert ours == theirs
+        assert ours[snapshot.epoch]["phase"] == "prune"
+        assert (
+            [row["phase"] for row in ours[snapshot.epoch + 1 :]] == ["finetune"] * snapshot.epochs == ["finetune"] * 2
+        )
+        assert snapshot.got <= snapshot.asked
+        after = alone.after
+        assert (snapshot.metric, snapshot.val_loss) == (after.metric, after.loss)
+        assert (snapshot.parameters, snapshot.neurons, snapshot.macs) == (after.parameters, after.neurons, after.macs)
+        assert snapshot.kept == alone.kept
+
+
+def test_a_schedule_over_the_whole_run_ends_with_the_snapshot(tmp_path: Path) -> None:
+    run, _ = pruned(tmp_path / "run", snapshots=(0.6,), schedule="cosine", anneal="run")
+    rates = [row["lr"] for row in rows_of(tmp_path / "run" / "snapshots" / "0.6")]
+    taken = run.snapshots[0].epoch
+    assert rates[: taken + 1] == [row["lr"] for row in run.history[: taken + 1]]
+    assert rates[taken] > rates[taken + 1] > rates[taken + 2]
+    assert rates[-1] < 0.01 * rates[0] < rates[taken]
+
+
+def accuracy(net: nn.Module) -> float:
+    x, y = stripes(60, seed=2)
+    with torch.no_grad():
+        return float((net.eval()(x).argmax(1) == y).double().mean())
+
+
+def test_saved_and_held_networks_have_the_metric_that_is_reported(tmp_path: Path) -> None:
+    filed, _ = pruned(tmp_path / "run", snapshots=(0.7, 0.5), lr=0.01)
+    held, _ = pruned(snapshots=(0.7, 0.5), lr=0.01)
+    for saved, kept in zip(filed.snapshots, held.snapshots, strict=True):
+        assert saved.path is not None
+        assert kept.path is saved.model is None
+        assert kept.model is not None
+        net = hgnp.load(saved.path, Dropping())
+        assert_same(net, kept.model)
+        assert accuracy(net) == saved.metric == kept.metric
+        assert sum(p.numel() for p in net.parameters()) == saved.parameters == kept.parameters
+        assert {file.name for file in saved.path.iterdir()} == {
+            "run.json", "metrics.jsonl", "model.safetensors", "result.json",
+        }  # fmt: skip
+    again = hgnp.prune(Dropping(), *loaders(), recipe=filed.recipe, out=tmp_path / "run", resume=True)
+    assert again.snapshots == filed.snapshots
+    assert again.as_dict() == filed.as_dict()
+
+
+def test_values_that_one_round_passes_share_a_folder(tmp_path: Path) -> None:
+    run = hgnp.prune(made(), *loaders(), recipe=recipe(keep=0.2, snapshots=(0.5, 0.6, 0.9)), out=tmp_path / "run")
+    large, middle, small = run.snapshots
+    assert [each.asked for each in run.snapshots] == [0.9, 0.6, 0.5]
+    assert (middle.got, middle.path, middle.metric) == (small.got, small.path, small.metric)
+    assert middle.got <= 0.5 < large.got
+    assert sorted(each.name for each in (tmp_path / "run" / "snapshots").iterdir()) == ["0.6", "0.9"]
+
+
+def test_without_fine_tuning_a_snapshot_is_the_network_of_its_epoch(tmp_path: Path) -> None:
+    run, _ = pruned(tmp_path / "run", snapshots=(0.6,), finetune_epochs=0)
+    (snapshot,) = run.snapshots
+    row = run.history[snapshot.epoch]
+    assert snapshot.epochs == 0
+    assert (snapshot.metric, snapshot.val_loss, snapshot.kept) == (row["metric"], row["val_loss"], row["kept"])
+    assert timeless(rows_of(tmp_path / "run" / "snapshots" / "0.6")) == timeless(run.history[: snapshot.epoch + 1])
+
+
+def test_the_optimizer_and_the_scheduler_of_the_user_are_copied() -> None:
+    def run(**changes: Any) -> tuple[hgnp.Result, list[float]]:
+        net = made()
+        optimizer = torch.optim.AdamW(
+            [{"params": net.a.parameters(), "lr": 0.02}, {"params": [*net.parameters()][2:]}], lr=0.01
+        )
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        quick = recipe(**{"keep": 0.2, "seed": 1} | changes)
+        result = hgnp.prune(net, *loaders(), recipe=quick, optimizer=optimizer, scheduler=scheduler)
+        assert {id(p) for group in optimizer.param_groups for p in group["params"]} == set(map(id, net.parameters()))
+        return result, [row["lr"] for row in result.history]
+
+    with_, rates = run(snapshots=(0.5,))
+    without, same = run()
+    assert rates == same
+    assert_same(with_.model, without.model)
+    (snapshot,) = with_.snapshots
+    alone, _ = run(keep=snapshot.got)
+    assert snapshot.model is not None
+    assert_same(snapshot.model, alone.model)
+
+
+class Frozen(Net):
+    def __deepcopy__(self, memo: object) -> "Frozen":
+        raise RuntimeError("I am the only one")
+
+
+def test_what_cannot_be_copied_or_made_twice_is_refused_before_the_run() -> None:
+    wanted = recipe(snapshots=(0.5,))
+    net = Frozen()
+    with pytest.raises(ValueError, match=r"snapshots need a network, .* copy.deepcopy can copy: RuntimeError: I am"):
+        hgnp.prune(net, *loaders(), recipe=wanted)
+    other = made()
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+
+    def maker(_: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(other.parameters(), lr=0.1)
+
+    with pytest.raises(
+        ValueError, match="optimizer must hold the network's parameters alone, got others; a maker uses"
+    ):
+        hgnp.prune(other, *loaders(), recipe=wanted, optimizer=maker)
+    torch.testing.assert_close(other.state_dict(), before, rtol=0, atol=0)
+
+
+class Notes:
+    """What a run tells."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.epochs: list[tuple[str, int]] = []
+
+    def start(self, info: Any) -> None: ...
+
+    def step(self, *_: Any) -> None: ...
+
+    def epoch(self, row: Row, left: float | None) -> None:
+        self.epochs.append((row["phase"], row["epoch"]))
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def stop(self) -> None: ...
+
+
+def test_a_run_that_is_stopped_has_the_snapshots_it_came_to_and_says_which_are_missing() -> None:
+    notes = Notes()
+    run = hgnp.prune(
+        made(), *loaders(), recipe=recipe(keep=0.2, snapshots=(0.8, 0.3)), _progress=notes,
+        on_epoch=lambda state: state.row["kept"] < 0.5,
+    )  # fmt: skip
+    assert run.stopped is not None
+    assert [snapshot.asked for snapshot in run.snapshots] == [0.8]
+    taken = run.snapshots[0].epoch
+    assert notes.notes == [
+        f"snapshot 0.8: fine-tuning goes on after {taken + 1} epochs",
+        f"snapshot 0.3 is left out: the run ended with {run.target.got:.2%} left",
+    ]
+    assert notes.epochs[-2:] == [("finetune", taken + 1), ("finetune", taken + 2)]
+
+
+def test_a_snapshot_that_diverges_is_left_out(tmp_path: Path) -> None:
+    calls: list[float] = []
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        value = nn.functional.cross_entropy(out, target)
+        return value * float("nan") if ended and torch.is_grad_enabled() else value
+
+    def on_epoch(state: Any) -> None:
+        ended[:] = [True] if state.row["phase"] == "finetune" and len(calls) == 1 else []
+        calls.extend([1.0] if state.row["phase"] == "finetune" else [])
+
+    ended: list[bool] = []
+    notes = Notes()
+    run = hgnp.prune(
+        made(), *loaders(), recipe=recipe(keep=0.2, method="taylor", snapshots=(0.5,)), loss=loss, on_epoch=on_epoch,
+        out=tmp_path / "run", _progress=notes,
+    )  # fmt: skip
+    assert run.snapshots == ()
+    assert run.reached
+    assert any(note.startswith("snapshot 0.5 is left out: the loss is nan in epoch") for note in notes.notes)
+    assert (tmp_path / "run" / "result.json").exists()
+
+
+def test_values_are_checked_and_put_in_order() -> None:
+    assert recipe(keep=0.1, snapshots=[0.2, 0.144, 0.5]).snapshots == (0.5, 0.2, 0.144)
+    assert recipe(keep=0.1, snapshots=[0.2, 0.5]).as_dict()["snapshots"] == [0.5, 0.2]
+    for values in ((0.1,), (0.05,), (1,), (1.0,), (0.5, 0.5), ("0.5",), (True,), 0.5, "0.5", (float("nan"),), None):
+        with pytest.raises(
+            ValueError, match=r"snapshots must be distinct fractions above keep \(0.1\) and below 1, got "
+        ):
+            recipe(keep=0.1, snapshots=values)
+
+
+def test_a_folder_with_snapshots_of_another_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run" / "snapshots" / "0.5").mkdir(parents=True)
+    with pytest.raises(FileExistsError, match="but a snapshots, which a run would overwrite"):
+        pruned(tmp_path / "run", snapshots=(0.5,))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_copies_train_in_graphs_of_their_own(tmp_path: Path) -> None:
+    train, val = loaders()
+    wanted = recipe(keep=0.2, snapshots=(0.7, 0.4), mu=0.01, bound=0.0, finetune_epochs=3)
+    net = made().cuda()
+    run = hgnp.prune(net, train, val, recipe=wanted, out=tmp_path / "run")
+    assert run.model is net
+    assert len(run.snapshots) == 2
+    for snapshot in run.snapshots:
+        assert snapshot.path is not None
+        small = hgnp.load(snapshot.path, made())
+        assert sum(p.numel() for p in small.parameters()) == snapshot.parameters
+        assert accuracy(small) == pytest.approx(snapshot.metric, abs=2 / 60)  # rounding may move a sample
+        rows = rows_of(snapshot.path)
+        assert [row["phase"] for row in rows[-3:]] == ["finetune"] * 3
+        assert rows[-1]["loss"] < rows[0]["loss"]
