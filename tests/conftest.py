@@ -1,16 +1,54 @@
-"""One thread a worker, and a line at the end that says what the random networks were made of."""
+"""One thread per worker, PyTorch's global state restored after each test, and a line that says what the random networks were
+made of."""
 
 import signal
 from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
+
+from synchronization import set_sync_debug_mode
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background would be deaf to it
 settings.register_profile("hgnp", deadline=None, derandomize=True, print_blob=False)
 settings.load_profile("hgnp")
+
+
+def sync_debug_mode() -> int:
+    return torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
+
+
+def stream() -> Any:
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+
+GLOBAL_STATE: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    *(
+        (partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind))
+        for kind in ("cpu", "cuda")
+    ),
+    (sync_debug_mode, set_sync_debug_mode),
+    (stream, torch.cuda.set_stream),
+]
+
+
+@pytest.fixture(autouse=True)
+def _global_state() -> Iterator[None]:
+    """What a test changes of PyTorch's global state is put back, also if it fails halfway: tests pass in any order."""
+    found = [get() for get, _ in GLOBAL_STATE]
+    yield
+    for (get, put), value in zip(GLOBAL_STATE, found, strict=True):
+        if get() != value:
+            put(value)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

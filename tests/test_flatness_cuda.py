@@ -8,6 +8,7 @@ from torch import nn
 
 from curvature_cases import convnet, images
 from hgnp import Flatness, sharpness
+from synchronization import no_synchronization
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -45,11 +46,8 @@ def test_a_step_does_not_wait_for_the_device() -> None:
     x, y = x.float().cuda(), y.cuda()
     for _ in range(3):  # each block's tangent is checked the first time it is penalised
         flat.backward(x, y)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         flat.backward(x, y)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -5,6 +5,7 @@ import torch
 
 from hgnp.experiments.data import Loader, digits
 from hgnp.experiments.data.loader import Memory
+from synchronization import no_synchronization
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -28,8 +29,5 @@ def test_batches_are_those_of_a_cpu() -> None:
 def test_a_batch_does_not_wait_for_the_device() -> None:
     batches = iter(digits(batch=64, device="cuda").train)
     next(batches)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         assert sum(len(y) for _, y in batches) == 1347 - 64
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
