@@ -15,6 +15,7 @@ import yaml
 
 import hgnp
 from hgnp.cli import app
+from hgnp.cli.run import default_folder
 from hgnp.experiments.build import Experiment
 from hgnp.experiments.config import Config, read
 from hgnp.experiments.models import DigitsNet
@@ -128,6 +129,20 @@ def test_resume_goes_on_with_the_last_run_of_that_name(capsys: pytest.CaptureFix
     assert call("run", *TINY, "--resume") == 0
     assert "runs/demo-2/result.json" in capsys.readouterr().out
     assert not Path("runs/demo/result.json").exists()
+
+
+def test_a_gap_in_the_numbering_hides_no_run() -> None:
+    assert default_folder("demo", resume=True) == default_folder("demo", resume=False) == Path("runs/demo")
+    for folder in ("demo-2", "demo-4", "demo-11", "demo-l1", "demo-l1-12", "demo-013", "demons-14"):
+        Path("runs", folder).mkdir(parents=True)
+        Path("runs", folder, "run.json").touch()
+    Path("runs/demo-12").mkdir()
+    assert default_folder("demo", resume=True) == Path("runs/demo-11")
+    assert default_folder("demo", resume=False) == Path("runs/demo-12")  # it is empty
+    Path("runs/demo-12/mine").touch()
+    assert default_folder("demo", resume=True) == Path("runs/demo-11")
+    assert default_folder("demo", resume=False) == Path("runs/demo-13")
+    assert default_folder("demo-l1", resume=True) == Path("runs/demo-l1-12")
 
 
 def test_an_interrupted_run_says_how_to_go_on() -> None:

@@ -34,13 +34,54 @@ def test_what_cannot_be_a_configuration_is_named(changes: dict[str, object], mes
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["model: [", "a: b: c", "\t- x", "!!python/object/apply:os.getcwd []"])
+@pytest.mark.parametrize(
+    "text", ["model: [", "a: b: c", "\t- x", "!!python/object/apply:os.getcwd []", "a: 2026-99-99", f"a: {'9' * 5000}"]
+)
 def test_a_file_that_is_not_plain_yaml_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text(text)
     with pytest.raises(ValueError, match=r"my\.yaml is not YAML: ") as caught:
         read(file)
     assert "\n" not in str(caught.value)
+
+
+LAUGHS = "a0: &a0 [ha, ha]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30))
+MERGED = "a0: &a0 {k: 1, l: 2}\n" + "".join(
+    f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 30)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "bound"),
+    [
+        (LAUGHS, "must expand to at most 10,000 values, aliases included, got more in line 8"),
+        (MERGED, "must expand to at most 10,000 values, aliases included, got more in line 8"),
+        (f"a: &a {'x' * 20_000}\nb: [{', '.join(['*a'] * 6)}]", "must expand to at most 100,000 characters"),
+        ("[" * 5000, "must expand to at most 50 levels"),
+        ("a: &a " + "[" * 40 + "]" * 40 + "\nb: " + "[" * 20 + "*a" + "]" * 20, "must expand to at most 50 levels"),
+        ("- x\n" * 20_000, "must expand to at most 10,000 values"),
+        ("# " + "x" * 10**7, "must have at most 100,000 characters, got more"),
+        ("a: &a [1, *a]", "must have no alias inside its own anchor, got one in line 4"),
+    ],
+    ids=["aliases", "merged", "strings", "nested", "nested by alias", "many", "long", "recursive"],
+)
+def test_a_file_that_expands_to_too_much_is_refused_in_one_line(text: str, bound: str, tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(text if text[0] != "a" else f"model: DigitsNet\ndata: digits\nrecipe: {{keep: 0.5}}\n{text}")
+    with pytest.raises(ValueError, match=rf"my\.yaml {bound}") as caught:
+        read(file)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200 + len(str(file))
+    if len(text) < 10**6:
+        with pytest.raises(ValueError, match=f"--set recipe: .* {bound.partition(', got')[0]}"):
+            config().with_settings([f"recipe={text}"])
+
+
+def test_ordinary_aliases_and_merges_are_read() -> None:
+    text = "model: m:N\ndata: d:f\nmodel_args: &a {width: 8, deep: [1, 2]}\ndata_args: {<<: *a, batch: 4}\nrecipe: *a"
+    got = parse(text, where="here", name="x")
+    assert got.data_args == {"width": 8, "deep": [1, 2], "batch": 4}
+    assert got.recipe == {"width": 8, "deep": [1, 2]}
 
 
 @pytest.mark.parametrize("text", ["", "just text", "- a"])

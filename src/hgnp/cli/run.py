@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -150,17 +151,22 @@ def effective(
 
 
 def default_folder(name: str, *, resume: bool) -> Path:
-    """runs/NAME, runs/NAME-2 …: the first that is empty or not there, or, to resume, the last with a run."""
-    folder, number = RUNS / name, 1
-    while True:
-        following = RUNS / f"{name}-{number + 1}"
-        if resume:
-            occupied = (following / "run.json").exists()
-        else:
-            occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-        if not occupied:
-            return folder
-        folder, number = following, number + 1
+    """runs/NAME, runs/NAME-2 …: the one after the last that is not empty, or, to resume, the last with a run. Numbers only
+    grow, also where folders were deleted, so that the last is the newest."""
+    first = RUNS / name
+    numbered = {1: first} | {
+        int(match[1]): path
+        for path in (first.parent.iterdir() if first.parent.is_dir() else ())
+        if (match := re.fullmatch(re.escape(first.name) + "-([2-9]|[1-9][0-9]+)", path.name))
+    }
+    if resume:
+        return numbered[max((number for number, path in numbered.items() if (path / "run.json").exists()), default=1)]
+    last = max((number for number, path in numbered.items() if _occupied(path)), default=0)
+    return first.with_name(f"{first.name}-{last + 1}") if last else first
+
+
+def _occupied(path: Path) -> bool:
+    return path.exists() and (not path.is_dir() or any(path.iterdir()))
 
 
 def same_run(config: "Config", folder: Path) -> None:

@@ -4,7 +4,6 @@ Nothing is imported on behalf of the configuration here, and torch is not needed
 """
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Any
 
 import yaml
 
+from hgnp.experiments import safe_yaml
 from hgnp.files import write
-from hgnp.messages import meant, one_line
+from hgnp.messages import meant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +115,7 @@ class Config:
             path, equals, text = setting.partition("=")
             if not equals or not path:
                 raise ValueError(f"--set: {setting!r} was given; key=value would do, such as recipe.mu=0.01")
-            try:
-                value = _yaml(text)
-            except yaml.YAMLError as error:
-                raise ValueError(f"--set {path}: {text!r} is not YAML: {one_line(error)}") from error
-            _set(values, path.split("."), value)
+            _set(values, path.split("."), safe_yaml.load(text, where=f"--set {path}: {text[:100]!r}"))
         return Config.from_dict(values, where="command line", name=self.name)
 
     def write(self, file: Path) -> None:
@@ -148,44 +144,19 @@ _EXPECTED = {
 
 def read(file: Path) -> Config:
     """The configuration in a YAML file. Modules beside it can be imported."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not text in UTF-8: {error}") from error
-    config = parse(text, where=str(file), name=file.stem)
+    config = Config.from_dict(safe_yaml.read(file), where=str(file), name=file.stem)
     return config if config.import_from else dataclasses.replace(config, import_from=str(file.parent.resolve()))
 
 
 def parse(text: str, *, where: str, name: str) -> Config:
     """The configuration in a YAML text; `where` it stands is named in messages, `name` is what it is called by default."""
-    return Config.from_dict(values(text, where=where), where=where, name=name)
-
-
-def values(text: str, *, where: str) -> Any:
-    """What a YAML text holds, unchecked."""
-    try:
-        return _yaml(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where} is not YAML: {one_line(error)}") from error
+    return Config.from_dict(safe_yaml.load(text, where=where), where=where, name=name)
 
 
 def extended(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of `base` with `own` ones in their place; of mappings such as `recipe`, key by key."""
     both = [key for key in _MAPPINGS if base.get(key) and own.get(key)]
     return {**base, **own, **{key: {**base[key], **own[key]} for key in both}}
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe, and reads 1e-3 as the number everyone means by it; YAML 1.1 wants 1.0e-3."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def _yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)
 
 
 def _fits(key: str, value: Any) -> bool:

@@ -6,7 +6,8 @@ A preset may `extend` another: it has the keys of that one with its own in their
 from importlib import resources
 from typing import Any
 
-from hgnp.experiments.config import Config, extended, values
+from hgnp.experiments import safe_yaml
+from hgnp.experiments.config import Config, extended
 from hgnp.messages import meant
 
 ENDING, EXTENDS = ".yaml", "extends"
@@ -23,7 +24,7 @@ def names() -> list[str]:
 def text(name: str) -> str:
     """A preset's YAML, whole: comments and all, unless it extends another."""
     own = _file(name)
-    return preset(name).text() if EXTENDS in values(own, where=name) else own
+    return preset(name).text() if EXTENDS in safe_yaml.load(own, where=name) else own
 
 
 def preset(name: str) -> Config:
@@ -31,7 +32,7 @@ def preset(name: str) -> Config:
 
 
 def _resolved(name: str) -> dict[str, Any]:
-    own = dict(values(_file(name), where=f"preset {name}"))
+    own = dict(safe_yaml.load(_file(name), where=f"preset {name}"))
     return extended(_resolved(own.pop(EXTENDS)), own) if EXTENDS in own else own
 
 

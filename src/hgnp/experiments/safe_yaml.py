@@ -1,0 +1,105 @@
+"""YAML without surprises: plain types alone, numbers as everyone writes them, and a bound on what a text expands to.
+
+Aliases let ten lines stand for billions of values ("billion laughs"): every node counts as often as it is referred to.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hgnp.messages import one_line
+
+MAX_CHARACTERS = 100_000
+MAX_NODES = 10_000
+MAX_DEPTH = 50
+
+
+class TooLargeError(ValueError):
+    pass
+
+
+def read(file: Path) -> Any:
+    """The value in a file; ValueError, in one line that begins with its name, if there is none."""
+    try:
+        with file.open(encoding="utf-8") as stream:
+            text = stream.read(MAX_CHARACTERS + 1)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not text in UTF-8: {error}") from error
+    return load(text, where=str(file))
+
+
+def load(text: str, *, where: str) -> Any:
+    """The value that `text` stands for; ValueError, in one line that begins with `where`, if it stands for none or too much."""
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"{where} must have at most {MAX_CHARACTERS:,} characters, got more")
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except TooLargeError as error:
+        raise ValueError(f"{where} {error}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, a number of thousands of digits
+        raise ValueError(f"{where} is not YAML: {one_line(error)}") from error
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """What a node expands to."""
+
+    nodes: int
+    characters: int
+    depth: int
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe, bounded, and reads 1e-3 as the number everyone means by it; YAML 1.1 wants 1.0e-3."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._extents: dict[yaml.Node, _Extent] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        mark = self.peek_event().start_mark
+        self._depth += 1
+        if self._depth > MAX_DEPTH:  # before the parser's own recursion ends the process
+            raise _too_much(f"{MAX_DEPTH} levels", mark)
+        alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is None:
+            return None
+        if not alias:
+            self._extents[node] = self._measured(node)
+        elif node not in self._extents:
+            raise TooLargeError(f"must have no alias inside its own anchor, got one in line {mark.line + 1}")
+        extent = self._extents[node]
+        for size, most, what in (
+            (max(extent.nodes, len(self._extents)), MAX_NODES, "values"),  # the whole has at least all that was read
+            (extent.characters, MAX_CHARACTERS, "characters"),
+            (extent.depth, MAX_DEPTH, "levels"),
+        ):
+            if size > most:
+                raise _too_much(f"{most:,} {what}", mark)
+        return node
+
+    def _measured(self, node: yaml.Node) -> _Extent:
+        if isinstance(node, yaml.ScalarNode):
+            return _Extent(1, len(node.value), 1)
+        children = node.value if isinstance(node, yaml.SequenceNode) else [each for pair in node.value for each in pair]
+        parts = [self._extents[child] for child in children]
+        return _Extent(
+            1 + sum(part.nodes for part in parts),
+            sum(part.characters for part in parts),
+            1 + max((part.depth for part in parts), default=0),
+        )
+
+
+def _too_much(bound: str, mark: yaml.Mark) -> TooLargeError:
+    return TooLargeError(f"must expand to at most {bound}, aliases included, got more in line {mark.line + 1}")
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
