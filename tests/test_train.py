@@ -46,6 +46,18 @@ def test_one_call(tmp_path: Path) -> None:
     assert "asked for at most 30.00%" in repr(result)
 
 
+def test_progress_is_one_line_per_epoch_on_stderr_unless_silenced(capsys: pytest.CaptureFixture[str]) -> None:
+    result = hgnp.prune(made(), *loaders(), recipe=recipe())
+    shown = capsys.readouterr()
+    opening, *lines = shown.err.splitlines()
+    assert opening.startswith("Net: hgnp, ")
+    assert [line.split()[:2] for line in lines] == [["epoch", str(row["epoch"])] for row in result.history]
+    assert all(part in lines[0] for part in ("loss ", "accuracy ", "kept 100.0%", "radius ", " left"))
+    assert shown.out == ""
+    hgnp.prune(made(), *loaders(), recipe=recipe(), verbose=False)
+    assert capsys.readouterr() == ("", "")
+
+
 def test_a_run_equals_the_loop_one_would_write() -> None:
     """Algorithm 2 by hand, from the public parts."""
     r = recipe(mu=0.05, bound=0.0, keep=0.4)

@@ -17,7 +17,7 @@ from hgnp.curvature.losses import Loss
 from hgnp.files import read_json
 from hgnp.messages import first_line
 from hgnp.modes import as_found
-from hgnp.progress import Bar, Progress, Silent
+from hgnp.progress import Bar, Lines, Progress, Silent
 from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Snapshot, Target
 from hgnp.storage import load
@@ -49,6 +49,7 @@ def prune(
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
     on_epoch: Callable[[State], object] | None = None,
+    verbose: bool = True,
     _progress: Progress | None = None,
     _about: dict[str, Any] | None = None,
 ) -> Result:
@@ -66,8 +67,7 @@ def prune(
     out         the run's folder: checkpoint every epoch, metrics, the pruned model (docs/runs.md)
     resume      go on with the run in `out`, to the result it would have had; a finished one is returned
     on_epoch    called after every epoch; True ends the run there
-
-    On a terminal a bar shows how the run goes.
+    verbose     show progress on stderr: a bar on a terminal, one line per epoch elsewhere
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net: a {type(net).__name__} was given; an nn.Module would do")
@@ -109,7 +109,7 @@ def prune(
         place = next(net.parameters()).device
         batches = Batches(train, "train", unpack, place)
         held_out = None if val is None else Batches(val, "val", unpack, place)
-        progress = _progress or (Bar() if sys.stderr.isatty() else Silent())
+        progress = _progress or (Silent() if not verbose else Bar() if sys.stderr.isatty() else Lines(sys.stderr))
         run = Run(net, Task(batches, held_out, loss, metric, output), recipe, folder, progress, _about or {})
         try:
             spare = Spare.of(net, recipe, optimizer, scheduler, validated=val is not None) if recipe.snapshots else None
