@@ -106,6 +106,9 @@ class Recipe:
     fastest, timed before the first epoch; on a GPU as "auto". "eager": operation by operation, all as it is found."""
     clip_norm: float | None = None
     """Gradients are scaled down to this norm if theirs is larger."""
+    measure: str = "auto"
+    """Sharpness and latency of the full and of the pruned network. "auto": each within 1 % of the run's time so far, or 0.25 s;
+    what takes longer is left out. "full": whatever it takes. "none": not at all."""
     seed: int | None = None
     """Seeds every random stream at the start of the run; None: they go on from where they are."""
 
@@ -273,6 +276,7 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     "precision": _one_of("auto", "float32", "bf16", "fp16"),
     "execution": _one_of("auto", "eager", "measured"),
     "clip_norm": ("None or a finite number above 0", lambda value: value is None or (_number(value) and value > 0)),
+    "measure": _one_of("auto", "full", "none"),
     "seed": (
         "None or a whole number from 0 to 4294967295",
         lambda value: value is None or (_whole(value) and 0 <= value < 2**32),

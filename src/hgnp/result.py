@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class Facts:
     """The largest eigenvalue of the Hessian, on a few validation samples."""
     latency_ms: float | None = None
     """Of a batch, timed in turns with the other network."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """Why `sharpness` or `latency_ms` is None, by its name."""
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,15 @@ class Run:
         return tuple(dict.fromkeys((row["kept"], row["metric"]) for row in self.snapshots if row["metric"] is not None))
 
 
+def unmeasured(result: Mapping[str, Any]) -> list[str]:
+    """A line for each reason for which result.json lacks sharpness or latency, with what is lacking."""
+    lacking: dict[str, list[str]] = {}
+    for side in ("before", "after"):
+        for name, why in ((result.get(side) or {}).get("missing") or {}).items():
+            lacking.setdefault(why, []).append(f"{name} {side}")
+    return [f"not measured: {', '.join(names)}: {why}" for why, names in lacking.items()]
+
+
 def read(folder: str | os.PathLike[str]) -> Run:
     """The run in `folder`. FileNotFoundError for a folder that holds none, ValueError for one that is damaged or too new."""
     folder = Path(folder)

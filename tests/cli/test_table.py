@@ -12,8 +12,10 @@ RESULT: dict[str, Any] = {
     "reached": False, "target": {"kind": "macs", "asked": 0.1, "got": 0.25}, "stopped": "no more neurons could be removed",
     "epochs": 12, "metric": "psnr", "seconds": 75.0, "parts": 3,
     "latency": {"batch": 64, "threads": 1, "device": "NVIDIA H200"},
-    "before": {"metric": 31.25, "parameters": 1000, "neurons": 40, "macs": 5000, "latency_ms": 2.0, "sharpness": None},
-    "after": {"metric": 30.0, "parameters": 500, "neurons": 10, "macs": 1250, "latency_ms": 2.5, "sharpness": None},
+    "before": {"metric": 31.25, "parameters": 1000, "neurons": 40, "macs": 5000, "latency_ms": 2.0, "sharpness": None,
+               "missing": {"sharpness": "there was [no] time"}},
+    "after": {"metric": 30.0, "parameters": 500, "neurons": 10, "macs": 1250, "latency_ms": 2.5, "sharpness": None,
+              "missing": {"sharpness": "there was [no] time"}},
 }  # fmt: skip
 
 
@@ -46,3 +48,4 @@ def test_a_narrow_terminal_gets_all_of_it_and_only_files_that_are_there(tmp_path
     assert all(cell in shown for row in rows(RESULT) for cell in row)
     assert f"{tmp_path / 'model.safetensors'}  (the pruned network" in shown
     assert "page.html" not in shown
+    assert "not measured: sharpness before, sharpness after: there was [no] time\n" in shown

@@ -117,6 +117,37 @@ def test_what_cannot_work_is_said():
             sharpness(net, [(x, y), (x * math.nan, y)], scale_invariant=scale_invariant)
 
 
+def test_a_tolerance_and_a_time_limit_end_it_early():
+    net = convnet("batch")
+    data = batches_of(net)
+    exact, rough = sharpness(net, data, tolerance=1e-8), sharpness(net, data, tolerance=1e-2)
+    assert rough.converged
+    assert rough.steps < exact.steps
+    assert rough.eigenvalues[0] == pytest.approx(exact.eigenvalues[0], rel=1e-2)
+    assert abs(rough.eigenvalues[0] - exact.eigenvalues[0]) <= rough.residuals[0]
+    first = sharpness(net, data, max_seconds=1e-9)
+    assert (first.steps, first.converged) == (1, False)
+    for name in ("tolerance", "max_seconds"):
+        for value in (0, -1.0, math.nan, True, "1", None):
+            with pytest.raises(ValueError, match=rf"{name} must be a number > 0, got {value!r}"):
+                sharpness(net, data, **{name: value})
+
+
+def test_buffers_are_left_as_found():
+    class Counting(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    net = Counting()
+    sharpness(net, [(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))])
+    assert net.calls == 0
+
+
 def test_as_many_eigenvalues_as_parameters():
     net = nn.Linear(2, 2).double()
     x, y = torch.randn(5, 2, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1])

@@ -16,8 +16,9 @@ import torch
 
 import hgnp
 from hgnp.storage import digest
-from hgnp.training import checkpoint, run
+from hgnp.training import checkpoint
 from hgnp.training.folder import Folder
+from hgnp.training.measure import Measurements
 from train_cases import loaders, made, recipe
 
 IN_A_THREAD = """
@@ -202,14 +203,14 @@ def test_a_folder_is_free_though_workers_live_on(tmp_path: Path, monkeypatch: py
 
 
 def test_latencies_are_measured_with_nothing_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    latencies, beside = run.latencies, []
+    latency, beside = Measurements.with_latency, []
 
     def watched(*args: Any) -> Any:
         beside.append(list(under_way))
-        return latencies(*args)
+        return latency(*args)
 
     under_way = slowed(0.3, monkeypatch)
-    monkeypatch.setattr(run, "latencies", watched)
+    monkeypatch.setattr(Measurements, "with_latency", watched)
     prune(tmp_path / "run")
     assert beside == [[]]
 

@@ -15,8 +15,8 @@ from hgnp.experiments.models import DigitsNet
 from hgnp.neurons.structure import Structure
 from hgnp.neurons.summary import Frozen
 from hgnp.progress import Lines
-from hgnp.training import run
 from hgnp.training.epoch import Epochs
+from hgnp.training.measure import Measurements
 from hgnp.training.rounds import Pruner
 from train_cases import loaders, made, recipe
 
@@ -274,10 +274,10 @@ def test_rounds_and_steps_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> Non
         yield
         now[0] -= 1
 
-    score, curvature = Pruner.round, run.top_curvature
+    score, sharpness = Pruner.round, Measurements.with_sharpness
     monkeypatch.setattr(Epochs, "running", running)
     monkeypatch.setattr(Pruner, "round", lambda *args: inside.append(bool(now[0])) or score(*args))
-    monkeypatch.setattr(run, "top_curvature", lambda *args: inside.append(bool(now[0])) or curvature(*args))
+    monkeypatch.setattr(Measurements, "with_sharpness", lambda *args: inside.append(bool(now[0])) or sharpness(*args))
     hgnp.prune(made(), *loaders(), recipe=recipe())
     assert len(inside) > 3  # rounds, and curvature before and after
     assert all(inside)

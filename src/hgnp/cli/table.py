@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hgnp.progress import duration, score
+from hgnp.runs import unmeasured
 
 FILES = {
     "model.safetensors": "the pruned network, for hgnp.load",
@@ -28,6 +29,8 @@ def show(result: Mapping[str, Any], *, out: Path, console: Console) -> None:
     for name, before, after, ratio in rows(result):
         table.add_row(escape(name), before, after, ratio)
     console.print(table)
+    for line in unmeasured(result):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     if result.get("snapshots"):
         console.print(snapshots(result))
     console.print(f"\n{ending(result)}", highlight=False, markup=False, soft_wrap=True)

@@ -7,8 +7,10 @@ the metric D = diag(n), n_j = ‖w_j‖ for the filter j that a weight or bias o
 """
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ class Sharpness:
     steps: int
     """Products with the Hessian, each a pass over the data."""
     converged: bool
-    """Every residual is below 1e-4 of the largest eigenvalue's size."""
+    """Every residual is below `tolerance` times the largest eigenvalue's size."""
 
 
 def sharpness(
@@ -47,11 +49,18 @@ def sharpness(
     k: int = 1,
     scale_invariant: bool = False,
     output: Output | None = None,
+    tolerance: float = TOLERANCE,
+    max_seconds: float = math.inf,
 ) -> Sharpness:
     """The k top eigenvalues of the Hessian of the mean loss over `data`, an iterable of (inputs, target) batches that
-    is gone through once for every product: a list or a loader, not a generator. The network's mode, buffers, gradients
-    and random state are left as found."""
+    is gone through once for every product: a list or a loader, not a generator. After `max_seconds`, at the end of a product,
+    it returns what it has, perhaps fewer than k, with `converged` False. The network's mode, buffers and gradients are left as
+    found."""
+    start = time.perf_counter()
     check_functions(loss=loss, output=output)
+    for name, value in (("tolerance", tolerance), ("max_seconds", max_seconds)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"{name} must be a number > 0, got {value!r}")
     check_gradients()
     loss_curvature(loss)  # refuses one that is no mean
     if iter(data) is data:
@@ -65,7 +74,8 @@ def sharpness(
         raise ValueError(f"k: {k!r} was given; a whole number from 1 to {most} would do for {size} parameters")
     metric = _metric(net, parameters) if scale_invariant else None
     with evaluating(net), sdpa_kernel(SDPBackend.MATH):
-        return _lanczos(lambda v: _product(net, data, loss, output, parameters, metric, v), parameters, most, k)
+        product = partial(_product, net, data, loss, output, parameters, metric)
+        return _lanczos(product, parameters, most, k, tolerance, start + max_seconds)
 
 
 def _metric(net: nn.Module, parameters: list[Tensor]) -> list[Tensor]:
@@ -94,7 +104,8 @@ def _product(
         parts = [x * d for x, d in zip(parts, metric, strict=True)]
     total, samples = torch.zeros_like(v), 0
     for inputs, target in data:
-        value = loss(run(net, inputs, output=output), target)
+        buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}  # a forward may count its calls in one
+        value = loss(run(net, inputs, output=output, buffers=buffers), target)
         grads = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
         products = torch.autograd.grad(grads, parameters, parts, materialize_grads=True)
         n = samples_in(inputs)
@@ -108,7 +119,9 @@ def _product(
     return total / samples
 
 
-def _lanczos(product: Callable[[Tensor], Tensor], parameters: list[Tensor], most: int, k: int) -> Sharpness:
+def _lanczos(
+    product: Callable[[Tensor], Tensor], parameters: list[Tensor], most: int, k: int, tolerance: float, deadline: float
+) -> Sharpness:
     size = sum(p.numel() for p in parameters)
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(size, generator=generator, dtype=torch.float64).to(parameters[0])
@@ -133,9 +146,9 @@ def _lanczos(product: Callable[[Tensor], Tensor], parameters: list[Tensor], most
         values, vectors = torch.linalg.eigh(T)
         residuals = beta * vectors[-1].abs()
         scale = values.abs().max().item()
-        done = len(alphas) >= k and bool((residuals[-k:] <= TOLERANCE * scale).all())
+        done = len(alphas) >= k and bool((residuals[-k:] <= tolerance * scale).all())
         exhausted = len(alphas) == size or beta <= 1e-12 * scale
-        if done or exhausted or len(alphas) == most:
+        if done or exhausted or len(alphas) == most or time.perf_counter() > deadline:
             top = values.flip(0)[:k].tolist()
             return Sharpness(tuple(top), tuple(residuals.flip(0)[:k].tolist()), len(alphas), done or exhausted)
         betas.append(beta)

@@ -17,6 +17,8 @@ from hgnp.training.task import Task
 class First:
     inputs: Any
     target: Any
+    val: tuple[Any, Any] | None
+    """The first validation batch."""
     classes: int | None
     """Of the training labels; None if they are no classes."""
     val_classes: int | None
@@ -33,7 +35,7 @@ def look(net: nn.Module, task: Task) -> First:
         inputs, target = next(iter(task.train))
     out = check_first(net, task.loss, task.output, (inputs, target), "train")
     classes = out.shape[1] if is_classification(task.loss, target) else None
-    val_classes = None
+    val, val_classes = None, None
     if task.val is not None:
         with streams.untouched(task.val.loader):
             with streams.rewound(task.val.loader):
@@ -44,6 +46,6 @@ def look(net: nn.Module, task: Task) -> First:
         val_classes = val_out.shape[1] if is_classification(task.loss, val[1]) else None
     shown = classes if task.val is None else val_classes
     return First(
-        inputs, target, classes, val_classes, metric_name(task.metric, classes=shown is not None),
+        inputs, target, val, classes, val_classes, metric_name(task.metric, classes=shown is not None),
         features(net, inputs, classes or val_classes, task.train.loader, None if task.val is None else task.val.loader),
     )  # fmt: skip

@@ -31,7 +31,7 @@ from hgnp.training.epoch import DivergedError, Epochs
 from hgnp.training.evaluate import Evaluation
 from hgnp.training.first import look
 from hgnp.training.folder import Folder, versions
-from hgnp.training.measure import copied, latencies, sample_of, top_curvature
+from hgnp.training.measure import Measurements, sample_of
 from hgnp.training.optimizers import OptimizerOrMaker, make_optimizer, make_scheduler, step_scheduler
 from hgnp.training.plan import Plan
 from hgnp.training.rounds import Pruner
@@ -71,7 +71,7 @@ class Run:
         self.classes, self.val_classes = first.classes, first.val_classes
         self.metric, self.features = first.metric, first.features
         self.inputs, self._found = inputs, formats_of(net)
-        self.full, self._uncopied = copied(net)
+        self.measurements = Measurements(net, task, self.plan, (inputs, target), first.val)
         if stored is not None and recipe.coupling == "paper":  # its structure is that of the network as it is now
             self._fill(stored)
         two = pick(inputs, torch.arange(min(2, samples_in(inputs))))
@@ -115,7 +115,7 @@ class Run:
     def train(self, on_epoch: Callable[[State], object] | None) -> None:
         plan = self.plan
         self.tell("start", self._info() | {"epochs_done": plan.epoch, "out": self.folder and str(self.folder.path)})
-        for note in (*self.chosen.notes, self._uncopied):
+        for note in (*self.chosen.notes, self.measurements.note):
             self._note_once(note)
         with self.epochs.running(), self.chosen.way.taken(self.net, self.optimizer, self._found):
             while self._goes_on():
@@ -188,7 +188,7 @@ class Run:
 
     def _round(self, batches: list[Batch]) -> int:
         if self.plan.before is None:
-            self.plan.before = dataclasses.asdict(self._facts(batches[0]))
+            self.plan.before = dataclasses.asdict(self._facts())
         frozen = {entry.name for entry in self.neurons.frozen}
         removed = self.pruner.round(batches)
         for entry in self.neurons.frozen:
@@ -234,34 +234,26 @@ class Run:
             "mu": self.flatness.mu,
         }  # fmt: skip
 
-    def _facts(self, batch: Batch | None = None) -> Facts:
-        """At the end of an epoch or the start of the run. `batch`: one to use without val while train is being iterated."""
+    def _facts(self) -> Facts:
+        """At the end of an epoch or the start of the run."""
         last = self.plan.history[-1] if self.plan.history else None
         val_loss, metric = self._validate() if last is None else (last["val_loss"], last["metric"])
         now = self.neurons.preview({})
-        if self.task.val is not None or batch is None:
-            data = self.task.val or self.task.train
-            with streams.untouched(data.loader):
-                batch = next(iter(data))
+        facts = Facts(metric, val_loss, now.parameters, now.neurons, now.macs // self.samples)
         with streams.untouched():
-            sharp = top_curvature(self.net, batch, self.task.loss, self.task.output)
-        return Facts(metric, val_loss, now.parameters, now.neurons, now.macs // self.samples, sharp)
+            return self.measurements.with_sharpness(facts, self.net)
 
     def finish(self, snapshots: tuple[Snapshot, ...] = ()) -> Result:
         with self.epochs.running():
             return self._finish(snapshots)
 
     def _finish(self, snapshots: tuple[Snapshot, ...]) -> Result:
-        plan, recipe, device = self.plan, self.recipe, self.task.train.device
+        plan, recipe = self.plan, self.recipe
         if self.folder is not None:
             self.folder.settle()  # latencies are measured with nothing beside them
         after = self._facts()
         before = Facts(**plan.before) if plan.before is not None else after
-        latency = None
-        if self.full is not None:
-            (slow, fast), latency = latencies([self.full.to(device), self.net], self.inputs, device)
-            before = dataclasses.replace(before, latency_ms=slow)
-            after = dataclasses.replace(after, latency_ms=fast)
+        before, after, latency = self.measurements.with_latency(before, after, self.net)
         if plan.reached is not None and self.pruner.left > recipe.keep:
             plan.stopped = plan.stopped or "no more neurons could be removed"
         result = Result(

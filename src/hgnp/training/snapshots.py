@@ -93,11 +93,10 @@ def _finetuned(run: Run, spare: Spare, value: float, epoch: int) -> Snapshot:
         return _snapshot(run, read_json(folder.result), epoch, path=folder.path)
     stored = checkpoint.unpacked(run.states.pop(epoch)) if folder is None else checkpoint.read(folder.checkpoint)
     own = copy.deepcopy(spare)
-    recipe = replace(run.recipe, keep=value, snapshots=())
+    recipe = replace(run.recipe, keep=value, snapshots=(), measure="none")  # `hgnp bench` times it
     part = Run(own.net, run.task, recipe, folder, Within(run.progress, f"snapshot {value:g}"), run.about)
     try:
         part.prepare(stored, own.optimizer, own.scheduler, run.made_with["protect"])
-        part.full = None  # `hgnp bench` times it
         with as_found(own.net):
             part.train(None)
             result = part.finish()

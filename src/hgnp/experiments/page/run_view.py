@@ -6,7 +6,7 @@ from typing import Any
 from hgnp.experiments import run_charts
 from hgnp.experiments.page.figure_view import figure_view
 from hgnp.experiments.run_charts import metric_axis
-from hgnp.runs import Run
+from hgnp.runs import Run, unmeasured
 
 CAPTIONS = {
     "metric_against_kept": "One point a pruning level: the last epoch at each κ. The last of a finished run "
@@ -111,7 +111,8 @@ def _note(run: Run) -> str:
     how = (run.result or {}).get("latency") or {}
     threads = "1 thread" if how.get("threads") == 1 else f"{how.get('threads')} threads"
     timed = f" Latency: batch {how.get('batch')}, {threads}, {how.get('device')}." if how else ""
-    return f"Before is the network when the first neuron went, after its warm-up.{timed}"
+    lacking = "".join(f" {line[0].upper()}{line[1:]}." for line in unmeasured(run.result or {}))
+    return f"Before is the network when the first neuron went, after its warm-up.{timed}{lacking}"
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:

@@ -1,0 +1,141 @@
+"""Sharpness and latency before and after a run: what is measured, how long it may take, and that it disturbs nothing."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hgnp
+from hgnp.training import measure
+from train_cases import Net, loaders, made, recipe
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+@pytest.fixture
+def starved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any measurement is over time at once."""
+    monkeypatch.setattr(measure, "SHARE", 0.0)
+    monkeypatch.setattr(measure, "LEAST_SECONDS", 1e-9)
+
+
+def test_sharpness_is_that_of_the_first_validation_samples() -> None:
+    train, val = loaders()
+    result = hgnp.prune(made(), train, val, recipe=recipe(measure="full"))
+    x, y = next(iter(val))
+    found = hgnp.sharpness(result.model, [(x, y)], tolerance=1e-6)
+    assert result.after.sharpness == pytest.approx(found.eigenvalues[0], rel=2e-3)
+    assert result.before.sharpness is not None
+    assert result.before.latency_ms is not None
+    assert result.latency is not None
+    assert result.latency["repeats"] == 15
+    assert result.before.missing == result.after.missing == {}
+
+
+@pytest.mark.usefixtures("starved")
+def test_what_there_is_no_time_for_is_missing_with_a_reason(tmp_path: Path) -> None:
+    result = hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path / "run")
+    for facts in (result.before, result.after):
+        assert facts.sharpness is None
+        assert facts.latency_ms is None
+        assert facts.missing == {
+            "sharpness": "it had not converged after 1 products with the Hessian, for which there was time; "
+            'measure="full" takes the time that it needs',
+            "latency_ms": 'there was no time for five batches of 256; measure="full" takes the time that it needs',
+        }
+    assert result.latency is None
+    again = hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path / "run", resume=True)
+    assert again.before == result.before
+    assert again.after == result.after
+    full = hgnp.prune(made(), *loaders(), recipe=recipe(measure="full"))
+    assert full.after.sharpness is not None
+    assert full.after.latency_ms is not None
+
+
+def test_the_time_allowed_is_a_share_of_the_run_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[float] = []
+    sharpness = measure.sharpness
+
+    def watched(*args: Any, max_seconds: float, **options: Any) -> Any:
+        allowed.append(max_seconds)
+        return sharpness(*args, max_seconds=max_seconds, **options)
+
+    monkeypatch.setattr(measure, "sharpness", watched)
+    monkeypatch.setattr(measure, "LEAST_SECONDS", 1e-9)
+    result = hgnp.prune(made(), *loaders(), recipe=recipe())
+    warmup = sum(row["seconds"] for row in result.history[:2])
+    assert allowed == pytest.approx([0.01 * warmup, 0.01 * result.seconds])
+
+
+def test_nothing_is_measured_or_copied_if_none_is_asked_for() -> None:
+    class Single(Net):
+        def __deepcopy__(self, memo: Any) -> nn.Module:
+            raise AssertionError("copied")
+
+    torch.manual_seed(0)
+    result = hgnp.prune(Single(), *loaders(), recipe=recipe(measure="none"))
+    assert (result.after.sharpness, result.after.latency_ms, result.latency) == (None, None, None)
+    assert result.before.missing == {"sharpness": 'measure is "none"', "latency_ms": 'measure is "none"'}
+
+
+class Restless(Net):
+    """Draws random numbers and counts its calls in evaluation mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(F.dropout(x, 0.2, training=True) * (1 + 1e-6 * self.calls))
+
+
+def test_how_much_is_measured_does_not_change_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for how in ("full", "auto", "none"):
+        if how == "auto":
+            monkeypatch.setattr(measure, "LEAST_SECONDS", 1e-9)
+        torch.manual_seed(0)
+        net = Restless()
+        history = hgnp.prune(net, *loaders(), recipe=recipe(measure=how), on_epoch=lambda s: s.epoch == 4).history
+        found.append([{key: row[key] for key in ("loss", "val_loss", "widths")} for row in history])
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_full_size_copy_waits_on_the_cpu_and_is_freed(device: str) -> None:
+    class Own(Net):
+        pass
+
+    def others() -> list[nn.Module]:
+        gc.collect()
+        return [each for each in gc.get_objects() if type(each) is Own and each is not net]
+
+    seen: list[set[str]] = []
+
+    def look(_: Any) -> None:
+        seen.append({tensor.device.type for other in others() for tensor in other.state_dict().values()})
+
+    torch.manual_seed(0)
+    net = Own().to(device)
+    result = hgnp.prune(net, *loaders(), recipe=recipe(engine="eager"), on_epoch=look)
+    assert seen == [{"cpu"}] * result.epochs
+    assert not others()
+
+
+def test_a_network_that_refuses_a_batch_of_256_is_not_timed() -> None:
+    class Narrow(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 64:
+                raise RuntimeError("at most 64 samples fit\ninto this network")
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    result = hgnp.prune(Narrow(), *loaders(), recipe=recipe())
+    assert result.reached
+    assert result.after.latency_ms is None
+    assert result.after.missing["latency_ms"] == "at most 64 samples fit"
