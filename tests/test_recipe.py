@@ -1,7 +1,12 @@
 """What a recipe stands for: the advised defaults, and the values that a run takes where a field is None."""
 
+import dataclasses
+import inspect
 import json
+import pydoc
+import re
 from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -46,3 +51,37 @@ def test_a_scheduler_of_the_users_replaces_the_default_schedule(tmp_path: Path) 
     assert (used["schedule"], used["refresh_every"]) == ("constant", 8)
     with pytest.raises(ValueError, match="scheduler: it was given beside schedule='cosine'"):
         hgnp.prune(made(), *loaders(), recipe=recipe(schedule="cosine"), scheduler=halving)
+
+
+def explained(text: str, name: str) -> bool:
+    """Whether `help()` has an entry "name: Words." in a section of its own."""
+    return re.search(rf"^[ |]+{name}: \S.{{15,}}", text, re.MULTILINE) is not None
+
+
+def test_help_explains_every_field_of_a_recipe() -> None:
+    text = pydoc.render_doc(hgnp.Recipe, renderer=pydoc.plaintext)
+    section = text[text.index("Attributes:") : text.index("Methods defined here")]
+    assert [field.name for field in dataclasses.fields(hgnp.Recipe) if not explained(section, field.name)] == []
+
+
+def test_help_explains_every_argument_of_prune() -> None:
+    text = pydoc.render_doc(hgnp.prune, renderer=pydoc.plaintext)
+    names = [name for name in inspect.signature(hgnp.prune).parameters if not name.startswith("_")]
+    assert [name for name in names if not explained(text[text.index("Args:") :], name)] == []
+
+
+def test_fields_with_fixed_values_take_those_of_their_type_alone() -> None:
+    fixed = {}
+    for name, hint in get_type_hints(hgnp.Recipe).items():
+        for kind in (hint, *get_args(hint)):
+            if get_origin(kind) is Literal:
+                fixed[name] = get_args(kind)
+    assert set(fixed) == {
+        "target", "method", "prune_unit", "coupling", "schedule", "anneal", "precision", "execution", "measure"
+    }  # fmt: skip
+    for name, values in fixed.items():
+        for value in values:
+            assert getattr(recipe(**{name: value}), name) == value
+        for wrong in ("other", 1, ["auto"], {}):
+            with pytest.raises(ValueError, match=rf"{name} must be .*{values[0]!r}.*{values[-1]!r}, got "):
+                recipe(**{name: wrong})

@@ -55,19 +55,27 @@ def prune(
 ) -> Result:
     """Train `net` and prune it in place by `recipe`.
 
-    train, val  loaders, gone through anew every epoch; without `val` there is no metric
-    metric      metric(outputs, targets) over the whole validation set, higher is better, or an object with update(output,
-                target), compute() and reset(), given batch by batch; accuracy for class labels
-    optimizer   an optimizer over the network's parameters, or what makes one of them; SGD by the recipe otherwise
-    scheduler   a learning-rate scheduler of that optimizer, or what makes one of it, stepped every epoch
-    unpack      unpack(batch) → (inputs, target), where batches are neither (x, y) nor mappings with `labels`
-    output      picks the logits from what the network returns
-    protect     names of layers, or of modules whose layers all stay
-    device      where to train; the network's own device otherwise
-    out         the run's folder: checkpoint every epoch, metrics, the pruned model (docs/runs.md)
-    resume      go on with the run in `out`, to the result it would have had; a finished one is returned
-    on_epoch    called after every epoch; True ends the run there
-    verbose     show progress on stderr: a bar on a terminal, one line per epoch elsewhere
+    Args:
+        net: Any nn.Module that PyTorch can record. It stays the same object, with smaller tensors.
+        train: A loader of batches, iterated anew every epoch.
+        val: A loader of validation batches; without it there is no metric.
+        recipe: How to train, prune and fine-tune: `hgnp.Recipe(keep=0.1)` leaves a tenth of the parameters.
+        loss: loss(output, target) → a scalar, a mean over the batch.
+        metric: metric(outputs, targets) over the whole validation set, higher is better, or an object with update(output,
+            target), compute() and reset(), given batch by batch; accuracy for class labels.
+        optimizer: An optimizer over the network's parameters, or what makes one from them; SGD by the recipe otherwise.
+        scheduler: A learning-rate scheduler of that optimizer, or what makes one from it, stepped every epoch.
+        unpack: unpack(batch) → (inputs, target), where batches are neither (x, y) nor mappings with `labels`.
+        output: Picks the logits from what the network returns.
+        protect: Names of layers, or of modules whose layers all stay.
+        device: Where to train; the network's own device otherwise.
+        out: The run's folder: checkpoint every epoch, metrics, the pruned model (docs/runs.md).
+        resume: Continue the run in `out`, to the result it would have had; a finished one is returned.
+        on_epoch: Called after every epoch; returning True ends the run there.
+        verbose: Show progress on stderr: a bar on a terminal, one line per epoch elsewhere.
+
+    Returns:
+        The pruned network, one row per epoch, and what is known of the network before and after.
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net: a {type(net).__name__} was given; an nn.Module would do")

@@ -40,8 +40,8 @@ def test_help_version_and_presets(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "missing.yaml"], "missing.yaml: there is no such file"),
         (["run", "."], "'.' is neither a file nor a preset"),
         (["run", "--set", "recipe.kepe=0.1"], "recipe: there is no field 'kepe'; did you mean keep"),
-        (["run", "--set", "recipe.keep=7"], "recipe.keep: 7 was given; a fraction above 0 and up to 1 would do"),
-        (["run", "--method", "magic"], "recipe.method: 'magic' was given; 'hgnp' or"),
+        (["run", "--set", "recipe.keep=7"], "recipe.keep must be a fraction > 0 and ≤ 1, got 7"),
+        (["run", "--method", "magic"], "recipe.method must be 'hgnp' or"),
         (
             ["run", "--method", "hybrid"],
             "recipe.threshold must be a fraction from 0 to 1 with method 'hybrid', got None",
@@ -78,7 +78,7 @@ def caught(action: Callable[[], object]) -> Exception:
 
 def test_only_what_hgnp_raises_on_purpose_is_the_users_mistake() -> None:
     refused = caught(lambda: Recipe(keep=3))
-    assert exit_code(refused) == (2, "keep: 3 was given; a fraction above 0 and up to 1 would do")
+    assert exit_code(refused) == (2, "keep must be a fraction > 0 and ≤ 1, got 3")
     nobody_raised = caught(lambda: Recipe.from_dict(3))  # type: ignore[arg-type]
     assert isinstance(nobody_raised, TypeError)
     assert exit_code(nobody_raised) is None

@@ -122,7 +122,7 @@ def test_the_full_size_copy_waits_on_the_cpu_and_is_freed(device: str) -> None:
 
     torch.manual_seed(0)
     net = Own().to(device)
-    result = hgnp.prune(net, *loaders(), recipe=recipe(engine="eager"), on_epoch=look)
+    result = hgnp.prune(net, *loaders(), recipe=recipe(execution="eager"), on_epoch=look)
     assert seen == [{"cpu"}] * result.epochs
     assert not others()
 
