@@ -23,7 +23,7 @@ KEYS = (
 
 def test_one_call(tmp_path: Path) -> None:
     net = made()
-    result = hgnp.prune(net, *loaders(), recipe=recipe(), out=tmp_path / "run")
+    result = hgnp.prune(net, *loaders(), recipe=recipe(measure="full"), out=tmp_path / "run")
     assert result.model is net
     assert result.reached
     assert 0.2 < result.kept <= 0.3
@@ -34,7 +34,10 @@ def test_one_call(tmp_path: Path) -> None:
     assert all(set(row) == set(KEYS.split()) for row in result.history)
     assert result.before.neurons == 48
     assert result.after.neurons == sum(result.history[-1]["widths"].values())
-    assert min(x for x in (result.before.latency_ms, result.after.latency_ms, result.after.sharpness) if x) > 0
+    for facts in (result.before, result.after):
+        assert facts.latency_ms is not None
+        assert facts.sharpness is not None
+        assert min(facts.latency_ms, facts.sharpness) > 0
     assert {p.name for p in (tmp_path / "run").iterdir()} == {
         "run.json", "metrics.jsonl", "checkpoint.safetensors", "model.safetensors", "result.json"
     }  # fmt: skip

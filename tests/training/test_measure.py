@@ -42,11 +42,7 @@ def test_what_there_is_no_time_for_is_missing_with_a_reason(tmp_path: Path) -> N
     for facts in (result.before, result.after):
         assert facts.sharpness is None
         assert facts.latency_ms is None
-        assert facts.missing == {
-            "sharpness": "it had not converged after 1 products with the Hessian, for which there was time; "
-            'measure="full" takes the time that it needs',
-            "latency_ms": 'there was no time for five batches of 256; measure="full" takes the time that it needs',
-        }
+        assert facts.missing == dict.fromkeys(("sharpness", "latency_ms"), measure.NO_TIME)
     assert result.latency is None
     again = hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path / "run", resume=True)
     assert again.before == result.before
@@ -66,9 +62,22 @@ def test_the_time_allowed_is_a_share_of_the_run_s(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(measure, "sharpness", watched)
     monkeypatch.setattr(measure, "LEAST_SECONDS", 1e-9)
+    monkeypatch.setattr(measure, "SHARE", 100.0)
     result = hgnp.prune(made(), *loaders(), recipe=recipe())
     warmup = sum(row["seconds"] for row in result.history[:2])
-    assert allowed == pytest.approx([0.01 * warmup, 0.01 * result.seconds])
+    assert allowed == pytest.approx([100 * warmup, 100 * result.seconds])
+
+
+def test_what_would_take_too_long_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("begun")
+
+    for name in ("SHARE", "LEAST_SECONDS", "WORTH_A_TRY"):
+        monkeypatch.setattr(measure, name, 1e-9)
+    monkeypatch.setattr(measure, "sharpness", never)
+    monkeypatch.setattr(measure, "side_by_side", never)
+    result = hgnp.prune(made(), *loaders(), recipe=recipe())
+    assert set(result.after.missing) == {"sharpness", "latency_ms"}
 
 
 def test_nothing_is_measured_or_copied_if_none_is_asked_for() -> None:
@@ -135,7 +144,7 @@ def test_a_network_that_refuses_a_batch_of_256_is_not_timed() -> None:
             return super().forward(x)
 
     torch.manual_seed(0)
-    result = hgnp.prune(Narrow(), *loaders(), recipe=recipe())
+    result = hgnp.prune(Narrow(), *loaders(), recipe=recipe(measure="full"))
     assert result.reached
     assert result.after.latency_ms is None
     assert result.after.missing["latency_ms"] == "at most 64 samples fit"
