@@ -37,8 +37,8 @@ class Recipe:
         keep: The fraction to be left of what `target` counts: the paper's κ̄. With 1 nothing is pruned.
         target: What `keep` is a fraction of: "params" (the paper's), "neurons" (those that can be removed) or "macs".
         snapshots: Fractions of what `target` counts, between `keep` and 1. A copy of the network is taken after the epoch in
-            which a round comes down to one of them, and fine-tuned by itself for `finetune_epochs`; the run continues as if there
-            were none.
+            which a round comes down to one of them, and fine-tuned by itself for `finetune_epochs`; the run continues as if
+            there were none.
         method: "hgnp", "taylor", "hybrid" (Taylor, then HGNP from `threshold` on), "l1", "l2", "bn_scale", "geometric_median"
             or "random" (plain training, another score), or "sam" (Taylor scores, trained by sharpness-aware minimisation).
         threshold: Where method "hybrid" switches: it trains and scores by Taylor while more than this fraction of the
