@@ -124,8 +124,8 @@ class Measurements:
 
 
 def _with(facts: Facts, name: str, value: float | None, why: str | None) -> Facts:
-    missing = facts.missing if why is None else {**facts.missing, name: why}
-    return dataclasses.replace(facts, **{name: value}, missing=missing)
+    changes: dict[str, Any] = {name: value} if why is None else {"missing": {**facts.missing, name: why}}
+    return dataclasses.replace(facts, **changes)
 
 
 def copied_to_cpu(net: nn.Module) -> tuple[nn.Module | None, str | None]:
