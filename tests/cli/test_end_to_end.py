@@ -86,7 +86,7 @@ def test_a_run_that_diverges_ends_with_one(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_run_that_is_refused_leaves_nothing_behind(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("run", *QUICK, "--set", "recipe.keep=1e-6", "--out", "x") == 2
-    assert "can be left" in capsys.readouterr().err
+    assert "keep must be at least" in capsys.readouterr().err
     assert not Path("x").exists()
 
 
