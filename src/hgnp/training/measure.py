@@ -135,8 +135,9 @@ def copied_to_cpu(net: nn.Module) -> tuple[nn.Module | None, str | None]:
     except (
         TypeError,
         RuntimeError,
+        MemoryError,
         copy.Error,
-    ) as error:  # a lock or a file among its attributes, a tensor with a history
+    ) as error:  # a lock or a file in it, a tensor with a history
         return None, f"net cannot be copied: {first_line(error)}"
 
 
