@@ -210,7 +210,10 @@ def test_ways_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Module, "__deepcopy__", refuse, raising=False)
     told = Notes()
     assert hgnp.prune(made(), *loaders(), recipe=recipe(execution="measured"), _progress=told).reached
-    assert told.texts == ["nothing is measured, as net cannot be copied and pruned: no room"]
+    assert told.texts == [
+        "nothing is measured, as net cannot be copied and pruned: no room",
+        "latency is not measured, as net cannot be copied: no room",
+    ]
 
 
 @pytest.mark.parametrize(
