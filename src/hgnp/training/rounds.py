@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -11,7 +11,6 @@ from hgnp.curvature.random import RandomState
 from hgnp.flatness import Flatness
 from hgnp.messages import named
 from hgnp.neurons import Neurons, Preview, Scores, Selection
-from hgnp.neurons.selection import Coupling
 from hgnp.recipe import Recipe
 from hgnp.scores import scored
 
@@ -70,7 +69,7 @@ class Pruner:
     def _scored_layers(self) -> Collection[str]:
         """Those that the method has scores of: some have no norm's scale, or are read where no gate can sit."""
         if self._criterion not in WEIGHT_SCORES:
-            return self.neurons.gates(cast(Coupling, self.recipe.coupling)).rows
+            return self.neurons.gates(self.recipe.coupling).rows
         with RandomState(*self.neurons.net.parameters()):
             return WEIGHT_SCORES[self._criterion](self.neurons)
 
@@ -87,7 +86,7 @@ class Pruner:
 
     def round(self, batches: list[tuple[Any, Any]]) -> int:
         """Removes the round's neurons, fewer if the target needs fewer, and says how many went: none once no more can go."""
-        coupling = cast(Coupling, self.recipe.coupling)
+        coupling = self.recipe.coupling
         mu = self.recipe.scoring_mu if self.recipe.uses_term(self.neurons.kept) else 0.0
         scores = scored(
             self.neurons, batches, self.flatness, mu=mu, coupling=coupling,
@@ -106,7 +105,7 @@ class Pruner:
 
     def _least(self, scores: Scores, n: int, *, confirm: bool = True) -> Selection:
         return self.neurons.least(
-            scores, n, coupling=cast(Coupling, self.recipe.coupling), floor=self.recipe.floor,
+            scores, n, coupling=self.recipe.coupling, floor=self.recipe.floor,
             max_removed=self.recipe.max_removed, round_to=self.recipe.round_to, confirm=confirm,
         )  # fmt: skip
 
