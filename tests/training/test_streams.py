@@ -118,7 +118,7 @@ def trained(
         if state.epoch == stop:
             raise StoppedError
 
-    quick = {"method": "taylor", "warmup_epochs": 1, "neurons_per_round": 16, "finetune_epochs": 1}
+    quick = {"method": "taylor", "measure": "none", "warmup_epochs": 1, "neurons_per_round": 16, "finetune_epochs": 1}
     r = recipe(**quick | given.pop("recipe", {}))
     result = hgnp.prune(net, loader, val, recipe=r, optimizer=optimizer, on_epoch=on_epoch, **given)
     return epochs[:-1], result
@@ -149,12 +149,11 @@ def test_a_resumed_run_ends_as_if_it_had_never_stopped(name: str, tmp_path: Path
         seconds = {key: one[key] for key in one if "seconds" in key}
         assert one == other | seconds
     torch.testing.assert_close(pieces.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
-    assert pieces.after.sharpness == whole.after.sharpness
 
 
 def test_a_run_without_validation_data_measures_on_a_batch_that_it_has(tmp_path: Path) -> None:
     """Rounds come in the middle of an epoch, where the loader must not be iterated a second time."""
-    epochs, result = trained(OwnLoader(), recipe={"prune_unit": "steps", "prune_every": 4})
+    epochs, result = trained(OwnLoader(), recipe={"prune_unit": "steps", "prune_every": 4, "measure": "full"})
     assert [len(steps) for steps in epochs] == [6] * len(epochs)
     assert result.before.sharpness is not None
 

@@ -132,12 +132,8 @@ def copied_to_cpu(net: nn.Module) -> tuple[nn.Module | None, str | None]:
     """A copy to time later, on the CPU; of a network that cannot be copied none, and why."""
     try:
         return copy.deepcopy(net).cpu(), None
-    except (
-        TypeError,
-        RuntimeError,
-        MemoryError,
-        copy.Error,
-    ) as error:  # a lock or a file in it, a tensor with a history
+    except (TypeError, ValueError, RuntimeError, MemoryError, copy.Error) as error:
+        # it holds a lock, a pointer or a tensor with a history, or there is no room for two
         return None, f"net cannot be copied: {first_line(error)}"
 
 
