@@ -3,8 +3,8 @@
     python benchmarks/residuals.py [--epochs 20] [--out benchmarks/residuals.md]
 
 The demo's network at half its width and its data (handwritten digits, batches of 64, SGD with momentum at rate 0.05), with the
-default choices and with the paper's, v renewed in every step. The residual is ‖(Ψ ⊗ Γ)v − λv‖/λ of the penalised pair; the error
-of λ is at most that share of it, and most often its square.
+default choices and with the paper's, v renewed in every step. The residual is ‖(Ψ ⊗ Γ)v − λv‖/λ of the penalised pair; the
+error of λ is at most that share of it, and most often its square.
 """
 
 import argparse
