@@ -36,11 +36,12 @@ def study(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and run nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The outcome as JSON, the last line of stdout.")] = False,
 ) -> None:
-    """Run every method on every network with every seed, then compare. Only what is missing is run. Without an argument: list the studies."""  # fmt: skip
+    """Run every method on every network with every seed, then compare. Without an argument: list the studies."""
     from hgnp.experiments import studies, study_plan
 
     if what is None:
-        return listed()
+        listed()
+        return
     plan = studies.find(what)
     planned = plan.runs(
         data=data, device=device, settings=set_ or (),
@@ -50,7 +51,8 @@ def study(
     place = out or plan.out or study_plan.RESULTS / plan.name
     states = study_plan.check_states(planned, place)
     if dry_run:
-        return commands(planned, place, states, as_json=as_json)
+        commands(planned, place, states, as_json=as_json)
+        return
 
     from hgnp.experiments.study_runs import carry_out, slots_for
 
@@ -109,9 +111,7 @@ def commands(planned: Sequence["PlannedRun"], out: Path, states: Mapping[str, st
     if as_json:
         from hgnp.files import as_json as text
 
-        rows = [
-            {"run": run.name, "state": states[run.name], "command": ["hgnp", *run.command(out)]} for run in planned
-        ]
+        rows = [{"run": run.name, "state": states[run.name], "command": ["hgnp", *run.command(out)]} for run in planned]
         print(text({"out": str(out), "runs": rows}))
         return
     for run in planned:

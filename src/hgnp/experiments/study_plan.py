@@ -1,13 +1,13 @@
-"""A study as a file says it: networks × methods × seeds, and the runs that it comes to. Nothing is run here, and torch is not needed.
+"""A study as a file says it, networks × methods × seeds, and the runs that it comes to. Nothing is run here, without torch.
 
-    name: mine
-    networks: [vgg16-cifar10-fast, my.yaml]
-    methods:
-      hgnp: {}
-      taylor: {set: {recipe.method: taylor}}     # at the network's own schedule
-      taylor-paper: {method: taylor}             # as --method taylor: by the schedule that the network has for it
-    seeds: 3
-    set: {recipe.snapshots: [0.144, 0.1]}
+name: mine
+networks: [vgg16-cifar10-fast, my.yaml]
+methods:
+  hgnp: {}
+  taylor: {set: {recipe.method: taylor}}     # at the network's own schedule
+  taylor-paper: {method: taylor}             # as --method taylor: by the schedule that the network has for it
+seeds: 3
+set: {recipe.snapshots: [0.144, 0.1]}
 """
 
 import itertools
@@ -67,7 +67,7 @@ class PlannedRun:
         return ["run", *self.arguments, "--out", str(out / self.name), "--resume"]
 
     def state(self, out: Path) -> str:
-        """"new", "unfinished" or "finished"; ValueError for a folder with a run of another configuration."""
+        """ "new", "unfinished" or "finished"; ValueError for a folder with a run of another configuration."""
         folder = out / self.name
         if not (folder / "run.json").exists():
             return "new"
@@ -125,7 +125,8 @@ class StudyPlan:
         )
         names = [method.name for method in plan.methods]
         if plan.baseline is not None and plan.baseline not in names:
-            raise ValueError(f"{where}: baseline must be one of the methods, got {plan.baseline!r}{meant(plan.baseline, names)}")  # fmt: skip
+            known = meant(plan.baseline, names)
+            raise ValueError(f"{where}: baseline must be one of the methods, got {plan.baseline!r}{known}")
         return plan
 
     def runs(
@@ -169,9 +170,7 @@ class StudyPlan:
         changes = [*self.settings, *network.settings, *method.settings, *settings]
         try:
             config = completed(
-                effective(
-                    network.config, data=folder, method=method.method, settings=changes, seed=seed, device=device
-                )
+                effective(network.config, data=folder, method=method.method, settings=changes, seed=seed, device=device)
             )
         except ValueError as error:
             raise ValueError(f"{self.name}: {method.name} on {network.config}: {one_line(error)}") from error
@@ -236,7 +235,9 @@ def _methods(given: Any, where: str) -> tuple[Method, ...]:
             raise ValueError(f"{where}: methods must differ, got {given!r}")
         given = {each if isinstance(each, str) else str(each): {"method": each} for each in given}
     if not isinstance(given, Mapping):
-        raise ValueError(f"{where}: methods must be a list or a mapping of names to {{method: …, set: …}}, got {given!r}")
+        raise ValueError(
+            f"{where}: methods must be a list or a mapping of names to {{method: …, set: …}}, got {given!r}"
+        )
     made = []
     for name, values in given.items():
         place = f"{where}: methods.{name}"

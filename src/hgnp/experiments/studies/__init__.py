@@ -1,4 +1,4 @@
-"""Studies that come with hgnp: one for each of the paper's experiments, to the letter and fast, and one on handwritten digits."""
+"""Studies that come with hgnp: the paper's four experiments, to the letter and fast, and one on handwritten digits."""
 
 from importlib import resources
 from pathlib import Path
@@ -13,7 +13,9 @@ ENDING = ".yaml"
 def names() -> list[str]:
     """Every study, the demo first."""
     files = [each.name for each in resources.files(__name__).iterdir()]
-    return sorted((name.removesuffix(ENDING) for name in files if name.endswith(ENDING)), key=lambda n: (n != "demo", n))
+    return sorted(
+        (name.removesuffix(ENDING) for name in files if name.endswith(ENDING)), key=lambda n: (n != "demo", n)
+    )
 
 
 def study(name: str) -> StudyPlan:
