@@ -79,7 +79,7 @@ def test_the_command_of_a_run_gives_the_configuration_that_is_checked() -> None:
         ({"methods": {"a": 3}}, "s.yaml: methods.a must be {method: …, set: …}, got 3"),
         ({"methods": {"a": {"sets": {}}}}, "s.yaml: methods.a: there is no key 'sets'; did you mean set"),
         ({"methods": [3]}, "s.yaml: methods.3: method must be text, got 3"),
-        ({"methods": ["magic"]}, "s: magic on demo: recipe.method: 'magic' was given"),
+        ({"methods": ["magic"]}, "s: magic on demo: recipe.method must be"),
         ({"seeds": 0}, "s.yaml: seeds must be a list of different whole numbers from 0 to 4294967295, or how many from 1 to"),
         ({"seeds": 10**9}, "s.yaml: seeds must be"),
         ({"seeds": [1, 1]}, "s.yaml: seeds must be"),
@@ -122,7 +122,7 @@ def test_the_command_refuses_in_one_line(
             "--seeds must be a list of different whole numbers from 0 to 4294967295, got '1,x'",
         ),
         (["demo", "--seeds", "1,1"], "--seeds must be"),
-        (["demo", "--set", "recipe.keep=7"], "demo: hgnp on demo: recipe.keep: 7 was given"),
+        (["demo", "--set", "recipe.keep=7"], "demo: hgnp on demo: recipe.keep must be a fraction > 0 and ≤ 1, got 7"),
         (["demo", "--jobs", "0"], "Invalid value for '--jobs'"),
         (["demo", "--out", "list.yaml"], "--out must be a folder, got list.yaml, which is a file"),
     ):
