@@ -2,66 +2,53 @@
 
     python benchmarks/digits.py [--seeds 3] [--out docs/digits] [--runs runs/digits]
 
-Every run is `hgnp run demo` with one setting changed, a process with one thread, as many side by side as there are cores (for
-so small a network the quickest way). Runs that are there already are not run again. The comparison goes to `--out`, with a
-README.md of its numbers.
+A study (`hgnp study`) of `hgnp run demo` with one setting changed. Every run has one thread, and there are as many at once as
+there are cores (for so small a network the quickest way). Runs that are there already are not run again. The comparison goes
+to `--out`, with a README.md of its numbers.
 """
 
 import argparse
 import datetime
-import itertools
 import os
 import platform
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from scipy.stats import ttest_rel
 
 from hgnp import runs
+from hgnp.cli.study import Lines
 from hgnp.experiments import curves, publish
 from hgnp.experiments.compare import Comparison, Group, Study
+from hgnp.experiments.study_plan import StudyPlan, check_states
+from hgnp.experiments.study_runs import Slots, carry_out
 from hgnp.files import write
 
-VARIANTS = {  # folder → (name in the table, what differs from the demo)
-    "hgnp": ("HGNP, μ = 0.001", []),
-    "no-scoring-term": ("HGNP, term in training only", ["--set", "recipe.score_mu=0"]),
-    "no-training-term": ("HGNP, term in scores only", ["--set", "recipe.mu=0", "--set", "recipe.score_mu=0.001"]),
-    "taylor": ("Taylor", ["--method", "taylor"]),
-    "l2": ("magnitude (L2)", ["--method", "l2"]),
+METHODS = {  # name → (name in the table, what differs from the demo)
+    "hgnp": ("HGNP, μ = 0.001", {}),
+    "no-scoring-term": ("HGNP, term in training only", {"set": {"recipe.score_mu": 0}}),
+    "no-training-term": ("HGNP, term in scores only", {"set": {"recipe.mu": 0, "recipe.score_mu": 0.001}}),
+    "taylor": ("Taylor", {"method": "taylor"}),
+    "l2": ("magnitude (L2)", {"method": "l2"}),
 }
 
 
-def run(folder: Path, seed: int, settings: Sequence[str]) -> None:
-    command = [sys.executable, "-m", "hgnp", "run", "demo", "--out", str(folder), "--resume", "--device", "cpu"]
-    done = subprocess.run(
-        [*command, "--seed", str(seed), *settings],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    if done.returncode:
-        raise SystemExit(f"{folder}: {done.stderr.strip()}")
-    last = runs.read(folder).rows[-1]
-    print(f"{folder}: accuracy {last['metric']:.2%} at κ = {last['kept']:.2%}", flush=True)
-
-
 def run_all(place: Path, seeds: int, side_by_side: int) -> dict[str, list[Path]]:
-    folders = {name: [place / f"{name}-{seed}" for seed in range(seeds)] for name in VARIANTS}
-    with ThreadPoolExecutor(side_by_side) as pool:
-        made = [
-            pool.submit(run, folders[name][seed], seed, settings)
-            for seed, (name, (_, settings)) in itertools.product(range(seeds), VARIANTS.items())
-        ]
-        for each in made:
-            each.result()
-    return folders
+    methods = {name: changes for name, (_, changes) in METHODS.items()}
+    study = {"networks": "demo", "methods": methods, "seeds": seeds}
+    planned = StudyPlan.from_dict(study, where="digits", name="digits").runs(device="cpu")
+    states = check_states(planned, place)
+    missing = [run for run in planned if states[run.name] != "finished"]
+    watcher = Lines(place, len(planned), len(planned) - len(missing), sys.stdout)
+    slots = Slots(side_by_side, ({"OMP_NUM_THREADS": "1"},))
+    if any(outcome.error is not None for outcome in carry_out(missing, place, slots, watcher)):
+        raise SystemExit(1)
+    return {name: [place / run.name for run in planned if run.method == name] for name in METHODS}
 
 
 def areas(group: Sequence[Path], study: Study) -> list[float]:
@@ -107,7 +94,7 @@ def readme(comparison: Comparison, folders: Mapping[str, list[Path]], command: s
     pairs = {pair.label: pair for pair in study.pairs}
     base = areas(folders["taylor"], study)
     lines, differences, chances = [], {}, {}
-    for (name, (title, _)), group in zip(VARIANTS.items(), study.groups, strict=True):
+    for (name, (title, _)), group in zip(METHODS.items(), study.groups, strict=True):
         mine = areas(folders[name], study)
         row = [title, *cells(group, study), f"{statistics.mean(mine):.2f} ± {statistics.stdev(mine):.2f}"]
         if group is taylor:
@@ -161,9 +148,13 @@ def main() -> None:
     if arguments.seeds < 2:
         raise SystemExit(f"--seeds: {arguments.seeds} was given; at least 2, for a spread, would do")
     fresh, start = not arguments.runs.exists(), time.perf_counter()
-    side_by_side = min(arguments.side_by_side, len(VARIANTS) * arguments.seeds)
+    side_by_side = min(arguments.side_by_side, len(METHODS) * arguments.seeds)
     folders = run_all(arguments.runs, arguments.seeds, side_by_side)
-    comparison = publish.compare([folder for group in folders.values() for folder in group], arguments.out)
+    comparison = publish.compare(
+        [folder for group in folders.values() for folder in group],
+        arguments.out,
+        names=[name for name, group in folders.items() for _ in group],
+    )
     took = ""
     if fresh:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -28,8 +28,9 @@ from torch import nn
 import hgnp
 from epoch import steps
 from hgnp import runs
-from hgnp.cli.run import discard, effective, not_yours, same_run
+from hgnp.cli.run import discard, not_yours, same_run
 from hgnp.experiments.build import Experiment, prepare
+from hgnp.experiments.overrides import effective
 from hgnp.files import read_json, write, write_json
 from hgnp.progress import Lines, duration, score
 from hgnp.training import streams

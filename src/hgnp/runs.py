@@ -32,12 +32,15 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder: `info` is run.json, `rows` the lines of metrics.jsonl, `result` result.json (None: not finished)."""
+    """One run folder: `info` is run.json, `rows` the lines of metrics.jsonl, `result` result.json (None: not finished).
+
+    `label` is what a comparison calls its method; the method itself if None."""
 
     folder: Path
     info: Mapping[str, Any]
     rows: tuple[Row, ...]
     result: Mapping[str, Any] | None
+    label: str | None = None
 
     @property
     def title(self) -> str:

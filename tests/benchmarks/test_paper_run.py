@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import hgnp
-from hgnp.cli.run import effective
 from hgnp.experiments.build import prepare
 from hgnp.experiments.models import DigitsNet
+from hgnp.experiments.overrides import effective
 from hgnp.progress import Silent
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

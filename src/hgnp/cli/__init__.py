@@ -14,7 +14,7 @@ from types import TracebackType
 import typer
 
 from hgnp import __version__
-from hgnp.cli import bench, compare, data, export, presets, report, run, sharpness, weights
+from hgnp.cli import bench, compare, data, export, presets, report, run, sharpness, study, weights
 
 BAD_INPUT, STOPPED = 2, 1
 
@@ -29,6 +29,7 @@ commands.command("run")(run.run)
 commands.command("presets")(presets.presets)
 commands.command("data")(data.data)
 commands.command("weights")(weights.weights)
+commands.command("study")(study.study)
 commands.command("compare")(compare.compare)
 commands.command("bench")(bench.bench)
 commands.command("report")(report.report)

@@ -44,7 +44,7 @@ def compare(
     wanted = _features(new or [])
     comparison = publish.compare(runs, out, baseline=baseline, threshold=_threshold(threshold))
     say = sys.stderr if as_json else sys.stdout
-    _show(comparison, say)
+    show(comparison, say)
     advice = hybrid.recommend(wanted, comparison.model) if new else None
     if advice is not None:
         print("\nfor the new data set:", *advice.sentences, sep="\n  ", file=say)
@@ -84,7 +84,7 @@ def _features(given: list[str]) -> dict[str, float]:
     return found
 
 
-def _show(comparison: "Comparison", say: Any) -> None:
+def show(comparison: "Comparison", say: Any) -> None:
     from rich.console import Console
 
     console = Console(file=say, width=None if say.isatty() else 140)

@@ -1,7 +1,6 @@
 """`hgnp run`: an experiment from a preset or a configuration file."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -40,6 +39,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON, the last line of stdout.")] = False,
 ) -> None:
     """Train, prune and fine-tune a network. Without an argument: the demo, half a minute on two cores."""  # fmt: skip
+    from hgnp.experiments.overrides import effective
     from hgnp.progress import Bar, Lines
 
     config = effective(what, data=data, method=method, settings=set_ or [], seed=seed, device=device)
@@ -125,31 +125,6 @@ def discard(made: list[Path]) -> None:
             path.rmdir() if path.is_dir() else path.unlink()
 
 
-def effective(
-    what: str, *, data: str | None, method: str | None, settings: list[str], seed: int | None, device: str | None
-) -> "Config":
-    """The configuration with what the command line changes."""
-    from hgnp.experiments import presets
-    from hgnp.experiments.config import read
-    from hgnp.messages import meant
-
-    if what in presets.names():
-        config = presets.preset(what)
-    elif Path(what).is_file():
-        config = read(Path(what))
-    elif what.endswith((".yaml", ".yml")):
-        raise FileNotFoundError(f"{what}: there is no such file")
-    else:
-        raise ValueError(f"{what!r} is neither a file nor a preset{meant(what, presets.names())}")
-    if method is not None:
-        config = config.with_method(method)
-    if data is not None:
-        config = dataclasses.replace(config, data_args={**config.data_args, "folder": data})
-    config = config.with_settings(settings)
-    given = {key: value for key, value in {"seed": seed, "device": device}.items() if value is not None}
-    return config.with_settings([f"{key}={json.dumps(value)}" for key, value in given.items()])
-
-
 def default_folder(name: str, *, resume: bool) -> Path:
     """runs/NAME, runs/NAME-2 …: the one after the last that is not empty, or, to resume, the last with a run. Numbers only
     grow, also where folders were deleted, so that the last is the newest."""
@@ -171,14 +146,12 @@ def _occupied(path: Path) -> bool:
 
 def same_run(config: "Config", folder: Path) -> None:
     """That a run to be resumed was made from this configuration; only where it runs and reads may have changed."""
-    from hgnp.experiments.config import read
+    from hgnp.experiments.overrides import difference
 
-    if not (folder / "config.yaml").exists():
-        return
-    before, now = read(folder / "config.yaml").settings(), config.settings()
-    for key in [*now, *before]:
-        if before.get(key) != now.get(key):
-            raise ValueError(
-                f"{key}: {now.get(key)!r} was given; the run in {folder} was made with {before.get(key)!r}: "
-                f"resume it with that, or start anew in another folder"
-            )
+    found = difference(config, folder) if (folder / "config.yaml").exists() else None
+    if found is not None:
+        key, now, before = found
+        raise ValueError(
+            f"{key}: {now!r} was given; the run in {folder} was made with {before!r}: "
+            f"resume it with that, or start anew in another folder"
+        )

@@ -1,5 +1,6 @@
 """The end of a run in words and figures: before and after, the target, the files."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -97,3 +98,16 @@ def _threads(latency: Mapping[str, Any]) -> str:
 
 def _many(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
+
+
+def catalogue(kind: str, listed: Mapping[str, str]) -> None:
+    """What comes with hgnp: names and what they are about; separated by tabs where no one looks."""
+    if not sys.stdout.isatty():
+        for name, about in listed.items():
+            print(f"{name}\t{about}")
+        return
+    table = Table(kind, "what it is", box=None, padding=(0, 2, 1, 0))
+    table.columns[0].no_wrap = True
+    for name, about in listed.items():
+        table.add_row(name, about)
+    Console().print(table)

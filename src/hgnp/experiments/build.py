@@ -4,7 +4,6 @@ Everything is looked up and checked before anything is made, so that a slip in t
 """
 
 import contextlib
-import dataclasses
 import importlib
 import inspect
 import os
@@ -21,6 +20,7 @@ from torch import nn
 
 from hgnp.experiments.config import Config
 from hgnp.experiments.models import load_weights
+from hgnp.experiments.overrides import completed, recipe_of
 from hgnp.messages import brief, meant, one_line
 from hgnp.recipe import Recipe
 from hgnp.storage import load
@@ -60,13 +60,7 @@ class Experiment:
 
 def prepare(config: Config) -> Experiment:
     make_importable(config)
-    if config.recipe.get("seed", config.seed) != config.seed:
-        raise ValueError(f"recipe.seed: {config.recipe['seed']!r} was given; seed, beside recipe, seeds the whole run")
-    try:
-        recipe = Recipe.from_dict({**config.recipe, "seed": config.seed})
-    except ValueError as error:
-        message = one_line(error)
-        raise ValueError(message if message.startswith("recipe") else f"recipe.{message}") from error
+    recipe = recipe_of(config)
     device = str(as_device(config.device or ("cuda" if torch.cuda.is_available() else "cpu")))
     _named("model", config.model, MODELS)
     data = _named("data", config.data, DATA)
@@ -84,8 +78,7 @@ def prepare(config: Config) -> Experiment:
     known = {name: getattr(loaders, name, None) for name in FEATURES}
     features = {name: value for name, value in known.items() if value is not None}
     about = {"name": config.name, "start": start, "features": features}
-    fields = {name: value for name, value in recipe.as_dict().items() if name != "seed"}
-    return Experiment(dataclasses.replace(config, recipe=fields), net, train, val, recipe, options, about)
+    return Experiment(completed(config), net, train, val, recipe, options, about)
 
 
 def make_importable(config: Config) -> None:

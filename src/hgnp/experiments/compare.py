@@ -173,9 +173,10 @@ def _title(run: Run) -> str:
 def _study(title: str, runs: Sequence[Run], baseline: str | None) -> Study:
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(_text(_settings(run)), []).append(run)
+        groups.setdefault(_text([run.label, _settings(run)]), []).append(run)
     members = list(groups.values())
-    labels = _told_apart([_name(group[0]) for group in members], [_settings(group[0]) for group in members])
+    called = [group[0].label or _name(group[0]) for group in members]
+    labels = _told_apart(called, [_settings(group[0]) for group in members])
 
     notes: list[str] = []
     for run in runs:

@@ -37,12 +37,20 @@ def report(folders: Sequence[Folder], out: Folder | None = None) -> Path:
 
 
 def compare(
-    folders: Sequence[Folder], out: Folder, *, baseline: str | None = None, threshold: Choice = "fit"
+    folders: Sequence[Folder],
+    out: Folder,
+    *,
+    baseline: str | None = None,
+    threshold: Choice = "fit",
+    names: Sequence[str] | None = None,
 ) -> Comparison:
     """Write `out`/page.html, comparison.json, summary.csv, curves.csv, snapshots.csv (if there are any) and figures; see
-    `compare_runs`."""
+    `compare_runs`. `names`: what the method of each run is called."""
     _not_a_run(Path(out))
-    comparison, out = compare_runs(_read(folders), baseline=baseline, threshold=threshold), Path(out)
+    read = _read(folders)
+    if names is not None:
+        read = [dataclasses.replace(run, label=name) for run, name in zip(read, names, strict=True)]
+    comparison, out = compare_runs(read, baseline=baseline, threshold=threshold), Path(out)
     write_comparison(comparison, out / "page.html")
     write_json(out / "comparison.json", as_dict(comparison, out))
     _tables(comparison, out)

@@ -1,0 +1,228 @@
+"""`hgnp study`: networks × methods × seeds, then compared."""
+
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from hgnp.experiments.study_plan import PlannedRun, StudyPlan
+    from hgnp.experiments.study_runs import Outcome
+
+
+def study(
+    what: Annotated[
+        str | None, typer.Argument(metavar="NAME|FILE", help="A study that comes with hgnp, or a YAML file.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(metavar="DIR", help="The folder the data is in.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where runs and comparison go; results/NAME if left out.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1 …")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Runs at once; one per GPU, or one, if left out.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="For every run; repeatable.")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(metavar="N,N…", help="Such as 0,1,2, instead of the study's.")] = None,
+    methods: Annotated[
+        str | None, typer.Option(metavar="NAME,NAME…", help="Only these of the study's methods.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and run nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The outcome as JSON, the last line of stdout.")] = False,
+) -> None:
+    """Run every method on every network with every seed, then compare. Without an argument: list the studies."""
+    from hgnp.experiments import studies, study_plan
+
+    if what is None:
+        listed()
+        return
+    plan = studies.find(what)
+    planned = plan.runs(
+        data=data, device=device, settings=set_ or (),
+        seeds=None if seeds is None else study_plan.check_seeds(seeds),
+        methods=None if methods is None else [name.strip() for name in methods.split(",")],
+    )  # fmt: skip
+    place = out or plan.out or study_plan.RESULTS / plan.name
+    states = study_plan.check_states(planned, place)
+    if dry_run:
+        commands(planned, place, states, as_json=as_json)
+        return
+
+    from hgnp.experiments.study_runs import carry_out, slots_for
+
+    say = sys.stderr if as_json else sys.stdout
+    missing = [run for run in planned if states[run.name] != "finished"]
+    watcher = watch(plan, place, planned, missing, say)
+    try:
+        with watcher:
+            outcomes = carry_out(missing, place, slots_for(device, jobs), watcher) if missing else []
+    except KeyboardInterrupt:
+        command = again(what, data, place, device, jobs, set_, seeds, methods)
+        print(f"\nhgnp: interrupted; {command} resumes every run after its last whole epoch", file=sys.stderr)
+        raise typer.Exit(130) from None
+    finish(plan, place, planned, outcomes, say, as_json=as_json)
+
+
+def finish(
+    plan: "StudyPlan", out: Path, planned: Sequence["PlannedRun"], outcomes: Sequence["Outcome"], say: Any,
+    *, as_json: bool,
+) -> None:  # fmt: skip
+    """Compare what is finished, and say what failed."""
+    from hgnp.cli.compare import show
+    from hgnp.experiments import publish
+    from hgnp.files import as_json as text
+    from hgnp.files import write_json
+
+    failed = {outcome.run.name: outcome.error for outcome in outcomes if outcome.error is not None}
+    done = [run for run in planned if run.name not in failed]
+    about = [
+        {"run": run.name, "network": run.network, "method": run.method, "seed": run.seed, "error": failed.get(run.name)}
+        for run in planned
+    ]
+    write_json(out / "study.json", {"name": plan.name, "about": plan.about, "runs": about})
+    comparison = None
+    if done:
+        methods = {run.method for run in done}
+        made = publish.compare(
+            [out / run.name for run in done], out,
+            baseline=plan.baseline if plan.baseline in methods else None,
+            names=[run.method for run in done],
+        )  # fmt: skip
+        show(made, say)
+        print(f"\n{out / 'page.html'}  (the same to look at, with tables and figures beside it)", file=say)
+        comparison = publish.as_dict(made, out)
+    for name, error in failed.items():
+        print(f"hgnp: {name} failed: {error} (see {out / 'logs' / name}.log)", file=sys.stderr)
+    if as_json:
+        print(text({"name": plan.name, "out": str(out), "runs": about, "comparison": comparison}))
+    if failed:
+        print(f"hgnp: {len(failed)} of {len(planned)} runs failed; the same command tries them again", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def commands(planned: Sequence["PlannedRun"], out: Path, states: Mapping[str, str], *, as_json: bool) -> None:
+    """What would be run; what is finished as a comment."""
+    if as_json:
+        from hgnp.files import as_json as text
+
+        rows = [{"run": run.name, "state": states[run.name], "command": ["hgnp", *run.command(out)]} for run in planned]
+        print(text({"out": str(out), "runs": rows}))
+        return
+    for run in planned:
+        print(f"{'# finished: ' if states[run.name] == 'finished' else ''}{shlex.join(['hgnp', *run.command(out)])}")
+
+
+def again(
+    what: str, data: str | None, out: Path, device: str | None, jobs: int | None, settings: list[str] | None,
+    seeds: str | None, methods: str | None,
+) -> str:  # fmt: skip
+    options = {
+        "--data": data, "--out": str(out), "--device": device, "--jobs": jobs, "--seeds": seeds, "--methods": methods
+    }  # fmt: skip
+    words = ["hgnp", "study", what]
+    for option, value in options.items():
+        words += [] if value is None else [option, str(value)]
+    for setting in settings or ():
+        words += ["--set", setting]
+    return shlex.join(words)
+
+
+def listed() -> None:
+    from hgnp.cli.table import catalogue
+    from hgnp.experiments import studies
+
+    catalogue("study", {name: studies.study(name).about or "" for name in studies.names()})
+
+
+def watch(
+    plan: "StudyPlan", out: Path, planned: Sequence["PlannedRun"], missing: Sequence["PlannedRun"], say: Any
+) -> "Lines":
+    finished = len(planned) - len(missing)
+    print(
+        f"{plan.name}: {len(planned)} runs, {finished} finished before, {len(missing)} to run; in {out}",
+        file=say, flush=True,
+    )  # fmt: skip
+    return (Table if sys.stderr.isatty() else Lines)(out, len(planned), finished, say)
+
+
+class Lines:
+    """A line for each run that ends."""
+
+    def __init__(self, out: Path, total: int, done: int, say: Any) -> None:
+        self.out, self.total, self.done, self.say = out, total, done, say
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def started(self, run: "PlannedRun") -> None: ...
+
+    def tick(self, running: Sequence["PlannedRun"]) -> None: ...
+
+    def ended(self, outcome: "Outcome") -> None:
+        from hgnp.progress import duration
+
+        self.done += 1
+        how = where(self.out / outcome.run.name) if outcome.error is None else f"failed: {outcome.error}"
+        self.line(f"{outcome.run.name}: {how}, {duration(outcome.seconds)} ({self.done} of {self.total})")
+
+    def line(self, text: str) -> None:
+        print(text, file=self.say, flush=True)
+
+
+class Table(Lines):
+    """On a terminal: besides, a table of what runs now."""
+
+    def __init__(self, out: Path, total: int, done: int, say: Any) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        super().__init__(out, total, done, say)
+        self.live = Live(console=Console(stderr=True), transient=True, auto_refresh=False)
+        self.begun: dict[str, float] = {}
+        self.shown = 0.0
+
+    def __enter__(self) -> None:
+        self.live.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.live.stop()
+
+    def started(self, run: "PlannedRun") -> None:
+        self.begun[run.name] = time.monotonic()
+
+    def line(self, text: str) -> None:
+        self.live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def tick(self, running: Sequence["PlannedRun"]) -> None:
+        if time.monotonic() - self.shown < 1.0:
+            return
+        from rich.table import Table as Grid
+
+        from hgnp.progress import duration
+
+        self.shown = time.monotonic()
+        grid = Grid(box=None, padding=(0, 2, 0, 0), show_header=False)
+        for run in running:
+            grid.add_row(run.name, where(self.out / run.name), duration(self.shown - self.begun[run.name]))
+        self.live.update(grid, refresh=True)
+
+
+def where(folder: Path) -> str:
+    """How far a run is: its last epoch in a few words."""
+    from hgnp.experiments.study_runs import last_row
+    from hgnp.files import read_json
+    from hgnp.progress import figures
+
+    row = last_row(folder)
+    if row is None:
+        return "starting"
+    metric = read_json(folder / "run.json").get("metric") or "metric"
+    known = [f"{name} {value}" for name, value in figures(row, metric) if name != "radius"]
+    return "  ".join([f"epoch {row['epoch']}", *known])

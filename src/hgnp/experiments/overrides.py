@@ -1,0 +1,65 @@
+"""The configuration that a command asks for: a preset or a file, changed from the command line; and what a run differs in."""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hgnp.experiments import presets
+from hgnp.experiments.config import Config, read
+from hgnp.messages import meant, one_line
+from hgnp.recipe import Recipe
+
+
+def effective(
+    what: str, *, data: str | None, method: str | None, settings: Iterable[str], seed: int | None, device: str | None
+) -> Config:
+    """The preset or file `what` with what the command line changes: the method, then the data, then `settings`."""
+    if what in presets.names():
+        config = presets.preset(what)
+    elif Path(what).is_file():
+        config = read(Path(what))
+    elif what.endswith((".yaml", ".yml")):
+        raise FileNotFoundError(f"{what}: there is no such file")
+    else:
+        raise ValueError(f"{what!r} is neither a file nor a preset{meant(what, presets.names())}")
+    if method is not None:
+        config = config.with_method(method)
+    if data is not None:
+        config = dataclasses.replace(config, data_args={**config.data_args, "folder": data})
+    config = config.with_settings(settings)
+    given = {key: value for key, value in {"seed": seed, "device": device}.items() if value is not None}
+    return config.with_settings([f"{key}={json.dumps(value)}" for key, value in given.items()])
+
+
+def recipe_of(config: Config) -> Recipe:
+    """The configuration's recipe, checked."""
+    if config.recipe.get("seed", config.seed) != config.seed:
+        raise ValueError(f"recipe.seed: {config.recipe['seed']!r} was given; seed, beside recipe, seeds the whole run")
+    try:
+        return Recipe.from_dict({**config.recipe, "seed": config.seed})
+    except ValueError as error:
+        message = one_line(error)
+        raise ValueError(message if message.startswith("recipe") else f"recipe.{message}") from error
+
+
+def completed(config: Config) -> Config:
+    """The configuration with every field of its recipe, as a run writes it."""
+    fields = recipe_of(config).as_dict()
+    return dataclasses.replace(config, recipe={name: value for name, value in fields.items() if name != "seed"})
+
+
+def difference(config: Config, folder: Path) -> tuple[str, Any, Any] | None:
+    """The first setting, by its dotted name, in which a run's config.yaml differs from `config`, with `config`'s value and
+    the run's. None if there is none: only where a run reads and computes may differ. Fields of the recipe that either leaves
+    out have their defaults."""
+    file = folder / "config.yaml"
+    try:
+        before, now = completed(read(file)).settings(), completed(config).settings()
+    except ValueError as error:
+        raise ValueError(f"{file}: {one_line(error)}") from error
+    for key in [*now, *before]:
+        if before.get(key) != now.get(key):
+            return key, now.get(key), before.get(key)
+    return None

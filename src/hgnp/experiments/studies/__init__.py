@@ -1,0 +1,34 @@
+"""Studies that come with hgnp: the paper's four experiments, to the letter and fast, and one on handwritten digits."""
+
+from importlib import resources
+from pathlib import Path
+
+from hgnp.experiments import safe_yaml
+from hgnp.experiments.study_plan import StudyPlan, read
+from hgnp.messages import meant
+
+ENDING = ".yaml"
+
+
+def names() -> list[str]:
+    """Every study, the demo first."""
+    files = [each.name for each in resources.files(__name__).iterdir()]
+    return sorted(
+        (name.removesuffix(ENDING) for name in files if name.endswith(ENDING)), key=lambda n: (n != "demo", n)
+    )
+
+
+def study(name: str) -> StudyPlan:
+    text = resources.files(__name__).joinpath(name + ENDING).read_text(encoding="utf-8")
+    return StudyPlan.from_dict(safe_yaml.load(text, where=f"study {name}"), where=f"study {name}", name=name)
+
+
+def find(what: str) -> StudyPlan:
+    """A study that comes with hgnp, by its name, or the one in a file."""
+    if what in names():
+        return study(what)
+    if Path(what).is_file():
+        return read(Path(what))
+    if what.endswith((".yaml", ".yml")):
+        raise FileNotFoundError(f"{what}: there is no such file")
+    raise ValueError(f"{what!r} is neither a file nor a study{meant(what, names())}")

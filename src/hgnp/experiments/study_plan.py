@@ -1,0 +1,287 @@
+"""A study as a file says it, networks × methods × seeds, and the runs that it comes to. Nothing is run here, without torch.
+
+name: mine
+networks: [vgg16-cifar10-fast, my.yaml]
+methods:
+  hgnp: {}
+  taylor: {set: {recipe.method: taylor}}     # at the network's own schedule
+  taylor-paper: {method: taylor}             # as --method taylor: by the schedule that the network has for it
+seeds: 3
+set: {recipe.snapshots: [0.144, 0.1]}
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hgnp.experiments import presets, safe_yaml
+from hgnp.experiments.config import Config
+from hgnp.experiments.overrides import completed, difference, effective
+from hgnp.messages import meant, one_line
+
+MOST_RUNS = 1000
+RESULTS = Path("results")
+KEYS = ("name", "about", "networks", "methods", "seeds", "set", "baseline", "out")
+NETWORK_KEYS, METHOD_KEYS = ("config", "name", "data", "set"), ("method", "set")
+
+
+@dataclass(frozen=True)
+class Network:
+    """A preset or a configuration file, with what the study changes of it."""
+
+    config: str
+    name: str | None = None
+    """Stands in the names of its runs; the configuration's own name if left out."""
+    data: str | None = None
+    """The folder of its data; `--data` if left out."""
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Method:
+    """A column of the study: `hgnp run` with `--method` (if any) and `--set`."""
+
+    name: str
+    method: str | None
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run: what `hgnp run` is called with, and the configuration that this gives."""
+
+    name: str
+    """Of its folder."""
+    network: str
+    method: str
+    """Its name in the study."""
+    seed: int
+    arguments: tuple[str, ...]
+    config: Config
+
+    def command(self, out: Path) -> list[str]:
+        return ["run", *self.arguments, "--out", str(out / self.name), "--resume"]
+
+    def state(self, out: Path) -> str:
+        """ "new", "unfinished" or "finished"; ValueError for a folder with a run of another configuration."""
+        folder = out / self.name
+        if not (folder / "run.json").exists():
+            return "new"
+        if not (folder / "config.yaml").exists():
+            raise ValueError(
+                f"{folder} must hold a run of hgnp run, got one without config.yaml; choose another --out or move it away"
+            )
+        found = difference(self.config, folder)
+        if found is not None:
+            key, now, before = found
+            raise ValueError(
+                f"{folder} must have been run with {key}={now!r} as the study has it, got {before!r}; "
+                f"choose another --out, or move it away to run it anew"
+            )
+        return "finished" if (folder / "result.json").exists() else "unfinished"
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """The keys of a study file, checked."""
+
+    name: str
+    networks: tuple[Network, ...]
+    methods: tuple[Method, ...]
+    seeds: tuple[int, ...] = (0,)
+    settings: tuple[str, ...] = ()
+    about: str | None = None
+    baseline: str | None = None
+    """The method that the others are compared with; Taylor, or else the first, if left out."""
+    out: Path | None = None
+
+    @classmethod
+    def from_dict(cls, values: Any, *, where: str, name: str, folder: Path | None = None) -> "StudyPlan":
+        """`where` it stands is named in messages; configuration files are looked for from `folder`."""
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{where} must be a mapping with networks and methods, got {values!r}")
+        _known(values, KEYS, where)
+        for key in ("networks", "methods"):
+            if not values.get(key):
+                raise ValueError(f"{where}: {key} is missing; such as {_EXAMPLES[key]}")
+        for key in ("name", "about", "baseline", "out"):
+            if not isinstance(values.get(key), str | None):
+                raise ValueError(f"{where}: {key} must be text, got {values[key]!r}")
+        given = values["networks"]
+        networks = given if isinstance(given, list) else [given]
+        plan = cls(
+            name=_name(values.get("name") or name, f"{where}: name"),
+            networks=tuple(_network(each, where, folder) for each in networks),
+            methods=_methods(values["methods"], where),
+            seeds=_seeds(values.get("seeds", 1), f"{where}: seeds"),
+            settings=_settings(values.get("set"), f"{where}: set"),
+            about=values.get("about"),
+            baseline=values.get("baseline"),
+            out=Path(values["out"]) if values.get("out") else None,
+        )
+        names = [method.name for method in plan.methods]
+        if plan.baseline is not None and plan.baseline not in names:
+            known = meant(plan.baseline, names)
+            raise ValueError(f"{where}: baseline must be one of the methods, got {plan.baseline!r}{known}")
+        return plan
+
+    def runs(
+        self,
+        *,
+        data: str | None = None,
+        device: str | None = None,
+        settings: Sequence[str] = (),
+        seeds: Sequence[int] | None = None,
+        methods: Sequence[str] | None = None,
+    ) -> list[PlannedRun]:
+        """Every run, the methods of a seed one after the other; `settings` come last and win. `seeds` and `methods` replace
+        and choose from those of the file."""
+        if data is not None and all(network.data is not None for network in self.networks):
+            raise ValueError(f"--data must be left out, got {data!r}: each network of the study has its own data")
+        names = [method.name for method in self.methods]
+        for name in methods or ():
+            if name not in names:
+                raise ValueError(f"--methods must be methods of the study, got {name!r}{meant(name, names)}")
+        chosen = [method for method in self.methods if methods is None or method.name in methods]
+        seeds = self.seeds if seeds is None else seeds
+        count = len(self.networks) * len(seeds) * len(chosen)
+        if count > MOST_RUNS:
+            raise ValueError(f"{self.name}: a study must have at most {MOST_RUNS:,} runs, got {count:,}")
+        made = [
+            self._run(network, method, seed, data, device, settings)
+            for network, seed, method in itertools.product(self.networks, seeds, chosen)
+        ]
+        for number, run in enumerate(made):
+            if any(run.name == other.name for other in made[:number]):
+                raise ValueError(
+                    f"{self.name}: runs must have names of their own, got {run.name} twice; "
+                    "give networks a name (networks: [{config: …, name: …}])"
+                )
+        return made
+
+    def _run(
+        self, network: Network, method: Method, seed: int, data: str | None, device: str | None, settings: Sequence[str]
+    ) -> PlannedRun:
+        folder = network.data if network.data is not None else data
+        changes = [*self.settings, *network.settings, *method.settings, *settings]
+        try:
+            config = completed(
+                effective(network.config, data=folder, method=method.method, settings=changes, seed=seed, device=device)
+            )
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {method.name} on {network.config}: {one_line(error)}") from error
+        options = {"--data": folder, "--method": method.method, "--seed": str(seed), "--device": device}
+        arguments = [network.config]
+        for option, value in options.items():
+            arguments += [] if value is None else [option, value]
+        for change in changes:
+            arguments += ["--set", change]
+        name = network.name or _name(config.name, f"{self.name}: the name of {network.config}")
+        return PlannedRun(f"{name}-{method.name}-{seed}", name, method.name, seed, tuple(arguments), config)
+
+
+_EXAMPLES = {"networks": "networks: [vgg16-cifar10-fast]", "methods": "methods: [hgnp, taylor]"}
+
+
+def read(file: Path) -> StudyPlan:
+    """The study in a YAML file. Configuration files that it names are looked for beside it."""
+    return StudyPlan.from_dict(safe_yaml.read(file), where=str(file), name=file.stem, folder=file.parent)
+
+
+def check_seeds(text: str) -> tuple[int, ...]:
+    """Seeds from the command line, such as 0,1,2."""
+    parts = [part.strip() for part in text.split(",")]
+    given = [int(part) if part.isdecimal() and len(part) < 11 else part for part in parts]
+    return _seeds(given, "--seeds")
+
+
+def _known(values: Mapping[Any, Any], keys: Sequence[str], where: str) -> None:
+    for key in values:
+        if key not in keys:
+            raise ValueError(f"{where}: there is no key {key!r}{meant(key, keys)}")
+
+
+def _name(name: Any, where: str) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}", name):
+        raise ValueError(f"{where} must be letters, digits and . _ + -, as it names folders, got {name!r}")
+    return name
+
+
+def _network(given: Any, where: str, folder: Path | None) -> Network:
+    values = {"config": given} if isinstance(given, str) else given
+    if not isinstance(values, Mapping) or not isinstance(values.get("config"), str):
+        raise ValueError(
+            f"{where}: a network must be a preset, a file or {{config: …, name: …, data: …, set: …}}, got {given!r}"
+        )
+    _known(values, NETWORK_KEYS, f"{where}: networks")
+    if not isinstance(values.get("data"), str | None):
+        raise ValueError(f"{where}: networks: data must be a folder, got {values['data']!r}")
+    name = None if values.get("name") is None else _name(values["name"], f"{where}: networks: name")
+    config = values["config"]
+    if folder is not None and config not in presets.names() and (folder / config).is_file():
+        config = str(folder / config)
+    return Network(config, name, values.get("data"), _settings(values.get("set"), f"{where}: networks: set"))
+
+
+def _methods(given: Any, where: str) -> tuple[Method, ...]:
+    if isinstance(given, str):
+        given = [given]
+    if isinstance(given, list):
+        if len({str(each) for each in given}) < len(given):
+            raise ValueError(f"{where}: methods must differ, got {given!r}")
+        given = {each if isinstance(each, str) else str(each): {"method": each} for each in given}
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"{where}: methods must be a list or a mapping of names to {{method: …, set: …}}, got {given!r}"
+        )
+    made = []
+    for name, values in given.items():
+        place = f"{where}: methods.{name}"
+        _name(name, f"{place}: the name")
+        values = {} if values is None else values
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{place} must be {{method: …, set: …}}, got {values!r}")
+        _known(values, METHOD_KEYS, place)
+        if not isinstance(values.get("method"), str | None):
+            raise ValueError(f"{place}: method must be text, got {values['method']!r}")
+        made.append(Method(name, values.get("method"), _settings(values.get("set"), f"{place}: set")))
+    return tuple(made)
+
+
+def _seeds(given: Any, where: str) -> tuple[int, ...]:
+    """`given`: seeds, or how many from 0 on."""
+    if isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= MOST_RUNS:
+        return tuple(range(given))
+    fits = isinstance(given, list) and given and all(type(seed) is int and 0 <= seed < 2**32 for seed in given)
+    if not fits or len(set(given)) < len(given):
+        kind = "a list of different whole numbers from 0 to 4294967295"
+        also = "" if where.startswith("--") else f", or how many from 1 to {MOST_RUNS}"
+        shown = ",".join(map(str, given)) if also == "" else given
+        raise ValueError(f"{where} must be {kind}{also}, got {shown!r}")
+    return tuple(given)
+
+
+def _settings(given: Any, where: str) -> tuple[str, ...]:
+    """A mapping such as {recipe.mu: 0} as lines for `--set`."""
+    if given is None:
+        return ()
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise ValueError(f"{where} must be a mapping such as {{recipe.mu: 0.01}}, got {given!r}")
+    try:
+        return tuple(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items())
+    except TypeError:
+        raise ValueError(f"{where} must hold numbers, texts, lists and mappings, got {given!r}") from None
+
+
+def check_states(planned: Iterable[PlannedRun], out: Path) -> dict[str, str]:
+    """Each run's name and state; ValueError, before anything is run, for one that is another's."""
+    for name in ("run.json", "config.yaml"):
+        if (out / name).exists():
+            raise ValueError(f"--out must be a folder for a study's runs, got {out}, which holds a run; choose another")
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"--out must be a folder, got {out}, which is a file; choose another")
+    return {run.name: run.state(out) for run in planned}
