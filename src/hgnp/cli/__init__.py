@@ -14,7 +14,7 @@ from types import TracebackType
 import typer
 
 from hgnp import __version__
-from hgnp.cli import bench, compare, data, export, presets, report, run, sharpness, weights
+from hgnp.cli import bench, compare, data, export, paper, presets, report, run, sharpness, weights
 
 BAD_INPUT, STOPPED = 2, 1
 
@@ -30,6 +30,7 @@ commands.command("presets")(presets.presets)
 commands.command("data")(data.data)
 commands.command("weights")(weights.weights)
 commands.command("compare")(compare.compare)
+commands.command("paper")(paper.paper)
 commands.command("bench")(bench.bench)
 commands.command("report")(report.report)
 commands.command("export")(export.export)
