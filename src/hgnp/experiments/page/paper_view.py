@@ -7,8 +7,9 @@ from typing import Any
 from hgnp.experiments.charts import Absent, Chart
 from hgnp.experiments.page.figure_view import figure_view
 from hgnp.experiments.paper import figures
+from hgnp.experiments.paper.deviations import KINDS
 from hgnp.experiments.paper.found import NAMES, Group
-from hgnp.experiments.paper.outcome import JUDGED, Outcome, conclusion
+from hgnp.experiments.paper.outcome import JUDGED, Outcome
 from hgnp.experiments.paper.reported import EXPERIMENTS, METHODS, Experiment
 from hgnp.experiments.paper.rows import SECTIONS, Row, study_command
 from hgnp.experiments.paper.verdict import NOT_RUN, RULE
@@ -37,7 +38,7 @@ def paper_view(outcome: Outcome) -> dict[str, Any]:
         "counts": outcome.counts,
         "rule": RULE,
         "conclusions": [
-            (word, [conclusion(row) for row in outcome.nearest if row.verdict.word == word])
+            (word, [_line(row) for row in outcome.nearest if row.verdict.word == word])
             for word in JUDGED
             if word != NOT_RUN and outcome.counts[word]
         ],
@@ -53,7 +54,7 @@ def paper_view(outcome: Outcome) -> dict[str, Any]:
             for key, title in SECTIONS.items()
             if key != "accuracy"
         ],
-        "runs": [_run(group, run) for group in found.groups for run in dict.fromkeys((*group.runs, *group.unfinished))],
+        "runs": [_run(group, run) for group in found.groups for run in group.members],
         "others": [os.path.relpath(run.folder, found.folder.resolve()) for run in found.others],
     }
 
@@ -67,6 +68,7 @@ def _experiment(outcome: Outcome, experiment: Experiment) -> dict[str, Any]:
     return {
         "key": experiment.key,
         "title": experiment.title,
+        "kinds": [kind for kind in KINDS if kind != "seeds"],
         "groups": [_group(group) for group in found.of(experiment)],
         "missing": [name for method, name in METHODS.items() if not found.of(experiment, method)],
         "command": study_command(experiment),
@@ -85,7 +87,7 @@ def _group(group: Group) -> dict[str, Any]:
     return {
         "title": group.title,
         "states": [f"{run.title} is {run.state}" for run in group.unfinished],
-        "deviations": [(each.kind, each.text, each.open) for each in group.deviations],
+        "cells": [[each for each in group.deviations if each.kind == kind] for kind in KINDS if kind != "seeds"],
     }
 
 
@@ -104,9 +106,9 @@ def _by_what(rows: list[Row]) -> list[dict[str, Any]]:
         merged.setdefault((row.claim.what, row.claim.text), []).append(row)
     return [
         {
-            "what": what,
+            "what": _unbroken(what),
             "source": each[0].claim.source,
-            "paper": paper,
+            "paper": _unbroken(paper),
             "rows": [_cells(row) for row in each],
         }
         for (what, paper), each in merged.items()
@@ -115,7 +117,7 @@ def _by_what(rows: list[Row]) -> list[dict[str, Any]]:
 
 def _cells(row: Row) -> dict[str, Any]:
     return {
-        "ours": row.text,
+        "ours": _unbroken(row.text),
         "word": row.verdict.word,
         "class": row.verdict.word.replace(" ", "-"),
         "reason": row.verdict.reason,
@@ -123,6 +125,17 @@ def _cells(row: Row) -> dict[str, Any]:
         "deviations": " · ".join(row.deviations),
         "command": row.command,
     }
+
+
+def _line(row: Row) -> dict[str, str]:
+    claim = row.claim
+    values = f"{claim.text} in the paper, {row.text} here ({row.verdict.reason})"
+    return {"what": f"{claim.experiment.title}: {claim.what}", "values": _unbroken(values)}
+
+
+def _unbroken(text: str) -> str:
+    """Numbers stay with their units."""
+    return text.replace(" %", "\N{NO-BREAK SPACE}%").replace("κ = ", "κ\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}")
 
 
 def _run(group: Group, run: Any) -> list[str]:

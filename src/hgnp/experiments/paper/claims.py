@@ -168,7 +168,7 @@ def _equal(claim: Claim, group: Group, reached: list[tuple[float, bool] | None])
     if len(known) < len(reached):
         text, told = f"{text} in {len(known)} of {len(reached)} runs", Verdict(verdict.UNDECIDED, "not in every run")
     elif any(end for _, end in known):
-        smaller = ours.mean <= EQUAL.neurons
+        smaller = ours.mean + (ours.spread or 0) < EQUAL.neurons
         told = (
             Verdict(verdict.DIFFERS, "at a smaller κ") if smaller else Verdict(verdict.UNDECIDED, "the runs end there")
         )

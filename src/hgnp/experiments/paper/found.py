@@ -41,6 +41,11 @@ class Group:
     """Of `runs`."""
 
     @property
+    def members(self) -> tuple[Run, ...]:
+        """All of them."""
+        return (*self.runs, *self.unfinished) if self.finished else self.runs
+
+    @property
     def finished(self) -> bool:
         return self.runs[0].result is not None
 
@@ -58,8 +63,10 @@ class Group:
 
     @property
     def short(self) -> tuple[str, ...]:
-        """Deviations for the cell of a table."""
-        return tuple(dict.fromkeys(each.short for each in self.deviations if each.short))
+        """Deviations for the cell of a table, beyond those that the title names."""
+        named = ("reading", "seeds")
+        shorts = [each.short for each in self.deviations if each.kind not in named and each.short not in self.label]
+        return tuple(dict.fromkeys(shorts))
 
     @cached_property
     def curve(self) -> Curve | None:
@@ -98,9 +105,9 @@ class Group:
 
 
 def finetuned(run: Run) -> list[tuple[float, float, float]]:
-    """κ as asked for, κ and accuracy of the networks that were fine-tuned: a finished run's own, and its snapshots."""
+    """κ as asked for, κ and accuracy of a run's fine-tuned networks: its snapshots, and the one that it ended with."""
     rows = [(float(row["asked"]), float(row["kept"]), row["metric"]) for row in run.snapshots]
-    if run.result is not None and run.curve():
+    if run.result is not None and run.recipe.get("finetune_epochs") and run.curve():
         rows.append((float(run.recipe["keep"]), *run.curve()[-1]))
     return [row for row in rows if row[2] is not None]
 
@@ -120,7 +127,7 @@ class Timing:
         return f"{self.file.parent.name}/{self.file.name}, {self.date[:10]}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Found:
     """Everything below a folder."""
 

@@ -42,4 +42,4 @@ def conclusion(row: Row) -> str:
     """A row in a line."""
     reason = f" ({row.verdict.reason})" if row.verdict.reason else ""
     claim = row.claim
-    return f"{claim.experiment.title}: {claim.what}: {claim.text} in the paper, {row.text} here: {row.verdict.word}{reason}."
+    return f"{claim.experiment.title}: {claim.what}. Paper: {claim.text}; ours: {row.text}; {row.verdict.word}{reason}."

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from hgnp.experiments import curves
 from hgnp.experiments.compare import Study, compare_runs
 from hgnp.experiments.curves import Curve
 from hgnp.experiments.paper.found import Found, Group
-from hgnp.experiments.paper.reported import METHODS, Experiment
+from hgnp.experiments.paper.reported import BY_KEY, METHODS, Experiment
 from hgnp.experiments.paper.verdict import NO_VERDICT, NOT_RUN, Measured, Verdict
 from hgnp.runs import Run
 
@@ -73,7 +73,7 @@ class Row:
 
 
 def not_run(claim: Claim, command: str = "") -> Row:
-    return Row(claim, "not run", verdict=Verdict(NOT_RUN), command=command or study_command(claim.experiment))
+    return Row(claim, "–", verdict=Verdict(NOT_RUN), command=command or study_command(claim.experiment))
 
 
 @dataclass(frozen=True)
@@ -139,18 +139,23 @@ class Pair:
         return self.over_seeds(number)
 
 
-def pairs(found: Found, experiment: Experiment, variant: str = "hgnp") -> list[Pair]:
+def pairs(found: Found, experiment: Experiment, variant: str = "hgnp") -> tuple[Pair, ...]:
     """Each group of `variant` with each of Taylor, nearest to the paper first, as far as they can be compared."""
+    return _pairs(found, experiment.key, variant)
+
+
+@lru_cache(maxsize=16)  # of a folder, tables and figures ask for the same ones
+def _pairs(found: Found, key: str, variant: str) -> tuple[Pair, ...]:
     made = []
-    for group in found.of(experiment, variant):
-        for taylor in found.of(experiment, "taylor"):
+    for group in found.of(BY_KEY[key], variant):
+        for taylor in found.of(BY_KEY[key], "taylor"):
             usable: list[Run] = [run for run in (*group.runs, *taylor.runs) if len(run.curve()) > 1]
             if len(usable) < len(group.runs) + len(taylor.runs):
                 continue
             studies = compare_runs(usable, baseline="taylor").studies
             if len(studies) == 1 and studies[0].range is not None:
                 made.append(Pair(group, taylor, studies[0]))
-    return made
+    return tuple(made)
 
 
 def study_command(experiment: Experiment) -> str:

@@ -104,7 +104,7 @@ def _faster(stated: Mapping[str, Inference], timed: Mapping[str, Timing | None],
         return
     row = stated[NEURONS]
     paper, ours = stated[slow].ms / row.ms, there.row["median_ms"] / here.row["median_ms"]
-    claim = _claim(row, f"{slow}'s time / neuron-pruned's, {_place(row)}", "×", paper, f"{paper:.2f} ×")
+    claim = _claim(row, f"time of {slow} / of neuron-pruned, {_place(row)}", "×", paper, f"{paper:.2f} ×")
     yield Row(claim, f"{ours:.2f} ×", ours, None, here.name, _differences(row, here), verdict.ratio(paper, ours))
 
 
