@@ -59,7 +59,10 @@ def write_paper_run(
     begun = start or IMAGENET.get(experiment, "random weights")
     info |= {"recipe": recipe.as_dict(), "device": device, "start": begun}
     (folder / "run.json").write_text(json.dumps(info))
-    rows = [json.loads(line) | {"train_seconds": train_seconds} for line in (folder / "metrics.jsonl").open()]
+    rows = [
+        json.loads(line) | {"train_seconds": train_seconds}
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if epochs is None:
         result = json.loads((folder / "result.json").read_text())

@@ -152,12 +152,10 @@ def _start(experiment: Experiment, run: Run) -> list[Deviation]:
     start = str(run.info.get("start") or "not known")
     at_random = start.startswith("random")
     if experiment.start == "random":
-        return (
-            [] if at_random else [Deviation("start", "pretrained start", f"start: {start}, instead of random weights")]
-        )
+        return [] if at_random else [Deviation("start", "pretrained start", f"{start}, instead of random weights")]
     stated = f"ImageNet's weights but for {', '.join(experiment.fresh)}"
     if at_random:
-        return [Deviation("start", "random start", f"start: random weights instead of {stated}")]
+        return [Deviation("start", "random start", f"random weights instead of {stated}")]
     fresh = re.search(r"at random: ([^;]*)", start)
     layers = set(fresh[1].split(", ")) if fresh else set()
     if not layers - set(experiment.fresh) and start != "not known":
@@ -167,7 +165,7 @@ def _start(experiment: Experiment, run: Run) -> list[Deviation]:
         if layers and all(not n.startswith(("features", "conv")) for n in layers)
         else "other start"
     )
-    return [Deviation("start", short, f"start: {start}; the paper: {stated}")]
+    return [Deviation("start", short, f"{start}; the paper: {stated}")]
 
 
 def _reading(run: Run) -> list[Deviation]:

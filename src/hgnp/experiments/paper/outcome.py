@@ -7,9 +7,9 @@ from hgnp.experiments.paper.claims import ablation_rows, accuracy_rows, areas_ro
 from hgnp.experiments.paper.found import Found
 from hgnp.experiments.paper.rows import Row
 from hgnp.experiments.paper.times import inference_rows, training_rows
-from hgnp.experiments.paper.verdict import AGREES, DIFFERS, NONE, NOT_RUN, UNDECIDED
+from hgnp.experiments.paper.verdict import AGREES, DIFFERS, DIRECTION, NONE, NOT_RUN, UNDECIDED
 
-JUDGED = (AGREES, DIFFERS, UNDECIDED, NOT_RUN)
+JUDGED = (AGREES, DIRECTION, DIFFERS, UNDECIDED, NOT_RUN)
 
 
 @dataclass(frozen=True)

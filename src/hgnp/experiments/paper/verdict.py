@@ -5,12 +5,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-AGREES, DIFFERS, UNDECIDED, NOT_RUN, NONE = "agrees", "differs", "undecided", "not run", ""
+AGREES, DIRECTION, DIFFERS, UNDECIDED = "agrees", "agrees in direction", "differs", "undecided"
+NOT_RUN, NONE = "not run", ""
 RULE = (
     "A value agrees if the paper's lies within one standard deviation over seeds (n − 1) of ours; one seed alone leaves it "
     "undecided.",
-    "A difference between methods also agrees if its sign is the same; it is undecided if ours is no larger than its own "
-    "standard deviation over seeds. A ratio of times agrees if it is on the same side of 1, a bound if it is met.",
+    "A difference between methods that is further off agrees in direction if its sign is the same; it is undecided if ours is "
+    "no larger than its own standard deviation over seeds. So does a ratio of times that is on the same side of 1.",
+    "A bound agrees if it is met.",
     "“HGNP is ahead below κ” agrees if its mean curve is above Taylor's at every such κ that both reach.",
     "Times themselves are of other hardware and are not judged.",
 )
@@ -53,11 +55,11 @@ def signed(paper: float, ours: Measured) -> Verdict:
     if ours.spread is not None and abs(ours.mean) <= ours.spread:
         return Verdict(UNDECIDED, "smaller than its standard deviation")
     same = math.copysign(1, paper) == math.copysign(1, ours.mean) and ours.mean != 0
-    return Verdict(AGREES, "same sign") if same else Verdict(DIFFERS, "other sign")
+    return Verdict(DIRECTION, "same sign") if same else Verdict(DIFFERS, "other sign")
 
 
 def ratio(paper: float, ours: float) -> Verdict:
-    return Verdict(AGREES, "same side of 1") if (paper > 1) == (ours > 1) else Verdict(DIFFERS, "other side of 1")
+    return Verdict(DIRECTION, "same side of 1") if (paper > 1) == (ours > 1) else Verdict(DIFFERS, "other side of 1")
 
 
 def bound(paper: float, ours: Measured) -> Verdict:
