@@ -62,7 +62,7 @@ def test_what_is_not_run_says_how_to_run_it(one: Path) -> None:
         assert f"hgnp study {experiment.key} --data DIR" in text
     assert "hgnp bench RUN --device cuda --batch 5000" in text
     assert "hgnp bench RUN/snapshots/0.144 --weights 0.03 --device cpu" in text
-    assert "hgnp run alexnet-flowers-no-training-term --data DIR" in text
+    assert "hgnp study alexnet-flowers --data DIR --methods hgnp,no-training-term" in text
     assert "Not run: Taylor." in text
     assert "unfinished: the last complete epoch is 4 (prune)" in text
 

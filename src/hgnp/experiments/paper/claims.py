@@ -6,7 +6,7 @@ from hgnp.experiments import curves
 from hgnp.experiments.paper import verdict
 from hgnp.experiments.paper.found import Found, Group, finetuned
 from hgnp.experiments.paper.reported import ABLATION_KEPT, BY_KEY, EQUAL, EXPERIMENTS, METHODS, Accuracy, Experiment
-from hgnp.experiments.paper.rows import Claim, Pair, Row, not_run, pairs, show
+from hgnp.experiments.paper.rows import Claim, Pair, Row, not_run, pairs, show, study_command
 from hgnp.experiments.paper.verdict import Measured, Verdict
 
 FITTED = "hybrid over Taylor, area, at a threshold fitted on the paper's other experiments"
@@ -88,7 +88,7 @@ def ablation_rows(found: Found) -> Iterator[Row]:
             "ablation", "text on Figure 5", EXPERIMENTS[0], what, "%", ABLATION_KEPT, f"κ < {ABLATION_KEPT:g} %"
         )
         made = [_ablated(claim, groups[0], group) for group in groups if group.variant == variant]
-        command = f"hgnp run alexnet-flowers-{variant.replace(' ', '-')} --data DIR --set weights=FILE.safetensors"
+        command = study_command(EXPERIMENTS[0], "hgnp", variant.replace(" ", "-"))
         yield from [row for row in made if row] or [not_run(claim, command)]
 
 

@@ -158,9 +158,11 @@ def _pairs(found: Found, key: str, variant: str) -> tuple[Pair, ...]:
     return tuple(made)
 
 
-def study_command(experiment: Experiment) -> str:
+def study_command(experiment: Experiment, *methods: str) -> str:
+    """What runs an experiment, or these of its methods."""
+    only = f" --methods {','.join(methods)}" if methods else ""
     start = " --set weights=FILE.safetensors" if experiment.start == "ImageNet" else ""
-    return f"hgnp study {experiment.key} --data DIR{start}"
+    return f"hgnp study {experiment.key} --data DIR{only}{start}"
 
 
 def show(measured: Measured, unit: str = " %", *, sign: bool = False) -> str:
