@@ -72,7 +72,7 @@ def test_deviations_stand_beside_the_runs(everything: Path) -> None:
     assert "HGNP, fast reading (3 seeds) against Taylor, HGNP's schedule (3 seeds)" in text
     assert "Gauss–Newton in place of the Hessian, along the last batch's v" in text
     assert "10 of 16 tensors from features.safetensors; at random: classifier.1, classifier.4, classifier.6" in text
-    assert "convolutions' start · NVIDIA H200" in text
+    assert "pretrained convolutions only · NVIDIA H200" in text
     assert "random weights instead of ImageNet's weights but for fc" in text
     assert "HGNP, literal reading (unfinished)" in text
     assert "literal-0 is unfinished: the last complete epoch is 6 (prune)" in text

@@ -197,6 +197,18 @@ def test_a_slower_network_differs(tmp_path: Path) -> None:
     assert (found.ours, found.verdict.word) == (pytest.approx(0.9), "differs")
 
 
+def test_runs_without_epochs_or_validation_data_give_no_rows(tmp_path: Path) -> None:
+    """As when metrics.jsonl was not copied along."""
+    (write_paper_run(tmp_path / "h", "vgg16-cifar10") / "metrics.jsonl").unlink()
+    blind = write_paper_run(tmp_path / "t", "vgg16-cifar10", method="taylor")
+    lines = [json.loads(line) | {"metric": None} for line in (blind / "metrics.jsonl").read_text().splitlines()]
+    (blind / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    judged = {each.verdict.word for each in outcome(scan(tmp_path)).rows if each.claim.section != "training"}
+    assert judged == {"not run"}
+    assert row(tmp_path, "training", "HGNP, to κ", "VGG-16 / CIFAR-10").verdict.word == "not run"
+    assert row(tmp_path, "training", "Taylor, to κ", "VGG-16 / CIFAR-10").ours is not None
+
+
 @pytest.mark.parametrize(
     ("told", "word"),
     [

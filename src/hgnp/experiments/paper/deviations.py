@@ -161,7 +161,7 @@ def _start(experiment: Experiment, run: Run) -> list[Deviation]:
     if not layers - set(experiment.fresh) and start != "not known":
         return []
     short = (
-        "convolutions' start"
+        "pretrained convolutions only"
         if layers and all(not n.startswith(("features", "conv")) for n in layers)
         else "other start"
     )

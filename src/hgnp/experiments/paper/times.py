@@ -22,7 +22,10 @@ from hgnp.progress import duration
 def training_rows(found: Found) -> Iterator[Row]:
     for experiment in EXPERIMENTS:
         stated = experiment.training
-        groups = {method: [g for g in found.of(experiment, method) if g.finished] for method in METHODS}
+        groups = {
+            method: [g for g in found.of(experiment, method) if g.finished and all(r.rows for r in g.runs)]
+            for method in METHODS
+        }
         for method, name in METHODS.items():
             hours = stated.hours[method]
             text = f"{hours:g} h on {stated.gpus[method]} × {stated.hardware}"
@@ -129,7 +132,9 @@ def _differences(stated: Inference, timing: Timing) -> tuple[str, ...]:
 def _bench_command(stated: Inference) -> str:
     """The paper's batch sizes on CIFAR-10 are the defaults; AlexNet is timed at another κ than its study ends at."""
     if stated.experiment == "alexnet-flowers":
-        run = "hgnp run alexnet-flowers-fast --data DIR --set recipe.keep=0.304 --set weights=FILE.safetensors --out RUN"
+        run = (
+            "hgnp run alexnet-flowers-fast --data DIR --set recipe.keep=0.304 --set weights=FILE.safetensors --out RUN"
+        )
         return f"{run} && hgnp bench RUN --device {stated.device} --batch {stated.batch}"
     of = "RUN" if stated.table == "Table 2" else "RUN/snapshots/0.144 --weights 0.03"
     return f"hgnp bench {of} --device {stated.device}"
