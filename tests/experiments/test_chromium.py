@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from hgnp.experiments.compare import compare_runs
-from hgnp.experiments.page import write_comparison, write_report
+from hgnp.experiments.page import write_comparison, write_paper, write_report
+from hgnp.experiments.paper.found import scan
+from hgnp.experiments.paper.outcome import outcome
 from hgnp.runs import read
+from paper_cases import write_everything
 from run_cases import write_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -19,7 +22,11 @@ FLAGS = [
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars",
     "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--v=0", "--virtual-time-budget=10000",
 ]  # fmt: skip
-CHARTS = {"report": 8, "comparison": 3}
+CHARTS = {
+    "report": 8,
+    "comparison": 3,
+    "paper": 8,
+}  # the paper's: four pairs of which one has no Taylor, and the ablation
 
 
 def browse(file: Path, folder: Path, *flags: str) -> tuple[str, list[str]]:
@@ -38,6 +45,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "report": write_report([hgnp], folder / "report.html"),
         "comparison": write_comparison(compare_runs([hgnp, taylor]), folder / "comparison.html"),
+        "paper": write_paper(outcome(scan(write_everything(folder / "everything"))), folder / "paper.html"),
     }
 
 
@@ -53,7 +61,7 @@ def test_errors_and_requests_would_be_seen(pages: dict[str, Path], tmp_path: Pat
         assert any(said in line for line in console), said
 
 
-@pytest.mark.parametrize("name", ["report", "comparison"])
+@pytest.mark.parametrize("name", ["report", "comparison", "paper"])
 def test_charts_are_drawn_without_errors_and_without_network(name: str, pages: dict[str, Path], tmp_path: Path) -> None:
     document, console = browse(pages[name], tmp_path, "--dump-dom", "--window-size=1280,900")
     assert console == []
@@ -90,7 +98,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(pages: dict[str, Path], tmp
         "frames[n].document.documentElement.scrollWidth",
         "frames[n].document.querySelectorAll('.main-svg').length",
     )
-    measure = f"[0, 1].map(n => {wide} + '/' + {drawn})"
+    measure = f"[0, 1, 2].map(n => {wide} + '/' + {drawn})"
     phone = tmp_path / "phone.html"
     phone.write_text(
         f"<title>not measured</title>{frames}<script>onload = () => setTimeout(() => document.title = {measure}, 3000)</script>"
@@ -99,9 +107,9 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(pages: dict[str, Path], tmp
     assert console == []
     found = re.search(r"<title>(.*)</title>", document)
     assert found is not None
-    (report, charts), (comparison, _) = (part.split("/") for part in found[1].split(","))
+    (report, charts), (comparison, _), (paper, _) = (part.split("/") for part in found[1].split(","))
     assert int(charts) >= CHARTS["report"]
-    assert (report, comparison) == ("390", "390")
+    assert (report, comparison, paper) == ("390", "390", "390")
 
 
 def test_in_print_every_chart_is_a_picture(pages: dict[str, Path], tmp_path: Path) -> None:

@@ -4,7 +4,17 @@ import math
 
 import pytest
 
-from hgnp.experiments.curves import Curve, area, common_grid, crossings, gain, mean_curve, switched
+from hgnp.experiments.curves import (
+    Curve,
+    area,
+    common_grid,
+    crossings,
+    gain,
+    mean_curve,
+    share_ahead,
+    smallest_reaching,
+    switched,
+)
 
 
 def curve(*points: tuple[float, float]) -> Curve:
@@ -76,3 +86,25 @@ def test_thresholds_beyond_the_curves_take_one_of_them() -> None:
     below, above = curve((0.2, 0.2), (0.8, 0.8)), curve((0.2, 0.5), (0.8, 0.5))
     assert switched(below, above, 0.1) == pytest.approx(area(above))
     assert switched(below, above, 0.95) == pytest.approx(area(below))
+
+
+def test_share_ahead_is_exact_between_points() -> None:
+    first = Curve((0.0, 0.5, 1.0), (1.0, 0.0, 0.0), None, 1)
+    second = Curve((0.0, 0.5, 1.0), (0.0, 0.5, 0.0), None, 1)
+    assert share_ahead(first, second, 1.0) == pytest.approx(
+        1 / 3
+    )  # 1 − 2κ > κ below a third; then behind, and at last equal
+    assert share_ahead(first, second, 0.4) == pytest.approx(1 / 3 / 0.4)
+    assert share_ahead(second, first, 1.0) == pytest.approx(1 - 1 / 3)
+    assert share_ahead(first, second, 0.2) == 1.0
+    assert share_ahead(first, first, 1.0) == 0.0
+    assert share_ahead(first, second, 0.0) is None
+
+
+def test_the_smallest_kept_that_reaches_a_level() -> None:
+    points = [(1.0, 0.95), (0.5, 0.93), (0.2, 0.90), (0.1, 0.80)]
+    assert smallest_reaching(points, 0.92) == (pytest.approx(0.4), False)
+    assert smallest_reaching(points, 0.90) == (pytest.approx(0.2), False)
+    assert smallest_reaching(points, 0.80) == (0.1, True)
+    assert smallest_reaching(points, 0.96) is None
+    assert smallest_reaching([], 0.5) is None

@@ -14,7 +14,7 @@ from types import TracebackType
 import typer
 
 from hgnp import __version__
-from hgnp.cli import bench, compare, data, export, presets, report, run, sharpness, study, weights
+from hgnp.cli import bench, compare, data, export, paper, presets, report, run, sharpness, study, weights
 
 BAD_INPUT, STOPPED = 2, 1
 
@@ -31,6 +31,7 @@ commands.command("data")(data.data)
 commands.command("weights")(weights.weights)
 commands.command("study")(study.study)
 commands.command("compare")(compare.compare)
+commands.command("paper")(paper.paper)
 commands.command("bench")(bench.bench)
 commands.command("report")(report.report)
 commands.command("export")(export.export)

@@ -158,7 +158,7 @@ def _known(run: Run) -> str:
 
 def _made_from(runs: Sequence[Run]) -> dict[str, Any]:
     """Network and data as the first configuration among the runs has them."""
-    settings = next((found for run in runs if (found := _configured(run))), {})
+    settings = next((found for run in runs if (found := configured(run))), {})
     return {name: value for name, value in settings.items() if _of_study(name)}
 
 
@@ -173,10 +173,10 @@ def _title(run: Run) -> str:
 def _study(title: str, runs: Sequence[Run], baseline: str | None) -> Study:
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(_text([run.label, _settings(run)]), []).append(run)
+        groups.setdefault(_text([run.label, run_settings(run)]), []).append(run)
     members = list(groups.values())
     called = [group[0].label or _name(group[0]) for group in members]
-    labels = _told_apart(called, [_settings(group[0]) for group in members])
+    labels = _told_apart(called, [run_settings(group[0]) for group in members])
 
     notes: list[str] = []
     for run in runs:
@@ -210,14 +210,14 @@ def _name(run: Run) -> str:
     return run.method if threshold is None else f"{run.method}, threshold={threshold:g}"
 
 
-def _settings(run: Run) -> dict[str, Any]:
+def run_settings(run: Run) -> dict[str, Any]:
     """What makes runs of a study repeats of each other when only the seed differs."""
     recipe = {name: value for name, value in run.recipe.items() if name not in ("seed", "snapshots")}
-    rest = {name: value for name, value in _configured(run).items() if not _of_study(name)}
+    rest = {name: value for name, value in configured(run).items() if not _of_study(name)}
     return {**recipe, "start": run.info.get("start"), **rest}
 
 
-def _configured(run: Run) -> dict[str, Any]:
+def configured(run: Run) -> dict[str, Any]:
     """What the run's configuration sets besides recipe and seed; nothing for a run of `hgnp.prune`, which has none."""
     file = run.folder / "config.yaml"
     if run.info.get("name") is None or not file.is_file():

@@ -4,6 +4,7 @@ Between two points a curve is the straight line; beyond its points it has no val
 all the curves cover. On the union of their points means, areas (trapezoids) and crossings are exact, not sampled.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -108,3 +109,31 @@ def switched(below: Curve, above: Curve, threshold: float) -> float:
     return sum(
         area(Curve(tuple(grid), tuple(curve.at(kept) for kept in grid), None, curve.count)) for curve, grid in parts
     )
+
+
+def share_ahead(first: Curve, second: Curve, below: float) -> float | None:
+    """The share of κ up to `below` at which `first` is the higher one; None if none is that low. Both on the same points."""
+    low, high = first.kept[0], min(below, first.kept[-1])
+    if low >= high:
+        return None
+    places = (low, *(kept for kept in first.kept if low < kept < high), high)
+    differences = [first.at(kept) - second.at(kept) for kept in places]
+    ahead = 0.0
+    for (left, right), (a, b) in zip(itertools.pairwise(places), itertools.pairwise(differences), strict=True):
+        if a * b < 0:
+            ahead += (right - left) * max(a, b) / abs(a - b)
+        elif a > 0 or b > 0:
+            ahead += right - left
+    return ahead / (high - low)
+
+
+def smallest_reaching(points: Points, level: float) -> tuple[float, bool] | None:
+    """The smallest κ at which the line through `points` is at `level` or above, and whether it is their end, so that the true
+    one may be smaller still; None if it never is."""
+    ordered = sorted(points)
+    if ordered and ordered[0][1] >= level:
+        return ordered[0][0], True
+    for (left, a), (right, b) in itertools.pairwise(ordered):
+        if a < level <= b:
+            return left + (right - left) * (level - a) / (b - a), False
+    return None

@@ -1,4 +1,4 @@
-"""From run folders to pages, tables and figures on disk: what `hgnp report` and `hgnp compare` do."""
+"""From run folders to pages, tables and figures on disk: what `hgnp report`, `hgnp compare` and `hgnp paper` do."""
 
 import dataclasses
 import os
@@ -12,7 +12,11 @@ from hgnp.experiments import curves, figures, run_charts, study_charts
 from hgnp.experiments.charts import Absent
 from hgnp.experiments.compare import Comparison, Study, compare_runs
 from hgnp.experiments.composed import LABEL, Choice
-from hgnp.experiments.page import write_comparison, write_report
+from hgnp.experiments.page import write_comparison, write_paper, write_report
+from hgnp.experiments.paper import figures as paper_figures
+from hgnp.experiments.paper.found import scan
+from hgnp.experiments.paper.outcome import Outcome, outcome
+from hgnp.experiments.paper.reported import EXPERIMENTS
 from hgnp.files import write_csv, write_json
 
 Folder = str | os.PathLike[str]
@@ -58,6 +62,47 @@ def compare(
         folder = out / "figures" / ("" if len(comparison.studies) == 1 else f"{number}-{_file_name(study.title)}")
         figures.save(study_charts.all_charts(study), folder)
     return comparison
+
+
+def paper(results: Folder, out: Folder | None = None) -> tuple[Outcome, Path]:
+    """Write page.html, rows.csv, paper.json and figures about what lies below `results` into `out`, by default results/page."""
+    results = Path(results)
+    out = results / "page" if out is None else Path(out)
+    _not_a_run(out)
+    made = outcome(scan(results))
+    write_paper(made, out / "page.html")
+    write_json(out / "paper.json", paper_as_dict(made))
+    rows = [row.as_dict() for row in made.rows]
+    write_csv(out / "rows.csv", list(rows[0]), [list(row.values()) for row in rows])
+    charts = [
+        make(made.found, experiment)
+        for experiment in EXPERIMENTS
+        for make in (paper_figures.relative, paper_figures.accuracy)
+    ]
+    figures.save(
+        [chart for chart in (*charts, paper_figures.ablation(made.found)) if not isinstance(chart, Absent)],
+        out / "figures",
+    )
+    return made, out
+
+
+def paper_as_dict(made: Outcome) -> dict[str, Any]:
+    """Counts, rows and groups with their deviations, in types that JSON has; folders as seen from the results."""
+    root = made.found.folder.resolve()
+    return {
+        "counts": made.counts,
+        "rows": [row.as_dict() | {"deviations": list(row.deviations)} for row in made.rows],
+        "groups": [
+            {
+                "experiment": group.experiment.key,
+                "group": group.title,
+                "runs": [Path(os.path.relpath(run.folder, root)).as_posix() for run in group.runs],
+                "unfinished": [Path(os.path.relpath(run.folder, root)).as_posix() for run in group.unfinished],
+                "deviations": [dataclasses.asdict(each) for each in group.deviations],
+            }
+            for group in made.found.groups
+        ],
+    }
 
 
 def as_dict(comparison: Comparison, out: Folder) -> dict[str, object]:

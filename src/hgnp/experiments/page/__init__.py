@@ -15,8 +15,10 @@ from markupsafe import Markup
 import hgnp
 from hgnp.experiments.compare import Comparison
 from hgnp.experiments.page import plots
+from hgnp.experiments.page.paper_view import paper_view
 from hgnp.experiments.page.run_view import run_view
 from hgnp.experiments.page.study_view import comparison_view
+from hgnp.experiments.paper.outcome import Outcome
 from hgnp.files import write
 from hgnp.runs import Run
 
@@ -33,6 +35,11 @@ def write_report(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
 def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
     """A page about runs side by side: curves, differences, areas, crossings, the hybrid and its weakness."""
     return _write("comparison.html", comparison_view(comparison), path)
+
+
+def write_paper(outcome: Outcome, path: str | os.PathLike[str]) -> Path:
+    """A page with the paper's numbers, ours beside them, how the runs deviate, and what agrees."""
+    return _write("paper.html", paper_view(outcome), path)
 
 
 def _write(template: str, view: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:

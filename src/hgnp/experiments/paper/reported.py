@@ -1,0 +1,316 @@
+"""What the paper reports and the settings that it states, transcribed from its source: every number stands here, once.
+
+Accuracies and κ are in percent, as printed. The curves of its figures are pictures, which the source does not hold; what its
+text says about them is here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+METHODS = {"hgnp": "HGNP", "taylor": "Taylor"}
+LEAVES_OPEN: Any = object()
+"""Stands for a setting that the paper does not state."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A row of Table 1, total training and pruning time, with the number of GPUs of each method from the text."""
+
+    kept: float
+    hardware: str
+    hours: Mapping[str, float]
+    gpus: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Areas:
+    """A row of Table 4: gains in the area under accuracy against κ over Taylor's, in percent, and the hybrid's threshold κ."""
+
+    hybrid: float
+    hgnp: float
+    threshold: float
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """An accuracy that the text names, at κ."""
+
+    method: str
+    kept: float
+    value: float
+
+
+@dataclass(frozen=True)
+class Gap:
+    """HGNP's accuracy over Taylor's at κ, in percent of Taylor's; `at_least` where the text says that it is greater."""
+
+    kept: float
+    value: float
+    at_least: bool = False
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The text says that HGNP has the higher accuracy wherever κ is at most `kept`; `words` are its own."""
+
+    kept: float
+    words: str
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One model on one data set."""
+
+    key: str
+    """The name of its preset and of its study."""
+    title: str
+    figure: str
+    model: str
+    data: str
+    start: Literal["random", "ImageNet"]
+    fresh: tuple[str, ...]
+    """The layers that start at random although the rest does not."""
+    features: Mapping[str, int]
+    data_args: Mapping[str, Any]
+    hgnp: Mapping[str, Any]
+    """Fields of `Recipe` as the paper states them; LEAVES_OPEN for what it uses and does not state."""
+    taylor: Mapping[str, Any]
+    """The same for the Taylor baseline, where it differs."""
+    training: Training
+    areas: Areas
+    accuracies: tuple[Accuracy, ...] = ()
+    gaps: tuple[Gap, ...] = ()
+    ahead: tuple[Ahead, ...] = ()
+    picture: str = ""
+    """What the paper leaves open about pictures, and what ours are."""
+
+    def recipe(self, method: str) -> dict[str, Any]:
+        return {**COMMON, **self.hgnp, **(self.taylor if method == "taylor" else {})}
+
+
+COMMON = {
+    "target": "params",
+    "prune_every": 5,
+    "prune_unit": "epochs",
+    "neurons_per_round": 100,
+    "mu": 0.001,
+    "mu_warmup_epochs": 0,
+    "bound": 0.5,
+    "momentum": 0.9,
+    "nesterov": False,
+    "score_batches": 1,
+    "floor": 1,
+    "round_to": 1,
+    "max_removed": 1.0,
+    "approximate": False,
+    "clip_norm": None,
+}
+ONE_AN_EPOCH = {"neurons_per_round": 1, "prune_every": 1, "finetune_epochs": LEAVES_OPEN}
+
+EXPERIMENTS = (
+    Experiment(
+        key="alexnet-flowers",
+        title="AlexNet / Flowers-102",
+        figure="Figure 1",
+        model="AlexNet",
+        data="flowers102",
+        start="ImageNet",
+        fresh=("classifier.6",),
+        features={"train_samples": 2040, "val_samples": 6149, "image_side": 224, "classes": 102},
+        data_args={"batch": 32, "flip": True},
+        hgnp={
+            "keep": 0.35,
+            "warmup_epochs": 5,
+            "finetune_epochs": 50,
+            "lr": 0.001,
+            "weight_decay": 0.0001,
+            "schedule": "constant",
+        },
+        taylor={
+            "warmup_epochs": 20,
+            "prune_every": 30,
+            "prune_unit": "steps",
+            "neurons_per_round": 1,
+            "finetune_epochs": LEAVES_OPEN,
+        },
+        training=Training(35.1, "Tesla K80", {"hgnp": 57.3, "taylor": 3.8}, {"hgnp": 1, "taylor": 3}),
+        areas=Areas(9.33, 9.20, 91.0),
+        accuracies=(
+            Accuracy("hgnp", 50, 78.9),
+            Accuracy("taylor", 50, 71.1),
+            Accuracy("hgnp", 40, 77.0),
+            Accuracy("taylor", 40, 60),
+            Accuracy("hgnp", 35, 75.5),
+            Accuracy("taylor", 35, 34),
+        ),
+        gaps=(Gap(35, 120),),
+        ahead=(Ahead(91, "Taylor works better down to around κ = 91 %, HGNP below"),),
+        picture="the central square of each picture, scaled to {side} px (left open by the paper)",
+    ),
+    Experiment(
+        key="resnet18-cifar10",
+        title="ResNet-18 / CIFAR-10",
+        figure="Figure 2",
+        model="ResNet18",
+        data="cifar10",
+        start="random",
+        fresh=(),
+        features={"train_samples": 50_000, "val_samples": 10_000, "image_side": 32, "classes": 10},
+        data_args={"batch": 128, "flip": True, "crop": 0},
+        hgnp={
+            "keep": 0.045,
+            "warmup_epochs": 50,
+            "finetune_epochs": 20,
+            "lr": 0.1,
+            "weight_decay": 0.0005,
+            "schedule": LEAVES_OPEN,
+            "coupling": "paper",
+        },
+        taylor={**ONE_AN_EPOCH, "warmup_epochs": 200},
+        training=Training(4.5, "GeForce RTX 2080", {"hgnp": 121.0, "taylor": 10.7}, {"hgnp": 4, "taylor": 1}),
+        areas=Areas(0.47, 0.42, 87.8),
+        ahead=(Ahead(85, "HGNP outperforms consistently at κ = 85 % and below, not drastically"),),
+    ),
+    Experiment(
+        key="resnet18-birds",
+        title="ResNet-18 / Birds",
+        figure="Figure 3",
+        model="ResNet18",
+        data="cub200",
+        start="ImageNet",
+        fresh=("fc",),
+        features={"train_samples": 5994, "val_samples": 5794, "image_side": 160, "classes": 200},
+        data_args={"batch": 32, "flip": False, "resize": False},
+        hgnp={
+            "keep": 0.05,
+            "warmup_epochs": 25,
+            "finetune_epochs": 20,
+            "lr": 0.001,
+            "weight_decay": 0.0001,
+            "schedule": "constant",
+            "coupling": "paper",
+        },
+        taylor={**ONE_AN_EPOCH, "warmup_epochs": 60, "lr": 0.01},
+        training=Training(5.0, "GeForce RTX 2080", {"hgnp": 129.9, "taylor": 27.3}, {"hgnp": 5, "taylor": 1}),
+        areas=Areas(0.08, -0.29, 48.0),
+        accuracies=(
+            Accuracy("hgnp", 100, 70.5),
+            Accuracy("taylor", 100, 70.5),
+            Accuracy("hgnp", 5, 51.9),
+            Accuracy("taylor", 5, 49.0),
+        ),
+        gaps=(Gap(5, 6),),
+        ahead=(Ahead(14, "HGNP outperforms again at κ = 14 % and below"),),
+        picture="which part of a picture is cropped to {side} px is left open by the paper: the centre",
+    ),
+    Experiment(
+        key="vgg16-cifar10",
+        title="VGG-16 / CIFAR-10",
+        figure="Figure 4",
+        model="VGG16",
+        data="cifar10",
+        start="random",
+        fresh=(),
+        features={"train_samples": 50_000, "val_samples": 10_000, "image_side": 32, "classes": 10},
+        data_args={"batch": 128, "flip": True, "crop": 0},
+        hgnp={
+            "keep": 0.045,
+            "warmup_epochs": 50,
+            "finetune_epochs": 20,
+            "lr": 0.1,
+            "weight_decay": 0.0005,
+            "schedule": LEAVES_OPEN,
+        },
+        taylor={**ONE_AN_EPOCH, "warmup_epochs": 200},
+        training=Training(4.5, "GeForce RTX 2080", {"hgnp": 115.1, "taylor": 12.7}, {"hgnp": 4, "taylor": 1}),
+        areas=Areas(1.63, 1.59, 87.8),
+        accuracies=(Accuracy("hgnp", 10, 91.4), Accuracy("taylor", 10, 87.3)),
+        gaps=(Gap(5, 8, at_least=True),),
+        ahead=(Ahead(90, "HGNP outperforms at all κ below 90 %"),),
+    ),
+)
+BY_KEY = {experiment.key: experiment for experiment in EXPERIMENTS}
+
+ABLATION_KEPT = 58.0
+"""Figure 5, AlexNet / Flowers-102: full HGNP is consistently better than both ablations below this κ."""
+
+FULL, WEIGHTS, NEURONS = "full", "weight-pruned", "neuron-pruned"
+
+
+@dataclass(frozen=True)
+class Inference:
+    """A row of Table 2 or 3: milliseconds of one mini-batch."""
+
+    table: str
+    experiment: str
+    device: Literal["cpu", "cuda"]
+    hardware: str
+    kind: str
+    """FULL, WEIGHTS or NEURONS."""
+    kept: float
+    batch: int
+    ms: float
+
+
+K80, I5, RTX = ("cuda", "Tesla K80"), ("cpu", "3.4 GHz Intel Core i5"), ("cuda", "GeForce RTX 2080")
+
+
+def _inference(table: str, experiment: str, rows: tuple[tuple[Any, ...], ...]) -> tuple[Inference, ...]:
+    return tuple(Inference(table, experiment, *where, *rest) for where, *rest in rows)
+
+
+INFERENCE = (
+    *_inference(
+        "Table 2",
+        "alexnet-flowers",
+        ((K80, FULL, 100.0, 5000, 913), (K80, WEIGHTS, 30.4, 5000, 808), (K80, NEURONS, 30.4, 5000, 570)),
+    ),
+    *_inference(
+        "Table 2",
+        "resnet18-cifar10",
+        (
+            (I5, FULL, 100.0, 128, 3437),
+            (I5, WEIGHTS, 4.5, 128, 2402),
+            (I5, NEURONS, 4.5, 128, 1013),
+            (RTX, FULL, 100.0, 2000, 192),
+            (RTX, WEIGHTS, 4.5, 2000, 206),
+            (RTX, NEURONS, 4.5, 2000, 90),
+        ),
+    ),
+    *_inference(
+        "Table 2",
+        "vgg16-cifar10",
+        (
+            (I5, FULL, 100.0, 128, 2251),
+            (I5, WEIGHTS, 4.5, 128, 1709),
+            (I5, NEURONS, 4.5, 128, 482),
+            (RTX, FULL, 100.0, 2000, 132),
+            (RTX, WEIGHTS, 4.5, 2000, 187),
+            (RTX, NEURONS, 4.5, 2000, 39),
+        ),
+    ),
+    *_inference(
+        "Table 3",
+        "vgg16-cifar10",
+        (
+            (I5, WEIGHTS, 3.0, 128, 1605),
+            (I5, NEURONS, 14.4, 128, 1414),
+            (RTX, WEIGHTS, 3.0, 2000, 184),
+            (RTX, NEURONS, 14.4, 2000, 102),
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class EqualAccuracy:
+    """Table 3's premise: the κ at which a network has `accuracy`, by its neuron pruning and by SNIP's weight pruning."""
+
+    experiment: str = "vgg16-cifar10"
+    accuracy: float = 92.0
+    neurons: float = 14.4
+    weights: float = 3.0
+
+
+EQUAL = EqualAccuracy()
