@@ -32,7 +32,9 @@ from hgnp.flatness import Flatness
 from hgnp.graphs import Capture, Replayed
 from hgnp.modes import evaluating
 from hgnp.neurons import Neurons, Scores
-from hgnp.neurons.gates import Gates, SamplesError, gated
+from hgnp.neurons.gates import Gates, gated
+from hgnp.neurons.layers import as_inputs
+from hgnp.neurons.paths import SamplesError
 from hgnp.neurons.selection import Coupling
 
 DERIVATIVES = ("taylor", "taylor_sum")
@@ -157,7 +159,9 @@ def _sum(
     v = None if block is None else objective.v.known(block, Pair.of_state(pair))
     x = next(tensors_in(inputs))
     gamma = _ones(x, x.shape[0] if apart else 1, gates)
-    value = objective.objective(inputs, target, mu=mu, within=gated(gates, gamma), v=v)
+    value = gates.follow(
+        as_inputs(inputs), lambda: objective.objective(inputs, target, mu=mu, within=gated(gates, gamma), v=v)
+    )
     (delta,) = torch.autograd.grad(value, gamma, materialize_grads=True)
     delta = delta * x.shape[0]  # summed over the batch this is N times its mean, whatever the gates' shape
     return (delta if signed else delta.abs()).sum(0)
@@ -217,9 +221,13 @@ def _samples_lead(objective: Flatness, gates: Gates, inputs: Any, x: Tensor) -> 
     """Whether closing a sample's gates changes that sample alone: samples come first in every tensor and do not mix."""
     n = x.shape[0]
     gamma = _ones(x, n, gates)
-    try:
+
+    def forward() -> Any:
         with gated(gates, gamma):
-            z = run(objective.net, inputs, output=objective.output)
+            return run(objective.net, inputs, output=objective.output)
+
+    try:
+        z = gates.follow(as_inputs(inputs), forward)
         if isinstance(z, Tensor) and z.shape[:1] == (n,):
             (grad,) = torch.autograd.grad(z[n // 2 :].sum(), gamma, materialize_grads=True)
             if not bool(grad[: n // 2].any()):
