@@ -19,6 +19,7 @@ from typing import Any, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from hgnp.baselines import WEIGHT_SCORES
 from hgnp.curvature.blocks import Block
@@ -162,8 +163,9 @@ def _sum(
     value = gates.follow(
         as_inputs(inputs), lambda: objective.objective(inputs, target, mu=mu, within=gated(gates, gamma), v=v)
     )
-    (delta,) = torch.autograd.grad(value, gamma, materialize_grads=True)
-    delta = delta * x.shape[0]  # summed over the batch this is N times its mean, whatever the gates' shape
+    delta = (
+        _slope(value, gamma) * x.shape[0]
+    )  # summed over the batch this is N times its mean, whatever the gates' shape
     return (delta if signed else delta.abs()).sum(0)
 
 
@@ -217,6 +219,17 @@ def _ones(x: Tensor, samples: int, gates: Gates) -> Tensor:
     return torch.ones(samples, gates.count, dtype=dtype, device=x.device, requires_grad=True)
 
 
+def _slope(value: Tensor, gamma: Tensor) -> Tensor:
+    try:
+        (slope,) = torch.autograd.grad(value, gamma, materialize_grads=True)
+    except CheckpointError as error:
+        raise ValueError(
+            "net: a part of it is checkpointed in evaluation mode, so that it runs again without gates; turn checkpointing off "
+            "while scoring"
+        ) from error
+    return slope
+
+
 def _samples_lead(objective: Flatness, gates: Gates, inputs: Any, x: Tensor) -> bool:
     """Whether closing a sample's gates changes that sample alone: samples come first in every tensor and do not mix."""
     n = x.shape[0]
@@ -229,8 +242,7 @@ def _samples_lead(objective: Flatness, gates: Gates, inputs: Any, x: Tensor) -> 
     try:
         z = gates.follow(as_inputs(inputs), forward)
         if isinstance(z, Tensor) and z.shape[:1] == (n,):
-            (grad,) = torch.autograd.grad(z[n // 2 :].sum(), gamma, materialize_grads=True)
-            if not bool(grad[: n // 2].any()):
+            if not bool(_slope(z[n // 2 :].sum(), gamma)[: n // 2].any()):
                 return True
     except SamplesError:
         pass

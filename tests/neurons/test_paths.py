@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hgnp
 from hgnp.neurons import structure
@@ -64,7 +65,11 @@ class Recurrent(Gated):
 
     def __init__(self, functional: bool) -> None:
         super().__init__()
-        self.cell, self.out, self.functional = nn.ModuleDict({"x": nn.Linear(3, 5), "h": nn.Linear(5, 5)}), nn.Linear(5, 3), functional
+        self.cell, self.out, self.functional = (
+            nn.ModuleDict({"x": nn.Linear(3, 5), "h": nn.Linear(5, 5)}),
+            nn.Linear(5, 3),
+            functional,
+        )
         self.act = nn.Tanh()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,7 +139,9 @@ def test_a_branch_that_was_not_recorded_is_refused_by_name() -> None:
     net = Branching(False).double()
     neurons = hgnp.Neurons(net, batch(4, 3, 3)[0])
     assert [layer.name for layer in neurons.layers] == ["a"]
-    with pytest.raises(ValueError, match=r"^net: in b it takes a path that was not recorded \(.*\); make Neurons with") as caught:
+    with pytest.raises(
+        ValueError, match=r"^net: in b it takes a path that was not recorded \(.*\); make Neurons with"
+    ) as caught:
         hgnp.sensitivity(net, neurons, [batch(6, 6, 3)])
     assert "\n" not in str(caught.value)
 
@@ -181,7 +188,12 @@ def test_what_is_harmless_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch)
 
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.na, self.b, self.out = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 5, 3, padding=1), nn.Linear(5, 3)
+            self.a, self.na, self.b, self.out = (
+                nn.Conv2d(2, 4, 3, padding=1),
+                nn.BatchNorm2d(4),
+                nn.Conv2d(4, 5, 3, padding=1),
+                nn.Linear(5, 3),
+            )
             self.where = nn.Parameter(torch.randn(1, 4, 9))
 
         def gate(self, layer: str, x: Tensor) -> Tensor:
@@ -279,3 +291,67 @@ def test_an_error_names_the_layer_that_raised_it() -> None:
     net.b = nn.Linear(3, 6)
     with pytest.raises(ValueError, match=r"^net\(example_input\) failed in b \(eval mode\)"):
         hgnp.Neurons(net, torch.randn(5, 4))
+
+
+class Added(nn.Module):
+    """Two layers that are added in several spellings."""
+
+    def __init__(self, spelling: str) -> None:
+        super().__init__()
+        self.a, self.c, self.out, self.spelling = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 3), spelling
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, c = torch.tanh(self.a(x)).clone(), torch.tanh(self.c(x))
+        if self.spelling == "a + c":
+            a = a + c
+        elif self.spelling == "a += c":
+            a += c
+        else:
+            a.add_(c)
+        return self.out(a)
+
+
+@pytest.mark.parametrize("spelling", ["a + c", "a += c", "a.add_(c)"])
+def test_lanes_that_are_added_in_place_have_their_gates(spelling: str) -> None:
+    torch.manual_seed(0)
+    net, (x, y) = Added(spelling).double(), batch(6, 4)
+    found = hgnp.sensitivity(net, hgnp.Neurons(net, x), [(x, y)], coupling="paper")
+    gates = [torch.ones(6, 5, dtype=torch.double, requires_grad=True) for _ in range(2)]
+    z = net.out(torch.tanh(net.a(x)) * gates[0] + torch.tanh(net.c(x)) * gates[1])
+    slopes = torch.autograd.grad(F.cross_entropy(z, y), gates)
+    for layer, slope in zip("ac", slopes, strict=True):
+        torch.testing.assert_close(found[layer], slope.abs().sum(0) / slope.abs().sum(0).norm())
+
+
+class Within(nn.Module):
+    """One layer runs inside something that loses the derivative by its gate."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b, self.out, self.how = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.a(x))
+        if self.how == "no_grad":
+            with torch.no_grad():
+                x = torch.tanh(self.b(x))
+        else:
+            x = checkpoint(lambda h: torch.tanh(self.b(h)), x, use_reentrant=self.how == "reentrant")
+        return self.out(x)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("no_grad", "net: b runs without gradients"),
+        ("reentrant", "net: b runs without gradients"),
+        ("checkpoint", "net: a part of it is checkpointed in evaluation mode"),
+    ],
+)
+def test_a_part_that_loses_the_derivative_is_refused(how: str, message: str) -> None:
+    net, (x, y) = Within(how).double(), batch(6, 4)
+    neurons = hgnp.Neurons(net, x)
+    with pytest.raises(ValueError, match=message):
+        hgnp.sensitivity(net, neurons, [(x, y)])
+    if how != "checkpoint":  # what has no gate can be left without a derivative
+        assert hgnp.sensitivity(net, hgnp.Neurons(net, x, protect=["a"]), [(x, y)]).keys() == {"b"}

@@ -128,8 +128,10 @@ def _places(
     """Where a call's arguments are gated, and where its results are no longer."""
     if not arguments:
         return (), ()
+    steps = [follower.graph.steps[step] for step in invocation.steps]
+    written = {index for step in steps for index in step.writes if index in step.reads}
     reads = [
-        Place(position, _units(_as_read(follower, invocation, index), arguments[index], units))
+        Place(position, _units(_as_read(follower, invocation, index), arguments[index], units), index in written)
         for position, index in invocation.tensors.items()
         if index in arguments
     ]
@@ -161,7 +163,9 @@ class _Known:
     ) -> Call | None:
         """The call, if it handles gated channels."""
         self._go_on(invocation.steps.start)
-        given = {place: self._state[index] if index is not None else None for place, index in invocation.tensors.items()}
+        given = {
+            place: self._state[index] if index is not None else None for place, index in invocation.tensors.items()
+        }
         for step in reversed(invocation.steps):
             followed = self._follower.trail[step]
             read = dict(zip(followed.step.reads, followed.reads, strict=True))
@@ -176,7 +180,9 @@ class _Known:
         names = {place: None if index is None else values[index].name for place, index in invocation.tensors.items()}
         first = before.get(min(before))
         dims = frozenset() if first is None else frozenset(first.sizes)
-        loose = any(labelled is not None and labelled.filler and math.prod(labelled.shape) > 1 for labelled in given.values())
+        loose = any(
+            labelled is not None and labelled.filler and math.prod(labelled.shape) > 1 for labelled in given.values()
+        )
         moves = _moves(self._follower, invocation)
         return Call(
             invocation.name,

@@ -117,13 +117,17 @@ def numbers_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return tuple(_indices(index, args[0].dim()))
     leaves = tree_leaves((args, kwargs))
-    return tuple(Number(None, leaf) for leaf in leaves if leaf is None or isinstance(leaf, int | str | slice | torch.Size))
+    return tuple(
+        Number(None, leaf) for leaf in leaves if leaf is None or isinstance(leaf, int | str | slice | torch.Size)
+    )
 
 
 def _indices(index: tuple[Any, ...], ndim: int) -> Iterator[Number]:
     """The parts of x[index] with the dimensions that they are for."""
     taken = [part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1 for part in index]
-    taken = [0 if part is None or part is ... or isinstance(part, bool) else n for part, n in zip(index, taken, strict=True)]
+    taken = [
+        0 if part is None or part is ... or isinstance(part, bool) else n for part, n in zip(index, taken, strict=True)
+    ]
     dim = 0
     for part, n in zip(index, taken, strict=True):
         if part is ...:

@@ -48,6 +48,8 @@ class Place:
     position: int
     units: Tensor
     """Broadcasts to the tensor; the number of units where there is no gate."""
+    written: bool = False
+    """Whether the call writes into it: what it then holds is read from the argument itself."""
 
 
 @dataclass(frozen=True)
@@ -136,12 +138,18 @@ class _Gated(TorchFunctionMode):
             return result
         self._done[frame] += 1
         self._history = longer(self._history, frame.module, name)
+        if call.reads and self._gamma.requires_grad and not torch.is_grad_enabled():
+            raise ValueError(
+                f"net: {frame.module or 'its own forward'} runs without gradients (torch.no_grad or a reentrant checkpoint), so that "
+                "the neurons it reads cannot be scored; let it have them while scoring, or protect those layers"
+            )
         closed: dict[int, Tensor] = {}  # one tensor given twice stays one tensor
         changed = list(leaves)
         for place in call.reads:
             leaf = leaves[place.position]
             if id(leaf) not in closed:
-                closed[id(leaf)] = leaf * self._gate(leaf, place.units)
+                gate = self._gate(leaf, place.units)
+                closed[id(leaf)] = leaf.mul_(gate) if place.written else leaf * gate
             changed[place.position] = closed[id(leaf)]
         args, kwargs = tree_unflatten(changed, spec)
         result = self._opened(call, func(*args, **kwargs))
@@ -155,7 +163,12 @@ class _Gated(TorchFunctionMode):
         return channels if reference is not None and reference() is tensor else self._names.get(id(tensor))
 
     def _expected(
-        self, frame: Frame, name: str, given: Mapping[int, Any], leaves: list[Any], arguments: tuple[Any, dict[str, Any]]
+        self,
+        frame: Frame,
+        name: str,
+        given: Mapping[int, Any],
+        leaves: list[Any],
+        arguments: tuple[Any, dict[str, Any]],
     ) -> Call | None:
         """The call that is due, if this is the one."""
         calls, done = self._path.calls.get(frame, ()), self._done[frame]

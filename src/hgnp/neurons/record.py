@@ -55,6 +55,7 @@ class UnseenError(Exception):
 
 
 KNOWN = {outcome: torch.tensor(outcome) for outcome in (False, True)}
+MOST_CACHED = 4096
 UNSEEN = (UnseenError, DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
@@ -211,6 +212,8 @@ def record(
     """
     with torch.inference_mode(False), _uninterrupted():
         graph, made = _record(net, inputs, training, shapes or {}, kinds or {}, adjust, read)
+    if FakeTensorMode.cache_info().size > MOST_CACHED:
+        FakeTensorMode.cache_clear()  # PyTorch keeps an entry for each operator and shape, and every removal makes new ones
     if shapes is None and graph.error is None and any(tensor() is not None for tensor in made):
         gc.collect()
         if any(tensor() is not None for tensor in made):
