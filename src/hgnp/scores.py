@@ -215,7 +215,8 @@ def _parts(batches: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
 
 
 def _ones(x: Tensor, samples: int, gates: Gates) -> Tensor:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    exact = torch.float64 in (x.dtype, *(parameter.dtype for parameter in gates.structure.net.parameters()))
+    dtype = torch.float64 if exact else torch.float32  # x may be token numbers
     return torch.ones(samples, gates.count, dtype=dtype, device=x.device, requires_grad=True)
 
 
@@ -241,9 +242,9 @@ def _samples_lead(objective: Flatness, gates: Gates, inputs: Any, x: Tensor) -> 
 
     try:
         z = gates.follow(as_inputs(inputs), forward)
-        if isinstance(z, Tensor) and z.shape[:1] == (n,):
-            if not bool(_slope(z[n // 2 :].sum(), gamma)[: n // 2].any()):
-                return True
+        lead = isinstance(z, Tensor) and z.shape[:1] == (n,)
+        if lead and not bool(_slope(z[n // 2 :].sum(), gamma)[: n // 2].any()):
+            return True
     except SamplesError:
         pass
     warnings.warn("samples do not lead in all tensors of the network, or mix; scores are |mean of the derivative| over a "

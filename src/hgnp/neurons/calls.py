@@ -23,8 +23,8 @@ class Frame(NamedTuple):
 
 
 class ModuleCalls:
-    """Inside the block, `frame` is the call that is running. A module that the network does not list runs as part of its caller,
-    and what runs outside the network as part of no call."""
+    """Inside the block, `frame` is the call that is running. A module that the network does not list runs as part of its
+    caller, and what runs outside the network as part of no call."""
 
     def __init__(self, net: nn.Module, entered: Callable[[Frame, tuple[Any, ...]], None] | None = None) -> None:
         self._names = {id(module): name for name, module in net.named_modules()}

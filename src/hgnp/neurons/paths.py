@@ -102,8 +102,8 @@ def longer(history: int, module: str, name: str) -> int:
 
 @contextmanager
 def along(net: nn.Module, path: Path, gamma: Tensor) -> Iterator[None]:
-    """Inside the block, one forward in evaluation mode goes along the path and reads every neuron through its gate. PathError if
-    it takes another.
+    """Inside the block, one forward in evaluation mode goes along the path and reads every neuron through its gate. PathError
+    if it takes another.
 
     `gamma` is (samples, units), or (1, units) for gates that all samples share."""
     with ModuleCalls(net) as calls, plain_attention(), _Gated(net, path, calls, gamma):
@@ -140,8 +140,8 @@ class _Gated(TorchFunctionMode):
         self._history = longer(self._history, frame.module, name)
         if call.reads and self._gamma.requires_grad and not torch.is_grad_enabled():
             raise ValueError(
-                f"net: {frame.module or 'its own forward'} runs without gradients (torch.no_grad or a reentrant checkpoint), so that "
-                "the neurons it reads cannot be scored; let it have them while scoring, or protect those layers"
+                f"net: {frame.module or 'its own forward'} runs without gradients (torch.no_grad or a reentrant checkpoint), "
+                "so that the neurons it reads cannot be scored; let it have them while scoring, or protect those layers"
             )
         closed: dict[int, Tensor] = {}  # one tensor given twice stays one tensor
         changed = list(leaves)
