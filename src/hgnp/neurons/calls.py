@@ -48,6 +48,7 @@ class ModuleCalls:
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._entered = None  # it may hold whoever holds this, and all tensors of the forward
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if threading.get_ident() != self._thread:
