@@ -292,31 +292,33 @@ def test_an_error_names_the_layer_that_raised_it() -> None:
         hgnp.Neurons(net, torch.randn(5, 4))
 
 
-class Added(nn.Module):
-    """Two layers that are added in several spellings."""
+class Attention(Gated):
+    """One head, with a mask if there is one."""
 
-    def __init__(self, spelling: str) -> None:
+    layers: ClassVar[dict[str, str]] = {"q": "q", "k": "q", "v": "v"}
+
+    def __init__(self) -> None:
         super().__init__()
-        self.a, self.c, self.out, self.spelling = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 3), spelling
+        self.q, self.k, self.v = (nn.Linear(4, 6) for _ in range(3))
+        self.out = nn.Linear(6, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        a, c = torch.tanh(self.a(x)).clone(), torch.tanh(self.c(x))
-        if self.spelling == "a + c":
-            a = a + c
-        elif self.spelling == "a += c":
-            a += c
-        else:
-            a.add_(c)
-        return self.out(a)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        x = F.scaled_dot_product_attention(self.gate("q", q), k, v, attn_mask=mask, scale=1.0)
+        return self.out(self.gate("v", x)).mean(1)
 
 
-@pytest.mark.parametrize("spelling", ["a + c", "a += c", "a.add_(c)"])
-def test_lanes_that_are_added_in_place_have_their_gates(spelling: str) -> None:
+def test_attention_that_was_recorded_without_a_mask_is_scored_with_one() -> None:
     torch.manual_seed(0)
-    net, (x, y) = Added(spelling).double(), batch(6, 4)
-    found = hgnp.sensitivity(net, hgnp.Neurons(net, x), [(x, y)], coupling="paper")
-    gates = [torch.ones(6, 5, dtype=torch.double, requires_grad=True) for _ in range(2)]
-    z = net.out(torch.tanh(net.a(x)) * gates[0] + torch.tanh(net.c(x)) * gates[1])
-    slopes = torch.autograd.grad(F.cross_entropy(z, y), gates)
-    for layer, slope in zip("ac", slopes, strict=True):
-        torch.testing.assert_close(found[layer], slope.abs().sum(0) / slope.abs().sum(0).norm())
+    net, (x, y) = Attention().double(), batch(5, 7, 4)
+    neurons = hgnp.Neurons(net, x)
+    mask = torch.rand(5, 7, 7) > 0.4
+    mask |= torch.eye(7, dtype=torch.bool)
+    found = hgnp.sensitivity(net, neurons, [({"x": x, "mask": mask}, y)])
+    gates = {name: torch.ones(5, 6, dtype=torch.double, requires_grad=True) for name in "qv"}
+    net.gates = dict(gates)
+    slopes = torch.autograd.grad(F.cross_entropy(net(x, mask), y), list(gates.values()))
+    raw = dict(zip(gates, (slope.abs().sum(0) for slope in slopes), strict=True))
+    assert found.keys() == net.layers.keys()
+    for layer, gate in net.layers.items():
+        torch.testing.assert_close(found[layer], raw[gate] / raw[gate].norm(), rtol=1e-9, atol=1e-12)
