@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hgnp
 
@@ -36,3 +37,37 @@ def test_bad_input_is_one_line() -> None:
         hgnp.sensitivity(net, hgnp.Neurons(other, x), pairs)
     with pytest.raises(TypeError, match="neurons: a Linear was given"):
         hgnp.sensitivity(net, net[0], pairs)  # type: ignore[arg-type]
+
+
+class Within(nn.Module):
+    """One layer runs inside something that loses the derivative by its gate."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b, self.out, self.how = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.a(x))
+        if self.how == "no_grad":
+            with torch.no_grad():
+                x = torch.tanh(self.b(x))
+        else:
+            x = checkpoint(lambda h: torch.tanh(self.b(h)), x, use_reentrant=self.how == "reentrant")
+        return self.out(x)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("no_grad", "net: b runs without gradients"),
+        ("reentrant", "net: b runs without gradients"),
+        ("checkpoint", "net: a part of it is checkpointed in evaluation mode"),
+    ],
+)
+def test_a_part_that_loses_the_derivative_is_refused(how: str, message: str) -> None:
+    net, (x, y) = Within(how).double(), (torch.randn(6, 4).double(), torch.arange(6) % 3)
+    neurons = hgnp.Neurons(net, x)
+    with pytest.raises(ValueError, match=message):
+        hgnp.sensitivity(net, neurons, [(x, y)])
+    if how != "checkpoint":  # what has no gate can be left without a derivative
+        assert hgnp.sensitivity(net, hgnp.Neurons(net, x, protect=["a"]), [(x, y)]).keys() == {"b"}

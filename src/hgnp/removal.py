@@ -38,13 +38,13 @@ _LISTENERS: "weakref.WeakKeyDictionary[nn.Module, list[weakref.WeakMethod[Listen
 
 def listen(net: nn.Module, method: Listener) -> None:
     """Have `method`, a bound method, called at every removal from `net` for as long as its object lives."""
-    _LISTENERS.setdefault(net, []).append(weakref.WeakMethod(method))
+    listeners = _LISTENERS.setdefault(net, [])
+    listeners.append(weakref.WeakMethod(method, listeners.remove))
 
 
 def listeners_of(net: nn.Module) -> list[Listener]:
-    living = [(reference, reference()) for reference in _LISTENERS.get(net, [])]
-    _LISTENERS[net] = [reference for reference, method in living if method is not None]
-    return [method for _, method in living if method is not None]
+    methods = [reference() for reference in tuple(_LISTENERS.get(net, ()))]  # one that dies meanwhile takes itself out
+    return [method for method in methods if method is not None]
 
 
 def cut(tensor: Tensor, slices: Slices) -> Tensor:

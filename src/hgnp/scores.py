@@ -19,6 +19,7 @@ from typing import Any, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from hgnp.baselines import WEIGHT_SCORES
 from hgnp.curvature.blocks import Block
@@ -32,7 +33,9 @@ from hgnp.flatness import Flatness
 from hgnp.graphs import Capture, Replayed
 from hgnp.modes import evaluating
 from hgnp.neurons import Neurons, Scores
-from hgnp.neurons.gates import Gates, SamplesError, gated
+from hgnp.neurons.gates import Gates, gated
+from hgnp.neurons.layers import as_inputs
+from hgnp.neurons.paths import SamplesError
 from hgnp.neurons.selection import Coupling
 
 DERIVATIVES = ("taylor", "taylor_sum")
@@ -157,9 +160,12 @@ def _sum(
     v = None if block is None else objective.v.known(block, Pair.of_state(pair))
     x = next(tensors_in(inputs))
     gamma = _ones(x, x.shape[0] if apart else 1, gates)
-    value = objective.objective(inputs, target, mu=mu, within=gated(gates, gamma), v=v)
-    (delta,) = torch.autograd.grad(value, gamma, materialize_grads=True)
-    delta = delta * x.shape[0]  # summed over the batch this is N times its mean, whatever the gates' shape
+    value = gates.follow(
+        as_inputs(inputs), lambda: objective.objective(inputs, target, mu=mu, within=gated(gates, gamma), v=v)
+    )
+    delta = (
+        _slope(value, gamma) * x.shape[0]
+    )  # summed over the batch this is N times its mean, whatever the gates' shape
     return (delta if signed else delta.abs()).sum(0)
 
 
@@ -209,21 +215,36 @@ def _parts(batches: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
 
 
 def _ones(x: Tensor, samples: int, gates: Gates) -> Tensor:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    exact = torch.float64 in (x.dtype, *(parameter.dtype for parameter in gates.structure.net.parameters()))
+    dtype = torch.float64 if exact else torch.float32  # x may be token numbers
     return torch.ones(samples, gates.count, dtype=dtype, device=x.device, requires_grad=True)
+
+
+def _slope(value: Tensor, gamma: Tensor) -> Tensor:
+    try:
+        (slope,) = torch.autograd.grad(value, gamma, materialize_grads=True)
+    except CheckpointError as error:
+        raise ValueError(
+            "net: a part of it is checkpointed in evaluation mode, so that it runs again without gates; turn checkpointing off "
+            "while scoring"
+        ) from error
+    return slope
 
 
 def _samples_lead(objective: Flatness, gates: Gates, inputs: Any, x: Tensor) -> bool:
     """Whether closing a sample's gates changes that sample alone: samples come first in every tensor and do not mix."""
     n = x.shape[0]
     gamma = _ones(x, n, gates)
-    try:
+
+    def forward() -> Any:
         with gated(gates, gamma):
-            z = run(objective.net, inputs, output=objective.output)
-        if isinstance(z, Tensor) and z.shape[:1] == (n,):
-            (grad,) = torch.autograd.grad(z[n // 2 :].sum(), gamma, materialize_grads=True)
-            if not bool(grad[: n // 2].any()):
-                return True
+            return run(objective.net, inputs, output=objective.output)
+
+    try:
+        z = gates.follow(as_inputs(inputs), forward)
+        lead = isinstance(z, Tensor) and z.shape[:1] == (n,)
+        if lead and not bool(_slope(z[n // 2 :].sum(), gamma)[: n // 2].any()):
+            return True
     except SamplesError:
         pass
     warnings.warn("samples do not lead in all tensors of the network, or mix; scores are |mean of the derivative| over a "

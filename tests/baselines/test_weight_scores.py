@@ -43,4 +43,18 @@ def test_scores_of_weights_alone() -> None:
     torch.manual_seed(0)
     two = hgnp.sensitivity(net, neurons, batches, criterion="random")
     assert torch.equal(one["a"], two["a"])
+    stream = torch.get_rng_state()
+    hgnp.sensitivity(net, neurons, batches, criterion="random")
+    assert torch.equal(stream, torch.get_rng_state())
+    torch.rand(1)
+    assert not torch.equal(one["a"], hgnp.sensitivity(net, neurons, batches, criterion="random")["a"])
     assert sum(len(neurons.least(s, 3)) > 0 for s in (l1, l2, scale, median, one)) == 5
+
+
+def test_every_round_draws_others_by_lot() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    neurons = hgnp.Neurons(net, torch.randn(2, 4))
+    before = hgnp.sensitivity(net, neurons, [], criterion="random")["2"]
+    neurons.remove({"0": [1]})
+    assert not torch.equal(before, hgnp.sensitivity(net, neurons, [], criterion="random")["2"])

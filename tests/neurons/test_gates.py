@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cases import CASES, Case
-from hgnp import Neurons
+from hgnp import Neurons, sensitivity
 from hgnp.experiments.models import ResNet18
 from hgnp.neurons.gates import Gates, gated
 from oracles import flat, run
@@ -62,3 +63,33 @@ def test_lanes_are_followed_through_what_was_recorded_already(monkeypatch: pytes
 
     monkeypatch.setattr("hgnp.neurons.structure.record", again)
     assert neurons.gates("paper").count > neurons.gates("coupled").count
+
+
+class Added(nn.Module):
+    """Two layers that are added in several spellings."""
+
+    def __init__(self, spelling: str) -> None:
+        super().__init__()
+        self.a, self.c, self.out, self.spelling = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 3), spelling
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, c = torch.tanh(self.a(x)).clone(), torch.tanh(self.c(x))
+        if self.spelling == "a + c":
+            a = a + c
+        elif self.spelling == "a += c":
+            a += c
+        else:
+            a.add_(c)
+        return self.out(a)
+
+
+@pytest.mark.parametrize("spelling", ["a + c", "a += c", "a.add_(c)"])
+def test_lanes_that_are_added_in_place_have_their_gates(spelling: str) -> None:
+    torch.manual_seed(0)
+    net, (x, y) = Added(spelling).double(), (torch.randn(6, 4).double(), torch.arange(6) % 3)
+    found = sensitivity(net, Neurons(net, x), [(x, y)], coupling="paper")
+    gates = [torch.ones(6, 5, dtype=torch.double, requires_grad=True) for _ in range(2)]
+    z = net.out(torch.tanh(net.a(x)) * gates[0] + torch.tanh(net.c(x)) * gates[1])
+    slopes = torch.autograd.grad(F.cross_entropy(z, y), gates)
+    for layer, slope in zip("ac", slopes, strict=True):
+        torch.testing.assert_close(found[layer], slope.abs().sum(0) / slope.abs().sum(0).norm())

@@ -171,15 +171,3 @@ def samples_in(inputs: Any) -> int:
 def autocast_off(like: Tensor) -> AbstractContextManager[Any]:
     """Curvature is summed up in full precision, whatever the network's pass runs in."""
     return torch.autocast(like.device.type, enabled=False)
-
-
-def layer_of(net: nn.Module, error: BaseException) -> str:
-    """The innermost layer of the network that an error was raised in, by name."""
-    names = {id(module): name for name, module in net.named_modules()}
-    found = ""
-    trace = error.__traceback__
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        found = names.get(id(owner), found) if isinstance(owner, nn.Module) else found
-        trace = trace.tb_next
-    return found

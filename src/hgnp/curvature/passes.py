@@ -13,7 +13,7 @@ from hgnp.curvature.blocks import Block, find_blocks
 from hgnp.curvature.check import hooked, tracked
 from hgnp.curvature.choices import Choices
 from hgnp.curvature.direction import Direction
-from hgnp.curvature.forward import Forward, Output, UnfitError, autocast_off, layer_of, run
+from hgnp.curvature.forward import Forward, Output, UnfitError, autocast_off, run
 from hgnp.curvature.gauss_newton import GaussNewton
 from hgnp.curvature.hessian import Hessian
 from hgnp.curvature.losses import Loss, LossCurvature
@@ -21,6 +21,7 @@ from hgnp.curvature.random import RandomState, capturing
 from hgnp.curvature.seen import Seen
 from hgnp.curvature.spectrum import Observer
 from hgnp.curvature.tape import Tape
+from hgnp.modes import layer_of
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Follower:
         self.graph, self.ties, self.approximate = graph, ties, approximate
         self.lanes = lanes
         """Whether sums leave their operands untied (`lanes.py`)."""
-        self.state = [self._initial(index) for index in range(len(graph.values))]
+        self.state = [self.initial(index) for index in range(len(graph.values))]
         self.trail: list[Followed] = []
         self.rows: dict[str, list[Tensor]] = {}
         """Module → the labels of its output channels, one entry for each weight it convolves or multiplies with."""
@@ -44,7 +44,8 @@ class Follower:
         """(step, value, label): where features are read and their channels end, in a product or a sum over them."""
         self._sharing: dict[int, list[int]] = {}
 
-    def _initial(self, index: int) -> Labelled:
+    def initial(self, index: int) -> Labelled:
+        """What is known of a value before the first step."""
         value = self.graph.values[index]
         labels: list[Tensor] = []
         if value.name is not None:

@@ -4,119 +4,146 @@ A gate γ_j multiplies what everything after neuron j sees of it, so that γ_j =
 network without the neuron. Channels that live and die together share one gate. It sits on the inputs of the products (and
 sums over channels) that read them, which is behind norm and activation.
 
-Places are named by the calls of torch functions that the network's own code makes in evaluation mode, counted from 0;
-`gated` multiplies there.
+Places are arguments of the calls of torch functions that the network's own code makes in evaluation mode (`paths.py`); `gated`
+multiplies there.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hgnp.neurons.follow import Follower
-from hgnp.neurons.graph import Invocation, Step, is_invocation
+from hgnp.neurons.graph import Inputs, Invocation, Step
+from hgnp.neurons.handled import Handled, Units
 from hgnp.neurons.labels import Labelled, varies
-from hgnp.neurons.record import plain_attention
+from hgnp.neurons.paths import Call, Path, Place, along, longer
 from hgnp.neurons.rules import name_of
-from hgnp.neurons.structure import Structure
+from hgnp.neurons.structure import PathError, Structure
 from hgnp.neurons.ties import FIXED
 from hgnp.neurons.trial import keep_masks
 
-
-@dataclass(frozen=True)
-class Place:
-    """An argument or a result of one call, by its position among the tensors, and the unit of each of its living channels."""
-
-    position: int
-    units: Tensor
-    """Broadcasts to the tensor; the number of units where there is no gate."""
+T = TypeVar("T")
+MOST_PATHS = 8
 
 
-@dataclass(frozen=True)
-class Call:
-    name: str
-    """Of the function."""
-    reads: tuple[Place, ...]
-    passes: tuple[Place, ...]
-    """Results that carry on channels which the call has read as well (`F.normalize`): their gates come off again, for they
-    are gated where they end."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Gates:
     count: int
     """Units: neurons that share a gate are one."""
     rows: Mapping[str, Tensor]
     """Layer → the unit of each living neuron, or `count` for those that stay. Layers that are read where no gate can sit
     are missing."""
-    places: Mapping[int, Call]
-    """Calls with gated arguments, by number."""
+    paths: list[Path]
+    """Through the network's code, the last one that was taken first."""
+    structure: Structure
+    units: Units
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def to(self, device: torch.device) -> "Gates":
-        """The same for `gated` on a device, which would else be sent the units at every call."""
+        paths = [path.to(device) for path in self.paths]
+        return Gates(self.count, self.rows, paths, self.structure, self.units, device)
 
-        def moved(places: tuple[Place, ...]) -> tuple[Place, ...]:
-            return tuple(Place(place.position, place.units.to(device)) for place in places)
+    def follow(self, inputs: Inputs, work: Callable[[], T]) -> T:
+        """`work`, a `gated` forward of these inputs, along whichever path it takes. One that is not known is recorded, and
+        refused unless all that is known of the neurons holds on it too."""
+        for path in tuple(self.paths):
+            self.paths.remove(path)
+            self.paths.insert(0, path)
+            try:
+                return work()
+            except PathError:
+                continue
+        path, _, lost = _path(self.structure.path(inputs), self.units)
+        ungated = {int(self.units.unit[root]) for root in lost} - {self.count}
+        for name, mine in self.rows.items():
+            if ungated & set(mine.tolist()):
+                raise PathError(name, "its output is read where no gate can sit")
+        self.paths.insert(0, path.to(self.device))
+        del self.paths[MOST_PATHS:]
+        return work()
 
-        calls = self.places.items()
-        return replace(self, places={n: Call(call.name, moved(call.reads), moved(call.passes)) for n, call in calls})
+
+def gated(gates: Gates, gamma: Tensor) -> AbstractContextManager[None]:
+    """Inside the block, one forward in evaluation mode reads every neuron through its gate.
+
+    `gamma` is (samples, units), or (1, units) for gates that all samples share."""
+    return along(gates.structure.net, gates.paths[0], gamma)
 
 
 def find_gates(structure: Structure, rows: Mapping[str, Tensor], alive: Tensor, *, lanes: bool) -> Gates:
     """The gates of the neurons in `rows`; with `lanes`, layers that are added together have gates of their own."""
-    follower = structure.followers[False]
     roots = torch.where(structure.fixed, FIXED, structure.roots)
     living = {name: roots[slots[alive[slots]]] for name, slots in rows.items()}
     wanted = torch.unique(torch.cat([*living.values(), torch.tensor([FIXED])]))[1:]  # FIXED, the lowest, comes first
     unit = torch.full((len(roots),), len(wanted))
     unit[wanted] = torch.arange(len(wanted))
-
-    read, lost = _gated_reads(follower, roots, lanes=lanes)
-    places = {}
-    for call, arguments in read.items():
-        invocation = follower.graph.invocations[call]
-        gated = [
-            Place(position, _units(_as_read(follower, invocation, index), arguments[index], roots, unit, alive))
-            for position, index in enumerate(invocation.tensors)
-            if index in arguments
-        ]
-        everything = set().union(*arguments.values())
-        passes = []
-        for position, index in enumerate(invocation.results):
-            made = _carried(follower, invocation, set(arguments), lanes=lanes).get(index)
-            found = set() if made is None else everything & _roots(made, roots)
-            if made is not None and found:
-                passes.append(Place(position, _units(made, found, roots, unit, alive)))
-        places[call] = Call(invocation.name, tuple(gated), tuple(passes))
-    seen = {root for arguments in read.values() for found in arguments.values() for root in found}
+    units = Units(roots, unit, alive, lanes)
+    path, seen, lost = _path(structure.followers[False], units)
     usable = {}
     for name, mine in living.items():
         own = set(mine.tolist()) - {FIXED}
         if own and own <= seen - lost:
             usable[name] = unit[mine]
-    return Gates(len(wanted), usable, places)
+    return Gates(len(wanted), usable, [path], structure, units)
+
+
+def _path(follower: Follower, units: Units) -> tuple[Path, set[int], set[int]]:
+    """The path that was followed; the roots that are gated on it, and those that are read where no call can be gated."""
+    read, lost = _gated_reads(follower, units.roots, lanes=units.lanes)
+    calls: dict[Any, list[Call]] = defaultdict(list)
+    known, history = Handled(follower, units), 0
+    for number, invocation in enumerate(follower.graph.invocations):
+        history = longer(history, invocation.frame.module, invocation.name)
+        found = known.call(invocation, _places(follower, invocation, read.get(number, {}), units), history)
+        if found is not None:
+            calls[invocation.frame].append(found)
+    seen = {root for arguments in read.values() for found in arguments.values() for root in found}
+    return Path({frame: tuple(made) for frame, made in calls.items()}, known.weights), seen, lost
+
+
+def _places(
+    follower: Follower, invocation: Invocation, arguments: Mapping[int, set[int]], units: Units
+) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
+    """Where a call's arguments are gated, and where its results are no longer."""
+    if not arguments:
+        return (), ()
+    steps = [follower.graph.steps[step] for step in invocation.steps]
+    written = {index for step in steps for index in step.writes if index in step.reads}
+    reads = [
+        Place(position, _units(_as_read(follower, invocation, index), arguments[index], units), index in written)
+        for position, index in invocation.tensors.items()
+        if index is not None and index in arguments
+    ]
+    everything = set().union(*arguments.values())
+    carried, passes = _carried(follower, invocation, set(arguments), lanes=units.lanes), []
+    for position, index in invocation.results.items():
+        made = carried.get(index)
+        found = set() if made is None else everything & _roots(made, units.roots)
+        if made is not None and found:
+            passes.append(Place(position, _units(made, found, units)))
+    return tuple(reads), tuple(passes)
 
 
 def _gated_reads(follower: Follower, roots: Tensor, *, lanes: bool) -> tuple[dict[int, dict[int, set[int]]], set[int]]:
     """Call → argument → the roots that are to be gated there; and the roots that are read where no call can be gated."""
     read: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     lost: set[int] = set()
+    invocations = follower.graph.invocations
+    caller = {step: call for call, invocation in enumerate(invocations) for step in invocation.steps}
     for step, value, found in _reads(follower, roots, lanes=lanes):
         reached: set[int] = set()
-        for call, invocation in enumerate(follower.graph.invocations):
-            if step in invocation.steps:
-                for argument in _given(follower, invocation, step, value):
-                    carried = found & _roots(_as_read(follower, invocation, argument), roots)
-                    if carried:
-                        read[call][argument] |= carried
-                        reached |= carried
-                break
+        if step in caller:
+            invocation = invocations[caller[step]]
+            for argument in _given(follower, invocation, step, value):
+                carried = found & _roots(_as_read(follower, invocation, argument), roots)
+                if carried:
+                    read[caller[step]][argument] |= carried
+                    reached |= carried
         lost |= found - reached
     return read, lost
 
@@ -170,7 +197,7 @@ def _given(follower: Follower, invocation: Invocation, step: int, value: int) ->
         recorded = follower.graph.steps[before]
         if made_from & set(recorded.writes):
             made_from |= set(recorded.reads)
-    return made_from & {index for index in invocation.tensors if index is not None}
+    return made_from & {index for index in invocation.tensors.values() if index is not None}
 
 
 def _as_read(follower: Follower, invocation: Invocation, value: int) -> Labelled:
@@ -196,92 +223,19 @@ def _carried(
     return made
 
 
-def _units(labelled: Labelled, found: set[int], roots: Tensor, unit: Tensor, alive: Tensor) -> Tensor:
+def _units(labelled: Labelled, found: set[int], units: Units) -> Tensor:
     """The unit of every living entry, as a tensor that broadcasts to the argument."""
-    masks = keep_masks(labelled, alive)
-    none = int(unit[FIXED])
+    masks = keep_masks(labelled, units.alive)
     total: Tensor | None = None
     for label in labelled.labels:
-        if not found & _slots(label, roots):
+        if not found & _slots(label, units.roots):
             continue
         for dim in varies(label):
             mask = masks[dim]
             if mask is not None:
                 label = label.index_select(dim, mask.nonzero().squeeze(1))
-        mine = roots[label]
-        mine = torch.where(torch.isin(mine, torch.tensor(sorted(found))), unit[mine], none)
-        total = mine if total is None else torch.where(total == none, mine, total)
+        mine = units.roots[label]
+        mine = torch.where(torch.isin(mine, torch.tensor(sorted(found))), units.unit[mine], units.count)
+        total = mine if total is None else torch.where(total == units.count, mine, total)
     assert total is not None
     return total
-
-
-@contextmanager
-def gated(gates: Gates, gamma: Tensor) -> Iterator[None]:
-    """Inside the block, one forward in evaluation mode reads every neuron through its gate.
-
-    `gamma` is (samples, units), or (1, units) for gates that all samples share."""
-    with plain_attention(), _Gated(gates, gamma):
-        yield
-
-
-class _Gated(TorchFunctionMode):
-    def __init__(self, gates: Gates, gamma: Tensor) -> None:
-        super().__init__()
-        self._places = gates.places
-        self._gamma = torch.cat([gamma, gamma.new_ones(gamma.shape[0], 1)], 1)
-        self._call = -1
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self._call += is_invocation(func)
-        if self._call not in self._places or not is_invocation(func):
-            return func(*args, **(kwargs or {}))
-        call = self._places[self._call]
-        if getattr(func, "__name__", "") != call.name:
-            raise _another_path(call)
-        gated: dict[int, Tensor] = {}  # one tensor given twice stays one tensor
-
-        def close(leaf: Tensor, units: Tensor) -> Tensor:
-            if id(leaf) not in gated:
-                gated[id(leaf)] = leaf * self._gate(leaf, units)
-            return gated[id(leaf)]
-
-        args, kwargs = _at(call, call.reads, (args, kwargs or {}), close)
-        return _at(
-            call, call.passes, func(*args, **kwargs), lambda leaf, units: leaf / _or_one(self._gate(leaf, units))
-        )
-
-    def _gate(self, leaf: Tensor, units: Tensor) -> Tensor:
-        gate = self._gamma.to(leaf.dtype)[:, units.flatten().to(leaf.device)]  # (N, entries)
-        samples = gate.shape[0]
-        if samples > 1:
-            if leaf.shape[0] % samples or units.shape[0] > 1:
-                raise SamplesError
-            gate = gate.repeat_interleave(leaf.shape[0] // samples, 0)
-            return gate.view(leaf.shape[0], *units.shape[1:])
-        return gate.view(units.shape)
-
-
-def _at(call: Call, places: tuple[Place, ...], tree: Any, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """The same arguments or results with the tensors at `places` changed."""
-    leaves, spec = tree_flatten(tree)
-    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    for place in places:
-        if len(tensors) <= place.position:
-            raise _another_path(call)
-        leaves[tensors[place.position]] = change(leaves[tensors[place.position]], place.units)
-    return tree_unflatten(leaves, spec) if places else tree
-
-
-def _or_one(gate: Tensor) -> Tensor:
-    """Behind a closed gate there is nothing, whatever it is divided by."""
-    return torch.where(gate == 0, torch.ones_like(gate), gate)
-
-
-def _another_path(call: Call) -> ValueError:
-    return ValueError(f"net: its forward took another path than when Neurons was made ({call.name} was expected)")
-
-
-class SamplesError(Exception):
-    """Samples do not lead in an argument, so they cannot have gates of their own."""

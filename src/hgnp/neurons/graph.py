@@ -1,12 +1,15 @@
 """A recorded forward: tensors and the operators between them, without data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from hgnp.neurons.calls import Frame
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -59,14 +62,27 @@ class Step:
 
 @dataclass(frozen=True)
 class Invocation:
-    """One call of a torch function by the network's own code: the tensors it was given, those it returned and the steps it
-    came to. Reading an
-    attribute (`x.device`) is none: fake tensors answer some of that without a call."""
+    """One call of a torch function by the network's own code. Tensors are named by their place among the leaves of the
+    arguments or results."""
 
     name: str
-    tensors: tuple[int | None, ...]
-    results: tuple[int | None, ...]
+    frame: Frame
+    """The module's call that made it."""
+    tensors: dict[int, int | None]
+    """The tensors it was given: place → value."""
+    results: dict[int, int | None]
     steps: range
+    """What it came to."""
+    numbers: tuple["Number", ...]
+    """What else it was given."""
+
+
+class Number(NamedTuple):
+    """An argument that is no tensor: a size, a dimension, an index."""
+
+    dim: int | None
+    """The dimension that it is an index into, where that can be told."""
+    value: Any
 
 
 @dataclass
@@ -83,8 +99,44 @@ class Graph:
     """The module in which it happened."""
 
 
-def is_invocation(func: Callable[..., Any]) -> bool:
-    return getattr(func, "__name__", "") != "__get__"
+def function_name(func: Callable[..., Any]) -> str:
+    """The name of a torch function, or of the attribute that is read (`x.T`)."""
+    name = getattr(func, "__name__", "")
+    return getattr(func.__self__, "__name__", "") if name == "__get__" and hasattr(func, "__self__") else name
+
+
+def is_invocation(name: str, result: Any) -> bool:
+    """Whether a torch function has made or changed a tensor. Others only ask for something (`x.size()`, `x.device`), which fake
+    tensors answer in part without a call."""
+    return name == "__setitem__" or any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
+
+
+def numbers_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Number, ...]:
+    """What a call was given that can decide where its channels go."""
+    if name == "__getitem__" and args[1:] and not isinstance(args[1], list):
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return tuple(_indices(index, args[0].dim()))
+    leaves = tree_leaves((args, kwargs))
+    return tuple(
+        Number(None, leaf) for leaf in leaves if leaf is None or isinstance(leaf, int | str | slice | torch.Size)
+    )
+
+
+def _indices(index: tuple[Any, ...], ndim: int) -> Iterator[Number]:
+    """The parts of x[index] with the dimensions that they are for."""
+    taken = [part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1 for part in index]
+    taken = [
+        0 if part is None or part is ... or isinstance(part, bool) else n for part, n in zip(index, taken, strict=True)
+    ]
+    dim = 0
+    for part, n in zip(index, taken, strict=True):
+        if part is ...:
+            dim = ndim - sum(taken) + dim
+        elif isinstance(part, int | slice) and not isinstance(part, bool):
+            yield Number(dim, part)
+        elif not isinstance(part, Tensor):
+            yield Number(None, str(part))  # a new dimension, or a list
+        dim += n
 
 
 def kind_of(tensor: Tensor) -> Kind:

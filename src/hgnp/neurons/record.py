@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,13 +27,27 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from hgnp.modes import layer_of
 from hgnp.neurons.as_found import chance, left_as_found
-from hgnp.neurons.graph import Graph, Inputs, Invocation, Kind, Ref, Step, Value, is_invocation, kind_of, tensors_of
+from hgnp.neurons.calls import Frame, ModuleCalls
+from hgnp.neurons.graph import (
+    Graph,
+    Inputs,
+    Invocation,
+    Kind,
+    Ref,
+    Step,
+    Value,
+    function_name,
+    is_invocation,
+    kind_of,
+    numbers_of,
+    tensors_of,
+)
 
 
 class UnseenError(Exception):
@@ -41,20 +55,26 @@ class UnseenError(Exception):
 
 
 KNOWN = {outcome: torch.tensor(outcome) for outcome in (False, True)}
+MOST_CACHED = 4096
 UNSEEN = (UnseenError, DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, weights: Mapping[int, str], inputs: list[Tensor]) -> None:
+    def __init__(self, net: nn.Module, weights: Mapping[int, str], inputs: list[Tensor]) -> None:
         super().__init__()
         self.graph = Graph()
-        self.stack: list[str] = []
+        self.calls = ModuleCalls(net, self._entered)
         self._weights = weights
         self._index: dict[int, int] = {}
         self._chances: set[int] = set()
         self._alive: list[Tensor] = []  # keeps id() unique for the length of the recording
         for tensor in inputs:
             self.value(tensor, made=False)
+
+    def _entered(self, frame: Frame, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor):
+            with torch._C.DisableTorchFunction():
+                self.graph.calls.append((frame.module, self.value(args[0], made=False)))
 
     def value(self, tensor: Tensor, *, made: bool) -> int:
         index = self._index.get(id(tensor))
@@ -84,7 +104,7 @@ class _Recorder(TorchDispatchMode):
             self._chances.add(id(result))
         elif name in ("lt", "le", "gt", "ge") and id(args[0]) in self._chances and isinstance(args[1], int | float):
             outcome = _outcome(name, args[1])
-            if outcome is not None:
+            if outcome is not None and isinstance(result, FakeTensor):
                 result.constant = KNOWN[outcome]
 
     def known(self, tensor: Tensor) -> int | None:
@@ -105,7 +125,8 @@ class _Recorder(TorchDispatchMode):
         reads = tuple(self.value(leaf, made=False) for leaf in leaves if isinstance(leaf, Tensor))
         if _only_names_a_layout(op, args, kwargs):
             return op(*args, **kwargs)
-        result = _batch_norm(*args) if op is torch.ops.aten.native_batch_norm.default else op(*args, **kwargs)
+        shapes_only = op is torch.ops.aten.native_batch_norm.default and isinstance(args[0], FakeTensor)
+        result = _batch_norm(*args) if shapes_only else op(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._settle_chance(op, args, result)
         if made:
@@ -113,8 +134,7 @@ class _Recorder(TorchDispatchMode):
                 lambda leaf: Ref(self._index[id(leaf)]) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
             )
             writes = tuple(self.value(tensor, made=True) for tensor in made)
-            module = self.stack[-1] if self.stack else ""
-            self.graph.steps.append(Step(op, refs[0], refs[1], reads, writes, module))
+            self.graph.steps.append(Step(op, refs[0], refs[1], reads, writes, self.calls.frame.module))
         return result
 
 
@@ -138,18 +158,21 @@ class _Invocations(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not is_invocation(func):
-            return func(*args, **kwargs)
-        given = self._known((args, kwargs))
-        graph = self._recorder.graph
+        name, graph = function_name(func), self._recorder.graph
+        given, numbers = self._known((args, kwargs)), numbers_of(name, args, kwargs)
         start = len(graph.steps)
         result = func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        graph.invocations.append(Invocation(name, given, self._known(result), range(start, len(graph.steps))))
+        if is_invocation(name, result):
+            steps = range(start, len(graph.steps))
+            frame = self._recorder.calls.frame
+            new = self._known((args, kwargs))  # a weight is known from its first use
+            given = {place: new[place] if index is None else index for place, index in given.items()}
+            graph.invocations.append(Invocation(name, frame, given, self._known(result), steps, numbers))
         return result
 
-    def _known(self, tree: Any) -> tuple[int | None, ...]:
-        return tuple(self._recorder.known(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    def _known(self, tree: Any) -> dict[int, int | None]:
+        leaves = enumerate(tree_leaves(tree))
+        return {place: self._recorder.known(leaf) for place, leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def _outcome(comparison: str, threshold: float) -> bool | None:
@@ -179,14 +202,18 @@ def record(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     kinds: Mapping[str, Kind] | None = None,
     adjust: Callable[[], None] = lambda: None,
+    read: bool = False,
 ) -> Graph:
     """The forward of `net` in train or eval mode as a graph.
 
     `shapes` and `kinds` give parameters and buffers another shape, dtype and device for this one forward and `adjust` sets
-    module attributes to match: that is how a removal is tried before anything is touched.
+    module attributes to match: that is how a removal is tried before anything is touched. With `read`, the inputs and what is
+    made of them alone are computed, so that code which looks at them (whether a mask has padding) goes the way it will go.
     """
     with torch.inference_mode(False), _uninterrupted():
-        graph, made = _record(net, inputs, training, shapes or {}, kinds or {}, adjust)
+        graph, made = _record(net, inputs, training, shapes or {}, kinds or {}, adjust, read)
+    if FakeTensorMode.cache_info().size > MOST_CACHED:
+        FakeTensorMode.cache_clear()  # PyTorch keeps an entry for each operator and shape, and every removal makes new ones
     if shapes is None and graph.error is None and any(tensor() is not None for tensor in made):
         gc.collect()
         if any(tensor() is not None for tensor in made):
@@ -202,16 +229,19 @@ def _record(
     shapes: Mapping[str, tuple[int, ...]],
     kinds: Mapping[str, Kind],
     adjust: Callable[[], None],
+    read: bool,
 ) -> tuple[Graph, list["weakref.ref[Tensor]"]]:
     """The graph, and references to the tensors made on the way, which ought to be gone by now."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes, weights = _fake_weights(net, fake_mode, shapes, kinds)
-    args, kwargs = tree_map(lambda leaf: fake_mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
-    recorder = _Recorder(weights, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+    args, kwargs = inputs
+    if not read:
+        args, kwargs = tree_map(lambda leaf: fake_mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
+    recorder = _Recorder(net, weights, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
     graph = recorder.graph
     with (
         left_as_found(net),
-        _named_modules(net, recorder),
+        recorder.calls,
         plain_attention(),
         warnings.catch_warnings(action="ignore"),
     ):
@@ -222,7 +252,9 @@ def _record(
                 own.update({key: fakes[id(tensor)] for key, tensor in own.items() if tensor is not None})
         try:
             before = chance()
-            with torch.enable_grad(), fake_mode, recorder, _Invocations(recorder):
+            # without the mode, what reads no weight is computed: a weight, being fake, brings its mode with it
+            fake = nullcontext() if read else fake_mode
+            with torch.enable_grad(), fake, recorder, _Invocations(recorder):
                 output = net(*args, **kwargs)
             graph.outputs = tuple(recorder.value(tensor, made=False) for tensor in _tensors(output))
             if chance() != before:
@@ -230,7 +262,7 @@ def _record(
             if not graph.outputs:
                 raise TypeError(f"its output, a {type(output).__name__}, holds no tensor that can be found")
         except Exception as error:
-            graph.error, graph.where = error, recorder.stack[-1] if recorder.stack else ""
+            graph.error, graph.where = error, layer_of(net, error)
     return graph, recorder.made()
 
 
@@ -248,33 +280,6 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if came:
             before(*came[-1])
-
-
-@contextmanager
-def _named_modules(net: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Let the recorder know which module is running."""
-    names = {id(module): name for name, module in net.named_modules()}
-    thread = threading.get_ident()  # these hooks are everybody's
-
-    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if threading.get_ident() == thread:
-            name = names.get(id(module), recorder.stack[-1] if recorder.stack else "")
-            recorder.stack.append(name)
-            if args and isinstance(args[0], Tensor):
-                with torch._C.DisableTorchFunction():
-                    index = recorder.value(args[0], made=False)
-                recorder.graph.calls.append((name, index))
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == thread:
-            recorder.stack.pop()
-
-    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager

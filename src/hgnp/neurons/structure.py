@@ -21,7 +21,7 @@ from hgnp.neurons.graph import Graph, Inputs, kind_of, tensors_of
 from hgnp.neurons.labels import compact, varies
 from hgnp.neurons.record import UNSEEN, quiet_norms, record
 from hgnp.neurons.rules import name_of
-from hgnp.neurons.ties import Ties
+from hgnp.neurons.ties import Settled, Ties, UnsettledError
 from hgnp.neurons.trial import Misfit, alike, compare, shape_after
 from hgnp.neurons.widths import Shape, stated_widths
 from hgnp.removal import Removal
@@ -34,6 +34,16 @@ class Recorded:
     graphs: Mapping[bool, Graph]
     quiet: bool
     """Whether batch norms had to be in eval mode for it, as each sees one value a channel."""
+
+
+class PathError(ValueError):
+    """The forward takes a path that is not known."""
+
+    def __init__(self, module: str, reason: str) -> None:
+        where = f"in {module}" if module else "in its own forward"
+        super().__init__(
+            f"net: {where} it takes a path that was not recorded ({reason}); make Neurons with an example_input that takes it"
+        )
 
 
 class Structure:
@@ -49,6 +59,7 @@ class Structure:
         seen: Recorded | None = None,
     ) -> None:
         self.net, self.inputs = net, inputs
+        self._approximate, self._lanes = approximate, lanes
         self.shapes: dict[str, Shape] = {name: tuple(t.shape) for name, t in tensors_of(net).items()}
         self.kinds = {name: kind_of(tensor) for name, tensor in tensors_of(net).items()}  # the network may move later
         self.ties = Ties(self.shapes)
@@ -64,7 +75,7 @@ class Structure:
                 self.ties.fix(everything, f"the forward depends on its data ({first_line(graph.error)})")
             follower.run()
         self._fix_unused()
-        self._make_rectangular()
+        self._make_rectangular(self.ties, *self.followers.values())
         self.settle()
 
     @property
@@ -111,12 +122,13 @@ class Structure:
         mine = [slots for (owner, _), slots in self.ties.slots.items() if owner == name]
         return torch.cat(mine) if mine else torch.zeros(0, dtype=torch.long)
 
-    def _make_rectangular(self) -> None:
+    @staticmethod
+    def _make_rectangular(ties: Ties, *followers: Follower) -> None:
         """A tensor loses whole slices. Where a label varies along several dimensions, as after splitting channels into
         groups, the same place in every group goes: code fixes how many groups there are, rarely how large they are."""
         labels = {
             id(label): label
-            for follower in self.followers.values()
+            for follower in followers
             for labelled in follower.state
             for label in labelled.labels
             if len(varies(label)) > 1
@@ -125,11 +137,27 @@ class Structure:
         while changed:
             changed = False
             for label in labels.values():  # in the order of the forward: the split comes before what is made of it
-                spread = compact(self.ties.roots_of(label))
+                spread = compact(ties.roots_of(label))
                 for dim in varies(spread)[:-1]:
                     first = spread.narrow(dim, 0, 1)
-                    self.ties.tie(first, spread, "its channels are laid out in a way that cannot be cut")
+                    ties.tie(first, spread, "its channels are laid out in a way that cannot be cut")
                     spread, changed = first, True
+
+    def path(self, inputs: Inputs) -> Follower:
+        """The forward of these inputs in eval mode. PathError if it ties or fixes more than what was recorded."""
+        everyone = torch.ones(len(self.ties), dtype=torch.bool)
+        adjust = self._adjust(everyone)
+        graph = record(self.net, inputs, training=False, shapes=self.shapes, adjust=adjust, read=True)
+        if graph.error is not None:
+            raise PathError(graph.where, first_line(graph.error)) from graph.error
+        ties = Settled(self.ties)
+        follower = Follower(graph, ties, approximate=self._approximate, lanes=self._lanes)
+        try:
+            follower.run()
+            self._make_rectangular(ties, follower)
+        except UnsettledError as error:
+            raise PathError(follower.step.module, f"more neurons belong together there, or stay: {error}") from error
+        return follower
 
     # Cuts
 
@@ -192,15 +220,7 @@ class Structure:
 
     def _try(self, alive: Tensor, judge: Callable[[Follower, Graph], Misfit | None]) -> Misfit | None:
         shapes = self.shapes | self.shapes_after(alive)
-        attributes = [(module, widths) for _, module, widths in self.widths_after(alive) if widths]
-
-        def adjust() -> None:
-            for module, widths in attributes:
-                module.__dict__.update(widths)
-            if self.quiet:
-                quiet_norms(self.net)
-
-        graphs = {}
+        adjust, graphs = self._adjust(alive), {}
         for training, follower in self.followers.items():
             graph = record(self.net, self.inputs, training=training, shapes=shapes, kinds=self.kinds, adjust=adjust)
             graphs[training] = graph
@@ -209,6 +229,18 @@ class Structure:
                 return found
         self.tried = alive, Recorded(graphs, self.quiet)
         return None
+
+    def _adjust(self, alive: Tensor) -> Callable[[], None]:
+        """Sets the widths that modules state, for the time of a trial."""
+        attributes = [(module, widths) for _, module, widths in self.widths_after(alive) if widths]
+
+        def adjust() -> None:
+            for module, widths in attributes:
+                module.__dict__.update(widths)
+            if self.quiet:
+                quiet_norms(self.net)
+
+        return adjust
 
     def _two_of_each(self, alive: Tensor) -> Tensor:
         """The cut with something brought back wherever a tensor was left with one entry along a dimension."""

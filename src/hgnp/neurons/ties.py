@@ -48,9 +48,12 @@ class Ties:
                 continue
             one, other = self.find(one), self.find(other)
             if one != other:
-                self._parent[other] = one
-                if other in self._reason:
-                    self._reason.setdefault(one, self._reason.pop(other))
+                self._join(one, other, reason)
+
+    def _join(self, one: int, other: int, reason: str) -> None:
+        self._parent[other] = one
+        if other in self._reason:
+            self._reason.setdefault(one, self._reason.pop(other))
 
     def fix(self, slots: Tensor, reason: str) -> None:
         for slot in torch.unique(slots).tolist():
@@ -82,3 +85,22 @@ class Ties:
         mask = torch.zeros(len(self), dtype=torch.bool)
         mask[list(self._reason)] = True
         return mask[roots]
+
+
+class UnsettledError(Exception):
+    """More is tied or fixed than was known."""
+
+
+class Settled(Ties):
+    """Ties that are known already. One more is an error."""
+
+    def __init__(self, ties: Ties) -> None:
+        self.slots, self._parent, self._reason = ties.slots, ties._parent, ties._reason
+
+    def _join(self, one: int, other: int, reason: str) -> None:
+        if one not in self._reason or other not in self._reason:
+            raise UnsettledError(self._reason.get(one) or self._reason.get(other) or reason)
+
+    def _fix(self, slot: int, reason: str) -> None:
+        if slot != FIXED and self.find(slot) not in self._reason:
+            raise UnsettledError(reason)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from hgnp.curvature.forward import Output, layer_of, run, samples_in
+from hgnp.curvature.forward import Output, run, samples_in
 from hgnp.curvature.losses import CrossEntropy, Loss, loss_curvature
 from hgnp.messages import brief, first_line
-from hgnp.modes import evaluating
+from hgnp.modes import evaluating, layer_of
 
 Unpack = Callable[[Any], tuple[Any, Any]]
 

@@ -1,0 +1,137 @@
+"""Hugging Face's classifiers with the attention masks that tokenizers make, against gates put in by hand."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hgnp
+
+try:  # Transformers imports torchvision where it is installed, and one that was built for another torch cannot be
+    import torchvision  # noqa: F401
+except ImportError:
+    pass
+except RuntimeError as error:
+    pytest.skip(f"torchvision is broken ({error})", allow_module_level=True)
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"vocab_size": 40, "num_labels": 3, "max_position_embeddings": 16}
+ENCODER = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 10}
+PAD = 1
+
+
+def bert(**how: Any) -> nn.Module:
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(pad_token_id=PAD, **SIZES, **ENCODER, **how)
+    )
+
+
+def roberta(**how: Any) -> nn.Module:
+    return transformers.RobertaForSequenceClassification(
+        transformers.RobertaConfig(pad_token_id=PAD, **SIZES, **ENCODER, **how)
+    )
+
+
+def distilbert(**how: Any) -> nn.Module:
+    sizes = {"dim": 8, "n_layers": 1, "n_heads": 2, "hidden_dim": 10}
+    return transformers.DistilBertForSequenceClassification(
+        transformers.DistilBertConfig(pad_token_id=PAD, **SIZES, **sizes, **how)
+    )
+
+
+def llama(**how: Any) -> nn.Module:
+    return transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(pad_token_id=PAD, num_key_value_heads=1, **SIZES, **ENCODER, **how)
+    )
+
+
+def gpt2(**how: Any) -> nn.Module:
+    sizes = {
+        "vocab_size": 40,
+        "num_labels": 3,
+        "n_positions": 16,
+        "n_embd": 8,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_inner": 10,
+    }
+    tokens = {"pad_token_id": PAD, "bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**tokens, **sizes, **how))
+
+
+FEED_FORWARD = {
+    "bert": (bert, "bert.encoder.layer.0.intermediate.dense", "bert.encoder.layer.0.output.dense"),
+    "roberta": (roberta, "roberta.encoder.layer.0.intermediate.dense", "roberta.encoder.layer.0.output.dense"),
+    "distilbert": (distilbert, "distilbert.transformer.layer.0.ffn.lin1", "distilbert.transformer.layer.0.ffn.lin2"),
+    "llama": (llama, "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"),
+    "gpt2": (gpt2, "transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj"),
+}
+"""Network → how it is made, the layers in its feed-forward parts, and those that read them."""
+
+Inputs = dict[str, Tensor]
+
+
+def tokens(kind: str, samples: int = 4, length: int = 6) -> Inputs:
+    """What a tokenizer makes: of texts that are all as long, of shorter ones too, or without saying so."""
+    ids = torch.randint(2, 40, (samples, length))
+    mask = torch.ones_like(ids)
+    if kind == "padded":
+        mask[1, length // 2 :] = 0
+        mask[-1, -1:] = 0
+    ids[mask == 0] = PAD
+    return {"input_ids": ids} if kind == "without" else {"input_ids": ids, "attention_mask": mask}
+
+
+def by_hand(net: nn.Module, reader: str, inputs: Inputs, y: Tensor) -> Tensor:
+    """The scores of a layer, by a hook on the one that reads its output."""
+    gate = torch.ones(len(y), 1, 10, dtype=torch.double, requires_grad=True)
+    handle = net.get_submodule(reader).register_forward_pre_hook(lambda _, args: (args[0] * gate, *args[1:]))
+    net.eval()
+    (slope,) = torch.autograd.grad(F.cross_entropy(net(**inputs).logits, y), gate)
+    net.train()
+    handle.remove()
+    raw = slope.abs().sum((0, 1))
+    return raw / raw.norm()
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", (DeprecationWarning, FutureWarning))
+        yield
+
+
+CASES = [
+    *((name, "sdpa", "full", ["full", "padded", "without"]) for name in FEED_FORWARD),
+    *((name, "sdpa", "padded", ["full", "padded"]) for name in FEED_FORWARD),
+    ("bert", "sdpa", "without", ["padded"]),
+    ("bert", "eager", "full", ["padded"]),
+]
+
+
+@pytest.mark.parametrize(("name", "attention", "example", "batches"), CASES)
+def test_scores_with_masks_are_those_of_gates_by_hand(
+    name: str, attention: str, example: str, batches: list[str]
+) -> None:
+    torch.manual_seed(0)
+    make, layer, reader = FEED_FORWARD[name]
+    net, y = make(attn_implementation=attention).double(), torch.arange(4) % 3
+    neurons = hgnp.Neurons(net, tokens(example))
+    for kind in batches:
+        inputs = tokens(kind, length=8)
+        found = hgnp.sensitivity(net, neurons, [(inputs, y)], output=lambda o: o.logits)
+        torch.testing.assert_close(found[layer], by_hand(net, reader, inputs, y), rtol=1e-9, atol=1e-12)
+
+
+def test_a_bert_is_pruned_on_batches_with_masks() -> None:
+    torch.manual_seed(0)
+    net = bert()
+    batches = [(tokens(kind, samples=8), torch.arange(8) % 3) for kind in ("full", "padded", "full")]
+    recipe = hgnp.Recipe(keep=0.8, warmup_epochs=1, neurons_per_round=8, finetune_epochs=1, bound=0.0, lr=0.01)
+    result = hgnp.prune(net, batches, recipe=recipe, output=lambda o: o.logits)
+    assert result.history[-1]["kept"] <= 0.8
+    assert net(**tokens("padded")).logits.isfinite().all()
