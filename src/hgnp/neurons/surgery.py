@@ -33,6 +33,8 @@ def changes_to_net(net: nn.Module, removal: Removal) -> list[Change]:
     for name, widths in removal.widths.items():
         module = modules[name]
         changes.append(set_attributes(module, widths))
+    # cuDNN reads a recurrent layer's weights from one chunk of memory, and PyTorch warns at every call where they are not
+    changes += [Change(module.flatten_parameters) for module in modules.values() if isinstance(module, nn.RNNBase)]
     return changes
 
 
