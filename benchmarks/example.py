@@ -60,8 +60,8 @@ def main() -> None:
         "# The ten-line example",
         "",
         f"`python {' '.join(sys.argv)}`, {datetime.date.today()}, {platform.machine()}, one thread, torch {torch.__version__}: "
-        "the example of the README on DigitsNet and scikit-learn's digits (1,400 to train, 397 to validate, batch 64), once with "
-        "each method in turn.",
+        "the example of the README on DigitsNet and scikit-learn's digits (1,400 to train, 397 to validate, batch 64), "
+        "once with each method in turn.",
         "",
         "| seed | HGNP | Taylor | κ, HGNP | κ, Taylor | s, HGNP | s, Taylor | ratio |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
