@@ -140,7 +140,7 @@ def test_the_presets_are_known_to_be_the_paper_s_experiments() -> None:
     nets = [AlexNet(102), ResNet18(10, stem="cifar"), ResNet18(200, stem="imagenet"), VGG16(10, form="cifar")]
     for net, sample in zip(nets, PAPER, strict=True):
         data = {name: sample.features[name] for name in ("train_samples", "val_samples", "classes")}
-        counted = features(net, None, None, classes=False, train=None, val=None) | data
+        counted = features(net, None, classes=None, train=None, val=None) | data
         assert [same_experiment(counted, each.features) for each in PAPER] == [each is sample for each in PAPER]
         assert not same_experiment(counted | {"classes": 11}, sample.features)
         assert not same_experiment(counted | {"classes": None}, sample.features | {"classes": None})

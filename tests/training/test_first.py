@@ -177,7 +177,7 @@ def test_a_network_that_cannot_be_copied_says_that_its_latency_is_not_measured()
         def note(self, text: str) -> None:
             notes.append(text)
 
-    result = hgnp.prune(net, *loaders(), recipe=recipe(keep=1.0, warmup_epochs=1), _progress=Heard())
+    result = hgnp.prune(net, *loaders(), recipe=recipe(measure="auto", keep=1.0, warmup_epochs=1), _progress=Heard())
     assert result.after.latency_ms is None
     assert [
         note for note in notes if note.startswith("latency is not measured, as net cannot be copied: cannot pickle")
@@ -188,4 +188,4 @@ def test_a_network_that_cannot_be_copied_says_that_its_latency_is_not_measured()
             raise KeyError("a bug of one's own")
 
     with pytest.raises(KeyError, match="of one's own"):
-        hgnp.prune(Odd(), *loaders(), recipe=recipe(keep=1.0, warmup_epochs=1))
+        hgnp.prune(Odd(), *loaders(), recipe=recipe(measure="auto", keep=1.0, warmup_epochs=1))

@@ -1,6 +1,7 @@
 """Sharpness and latency before and after a run: what is measured, how long it may take, and that it disturbs nothing."""
 
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ from torch import Tensor, nn
 
 import hgnp
 from hgnp.training import measure
-from train_cases import Net, loaders, made, recipe
+from train_cases import Net, loaders, made
+from train_cases import recipe as unmeasured
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+recipe = partial(unmeasured, measure="auto")
 
 
 @pytest.fixture

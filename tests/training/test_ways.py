@@ -204,12 +204,14 @@ def test_ways_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(ways, "side_by_side", refuse)
         told = Notes()
-        assert hgnp.prune(made(), *loaders(), recipe=recipe(execution="measured"), _progress=told).reached
+        assert hgnp.prune(
+            made(), *loaders(), recipe=recipe(execution="measured", measure="auto"), _progress=told
+        ).reached
         assert told.texts == ["steps run as found, as measuring failed: no room"]
 
     monkeypatch.setattr(nn.Module, "__deepcopy__", refuse, raising=False)
     told = Notes()
-    assert hgnp.prune(made(), *loaders(), recipe=recipe(execution="measured"), _progress=told).reached
+    assert hgnp.prune(made(), *loaders(), recipe=recipe(execution="measured", measure="auto"), _progress=told).reached
     assert told.texts == [
         "nothing is measured, as net cannot be copied and pruned: no room",
         "latency is not measured, as net cannot be copied: no room",
