@@ -208,3 +208,23 @@ def test_scores_in_evaluation_mode_have_a_look_of_their_own() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert sensitivity(net, Neurons(net, x), [(x, y)], flatness=flat)
+
+
+class Catches(nn.Module):
+    """Catches whatever its norm raises, and does without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, norm = self.first(x), self.norm
+        with contextlib.suppress(Exception):
+            h = torch.batch_norm(h, norm.weight, norm.bias, norm.running_mean, norm.running_var, True, 0.1, 1e-5, False)
+        return self.last(h)
+
+
+def test_an_operation_that_cannot_be_carried_is_refused_though_the_network_catches_errors() -> None:
+    net = Catches()
+    with pytest.raises(ValueError, match="batch_norm is called directly"):
+        Flatness(net, mu=1.0).backward(torch.randn(16, 6), torch.arange(16) % 4)

@@ -1,5 +1,6 @@
 """Forwards that take another path than the recorded one: scored as gates written in by hand say, or refused by module."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -322,3 +323,45 @@ def test_attention_that_was_recorded_without_a_mask_is_scored_with_one() -> None
     assert found.keys() == net.layers.keys()
     for layer, gate in net.layers.items():
         torch.testing.assert_close(found[layer], raw[gate] / raw[gate].norm(), rtol=1e-9, atol=1e-12)
+
+
+class Falling(nn.Module):
+    """Catches whatever its loop raises, and goes another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop, self.other = Recurrent(functional=True), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.loop(x)
+        except ValueError:
+            return self.other(x[:, 0])
+
+
+def test_a_path_that_is_refused_is_not_hidden_by_a_network_that_catches_errors() -> None:
+    net, given = Falling().double(), batch(6, 8, 3)
+    found = hgnp.sensitivity(net, hgnp.Neurons(net, given[0][:2, :5]), [given])
+    expected = hgnp.sensitivity(net, hgnp.Neurons(net, given[0][:2]), [given])
+    for layer in expected:
+        assert expected[layer].max() > 0
+        torch.testing.assert_close(found[layer], expected[layer], rtol=1e-9, atol=1e-12)
+
+
+class Projecting(nn.Module):
+    """What its projection does not fit is taken as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.first, self.last = nn.Linear(7, 20), nn.Linear(20, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with contextlib.suppress(RuntimeError):
+            x = self.proj(x)
+        return self.last(F.relu(self.first(x)))
+
+
+def test_a_layer_whose_call_failed_is_not_used() -> None:
+    neurons = hgnp.Neurons(Projecting(), torch.randn(2, 20))
+    assert [layer.name for layer in neurons.layers] == ["first"]
+    assert {entry.name: entry.reason for entry in neurons.frozen}["proj"] == "it is not used in the forward"

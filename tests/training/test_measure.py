@@ -153,3 +153,13 @@ def test_a_network_that_refuses_a_batch_of_256_is_not_timed() -> None:
     assert result.reached
     assert result.after.latency_ms is None
     assert result.after.missing["latency_ms"] == "at most 64 samples fit"
+
+
+def test_what_takes_too_long_is_not_begun_before_the_first_epoch_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[float] = []
+    monkeypatch.setattr(measure, "sharpness", lambda *args, max_seconds, **options: begun.append(max_seconds))
+    monkeypatch.setattr(measure, "LEAST_SECONDS", 1e-9)
+    monkeypatch.setattr(measure, "WORTH_A_TRY", 1e-9)
+    result = hgnp.prune(made(), *loaders(), recipe=recipe(warmup_epochs=0))
+    assert begun == []
+    assert result.before.missing["sharpness"] == measure.NO_TIME

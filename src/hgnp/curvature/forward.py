@@ -56,17 +56,25 @@ class Forward(TorchFunctionMode):
         self._drawn: RandomState | None = None
         """As it was left by the last mask."""
         self._others_drew = False
+        self.unfit: UnfitError | None = None
+        """What the pass met that cannot be carried; the network's own code may have caught it."""
 
     def __torch_function__(
         self, func: Func, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        try:
+            return self._call(func, args, kwargs or {})
+        except UnfitError as error:
+            self.unfit = self.unfit or error
+            raise
+
+    def _call(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name in _HIDDEN_NORMS and func not in (F.batch_norm, F.layer_norm, F.instance_norm):
             raise UnfitError(f"torch.{name} is called directly, and PyTorch's third derivative of it is wrong; "
                              "call it as torch.nn.functional has it")  # fmt: skip
         if self.frozen and func in (F.batch_norm, F.instance_norm):
-            args, kwargs = frozen_statistics(func, args, kwargs or {})
-        kwargs = kwargs or {}
+            args, kwargs = frozen_statistics(func, args, kwargs)
         if func in _DROPOUTS and (p := _drop_rate(args, kwargs)):
             kept = self._mask(func, args, kwargs)
             scaled = 0.0 if p == 1 else 1 / (1 - p)  # after the product, so that it is rounded once as in PyTorch's own

@@ -155,9 +155,17 @@ class Passes:
             buffers |= before
         try:
             with mode or contextlib.nullcontext(), within or contextlib.nullcontext():
-                return run(self.net, inputs, output=self.output, buffers=buffers)
+                z = run(self.net, inputs, output=self.output, buffers=buffers)
+            if (
+                mode is not None and mode.unfit is not None
+            ):  # the network's own code has caught it, and gone another way
+                raise mode.unfit
+            return z
         except UnfitError as error:
             raise ValueError(f"layer {layer_of(self.net, error)!r}: {error}") from error
+        finally:
+            if mode is not None:
+                mode.unfit = None  # they would hold each other
 
     def back(self, total: Tensor, *, retain_graph: bool = False) -> None:
         try:

@@ -106,8 +106,13 @@ def along(net: nn.Module, path: Path, gamma: Tensor) -> Iterator[None]:
     if it takes another.
 
     `gamma` is (samples, units), or (1, units) for gates that all samples share."""
-    with ModuleCalls(net) as calls, plain_attention(), _Gated(net, path, calls, gamma):
-        yield
+    with ModuleCalls(net) as calls, plain_attention(), _Gated(net, path, calls, gamma) as mode:
+        try:
+            yield
+            if mode.refused is not None:  # the network's own code has caught it, and gone on without gates
+                raise mode.refused
+        finally:
+            mode.refused = None  # they would hold each other
 
 
 class _Gated(TorchFunctionMode):
@@ -119,11 +124,19 @@ class _Gated(TorchFunctionMode):
         self._history = 0
         self._names: dict[int, str] | None = None
         self._carried: dict[int, tuple[weakref.ref[Tensor], Channels]] = {}
+        self.refused: Exception | None = None
+        """Why the forward is not to be gone on with."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        try:
+            return self._call(func, args, kwargs or {})
+        except (PathError, SamplesError) as error:
+            self.refused = self.refused or error
+            raise
+
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, frame = function_name(func), self._calls.frame
         leaves, spec = tree_flatten((args, kwargs))
         given = {place: self._known(leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}

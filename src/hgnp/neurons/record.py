@@ -161,7 +161,11 @@ class _Invocations(TorchFunctionMode):
         name, graph = function_name(func), self._recorder.graph
         given, numbers = self._known((args, kwargs)), numbers_of(name, args, kwargs)
         start = len(graph.steps)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            del graph.steps[start:]  # the network may catch it: half a call is none
+            raise
         if is_invocation(name, result):
             steps = range(start, len(graph.steps))
             frame = self._recorder.calls.frame

@@ -25,6 +25,7 @@ Batch = tuple[Any, Any]
 LATENCY_BATCH = 256
 LATENCY_SECONDS = 10.0
 SHARPNESS_SAMPLES = 128
+PACE_SAMPLES = 8
 TOLERANCE = 1e-3  # three digits of an eigenvalue
 SHARE, LEAST_SECONDS = 0.01, 0.25
 WORTH_A_TRY = 0.5  # seconds; the pace of training overestimates what small networks take
@@ -76,7 +77,17 @@ class Measurements:
         )
         return before, after, about
 
-    def _seconds(self, least: float) -> float:
+    def _pace(self, net: nn.Module) -> float:
+        """Seconds a sample of a step, which is three forwards, before there has been one."""
+        count = min(self._count, PACE_SAMPLES)
+        few = pick(self._few[0], torch.arange(count))
+        buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
+        with evaluating(net), torch.no_grad():
+            call = partial(run, net, few, buffers=buffers)
+            (timing,) = side_by_side([call], device=self._task.train.device, repeats=1, warmup=1)
+        return 3 * timing.median / 1e3 / count
+
+    def _seconds(self, least: float, net: nn.Module) -> float:
         """The time allowed, unless `least` samples at the pace of training take longer: what is not begun takes no time."""
         measure, history = self._plan.recipe.measure, self._plan.history
         if measure == "none":
@@ -85,13 +96,13 @@ class Measurements:
             return math.inf
         allowed = max(SHARE * self._plan.seconds, LEAST_SECONDS)
         trained = len(history) * (self._task.train.count or 0) * samples_in(self._inputs)
-        pace = sum(row["train_seconds"] for row in history) / trained if trained else 0.0
+        pace = sum(row["train_seconds"] for row in history) / trained if trained else self._pace(net)
         if least * pace > max(allowed, WORTH_A_TRY):
             raise NotMeasuredError(NO_TIME)
         return allowed
 
     def _sharpness(self, net: nn.Module) -> float:
-        seconds = self._seconds(self._count)  # a product with the Hessian takes longer than a step
+        seconds = self._seconds(self._count, net)  # a product with the Hessian takes longer than a step
         found = sharpness(
             net, [self._few], loss=self._task.loss, output=self._task.output, tolerance=TOLERANCE, max_seconds=seconds
         )
@@ -102,7 +113,7 @@ class Measurements:
         raise NotMeasuredError(f"it had not converged after {found.steps} products with the Hessian")
 
     def _latencies(self, net: nn.Module) -> tuple[tuple[float, float], dict[str, Any]]:
-        seconds = self._seconds(2 * LATENCY_BATCH / 3)  # both networks once; a forward is a third of a step
+        seconds = self._seconds(2 * LATENCY_BATCH / 3, net)  # both networks once; a forward is a third of a step
         if self._full is None:
             raise NotMeasuredError(self._uncopied)
         full, self._full = self._full, None
