@@ -29,7 +29,7 @@ def test_lines_say_what_matters_a_line_an_epoch() -> None:
     stream = io.StringIO()
     play(Lines(stream), ROW, 75.0)
     assert stream.getvalue().splitlines() == [
-        "demo: hgnp, 1,234 parameters, 56 neurons, cpu, from random weights, going on after 2 epochs, in runs/[x]",
+        "demo: hgnp, 1,234 parameters, 56 neurons, cpu, from random weights, resumed after 2 epochs, in runs/[x]",
         "epoch   2 prune     loss 0.1235  accuracy 98.76%  kept 34.5%  radius 1.23  1.5 s  1 min 15 s left",
         "the page was [written]",
     ]

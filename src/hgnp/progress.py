@@ -1,4 +1,4 @@
-"""What is seen of a run while it goes on: a bar on a terminal, a plain line an epoch elsewhere, or nothing."""
+"""What is seen of a run while it goes on: a bar on a terminal, one plain line per epoch elsewhere, or nothing."""
 
 import sys
 from collections.abc import Mapping
@@ -101,7 +101,7 @@ class Bar(Silent):
 
 
 def opening(info: Mapping[str, Any]) -> str:
-    """One line that says what runs, where, and from where it goes on."""
+    """One line that says what runs, where, and from where it resumes."""
     start = info["at_start"]
     name = info.get("name") or info["model"]
     parts = [
@@ -110,7 +110,7 @@ def opening(info: Mapping[str, Any]) -> str:
     if info.get("start"):
         parts.append(f"from {info['start']}")
     if info.get("epochs_done"):
-        parts.append(f"going on after {info['epochs_done']} epochs")
+        parts.append(f"resumed after {info['epochs_done']} epochs")
     if info.get("out"):
         parts.append(f"in {info['out']}")
     return ", ".join(parts)

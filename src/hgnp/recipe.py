@@ -147,9 +147,10 @@ class Recipe:
                 if not fits(value):
                     raise ValueError(f"{field.name} must be {expected}, got {value!r}")
         if not _distinct_between(self.keep, self.snapshots):
+            got = list(self.snapshots) if isinstance(self.snapshots, tuple) else self.snapshots
             raise ValueError(
-                f"snapshots must be distinct fractions above keep ({self.keep:g}) and below 1, got {self.snapshots!r}; "
-                "the run itself ends fine-tuned at keep"
+                f"snapshots must be a list of distinct fractions above keep ({self.keep:g}) and below 1, got {got!r}; the run "
+                "itself ends fine-tuned at keep"
             )
         object.__setattr__(self, "snapshots", tuple(sorted(self.snapshots, reverse=True)))
         if isinstance(self.flatness, Mapping):

@@ -98,7 +98,7 @@ def prune(
     if next(net.parameters(), None) is None:
         raise ValueError("net: it has no parameters")
     if resume and out is None:
-        raise ValueError("resume: True was given without out, the folder of the run to go on with")
+        raise ValueError("resume: True was given without out, the folder of the run to resume")
     recipe = recipe.resolved(scheduler=scheduler is not None)
     folder = None if out is None else Folder(out)
     with contextlib.nullcontext() if folder is None else folder.claimed(resume=resume):

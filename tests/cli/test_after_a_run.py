@@ -62,10 +62,12 @@ def test_compare(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
         p.name for p in Path("c").iterdir()
     }
     assert call("compare", str(runs / "hgnp"), "--new", "clases=10") == 2
-    assert "did you mean classes" in capsys.readouterr().err
+    assert "got 'clases=10'; did you mean classes" in capsys.readouterr().err
+    assert call("compare", str(runs / "hgnp"), "--new", "classes") == 2
+    assert capsys.readouterr().err == "hgnp: --new must be FEATURE=NUMBER, such as classes=10, got 'classes'\n"
     for value in ("[1]", "true", "null", "NaN", "1e999", ""):
         assert call("compare", str(runs / "hgnp"), "--out", "d", "--new", f"classes={value}") == 2
-        assert f"--new: classes is {value!r}; a finite number would do" in capsys.readouterr().err
+        assert f"--new classes must be a finite number, got {value!r}" in capsys.readouterr().err
     for value in ("48", "lasso", "nan"):
         assert call("compare", str(runs / "hgnp"), "--out", "d", "--threshold", value) == 2
         assert "threshold must be 'fit', 'paper' or a κ from 0 to 1, got" in capsys.readouterr().err

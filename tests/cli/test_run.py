@@ -109,7 +109,7 @@ def test_a_folder_with_a_run_goes_on_only_with_the_same(capsys: pytest.CaptureFi
     files = {file: file.read_bytes() for file in Path("x").iterdir()}
     capsys.readouterr()
     for arguments, message in {
-        ("--seed", "9"): "--out: x holds a run; --resume goes on with it, another folder starts anew",
+        ("--seed", "9"): "--out: x holds a run; --resume resumes it, another folder starts a new one",
         ("--resume", "--set", "recipe.mu=3"): "recipe.mu: 3 was given; the run in x was made with 0.001",
         ("--resume", "--set", "model_args.width=9"): "model_args.width: 9 was given; the run in x was made with 4",
     }.items():
@@ -153,7 +153,7 @@ def test_an_interrupted_run_says_how_to_go_on() -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     command = "hgnp run 'a b/config.yaml' --out 'a b' --resume"
-    assert err == f"\nhgnp: interrupted; {command} goes on after the last whole epoch\n"
+    assert err == f"\nhgnp: interrupted; {command} resumes after the last whole epoch\n"
     assert len(Path("a b/metrics.jsonl").read_text().splitlines()) >= 1
 
 

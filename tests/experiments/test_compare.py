@@ -270,7 +270,7 @@ def test_no_page_replaces_that_of_a_run(tmp_path: Path) -> None:
         (folder / "page.html").write_text("its own")
     calls = (lambda: report([a], b), lambda: report([a, b], a), lambda: compare([a, b], a), lambda: compare([a], a))
     for call in calls:
-        with pytest.raises(ValueError, match=r"out: .*[ab] was given, which is the folder of a run; another folder"):
+        with pytest.raises(ValueError, match=r"out must not be the folder of a run, got .*[ab]; choose another"):
             call()
         assert (a / "page.html").read_text() == (b / "page.html").read_text() == "its own"
     assert report([a], tmp_path / "b" / ".." / "a").read_text(encoding="utf-8") != "its own"

@@ -118,8 +118,8 @@ def test_settings_reach_any_key_and_are_parsed_as_yaml() -> None:
     ("setting", "message"),
     [
         ("recip.mu=1", "there is no key 'recip'; did you mean recipe"),
-        ("seed", "'seed' was given; key=value would do"),
-        ("=3", "key=value would do"),
+        ("seed", "--set must be KEY=VALUE, such as recipe.mu=0.01, got 'seed'"),
+        ("=3", "--set must be KEY=VALUE"),
         ("seed.deep=3", "seed is a whole number.* it holds no 'deep'"),
         ("recipe.mu.x=3", r"recipe\.mu is 0\.001, not a mapping"),
         ("recipe.mu={", "'{' is not YAML"),

@@ -185,5 +185,5 @@ def test_report_writes_into_the_run_or_where_it_is_told(tmp_path: Path) -> None:
     assert (one / "figures" / "outcome.png").is_file()
     assert report([one, two], tmp_path / "out") == tmp_path / "out" / "page.html"
     assert (tmp_path / "out" / "figures" / "2-two" / "seconds.svg").is_file()
-    with pytest.raises(ValueError, match="out: none was given for 2 runs"):
+    with pytest.raises(ValueError, match="out must be a folder for the page of 2 runs, got none"):
         report([one, two])

@@ -220,7 +220,7 @@ def test_a_run_that_is_stopped_has_the_snapshots_it_came_to_and_says_which_are_m
     assert [snapshot.asked for snapshot in run.snapshots] == [0.8]
     taken = run.snapshots[0].epoch
     assert notes.notes == [
-        f"snapshot 0.8: fine-tuning goes on after {taken + 1} epochs",
+        f"snapshot 0.8: fine-tuning starts after {taken + 1} epochs",
         f"snapshot 0.3 is left out: the run ended with {run.target.got:.2%} left",
     ]
     assert notes.epochs[-2:] == [("finetune", taken + 1), ("finetune", taken + 2)]
@@ -254,7 +254,7 @@ def test_values_are_checked_and_put_in_order() -> None:
     assert recipe(keep=0.1, snapshots=[0.2, 0.5]).as_dict()["snapshots"] == [0.5, 0.2]
     for values in ((0.1,), (0.05,), (1,), (1.0,), (0.5, 0.5), ("0.5",), (True,), 0.5, "0.5", (float("nan"),), None):
         with pytest.raises(
-            ValueError, match=r"snapshots must be distinct fractions above keep \(0.1\) and below 1, got "
+            ValueError, match=r"snapshots must be a list of distinct fractions above keep \(0.1\) and below 1, got "
         ):
             recipe(keep=0.1, snapshots=values)
 

@@ -73,14 +73,16 @@ def _features(given: list[str]) -> dict[str, float]:
     found: dict[str, float] = {}
     for each in given:
         name, equals, value = each.partition("=")
-        if not equals or name not in FEATURES:
-            raise ValueError(f"--new: {each!r} was given{meant(name, FEATURES)}, as in classes=10")
+        if name not in FEATURES:
+            raise ValueError(f"--new must be FEATURE=NUMBER, such as classes=10, got {each!r}{meant(name, FEATURES)}")
+        if not equals:
+            raise ValueError(f"--new must be FEATURE=NUMBER, such as classes=10, got {each!r}")
         try:
             found[name] = float(value)
         except ValueError:
             found[name] = math.nan
         if not math.isfinite(found[name]):
-            raise ValueError(f"--new: {name} is {value!r}; a finite number would do")
+            raise ValueError(f"--new {name} must be a finite number, got {value!r}")
     return found
 
 

@@ -34,7 +34,7 @@ def run(
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seeds the network, the data and the run.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1 …")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in the folder, or print it if it is done.")
+        bool, typer.Option("--resume", help="Resume the run in the folder, or print it if it is done.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON, the last line of stdout.")] = False,
 ) -> None:
@@ -50,7 +50,7 @@ def run(
         raise FileExistsError(f"--out: {folder} is a file; a folder would do")
     begun, done = ((folder / name).exists() for name in ("run.json", "result.json"))
     if begun and not resume:
-        raise FileExistsError(f"--out: {folder} holds a run; --resume goes on with it, another folder starts anew")
+        raise FileExistsError(f"--out: {folder} holds a run; --resume resumes it, another folder starts a new one")
 
     from hgnp.experiments.build import prepare
     from hgnp.train import check_one_process
@@ -77,7 +77,7 @@ def run(
             discard(made)
         elif isinstance(error, KeyboardInterrupt):
             command = shlex.join(["hgnp", "run", str(folder / "config.yaml"), "--out", str(folder), "--resume"])
-            print(f"\nhgnp: interrupted; {command} goes on after the last whole epoch", file=sys.stderr)
+            print(f"\nhgnp: interrupted; {command} resumes after the last whole epoch", file=sys.stderr)
             raise typer.Exit(130) from None
         raise
     progress.stop()

@@ -58,6 +58,8 @@ def study(
 
     say = sys.stderr if as_json else sys.stdout
     missing = [run for run in planned if states[run.name] != "finished"]
+    if missing and data is not None and not Path(data).exists():
+        raise FileNotFoundError(f"--data must be a folder, got {data}, which does not exist; see hgnp data --help")
     watcher = watch(plan, place, planned, missing, say)
     try:
         with watcher:

@@ -16,7 +16,7 @@ FILES = {
     "model.safetensors": "the pruned network, for hgnp.load",
     "page.html": "the run to look at",
     "result.json": "this table",
-    "metrics.jsonl": "a line an epoch",
+    "metrics.jsonl": "one line per epoch",
     "config.yaml": "runs it again",
 }
 KINDS = {"params": "parameters", "neurons": "neurons", "macs": "MACs"}

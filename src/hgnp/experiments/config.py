@@ -114,7 +114,7 @@ class Config:
         for setting in settings:
             path, equals, text = setting.partition("=")
             if not equals or not path:
-                raise ValueError(f"--set: {setting!r} was given; key=value would do, such as recipe.mu=0.01")
+                raise ValueError(f"--set must be KEY=VALUE, such as recipe.mu=0.01, got {setting!r}")
             _set(values, path.split("."), safe_yaml.load(text, where=f"--set {path}: {text[:100]!r}"))
         return Config.from_dict(values, where="command line", name=self.name)
 

@@ -26,7 +26,7 @@ def report(folders: Sequence[Folder], out: Folder | None = None) -> Path:
     """Write `out`/page.html and its figures (PNG, SVG, CSV); for one run `out` is its own folder unless given."""
     read = _read(folders)
     if out is None and len(read) > 1:
-        raise ValueError(f"out: none was given for {len(read)} runs; a folder for their page would do")
+        raise ValueError(f"out must be a folder for the page of {len(read)} runs, got none; give --out DIR")
     out = read[0].folder if out is None else Path(out)
     if len(read) > 1 or out.resolve() != read[0].folder:
         _not_a_run(out)
@@ -138,9 +138,11 @@ def _read(folders: Sequence[Folder]) -> list[runs.Run]:
 
 
 def _not_a_run(out: Path) -> None:
-    """That no run's own page is overwritten."""
+    """That no run's own page is overwritten, and that a folder can be made."""
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"out must be a folder, got {out}, which is a file; choose another")
     if (out / "run.json").exists():
-        raise ValueError(f"out: {out} was given, which is the folder of a run; another folder would do")
+        raise ValueError(f"out must not be the folder of a run, got {out}; choose another")
 
 
 SUMMARY = (

@@ -56,7 +56,7 @@ class Pruner:
             frozen = sum(entry.count for entry in self.neurons.frozen)
             keeps = f"{self.recipe.floor}" if self.recipe.round_to == 1 else f"a multiple of {self.recipe.round_to}"
             if self.recipe.max_removed < 1:
-                keeps += f" and {1 - self.recipe.max_removed:g} of its neurons"
+                keeps += f" or {1 - self.recipe.max_removed:.1%} of its neurons, whichever is more"
             without = [name for name in alive if name not in able]
             unscored = sum(alive[name] for name in without)
             others = f", {unscored} neurons ({named(without)}) have no {self._criterion} score" if without else ""

@@ -60,7 +60,7 @@ class Within:
         self.step, self.epoch = outer.step, outer.epoch
 
     def start(self, info: Mapping[str, Any]) -> None:
-        self._outer.note(f"{self._name}: fine-tuning goes on after {info['epochs_done']} epochs")
+        self._outer.note(f"{self._name}: fine-tuning starts after {info['epochs_done']} epochs")
 
     def note(self, text: str) -> None:
         self._outer.note(f"{self._name}: {text}")

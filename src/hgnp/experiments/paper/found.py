@@ -145,7 +145,9 @@ class Found:
 def scan(folder: Path) -> Found:
     """Runs and bench files anywhere below `folder`. ValueError if it holds neither; a damaged one is named."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} must be a folder with runs below it, got no such folder")
+        raise FileNotFoundError(
+            f"{folder} must be a folder with runs below it, got {'a file' if folder.is_file() else 'no such folder'}"
+        )
     read, benches = [], []
     for place, inner, files in os.walk(folder):
         inner.sort()
