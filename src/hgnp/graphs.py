@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from hgnp.curvature.branches import keeping
 from hgnp.messages import first_line
 
 T = TypeVar("T")
@@ -31,6 +32,8 @@ class Capture:
         self.device = device
         self.stream = _stream(device, threading.get_ident())
         self._pool: Any = None
+        self._kept: list[list[object]] = []
+        """What its graphs read and others may let go of."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -50,7 +53,11 @@ class Capture:
         torch.clear_autocast_cache()  # it may be gone when the graph runs
         failed: Exception | None = None
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
+            with (
+                keeping() as kept,
+                torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"),
+            ):
+                self._kept.append(kept)
                 try:
                     made = work()
                 except Exception as error:
@@ -66,6 +73,7 @@ class Capture:
     def forget(self) -> None:
         """Once its graphs are gone."""
         self._pool = None  # it goes with its last graph
+        self._kept.clear()
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -21,19 +22,21 @@ RENAMED = {
 """Options under their former names → their names now."""
 
 
-def check_renamed(names: Iterable[object], where: str) -> None:
-    """Refuses an option under a former name."""
+def check_renamed(names: Iterable[object], known: Collection[str], where: str) -> None:
+    """Refuses a former name of one of the options that are known here."""
     for name in names:
-        if name in RENAMED:
+        if RENAMED.get(str(name)) in known:
             raise ValueError(f"{where}: {name} is now called {RENAMED[str(name)]}; rename it")
 
 
 def refuse_renamed(function: Callable[P, T]) -> Callable[P, T]:
     """A function that names the new option where it is called with a former one."""
 
+    known = inspect.signature(function).parameters
+
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        check_renamed(kwargs, function.__qualname__.removesuffix(".__init__"))
+        check_renamed(kwargs, known, function.__qualname__.removesuffix(".__init__"))
         return function(*args, **kwargs)
 
     return checked

@@ -197,7 +197,7 @@ class Recipe:
             return self.flatness, {}
         choices = dict(self.flatness)
         bundle = choices.pop("flatness", "default")
-        check_renamed(choices, "flatness")
+        check_renamed(choices, ALLOWED, "flatness")
         for name in choices:
             if name not in ALLOWED:
                 raise ValueError(f"flatness: it has no choice {name!r}{meant(name, ALLOWED)}")
@@ -223,7 +223,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
         names = [field.name for field in dataclasses.fields(cls)]
-        check_renamed(values, "recipe")
+        check_renamed(values, names, "recipe")
         for name in values:
             if name not in names:
                 raise ValueError(f"recipe: there is no field {name!r}{meant(name, names)}")

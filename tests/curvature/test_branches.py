@@ -5,6 +5,8 @@ memory of a tensor that was made on it as soon as nobody holds the tensor; whoev
 """
 
 import contextlib
+import gc
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -19,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 import hgnp
 from hgnp.curvature import branches
-from hgnp.curvature.eigen import _arbitrary
 
 
 class Stream:
@@ -118,11 +119,30 @@ def test_memory_is_not_shared_with_what_still_runs(
     assert not watch.wrong
 
 
-def test_what_graphs_may_read_is_never_let_go() -> None:
-    device = torch.device("cpu")
-    sizes = [((1, side),) for side in range(2, 202)]
-    first = [_arbitrary(size, torch.float32, device) for size in sizes]
-    assert all(_arbitrary(size, torch.float32, device) is kept for size, kept in zip(sizes, first, strict=True))
+def test_what_a_capture_reads_is_kept_with_it_whatever_the_cache_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    @branches.constant
+    def ones(side: int) -> torch.Tensor:
+        found = torch.ones(side)
+        made.append(weakref.ref(found))
+        return found
+
+    for side in (1, 2):
+        ones(side)
+    with monkeypatch.context() as patch, branches.keeping() as kept, branches.keeping() as other:
+        patch.setattr(branches, "capturing", lambda: True)
+        read = ones(2)
+        assert kept[0] is other[0] is read
+        del read
+    for side in range(3, branches.CONSTANTS + 3):
+        ones(side)
+    assert [ref() is not None for ref in made[:3]] == [False, True, True]
+    kept.clear()
+    other.clear()
+    gc.collect()
+    assert made[1]() is None
+    assert sum(ref() is not None for ref in made) == branches.CONSTANTS
 
 
 def test_what_a_capture_makes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,7 @@ def test_the_command_refuses_in_one_line(
         (["demo", "--set", "recipe.keep=7"], "demo: hgnp on demo: recipe.keep must be a fraction > 0 and ≤ 1, got 7"),
         (["demo", "--jobs", "0"], "Invalid value for '--jobs'"),
         (["vgg16-cifar10", "--data", "nowhere"], "--data must be a folder, got nowhere, which does not exist"),
+        (["demo", "--device", "gpu"], "device: gpu was given; Expected one of"),
         (["demo", "--out", "list.yaml"], "--out must be a folder, got list.yaml, which is a file"),
     ):
         assert call("study", *arguments) == 2

@@ -60,6 +60,10 @@ def study(
     missing = [run for run in planned if states[run.name] != "finished"]
     if missing and data is not None and not Path(data).exists():
         raise FileNotFoundError(f"--data must be a folder, got {data}, which does not exist; see hgnp data --help")
+    if missing and device is not None:
+        from hgnp.train import as_device
+
+        as_device(device)
     watcher = watch(plan, place, planned, missing, say)
     try:
         with watcher:

@@ -2,12 +2,13 @@
 
 In a step that is being captured into a CUDA graph, work on side streams becomes branches of the graph: the small kernels of
 many blocks run beside each other and beside the large ones of the main stream. Elsewhere it simply runs where it is called.
-What a graph reads must stay where it is for as long as the graph is replayed: `constant` keeps it.
+What a graph reads must stay where it is for as long as the graph is replayed: see `constant`.
 """
 
 import contextlib
 import functools
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
@@ -16,25 +17,44 @@ import torch
 from hgnp.curvature.random import capturing
 
 STREAMS = 12
+CONSTANTS = 256
+"""Tensors that each function keeps."""
+_holders: dict[int, list[object]] = {}
 _turns = itertools.count()
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@contextlib.contextmanager
+def keeping() -> Iterator[list[object]]:
+    """Collects the constants that a capture reads. Its graphs are good for as long as the list is kept."""
+    kept: list[object] = []
+    _holders[id(kept)] = kept
+    try:
+        yield kept
+    finally:
+        del _holders[id(kept)]
+
+
 def constant(make: Callable[P, R]) -> Callable[P, R]:
-    """Caches tensors that depend on the arguments alone, for good: any graph may read them, and a cache that evicts would give
-    their memory to others while it does. What a capture makes is that graph's own, and not kept: it is computed only when the
-    graph is replayed, and never if the capture fails."""
-    made: dict[tuple[object, ...], R] = {}
+    """Caches tensors that depend on the arguments alone. A graph reads them where they are, so that each one that a capture
+    meets is kept with it (`keeping`), whatever the cache evicts. What a capture makes is that graph's own: it is computed
+    only when the graph is replayed, and never if the capture fails."""
+    made: OrderedDict[tuple[object, ...], R] = OrderedDict()
 
     @functools.wraps(make)
     def get(*args: P.args, **kwargs: P.kwargs) -> R:
         key = (*args, *sorted(kwargs.items()))
-        if key in made:
-            return made[key]
-        found = make(*args, **kwargs)
-        if not capturing():
-            made[key] = found
+        captured, found = capturing(), made.get(key)
+        if found is None:
+            found = make(*args, **kwargs)
+            if not captured:
+                made[key] = found
+                if len(made) > CONSTANTS:  # sizes change with every removal
+                    made.popitem(last=False)
+        elif captured:
+            for kept in list(_holders.values()):  # those of captures in other threads too, which does no harm
+                kept.append(found)
         return found
 
     return get

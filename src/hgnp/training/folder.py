@@ -101,7 +101,7 @@ class Folder:
                 f"{self.info}: written in format {info.get('format')} by another hgnp; this one reads {FORMAT}"
             )
         was, now = info["recipe"], recipe.as_dict()
-        check_renamed(was, str(self.info))
+        check_renamed(was, now, str(self.info))
         for name, value in now.items():
             if was.get(name) != value:
                 raise ValueError(f"resume: the run in {self.path} has {name}={was.get(name)!r}, not {value!r}; "
