@@ -41,7 +41,7 @@ types: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 check: $(VENV)/.installed-test
-	$(BIN)/pytest --numprocesses 2
+	$(BIN)/pytest --numprocesses 2 --dist worksteal
 
 bench-env: $(VENV)/.installed-bench
 
