@@ -110,8 +110,8 @@ def test_a_folder_with_a_run_goes_on_only_with_the_same(capsys: pytest.CaptureFi
     capsys.readouterr()
     for arguments, message in {
         ("--seed", "9"): "--out: x holds a run; --resume resumes it, another folder starts a new one",
-        ("--resume", "--set", "recipe.mu=3"): "recipe.mu: 3 was given; the run in x was made with 0.001",
-        ("--resume", "--set", "model_args.width=9"): "model_args.width: 9 was given; the run in x was made with 4",
+        ("--resume", "--set", "recipe.mu=3"): "recipe.mu must be 0.001 to resume the run in x, got 3",
+        ("--resume", "--set", "model_args.width=9"): "model_args.width must be 4 to resume the run in x, got 9",
     }.items():
         assert call("run", *TINY, "--out", "x", *arguments) == 2
         err = capsys.readouterr().err

@@ -98,7 +98,7 @@ def test_the_current_folder_can_be_imported(folder: Path, monkeypatch: pytest.Mo
         ({"loss_args": {"a": 1}}, "loss_args: they were given without loss"),
         ({"optimizer": "torch.optim:SGD", "optimizer_args": {"momentun": 1}}, "optimizer_args: SGD takes no 'momentun'"),
         ({"recipe": {"keep": 2}}, "recipe.keep must be a fraction > 0 and ≤ 1, got 2"),
-        ({"recipe": {"keep": 0.5, "seed": 4}}, "recipe.seed: 4 was given; seed, beside recipe, seeds the whole run"),
+        ({"recipe": {"keep": 0.5, "seed": 4}}, "recipe.seed must equal seed or be left out, got 4"),
         ({"device": "gpu"}, "device: gpu was given; "),
         ({"device": "cuda:99"}, "device: cuda:99 was given; "),
     ],

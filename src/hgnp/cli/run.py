@@ -152,6 +152,6 @@ def same_run(config: "Config", folder: Path) -> None:
     if found is not None:
         key, now, before = found
         raise ValueError(
-            f"{key}: {now!r} was given; the run in {folder} was made with {before!r}: "
-            f"resume it with that, or start anew in another folder"
+            f"{key} must be {before!r} to resume the run in {folder}, got {now!r}; "
+            "resume it with that, or start anew in another folder"
         )

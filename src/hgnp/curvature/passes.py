@@ -158,7 +158,7 @@ class Passes:
                 z = run(self.net, inputs, output=self.output, buffers=buffers)
             if (
                 mode is not None and mode.unfit is not None
-            ):  # the network's own code has caught it, and gone another way
+            ):  # the network's own code has caught it and taken another path
                 raise mode.unfit
             return z
         except UnfitError as error:

@@ -36,7 +36,9 @@ def effective(
 def recipe_of(config: Config) -> Recipe:
     """The configuration's recipe, checked."""
     if config.recipe.get("seed", config.seed) != config.seed:
-        raise ValueError(f"recipe.seed: {config.recipe['seed']!r} was given; seed, beside recipe, seeds the whole run")
+        raise ValueError(
+            f"recipe.seed must equal seed or be left out, got {config.recipe['seed']!r}; set seed, which seeds the whole run"
+        )
     try:
         return Recipe.from_dict({**config.recipe, "seed": config.seed})
     except ValueError as error:
