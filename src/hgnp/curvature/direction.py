@@ -1,13 +1,16 @@
-"""The direction v, kept from batch to batch: every block's top eigenpair, and the block they point to.
+"""The direction v: every block's top Kronecker eigenpair, kept from batch to batch, and the block that v lies in.
 
-v is the eigenvector of the block with the largest score, zero in all others (equation 4). A batch's factors are gathered by
-an `observer` on the way through a forward pass; `update` solves for the eigenpairs from where the last batch left them, and
-chooses. All that a step takes from a batch for v goes through `update`; all that the host decides about v is `block`.
+A block is the weight of one Linear or Conv1d/2d/3d with its bias as homogeneous coordinate. Block l of a layer with G groups has
+G pairs of factors: Ψ of side d (+1 with a bias), d = C_in/G·kernel, and Γ of side C_out/G. Its eigenpair (equation 4) is
+
+    λ_l = λ^Ψ λ^Γ,   v_l = v^Ψ ⊗ v^Γ;
+
+v is that of the block with the largest λ_l and zero everywhere else. `refresh` solves for the eigenpairs of a batch from where
+the last batch left them, and chooses the block.
 """
 
-import copy
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,137 +18,196 @@ from torch import Tensor, nn
 
 from hgnp.curvature.blocks import Block, find_blocks
 from hgnp.curvature.branches import Branches
-from hgnp.curvature.choices import Choices
 from hgnp.curvature.eigen import Eigenpair, arbitrary, top_of_each
-from hgnp.curvature.forward import autocast_off, samples_in
-from hgnp.curvature.losses import LossCurvature
-from hgnp.curvature.spectrum import Chosen, Observer, Pair, choose_block
+from hgnp.curvature.factors import unit
+from hgnp.curvature.forward import autocast_off
+from hgnp.curvature.late import Late
+from hgnp.curvature.moments import FactorCollector
 from hgnp.curvature.wide import wide
+from hgnp.reducer import LOCAL, Reducer
 
-COLD_STEPS = 60
+
+@dataclass(frozen=True)
+class KroneckerEigenpair:
+    """The top eigenpair of each group of a block, and the group with the largest λ."""
+
+    psi: Eigenpair
+    gamma: Eigenpair
+    group: Tensor  # index of the best group
+
+    @property
+    def value(self) -> Tensor:
+        values = self.psi.value * self.gamma.value
+        return values[0] if len(values) == 1 else values.gather(0, self.group.view(1)).squeeze(0)
+
+    @property
+    def residuals(self) -> Tensor:
+        """Of v^Ψ and v^Γ."""
+        both = torch.stack((self.psi.residual, self.gamma.residual))
+        if both.shape[1] == 1:
+            return both[:, 0]
+        return both.index_select(1, self.group.view(1)).squeeze(1)
+
+    def seeds(self, block: Block, *, scale_invariant: bool) -> list[tuple[Tensor, Tensor]]:
+        """The block's parameters with their parts of v, or of V = diag(n)·v, through whose n derivatives pass."""
+        psi, gamma = self.psi.vector, self.gamma.vector
+        if len(gamma) > 1:
+            gamma = gamma * torch.zeros_like(self.psi.value).scatter(0, self.group.view(1), 1.0).unsqueeze(1)
+        if scale_invariant:
+            psi, gamma = psi.clone(), gamma.clone()  # autograd keeps them, and a refresh may write them in place meanwhile
+            gamma = gamma * block.filter_norms().view(gamma.shape)
+        weight, bias = block.spread(psi.to(gamma.dtype), gamma)
+        seeds = [(block.weight, weight.to(block.weight.dtype))]
+        if block.bias is not None and bias is not None:
+            seeds.append((block.bias, bias.to(block.bias.dtype)))
+        return seeds
+
+    def fits(self, block: Block) -> bool:
+        return (self.psi.vector.shape, self.gamma.vector.shape) == (block.psi_shape, block.gamma_shape)
+
+    def state(self) -> dict[str, Tensor]:
+        kinds = {"psi": self.psi, "gamma": self.gamma}
+        parts = {f"{kind}.{key}": value for kind, pair in kinds.items() for key, value in vars(pair).items()}
+        return parts | {"group": self.group}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Tensor]) -> "KroneckerEigenpair":
+        psi, gamma = (
+            Eigenpair(**{key: state[f"{kind}.{key}"] for key in ("value", "vector", "residual")})
+            for kind in ("psi", "gamma")
+        )
+        return cls(psi, gamma, state["group"])
+
+    def sliced(self, block: Block, outputs: Tensor | None, inputs: Tensor | None) -> "KroneckerEigenpair":
+        """The pair after the block's weight keeps these positions of its dimensions 0 and 1 (None: all), to unit length again.
+
+        Whole groups may go with their outputs, as in depthwise convolutions."""
+        psi, gamma = self.psi.vector, self.gamma.vector
+        group, value = self.group, {"psi": self.psi.value, "gamma": self.gamma.value}
+        residual = {"psi": self.psi.residual, "gamma": self.gamma.residual}
+        if outputs is not None:
+            outputs = outputs.to(gamma.device)
+            alive = torch.unique(torch.div(outputs, gamma.shape[1], rounding_mode="floor"))
+            gamma = gamma.flatten()[outputs].view(len(alive), -1)
+            psi, group = psi[alive], torch.searchsorted(alive, group).clamp_max(len(alive) - 1)
+            value = {kind: x[alive] for kind, x in value.items()}
+            residual = {kind: x[alive] for kind, x in residual.items()}
+        if inputs is not None:
+            d = block.weight[0].numel()
+            taps = psi[:, :d].view(psi.shape[0], block.weight.shape[1], -1)[:, inputs.to(psi.device)]
+            psi = torch.cat([taps.flatten(1), psi[:, d:]], 1)
+        return KroneckerEigenpair(
+            Eigenpair(value["psi"], _unit_or_arbitrary(psi), residual["psi"]),
+            Eigenpair(value["gamma"], _unit_or_arbitrary(gamma), residual["gamma"]),
+            group,
+        )
 
 
+def _unit_or_arbitrary(v: Tensor) -> Tensor:
+    return unit(torch.where(v.abs().amax(1, keepdim=True) == 0, arbitrary(v.shape[1], v.dtype, v.device), v))
+
+
+@dataclass(frozen=True)
+class BlockChoice:
+    """The block with the largest λ, an index that may still be on its way from the device."""
+
+    index: Late  # into `blocks`
+    blocks: list[Block]
+
+    @classmethod
+    def of(cls, index: Tensor, blocks: list[Block]) -> "BlockChoice":
+        return cls(Late.of(index), blocks)
+
+    @classmethod
+    def known(cls, block: Block) -> "BlockChoice":
+        return cls(Late.of(torch.tensor(0)), [block])
+
+    def block(self) -> Block:
+        """Waits for the index."""
+        return self.blocks[int(self.index.item())]
+
+
+@dataclass
 class Direction:
     """v of the batches seen so far."""
 
-    def __init__(self, net: nn.Module, choices: Choices, curvature: LossCurvature | None) -> None:
-        self.net, self.choices = net, choices
-        self._curvature = curvature
-        self._scale_invariant = choices.scaling == "scale_invariant"
-        self._empirical = choices.ranking == "empirical"
-        self.pairs: dict[str, Pair] = {}
-        """Block → its eigenpair."""
-        self.chosen: Chosen | None = None
-        self._generator: torch.Generator | None = None
+    net: nn.Module
+    pairs: dict[str, KroneckerEigenpair] = field(default_factory=dict)
+    """Block → its eigenpair."""
+    choice: BlockChoice | None = None
 
     def copy(self) -> "Direction":
-        """One to go on with from here while this one stays as it is."""
-        other = copy.copy(self)
-        other.pairs = dict(self.pairs)
-        other._generator = None if self._generator is None else self._generator.clone_state()
-        return other
+        """One to refresh from here while this one stays as it is."""
+        return Direction(self.net, dict(self.pairs), self.choice)
 
-    def known(self, block: Block, pair: Pair) -> "Direction":
-        """One whose v is this pair of a block."""
-        other = copy.copy(self)
-        other.pairs, other.chosen = {block.name: pair}, Chosen.known(block)
-        return other
+    @classmethod
+    def known(cls, net: nn.Module, block: Block, pair: KroneckerEigenpair) -> "Direction":
+        """The one along this pair of a block."""
+        return cls(net, {block.name: pair}, BlockChoice.known(block))
 
     def name(self) -> str | None:
-        """Of the block that was chosen. Waits for the last choice."""
-        return None if self.chosen is None else self.chosen.block().name
+        """Of the block that v lies in. Waits for the last choice."""
+        return None if self.choice is None else self.choice.block().name
 
     def block(self) -> Block | None:
-        """The block that was chosen, unless it is gone, frozen or of another shape by now."""
+        """The block that v lies in, unless it is gone, frozen or of another shape by now."""
         name = self.name()
         found = next((block for block in find_blocks(self.net) if block.name == name), None)
         return found if found is not None and self.pairs[found.name].fits(found) else None
 
-    def seeds(self, block: Block) -> list[tuple[Tensor, Tensor]]:
-        """The block's parameters with their parts of v."""
-        return self.pairs[block.name].direction(block, scale_invariant=self._scale_invariant)
-
-    def observer(self, inputs: Any) -> Observer:
-        return Observer(
-            find_blocks(self.net), samples_in(inputs), kfac_approx=self.choices.kfac_approx,
-            scale_invariant=self._scale_invariant, keep=self._empirical,
-        )  # fmt: skip
-
-    def update(
+    def refresh(
         self,
-        observer: Observer,
-        gather: Callable[[], None],
+        collector: FactorCollector,
+        collect: Callable[[], None],
         *,
         cold: bool,
-        meanwhile: Callable[[], None] | None = None,
+        empirical: bool,
+        overlap: Callable[[], None] | None = None,
+        reducer: Reducer = LOCAL,
     ) -> None:
-        """v of the batch that the observer has seen go forward. `gather` shows it the derivatives of C; `meanwhile` is work
-        of the step that needs nothing of the new v, and runs beside the search for it where that can be."""
-        if not observer.psi:
+        """Eigenpairs and block of the batch that the collector has seen go forward.
+
+        collect    shows the collector the derivatives of C: a backward pass
+        overlap    work of the step that needs nothing of the new v; it runs beside the solver where that can be
+        empirical  ranks blocks by the quotient of their own Fisher matrix along v_l instead of λ_l
+        """
+        if not collector.psi:
             raise ValueError("net: none of its Linear and convolution layers was called in a way that can be seen; "
                              "a scripted or compiled network must be given as the plain module")  # fmt: skip
-        branches, steps = Branches(), COLD_STEPS if cold else None
-        blocks = [block for block in find_blocks(self.net) if block.name in observer.psi]
+        branches = Branches()
+        blocks = [block for block in find_blocks(self.net) if block.name in collector.psi]
         starts = [self._start(block) for block in blocks]
         like = blocks[0].weight
         gamma: list[Eigenpair] = []
         known: list[int] = []
         with branches.branch(), torch.no_grad(), autocast_off(like):
-            sides = [observer.psi[block.name].factor() for block in blocks]
-            psi = top_of_each(sides, [start for start, _ in starts], steps)
+            sides = [collector.psi[block.name].factor() for block in blocks]
+            psi = top_of_each(sides, [start for start, _ in starts], cold=cold, reducer=reducer)
 
         def solve() -> None:
-            known.extend(n for n, block in enumerate(blocks) if observer.gamma[block.name].positions)
+            known.extend(n for n, block in enumerate(blocks) if collector.gamma[block.name].positions)
             with torch.no_grad(), autocast_off(like):
-                others = [observer.gamma[blocks[n].name].factor() for n in known]
-                gamma.extend(top_of_each(others, [starts[n][1] for n in known], steps))
+                others = [collector.gamma[blocks[n].name].factor() for n in known]
+                gamma.extend(top_of_each(others, [starts[n][1] for n in known], cold=cold, reducer=reducer))
 
-        observer.when_gathered = solve  # while the backward pass still has something to do
+        # while the backward pass still has something to do; with several ranks not in the middle of it
+        collector.when_complete = solve if reducer.ranks == 1 else None
         try:
-            gather()
+            collect()
         finally:
-            observer.when_gathered = None  # they would hold each other
+            collector.when_complete = None  # they would hold each other
         if not gamma:  # some layers got no derivative
-            observer.join()
+            collector.join()
             with branches.branch():
                 solve()
-        if meanwhile is not None:
-            meanwhile()
-        observer.join()
+        if overlap is not None:
+            overlap()
+        collector.join()
         branches.join()
         with torch.no_grad(), autocast_off(like):
-            pairs, self.chosen = choose_block(
-                observer, [blocks[n] for n in known], [psi[n] for n in known], gamma, empirical=self._empirical
-            )
+            chosen = [blocks[n] for n in known]
+            pairs, self.choice = _choose(collector, chosen, [psi[n] for n in known], gamma, empirical, reducer)
         self.pairs = self.pairs | pairs
-
-    def update_by(
-        self,
-        backward: Callable[[], None],
-        observer: Observer,
-        loss: Tensor,
-        z: Any,
-        target: Any,
-        scale: float | Tensor,
-        *,
-        cold: bool = False,
-    ) -> None:
-        """`update` where a step's own backward pass is of scale·C alone (or of scale·L, if Γ is): it shows the derivatives on
-        its way."""
-        if self.choices.fisher_type == "mc":
-            self.update(observer, partial(self.pull, observer, loss, z, target, scale), cold=cold, meanwhile=backward)
-            return
-        with observer.gathering(scale):
-            self.update(observer, backward, cold=cold)
-
-    def pull(self, observer: Observer, loss: Tensor, z: Any, target: Any, scale: float | Tensor) -> None:
-        """A `gather` of its own: a backward pass for activations alone."""
-        with autocast_off(loss):
-            if self.choices.fisher_type == "mc":
-                assert self._curvature is not None
-                observer.pull(z, self._curvature.draw(z.detach(), target, self._draws(z.device)), scale)
-            else:
-                observer.pull(loss, None, scale)
 
     def _start(self, block: Block) -> tuple[Tensor, Tensor]:
         """The last eigenvectors, or the same arbitrary ones for every run."""
@@ -157,15 +219,8 @@ class Direction:
         psi, gamma = (arbitrary(side, like.dtype, like.device).expand(groups, side) for groups, side in shapes)
         return psi, gamma
 
-    def _draws(self, device: torch.device) -> torch.Generator:
-        """Sampled labels have a stream of their own, so that the training's is left alone."""
-        if self._generator is None:
-            self._generator = torch.Generator(device).manual_seed(0)
-        return self._generator
-
-    def sliced(self, slices: Mapping[str, Mapping[int, Tensor]]) -> dict[str, Pair]:
-        """The pairs once parameters keep these positions of their dimensions: v^Γ goes as the weight's outputs, v^Ψ as its
-        inputs, to unit length again."""
+    def sliced(self, slices: Mapping[str, Mapping[int, Tensor]]) -> dict[str, KroneckerEigenpair]:
+        """The pairs once parameters keep these positions of their dimensions: v^Γ as the weight's outputs, v^Ψ as its inputs."""
         pairs = dict(self.pairs)
         for block in find_blocks(self.net):
             kept = slices.get(f"{block.name}.weight".lstrip("."), {})
@@ -174,12 +229,8 @@ class Direction:
         return pairs
 
     def state_dict(self) -> dict[str, Any]:
-        """Eigenpairs, the chosen block and the stream of sampled labels: tensors, strings and None alone."""
-        return {
-            "pairs": {name: pair.state() for name, pair in self.pairs.items()},
-            "block": None if self.chosen is None else self.chosen.block().name,
-            "generator": None if self._generator is None else self._generator.get_state(),
-        }
+        """Eigenpairs and the name of the block: tensors, strings and None alone."""
+        return {"pairs": {name: pair.state() for name, pair in self.pairs.items()}, "block": self.name()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         blocks = {block.name: block for block in find_blocks(self.net)}
@@ -188,7 +239,7 @@ class Direction:
             if name not in blocks:
                 raise ValueError(f"state: it has an eigenpair for {name!r}, which is no block of this network")
             block = blocks[name]
-            pair = Pair.of_state({key: value.to(block.weight.device) for key, value in tensors.items()})
+            pair = KroneckerEigenpair.of_state({key: value.to(block.weight.device) for key, value in tensors.items()})
             if not pair.fits(block):
                 raise ValueError(
                     f"state: layer {name!r} has factors of shapes {block.psi_shape} and {block.gamma_shape}, "
@@ -198,7 +249,30 @@ class Direction:
         if state["block"] is not None and state["block"] not in pairs:
             raise ValueError(f"state: its block is {state['block']!r}, for which it has no eigenpair")
         self.pairs = pairs
-        self.chosen = None if state["block"] is None else Chosen.known(blocks[state["block"]])
-        self._generator = None
-        if state["generator"] is not None:
-            self._draws(next(self.net.parameters()).device).set_state(state["generator"])
+        self.choice = None if state["block"] is None else BlockChoice.known(blocks[state["block"]])
+
+
+def _choose(
+    collector: FactorCollector,
+    blocks: list[Block],
+    psi: list[Eigenpair],
+    gamma: list[Eigenpair],
+    empirical: bool,
+    reducer: Reducer,
+) -> tuple[dict[str, KroneckerEigenpair], BlockChoice]:
+    """The blocks' pairs, and the block with the largest score."""
+    if empirical:
+        each = [collector.empirical(b, p.vector, g.vector) for b, p, g in zip(blocks, psi, gamma, strict=True)]
+        (scores,) = reducer.sum([torch.cat(each)])
+    else:
+        scores = torch.cat([pair.value for pair in psi]) * torch.cat([pair.value for pair in gamma])
+    scores = torch.nan_to_num(scores, nan=-1.0, posinf=-1.0)  # an overflow of half precision is no curvature
+    first = torch.zeros((), dtype=torch.long, device=scores.device)
+    groups, best = [first] * len(blocks), scores
+    if any(block.groups > 1 for block in blocks):
+        tops = [part.max(0) for part in scores.split([block.groups for block in blocks])]
+        groups, best = [top.indices for top in tops], torch.stack([top.values for top in tops])
+    pairs = {
+        b.name: KroneckerEigenpair(p, g, group) for b, p, g, group in zip(blocks, psi, gamma, groups, strict=True)
+    }
+    return pairs, BlockChoice.of(best.argmax(), blocks)

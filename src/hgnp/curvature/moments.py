@@ -1,8 +1,12 @@
-"""Gathers a block's factors from what its calls in a pass show: inputs for Ψ, the loss's derivatives at outputs for Γ.
+"""Collects a step's Kronecker factors: Ψ from the inputs of each block's calls, Γ from the loss's derivatives at their outputs.
 
-Sums are taken in float32 at least; activations of half precision are read as they are.
+`FactorCollector` watches a forward pass: it sums Ψ on the way and ties a probe to the output of each call, whose backward shows
+the derivative there. Sums are taken in float32 at least; activations of half precision are read as they are. With several ranks
+each has its share of every sum, divided by the number of samples of all.
 """
 
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,16 +14,151 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hgnp.curvature.blocks import Block
-from hgnp.curvature.branches import constant
+from hgnp.curvature.branches import Branches, constant
 from hgnp.curvature.factors import Dense, Factor, Patches, Rows
+from hgnp.curvature.forward import autocast_off
 from hgnp.curvature.wide import HALF, wide, wide_bmm
 
 
-class PsiMoments:
-    """Gathers Ψ of one block from the inputs of its calls."""
+class _Probe(torch.autograd.Function):
+    """The identity on a layer's output; its backward shows the derivative there. `anchor` makes autograd go by it."""
 
-    def __init__(self, block: Block, samples: int, kfac_approx: str) -> None:
-        self.block, self.samples, self.reduce = block, samples, kfac_approx == "reduce"
+    @staticmethod
+    def forward(ctx: Any, s: Tensor, anchor: Tensor, sink: Any) -> Tensor:
+        ctx.sink = sink
+        ctx.mark_dirty(s)
+        return s
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.sink(grads[0])
+        return grads[0], None, None
+
+
+class FactorCollector:
+    """The factors of every block that a forward pass calls.
+
+    samples  of the batch; `total` of the batches of all ranks, by which every sum is divided
+    keep     holds inputs and derivatives, for `empirical`
+    """
+
+    def __init__(
+        self,
+        blocks: Iterable[Block],
+        samples: int,
+        *,
+        total: float | None = None,
+        kfac_approx: str,
+        scale_invariant: bool,
+        keep: bool,
+    ) -> None:
+        self._blocks = {id(block.weight): block for block in blocks}
+        self.samples, self.kfac_approx, self.keep = samples, kfac_approx, keep
+        self.total = samples if total is None else total
+        self.scale_invariant = scale_invariant
+        self.psi: dict[str, PsiMoments] = {}
+        self.gamma: dict[str, GammaMoments] = {}
+        self.calls: dict[str, list[tuple[dict[str, Any], Tensor]]] = {}
+        self.when_complete: Callable[[], None] | None = None
+        """Called once a backward pass has shown the derivatives of all calls."""
+        self._anchor: Tensor | None = None
+        self._factor: float | Tensor | None = None  # N / scale while Γ is being collected
+        self._probes = self._unseen = 0
+        self._branches = Branches(lane=True)
+        self._read: Tensor | None = None  # by the branch that is open
+
+    def layer(self, options: dict[str, Any], out: Tensor) -> Tensor:
+        block = self._blocks.get(id(options["weight"]))
+        if block is None or not out.requires_grad:
+            return out
+        a = options["input"].detach()  # what is kept must not keep the graph, which keeps us
+        with autocast_off(out):
+            a = a.to(out.dtype) if out.dtype in HALF else a  # as autocast has the layer read it
+            options = options | {"input": a}
+            if block.name not in self.psi:
+                scale = wide(block.filter_norms().detach()) if self.scale_invariant else None
+                self.psi[block.name] = PsiMoments(block, self.samples, self.total, self.kfac_approx)
+                self.gamma[block.name] = GammaMoments(block, self.samples, self.total, self.kfac_approx, scale)
+            self.psi[block.name].add(options)
+        if self._anchor is None:
+            self._anchor = torch.zeros((), device=out.device, requires_grad=True)
+
+        self._probes += 1
+
+        def sink(g: Tensor) -> None:
+            if self._factor is None:
+                return
+            self.join()  # of the derivative before
+            self._unseen -= 1
+            with self._branches.branch():
+                self.gamma[block.name].add(g, self._factor)
+                if self.keep:
+                    self.calls.setdefault(block.name, []).append((options, wide(g) * self._factor))
+                if self._unseen == 0 and self.when_complete is not None:
+                    self.when_complete()
+            self._read = g
+
+        probed: Tensor = _Probe.apply(out, self._anchor, sink)
+        return probed
+
+    def restart(self) -> None:
+        """Drops what another backward pass has shown."""
+        for moments in self.gamma.values():
+            moments.restart()
+        self.calls = {}
+
+    @contextlib.contextmanager
+    def collecting(self, scale: float | Tensor) -> Iterator[None]:
+        """Γ from the derivatives that a backward pass inside the block shows, of scale·C: the scale is divided out again."""
+        self._factor = self.total / (wide(scale) if isinstance(scale, Tensor) else scale)
+        self._unseen = self._probes
+        try:
+            yield
+        finally:
+            self._factor = None
+
+    def join(self) -> None:
+        """What follows runs after all that has been collected."""
+        self._branches.join()
+        self._read = None
+
+    def collect(self, output: Tensor, cotangent: Tensor | None, scale: float | Tensor) -> None:
+        """Γ from the derivatives of `output` (C itself, or the logits with a drawn cotangent): a backward pass for
+        activations alone. `scale` keeps them in a half-precision range."""
+        assert self._anchor is not None
+        cotangent = torch.ones_like(output) if cotangent is None else cotangent.to(output.dtype)
+        with self.collecting(scale):
+            torch.autograd.grad(output, self._anchor, cotangent * scale, retain_graph=True, allow_unused=True)
+
+    def empirical(self, block: Block, psi: Tensor, gamma: Tensor) -> Tensor:
+        """mean_i (Σ_t (v^Ψ·ã_it)(v^Γ·g_it))² of each group, (G,): the quotient of the block's own Fisher matrix."""
+        groups, side = block.gamma_shape
+        total = torch.zeros(self.samples, groups, dtype=psi.dtype, device=psi.device)
+        d = block.weight[0].numel()
+        shift = psi[:, d] if block.bias is not None else None
+        for options, g in self.calls.get(block.name, []):
+            a = wide(options["input"].detach())
+            if "stride" in options:
+                a, conv = plain_convolution(a, options, block.weight.dim() - 2)
+                filters = psi[:, :d].reshape(groups, *block.weight.shape[1:])
+                zeros = [0] * len(conv["stride"])
+                along = torch.convolution(a, filters, shift, conv["stride"], conv["padding"], conv["dilation"], False, zeros, groups)  # fmt: skip # noqa: E501
+            else:
+                along = torch.nn.functional.linear(a, psi[:, :d], shift)
+            g = per_position(g, self.samples, block)
+            scale = self.gamma[block.name].scale
+            g = g if scale is None else g * scale
+            along_g = (g.unflatten(2, (groups, side)) * gamma).sum(3)  # (N, T, G)
+            total += (per_position(along, self.samples, block) * along_g).sum(1)
+        return total.square().sum(0) / self.total
+
+
+
+class PsiMoments:
+    """Ψ of one block from the inputs of its calls."""
+
+    def __init__(self, block: Block, samples: int, total: float, kfac_approx: str) -> None:
+        self.block, self.samples, self.total, self.reduce = block, samples, total, kfac_approx == "reduce"
         self.inputs: list[Tensor] = []
         self.options: list[dict[str, Any]] = []
         self.sums: Tensor | None = None  # (N, G, side): Σ_t of the patches, all calls
@@ -55,23 +194,23 @@ class PsiMoments:
     def factor(self) -> Factor:
         bias = self.block.bias is not None
         if self.sums is not None:
-            return Rows((self.sums / self.positions).transpose(0, 1), self.samples, bias)
+            return Rows((self.sums / self.positions).transpose(0, 1), self.total, bias)
         if self.options:
             weight = self.block.weight
-            return Patches(self.inputs, self.options, weight.shape, self.block.groups, self.samples, bias)
+            return Patches(self.inputs, self.options, weight.shape, self.block.groups, self.total, bias)
         rows = torch.cat([a.flatten(0, 1) for a in self.inputs]).unsqueeze(0)
-        return Rows(rows, self.samples, bias)
+        return Rows(rows, self.total, bias)
 
 
 class GammaMoments:
-    """Gathers Γ of one block from the loss's derivatives at the outputs of its calls; each is let go at once."""
+    """Γ of one block from the loss's derivatives at the outputs of its calls; none of them is held."""
 
-    def __init__(self, block: Block, samples: int, kfac_approx: str, scale: Tensor | None) -> None:
-        self.block, self.samples, self.reduce = block, samples, kfac_approx == "reduce"
+    def __init__(self, block: Block, samples: int, total: float, kfac_approx: str, scale: Tensor | None) -> None:
+        self.block, self.samples, self.total, self.reduce = block, samples, total, kfac_approx == "reduce"
         self.scale = scale  # filter norms, in the scale-invariant metric
-        self.begin()
+        self.restart()
 
-    def begin(self) -> None:
+    def restart(self) -> None:
         self.rows: list[Tensor] = []
         self.matrix: Tensor | None = None
         self.unit = 1.0  # what the matrix is still to be multiplied by
@@ -103,7 +242,7 @@ class GammaMoments:
 
     def factor(self) -> Factor:
         groups, side = self.block.gamma_shape
-        count = float(self.samples if self.reduce else self.samples * self.positions)
+        count = float(self.total if self.reduce else self.total * self.positions)
         if self.reduce:
             rows = self.rows[0] if len(self.rows) == 1 else torch.stack(self.rows).sum(0)
             return Rows(rows.view(-1, groups, side).transpose(0, 1), count)
