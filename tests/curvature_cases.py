@@ -12,11 +12,8 @@ torch.set_num_threads(1)
 
 CHOICES = {
     "default": {},
-    "frozen": {"norm": "frozen"},
     "this batch": {"direction_from": "this_batch"},
-    "frozen, this batch": {"norm": "frozen", "direction_from": "this_batch"},
     "hessian": {"curvature": "hessian"},
-    "hessian, frozen": {"curvature": "hessian", "norm": "frozen"},
     "sampled": {"fisher_type": "mc"},
     "empirical": {"ranking": "empirical"},
     "penalised": {"gamma_from": "penalized_loss"},

@@ -146,9 +146,7 @@ def test_nothing_is_read_back_in_a_step(monkeypatch):
     assert flat.curvature > 0
 
 
-@pytest.mark.parametrize(
-    "choices", [{}, {"fisher_type": "mc"}, {"norm": "frozen"}, {"flatness": "paper"}, {"refresh_every": 2}]
-)
+@pytest.mark.parametrize("choices", [{}, {"fisher_type": "mc"}, {"flatness": "paper"}, {"refresh_every": 2}])
 def test_a_hinge_known_to_be_closed_saves_work_and_changes_nothing(monkeypatch, choices):
     found = []
     for known in (True, False):
@@ -334,10 +332,10 @@ def test_an_overflow_of_half_precision_does_not_spoil_the_eigenpairs():
 
 
 def test_the_paper_is_a_bundle_whose_parts_can_be_replaced():
-    flat = Flatness(convnet(), flatness="paper", norm="frozen")
+    flat = Flatness(convnet(), flatness="paper", ranking="empirical")
     c = flat.choices
-    assert (c.curvature, c.direction_from, c.kfac_approx, c.fisher_type, c.ranking, c.scaling, c.norm) == (
-        "hessian", "this_batch", "expand", "empirical", "kfac", "plain", "frozen",
+    assert (c.curvature, c.direction_from, c.kfac_approx, c.fisher_type, c.ranking, c.scaling) == (
+        "hessian", "this_batch", "expand", "empirical", "empirical", "plain",
     )  # fmt: skip
     assert "kfac_approx='expand'" in repr(flat)
 

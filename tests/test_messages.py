@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hgnp
-from hgnp.messages import RENAMED, brief, first_line, meant, one_line
+from hgnp.messages import REMOVED, RENAMED, brief, first_line, meant, one_line
 
 
 def test_a_name_that_is_close_is_offered_and_otherwise_those_that_there_are() -> None:
@@ -55,8 +55,19 @@ def test_an_option_under_its_former_name_is_refused_with_the_new_one(call: Calla
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("call", "where"), [(lambda **o: hgnp.Recipe(keep=0.5, flatness=o), "flatness"), (flat, "Flatness")]
+)
+@pytest.mark.parametrize("value", ["batch", "frozen"])
+def test_an_option_that_was_removed_is_refused_with_the_reason(
+    call: Callable[..., object], where: str, value: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{where}: norm was removed: .* wrecked training .*; leave it out$"):
+        call(norm=value)
+
+
 @pytest.mark.parametrize("function", [hgnp.Recipe, hgnp.Flatness, hgnp.Neurons.least])
 def test_signatures_show_the_options_and_none_by_a_former_name(function: Callable[..., object]) -> None:
     names = inspect.signature(function).parameters
     assert len(names) > 4
-    assert not set(RENAMED) & set(names)
+    assert not {*RENAMED, *REMOVED} & set(names)

@@ -70,7 +70,6 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         {"curvature": "ggn"},
         {"curvature": "hessian"},
         {"flatness": "paper"},
-        {"norm": "frozen"},
         {"scaling": "scale_invariant", "kfac_approx": "expand", "ranking": "empirical"},
     ],
     ids=lambda choices: "-".join(map(str, choices.values())),

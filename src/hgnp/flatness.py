@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgnp.curvature.check import check_functions, check_gradients, finite, refuse_unseen, refuse_untracked, tracked
+from hgnp.curvature.check import check_functions, check_gradients, finite, refuse_unseen
 from hgnp.curvature.choices import choose
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.forward import Forward, Output, samples_in
@@ -50,9 +50,9 @@ class Flatness(Sight):
     output    picks the logits from what the network returns, e.g. ``lambda o: o.logits``
     flatness  "default" or "paper", a bundle of the choices below; choices given by name replace the bundle's
 
-    curvature "ggn" or "hessian"; norm "batch" or "frozen"; scaling "plain" or "scale_invariant"; direction_from "last_batch" or
-    "this_batch"; kfac_approx "reduce" or "expand"; fisher_type "empirical" or "mc" (labels
-    drawn from the output); ranking "kfac" or "empirical"; gamma_from "loss" or "penalized_loss".
+    curvature "ggn" or "hessian"; scaling "plain" or "scale_invariant"; direction_from "last_batch" or "this_batch";
+    kfac_approx "reduce" or "expand"; fisher_type "empirical" or "mc" (labels drawn from the output); ranking "kfac" or
+    "empirical"; gamma_from "loss" or "penalized_loss".
 
     refresh_every  with direction_from "last_batch", v is renewed in every so many steps and kept in between: cheaper, older
     skip_inactive  if the penalty is inactive in the first step along a new v, the steps until the next renewal are plain
@@ -69,7 +69,6 @@ class Flatness(Sight):
         output: Output | None = None,
         flatness: str = "default",
         curvature: str | None = None,
-        norm: str | None = None,
         scaling: str | None = None,
         direction_from: str | None = None,
         kfac_approx: str | None = None,
@@ -92,18 +91,15 @@ class Flatness(Sight):
                                  "and labels to sample; use curvature='hessian' and fisher_type='empirical'")  # fmt: skip
             curvature = "hessian"
         self.choices = choose(
-            flatness, curvature=curvature, norm=norm, scaling=scaling, direction_from=direction_from, kfac_approx=kfac_approx,
+            flatness, curvature=curvature, scaling=scaling, direction_from=direction_from, kfac_approx=kfac_approx,
             fisher_type=fisher_type, ranking=ranking, gamma_from=gamma_from,
         )  # fmt: skip
-        self._frozen = self.choices.norm == "frozen"
         self.lags = self.choices.direction_from == "last_batch"
         """Whether a step penalises along the v of the batch before."""
-        self.in_two_passes = not self.lags and not self._frozen
+        self.in_two_passes = not self.lags
         """Whether C goes forward and back first, in the paper's order."""
         self.rhythm = Rhythm(refresh_every, skip_inactive, lags=self.lags)
         refuse_unseen(net, flatten=mu > 0)
-        if self._frozen:
-            refuse_untracked(net)
         self.v = Direction(net, self.choices, curvature_of_loss)
         self.passes = Passes(net, loss, output, self.choices, curvature_of_loss)
         self.weight: Tensor | None = None
@@ -152,7 +148,7 @@ class Flatness(Sight):
         self.passes.trace(inputs)
         if self.in_two_passes:
             self.first = self.passes.first(self.v, inputs, target, scale)
-        elif not self.lags or self.v.block() is None:
+        elif self.v.block() is None:
             self._look(self.v, inputs, target, scale)
 
     def measure(self, inputs: Any, target: Any) -> None:
@@ -179,17 +175,10 @@ class Flatness(Sight):
         """Whether the hinge was open in the last step. Waits for the device."""
         return self.seen is not None and self.seen.q > self.bound
 
-    @property
-    def apart(self) -> bool:
-        """Whether C and q are of two functions, as norms train and q is of them frozen."""
-        return self._frozen and any(layer.training for layer in tracked(self.net))
-
     def step(self, inputs: Any, target: Any, *, renew: bool, scale: float | Tensor = 1.0) -> Tensor:
         """The step itself, along the v that is known; in the paper's order what is left of it."""
         first = self.first
         try:
-            if self.apart:
-                return self._apart(inputs, target, scale, renew)
             loss = self.ahead(inputs, target, renew=renew)
             assert self.found is not None
             if first is None:
@@ -202,9 +191,9 @@ class Flatness(Sight):
         finally:
             self.finish()
 
-    def ahead(self, inputs: Any, target: Any, *, renew: bool, traceless: bool = False) -> Tensor:
+    def ahead(self, inputs: Any, target: Any, *, renew: bool) -> Tensor:
         """The forward pass of a step along the v that is known; `found` is left for the way back."""
-        self.found = self.passes.along(self.v, inputs, target, renew=renew, traceless=traceless, first=self.first)
+        self.found = self.passes.along(self.v, inputs, target, renew=renew, first=self.first)
         self.seen = self.found.seen
         return self.found.loss.detach()
 
@@ -224,39 +213,18 @@ class Flatness(Sight):
             return
         found.observer.begin()
         if opened and self.choices.gamma_from == "loss":
-            self._renew(found, target, scale, meanwhile=backward)
+            gather = partial(self.v.pull, found.observer, found.loss, found.z, target, scale)
+            self.v.update(found.observer, gather, cold=False, meanwhile=backward)
         else:
             self.v.update_by(backward, found.observer, found.loss, found.z, target, scale)
 
     def _renew_at_rest(self, inputs: Any, target: Any, scale: float | Tensor) -> Tensor:
         """A plain step that shows the next v."""
-        if self._frozen:  # v is of another function than C
-            self._look(self.v, inputs, target, scale)
-            return self._plain(inputs, target, scale)
         observer = self.v.observer(inputs)
         z = self.passes.run(inputs, Forward(watch=observer))
         loss = self.loss(z, target)
         self.v.update_by(lambda: self.passes.back(loss * scale), observer, loss, z, target, scale)
         return loss.detach()
-
-    def _renew(
-        self, found: Pass, target: Any, scale: float | Tensor, meanwhile: Callable[[], None] | None = None
-    ) -> None:
-        observer = found.observer
-        assert observer is not None
-        gather = partial(self.v.pull, observer, found.loss, found.z, target, scale)
-        self.v.update(observer, gather, cold=False, meanwhile=meanwhile)
-
-    def _apart(self, inputs: Any, target: Any, scale: float | Tensor, renew: bool) -> Tensor:
-        """C and q are of two functions: two passes, with the same dropout masks and one update of the buffers."""
-        with undisturbed(*self.net.parameters()):  # dropout masks repeat from pass to pass
-            self.ahead(inputs, target, renew=renew, traceless=True)
-            assert self.found is not None
-            if renew:
-                self._renew(self.found, target, scale)
-            if self.found.acts(self.bound):
-                self._penalise(scale)
-        return self._plain(inputs, target, scale)
 
     def _plain(self, inputs: Any, target: Any, scale: float | Tensor) -> Tensor:
         loss = self.loss(self.passes.run(inputs), target)
@@ -272,8 +240,7 @@ class Flatness(Sight):
         within: contextlib.AbstractContextManager[Any] | None = None,
         v: Direction | None = None,
     ) -> Tensor:
-        """L = C + μ·max(0, q − B) of a batch, to be differentiated, along this batch's own v in the network's present mode
-        (with norm="frozen" both C and q are of the evaluation-mode function of norms).
+        """L = C + μ·max(0, q − B) of a batch, to be differentiated, along this batch's own v in the network's present mode.
 
         Leaves no trace: buffers, random streams and what is known of earlier batches stay as they are. `mu` may differ from
         the one that is trained with. `within` is entered around the forward that L is made of. `v` is what `look` has found,
@@ -297,7 +264,7 @@ class Flatness(Sight):
         """Updates v to this batch by a pass that leaves no trace; with `cold`, as exactly as from a cold start."""
         observer = v.observer(inputs)
         with undisturbed(*self.net.parameters()):  # dropout masks repeat from pass to pass
-            z = self.passes.run(inputs, Forward(watch=observer, frozen=self._frozen), traceless=True)
+            z = self.passes.run(inputs, Forward(watch=observer), traceless=True)
             gather = partial(v.pull, observer, self.loss(z, target), z, target, scale)
             v.update(observer, gather, cold=cold or v.block() is None)
 

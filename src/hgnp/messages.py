@@ -20,11 +20,18 @@ RENAMED = {
     "labels": "fisher_type",
 }
 """Options under their former names → their names now."""
+REMOVED = {
+    "norm": "BatchNorm is always differentiated through the batch's statistics, as penalising it in evaluation mode wrecked "
+    "training (docs/flatness.md)"
+}
+"""Options that are no more → why."""
 
 
 def check_renamed(names: Iterable[object], known: Collection[str], where: str) -> None:
-    """Refuses a former name of one of the options that are known here."""
+    """Refuses a former name of one of the options that are known here, and an option that is no more."""
     for name in names:
+        if name in REMOVED and name not in known:
+            raise ValueError(f"{where}: {name} was removed: {REMOVED[str(name)]}; leave it out")
         if RENAMED.get(str(name)) in known:
             raise ValueError(f"{where}: {name} is now called {RENAMED[str(name)]}; rename it")
 

@@ -63,8 +63,7 @@ class Recipe:
         mu_warmup_epochs: Epochs over which the term's weight in training rises from 0, from the start or from the hybrid's
             switch on.
         bound: Curvature up to this is not penalised.
-        flatness: "default", "paper", or a mapping of `Flatness`'s named choices, such as {"curvature": "hessian", "norm":
-            "frozen"}.
+        flatness: "default", "paper", or a mapping of `Flatness`'s named choices, such as {"curvature": "hessian"}.
         refresh_every: Steps from one refresh of the penalised direction to the next. None: 8 if it lags by a batch, 1 in the
             paper's order.
         skip_inactive: Whether the term is skipped until the next refresh if curvature is within the bound in the first step

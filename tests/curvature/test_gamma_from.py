@@ -122,7 +122,6 @@ def test_gradients_along_the_same_direction_do_not_depend_on_where_gamma_comes_f
     [
         ({"direction_from": "this_batch"}, "direction_from='last_batch', got 'this_batch': v would need Γ of L"),
         ({"flatness": "paper"}, "direction_from='last_batch', got 'this_batch': v would need Γ of L"),
-        ({"norm": "frozen"}, "norm='batch', got 'frozen': C and q are otherwise of two functions"),
         ({"fisher_type": "mc"}, "fisher_type='empirical', got 'mc': labels are drawn for C alone"),
     ],
 )

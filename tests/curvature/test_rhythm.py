@@ -10,7 +10,7 @@ from curvature_cases import convnet, gradients, images
 from hgnp import Flatness
 
 
-@pytest.mark.parametrize("choices", [{}, {"fisher_type": "mc"}, {"norm": "frozen"}, {"kfac_approx": "expand"}])
+@pytest.mark.parametrize("choices", [{}, {"fisher_type": "mc"}, {"kfac_approx": "expand"}])
 def test_the_term_rests_until_v_is_renewed(choices):
     net, every = convnet("batch"), 4
     flat = Flatness(net, mu=0.5, bound=0.0, refresh_every=every, skip_inactive=True, **choices)

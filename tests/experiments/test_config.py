@@ -106,9 +106,9 @@ def test_numbers_are_read_as_everyone_writes_them() -> None:
 def test_settings_reach_any_key_and_are_parsed_as_yaml() -> None:
     before = config(model_args={"width": 8})
     after = before.with_settings(
-        ["recipe.mu=1e-2", "data_args.batch=32", "seed=7", "recipe.flatness.norm=frozen", "weights=a=b"]
+        ["recipe.mu=1e-2", "data_args.batch=32", "seed=7", "recipe.flatness.ranking=empirical", "weights=a=b"]
     )
-    assert after.recipe == {"keep": 0.5, "mu": 0.01, "flatness": {"norm": "frozen"}}
+    assert after.recipe == {"keep": 0.5, "mu": 0.01, "flatness": {"ranking": "empirical"}}
     assert (after.data_args, after.model_args, after.seed, after.weights) == ({"batch": 32}, {"width": 8}, 7, "a=b")
     assert before.recipe == SMALL["recipe"]
     assert after.with_settings(["weights=null"]).weights is None

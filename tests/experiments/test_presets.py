@@ -111,9 +111,9 @@ def test_a_preset_that_needs_data_says_how_to_give_them(name: str) -> None:
 
 
 def test_own_keys_replace_those_of_what_is_extended_in_mappings_one_by_one() -> None:
-    base = {"model": "A", "recipe": {"mu": 1, "flatness": {"norm": "batch"}}, "methods": {"taylor": {}}, "seed": 3}
+    base = {"model": "A", "recipe": {"mu": 1, "flatness": {"ranking": "kfac"}}, "methods": {"taylor": {}}, "seed": 3}
     own = {"model": "B", "recipe": {"flatness": "paper"}, "methods": None}
     assert extended(base, own) == {
         "model": "B", "recipe": {"mu": 1, "flatness": "paper"}, "methods": None, "seed": 3
     }  # fmt: skip
-    assert base["recipe"] == {"mu": 1, "flatness": {"norm": "batch"}}
+    assert base["recipe"] == {"mu": 1, "flatness": {"ranking": "kfac"}}

@@ -50,7 +50,7 @@ def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
         {"mu": 0.05, "bound": 0.2, "refresh_every": 3},
         {"mu": 0.05, "bound": 0.025, "refresh_every": 4, "skip_inactive": True},
         {"mu": 0.05, "bound": 0.75, "refresh_every": 3, "skip_inactive": True, "kfac_approx": "expand"},
-        {"mu": 0.05, "bound": 0.3, "refresh_every": 3, "skip_inactive": True, "norm": "frozen"},
+        {"mu": 0.05, "bound": 0.3, "refresh_every": 3, "skip_inactive": True},
         {"mu": 0.05, "bound": 0.3, "scaling": "scale_invariant"},
         {"mu": 0.05, "bound": 0.05, "direction_from": "this_batch"},
         {
@@ -60,7 +60,6 @@ def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
             "kfac_approx": "expand",
             "scaling": "scale_invariant",
         },
-        {"mu": 0.05, "bound": 0.3, "direction_from": "this_batch", "norm": "frozen"},
         {"mu": 0.05, "bound": 0.3, "flatness": "paper"},
     ],
     ids=lambda choices: "-".join(map(str, choices.values())),

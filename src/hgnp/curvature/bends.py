@@ -26,8 +26,8 @@ Reasons = dict[str, str | None]
 class Bends(Forward):
     """Runs the network; `reasons(output)` then names, for each block the output depends on, what bends it, or None."""
 
-    def __init__(self, blocks: list[Block], *, frozen: bool = False) -> None:
-        super().__init__(frozen=frozen)
+    def __init__(self, blocks: list[Block]) -> None:
+        super().__init__()
         self._records: dict[int, tuple[weakref.ref[Tensor], Reasons]] = {}
         self._names: dict[int, str] = {}
         self._behind: dict[Node, frozenset[str]] = {}

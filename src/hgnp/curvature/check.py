@@ -51,10 +51,3 @@ def tracked(net: nn.Module) -> list[nn.Module]:
     """The norms with running statistics."""
     norms = [layer for layer in net.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)]
     return [layer for layer in norms if layer.running_mean is not None]
-
-
-def refuse_untracked(net: nn.Module) -> None:
-    for name, layer in net.named_modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is None:
-            raise ValueError(f"layer {name!r}: it keeps no running statistics, so norm='frozen' has none to freeze; "
-                             "use norm='batch'")  # fmt: skip

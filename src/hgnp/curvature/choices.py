@@ -4,7 +4,6 @@ from dataclasses import dataclass, fields, replace
 
 ALLOWED = {
     "curvature": ("ggn", "hessian"),
-    "norm": ("batch", "frozen"),
     "scaling": ("plain", "scale_invariant"),
     "direction_from": ("last_batch", "this_batch"),
     "kfac_approx": ("reduce", "expand"),
@@ -18,8 +17,6 @@ ALLOWED = {
 class Choices:
     curvature: str = "ggn"
     """Term: q from Gauss–Newton, or from the full Hessian."""
-    norm: str = "batch"
-    """Term: BatchNorm differentiated through the batch's statistics, or the evaluation-mode function."""
     scaling: str = "plain"
     """Scaling: v as it is, or each filter's part times the filter's norm."""
     direction_from: str = "last_batch"
@@ -43,7 +40,6 @@ class Choices:
         if self.gamma_from == "penalized_loss":
             for name, needed, why in (
                 ("direction_from", "last_batch", "v would need Γ of L along that same v"),
-                ("norm", "batch", "C and q are otherwise of two functions"),
                 ("fisher_type", "empirical", "labels are drawn for C alone"),
             ):
                 if (given := getattr(self, name)) != needed:

@@ -1,8 +1,7 @@
 """The network's forward pass, seen operation by operation.
 
-`Forward` runs every operation as it is, except that a block's layer is shown to a `watch`, that the frozen reading gives norms
-their running statistics, and that dropout is a product with a mask, so that whatever repeats the pass repeats the mask. The
-routes override `compute`.
+`Forward` runs every operation as it is, except that a block's layer is shown to a `watch`, and that dropout is a product
+with a mask, so that whatever repeats the pass repeats the mask. The routes override `compute`.
 """
 
 from collections.abc import Callable
@@ -48,10 +47,9 @@ def layer_options(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 
 
 class Forward(TorchFunctionMode):
-    def __init__(self, *, watch: Watch | None = None, frozen: bool = False, tape: Tape | None = None) -> None:
+    def __init__(self, *, watch: Watch | None = None, tape: Tape | None = None) -> None:
         super().__init__()
         self.watch = watch
-        self.frozen = frozen
         self.tape = tape
         self._drawn: RandomState | None = None
         """As it was left by the last mask."""
@@ -73,8 +71,6 @@ class Forward(TorchFunctionMode):
         if name in _HIDDEN_NORMS and func not in (F.batch_norm, F.layer_norm, F.instance_norm):
             raise UnfitError(f"torch.{name} is called directly, and PyTorch's third derivative of it is wrong; "
                              "call it as torch.nn.functional has it")  # fmt: skip
-        if self.frozen and func in (F.batch_norm, F.instance_norm):
-            args, kwargs = frozen_statistics(func, args, kwargs)
         if func in _DROPOUTS and (p := _drop_rate(args, kwargs)):
             kept = self._mask(func, args, kwargs)
             scaled = 0.0 if p == 1 else 1 / (1 - p)  # after the product, so that it is rounded once as in PyTorch's own
@@ -128,17 +124,6 @@ _INSTANCE = ("input", "running_mean", "running_var", "weight", "bias", "use_inpu
 def batch_norm_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     defaults = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
     return defaults | dict(zip(_BATCH, args, strict=False)) | kwargs
-
-
-def frozen_statistics(
-    func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the same norm in evaluation mode."""
-    names, switch = (_BATCH, "training") if func is F.batch_norm else (_INSTANCE, "use_input_stats")
-    options = dict(zip(names, args, strict=False)) | kwargs
-    if options.get("running_mean") is not None:
-        options[switch] = False
-    return (), options
 
 
 def untracked(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -17,10 +17,8 @@ from hgnp.curvature.tangent import Tangent
 class GaussNewton(Tangent):
     """A pass along `seeds`, the block's parameters with their directions."""
 
-    def __init__(
-        self, seeds: list[tuple[Tensor, Tensor]], curvature: LossCurvature, *, watch: Watch | None, frozen: bool
-    ) -> None:
-        super().__init__(seeds, watch=watch, frozen=frozen)
+    def __init__(self, seeds: list[tuple[Tensor, Tensor]], curvature: LossCurvature, *, watch: Watch | None) -> None:
+        super().__init__(seeds, watch=watch)
         self._curvature = curvature
 
     def quotient(self, loss: Tensor, z: Tensor, target: Any) -> Tensor:

@@ -29,8 +29,8 @@ class Hessian(Primitive):
     """A pass after which q along `seeds`, the block's parameters with their directions, can be taken. What comes before the
     block is differentiated once, and runs as it is."""
 
-    def __init__(self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None, frozen: bool) -> None:
-        super().__init__(watch=watch, frozen=frozen)
+    def __init__(self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None) -> None:
+        super().__init__(watch=watch)
         self._seeds = seeds
         self._reached = False
 

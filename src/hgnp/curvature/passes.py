@@ -58,7 +58,6 @@ class Passes:
     ) -> None:
         self.net, self.loss, self.output = net, loss, output
         self._choices, self._curvature = choices, curvature
-        self._frozen = choices.norm == "frozen"
         self._bends: dict[bool, Reasons] = {}
         self._lost: dict[bool, dict[str, str]] = {}
         """Mode → blocks whose tangent would be lost, with the operation that hides it."""
@@ -136,9 +135,9 @@ class Passes:
         self, block: Block, seeds: list[tuple[Tensor, Tensor]], observer: Observer | None
     ) -> GaussNewton | Hessian:
         if not self._follows(block):
-            return Hessian(seeds, watch=observer, frozen=self._frozen)
+            return Hessian(seeds, watch=observer)
         assert self._curvature is not None
-        return GaussNewton(seeds, self._curvature, watch=observer, frozen=self._frozen)
+        return GaussNewton(seeds, self._curvature, watch=observer)
 
     def run(
         self,
@@ -182,7 +181,7 @@ class Passes:
         """Where Gauss–Newton and Hessian part, once for each mode of the network."""
         if self.net.training in self._bends:
             return
-        mode = Bends(find_blocks(self.net), frozen=self._frozen)
+        mode = Bends(find_blocks(self.net))
         with RandomState(*self.net.parameters()):
             reasons = mode.end(self.run(inputs, mode, traceless=True))
         self._bends[self.net.training], self._lost[self.net.training] = reasons, mode.lost

@@ -33,8 +33,8 @@ FUSED = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward
 class Tangent(Forward):
     """Runs the network and carries tangents from `seeds`, pairs of a parameter and its direction."""
 
-    def __init__(self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None = None, frozen: bool = False) -> None:
-        super().__init__(watch=watch, frozen=frozen)
+    def __init__(self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None = None) -> None:
+        super().__init__(watch=watch)
         self.call: Call | None = None
         """The call of an earlier pass whose tangent is wanted."""
         self._records: dict[int, tuple[weakref.ref[Tensor], Tensor | None, int]] = {}

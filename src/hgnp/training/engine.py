@@ -121,7 +121,7 @@ class Engine:
         if not {key, ("ahead", key)} & self._graphs.keys() and flat.v.block() is None:  # nothing is known of v yet
             self._clear()
             return self._now(flat.backward, batch)
-        if step.term and not flat.apart:
+        if step.term:
             loss: Tensor | None = self._fork(flat, step, key, batch)
         else:
             loss = self._run(key, partial(flat.run, step), batch)
@@ -219,7 +219,7 @@ class Engine:
         """Whether graphs draw what a step as it is draws: on the device, whose generator PyTorch registers with graphs, and
         in one pass, or as dropout masks that the passes after it share."""
         flat = self.flatness
-        if flat is None or not before.is_now_on_cpu() or (flat.mu and flat.choices.norm == "frozen"):
+        if flat is None or not before.is_now_on_cpu():
             return False
         return not flat.mu or not flat.in_two_passes or flat.passes.repeats
 

@@ -36,7 +36,6 @@ LABELS = {
 TERM = ("mu", "mu_warmup_epochs", "bound")
 CHOICES = {
     "curvature": {"ggn": "Gauss–Newton in place of the Hessian"},
-    "norm": {"frozen": "norms in evaluation mode"},
     "scaling": {"scale_invariant": "scale-invariant v"},
     "direction_from": {"last_batch": "along the last batch's v"},
     "kfac_approx": {"reduce": "factors reduced over positions"},
