@@ -22,8 +22,6 @@ from hgnp.curvature.losses import LossCurvature
 from hgnp.curvature.spectrum import Chosen, Observer, Pair, choose_block
 from hgnp.curvature.wide import wide
 
-COLD_STEPS = 60
-
 
 class Direction:
     """v of the batches seen so far."""
@@ -84,7 +82,7 @@ class Direction:
         if not observer.psi:
             raise ValueError("net: none of its Linear and convolution layers was called in a way that can be seen; "
                              "a scripted or compiled network must be given as the plain module")  # fmt: skip
-        branches, steps = Branches(), COLD_STEPS if cold else None
+        branches = Branches()
         blocks = [block for block in find_blocks(self.net) if block.name in observer.psi]
         starts = [self._start(block) for block in blocks]
         like = blocks[0].weight
@@ -92,13 +90,13 @@ class Direction:
         known: list[int] = []
         with branches.branch(), torch.no_grad(), autocast_off(like):
             sides = [observer.psi[block.name].factor() for block in blocks]
-            psi = top_of_each(sides, [start for start, _ in starts], steps)
+            psi = top_of_each(sides, [start for start, _ in starts], cold=cold)
 
         def solve() -> None:
             known.extend(n for n, block in enumerate(blocks) if observer.gamma[block.name].positions)
             with torch.no_grad(), autocast_off(like):
                 others = [observer.gamma[blocks[n].name].factor() for n in known]
-                gamma.extend(top_of_each(others, [starts[n][1] for n in known], steps))
+                gamma.extend(top_of_each(others, [starts[n][1] for n in known], cold=cold))
 
         observer.when_gathered = solve  # while the backward pass still has something to do
         try:
