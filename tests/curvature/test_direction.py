@@ -333,7 +333,9 @@ def test_v_is_solved_for_before_the_way_back_is_over(monkeypatch):
     left = []
     solve = direction.top_of_each
     monkeypatch.setattr(
-        direction, "top_of_each", lambda *a: left.append(sum(p.grad is None for p in net.parameters())) or solve(*a)
+        direction,
+        "top_of_each",
+        lambda *a, **options: left.append(sum(p.grad is None for p in net.parameters())) or solve(*a, **options),
     )
     flat.backward(x, y)
     assert left == [len(list(net.parameters())), 2]  # Ψ before all of it, Γ with a weight and a bias left

@@ -1,4 +1,4 @@
-"""The Kronecker factors Ψ and Γ of a block, as products; dense matrices are for checking only.
+"""The Kronecker factors Ψ and Γ of a block, as products; only small ones are ever formed as dense matrices.
 
 N samples, T output positions, g = N·∂(mean C)/∂s, ã = [input patch; 1] (the 1 where the block has a bias):
 
@@ -7,9 +7,13 @@ N samples, T output positions, g = N·∂(mean C)/∂s, ã = [input patch; 1] (t
     reduce       (1/N) Σ_i (mean_t ã)(mean_t ã)ᵀ     (1/N) Σ_i (Σ_t g)(Σ_t g)ᵀ
 
 A layer that is called several times in a pass (weight sharing) has the positions of all calls. Layout: vectors are
-(G, side), rows (G, R, side), with one factor for each of G groups. Every sum over a batch is taken in `product`.
+(G, side), rows (G, R, side), with one factor for each of G groups. A factor is linear in its samples: of a batch that is spread
+over ranks each rank holds its own samples and the count of all of them, and F is the sum of the ranks' factors.
 """
 
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,14 +24,15 @@ from torch import Tensor
 from hgnp.curvature.compiled import kernels
 from hgnp.curvature.wide import wide, wide_bmm
 
-GRAM_LIMIT = 512  # at most so many rows have their Gram matrix formed
+MERGED_ROWS = 512  # at most so many rows of a factor are copied into one tensor with those of others
 FEW = 128  # entries of a patch, of all groups
+WARM = 5
 
 
 class Factor(Protocol):
     @property
     def warm(self) -> int:
-        """Products from an eigenvector of the last batch that are worth their cost: by the layer alone, whatever the batch."""
+        """Products from a warm start: by the layer alone, whatever the batch, the device and the ranks."""
 
     @property
     def entries(self) -> int:
@@ -45,9 +50,6 @@ class Factor(Protocol):
 
 def unit(x: Tensor) -> Tensor:
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-
-
-WARM = 4
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Rows:
         return self.rows.shape[2] + self.bias
 
     def product(self, x: Tensor) -> Tensor:
-        return self.adjoint(self.apply(x) / self.count)
+        return self.adjoint(_divided(self.apply(x), self.count))
 
     def apply(self, x: Tensor) -> Tensor:
         """R x."""
@@ -82,14 +84,9 @@ class Rows:
         y = torch.matmul(r[:, None, :], self.rows).squeeze(1)
         return torch.cat([y, r.sum(1, keepdim=True)], 1) if self.bias else y
 
-    @property
-    def is_flat(self) -> bool:
-        """Whether RRᵀ is the matrix to work with. On a GPU it is not the arithmetic that counts."""
-        return self.rows.shape[1] <= (GRAM_LIMIT if self.rows.is_cuda else min(GRAM_LIMIT, 4 * self.rows.shape[2]))
-
     def dense(self) -> Tensor:
         rows = F.pad(self.rows, (0, 1), value=1.0) if self.bias else self.rows
-        return rows.mT @ rows / self.count
+        return _divided(rows.mT @ rows, self.count)
 
 
 @dataclass(frozen=True)
@@ -110,10 +107,10 @@ class Dense:
         return self.matrix.shape[1]
 
     def product(self, x: Tensor) -> Tensor:
-        return (self.matrix @ x.unsqueeze(2)).squeeze(2) / self.count
+        return _divided((self.matrix @ x.unsqueeze(2)).squeeze(2), self.count)
 
     def dense(self) -> Tensor:
-        return self.matrix / self.count
+        return _divided(self.matrix, self.count)
 
 
 @dataclass(frozen=True)
@@ -140,7 +137,7 @@ class Patches:
     @property
     def warm(self) -> int:
         """A product goes twice over all inputs, which is cheap only where they are few."""
-        return WARM if self.groups * self.side <= FEW else 1
+        return WARM if self.groups * self.side <= FEW else 2
 
     def product(self, x: Tensor) -> Tensor:
         total: Tensor | None = None
@@ -174,6 +171,46 @@ class Patches:
         like = wide(self.inputs[0][:0])
         eye = torch.eye(self.kernel[1:].numel() + self.bias, dtype=like.dtype, device=like.device)
         return torch.stack([self.product(row.expand(self.groups, -1)) for row in eye], 2)
+
+
+def _divided(x: Tensor, count: float) -> Tensor:
+    return x if count == 1.0 else x / count
+
+
+def merged(factors: Sequence[Factor], side: int) -> Iterator[Factor]:
+    """The same factors, one after the other, as few: neighbours of a kind become one factor with the groups of all, padded with
+    zeros to `side`. One kernel then serves them all. Those with many rows, and those of convolutions, stay by themselves."""
+
+    def kind(factor: Factor) -> tuple[Any, ...] | None:
+        if isinstance(factor, Rows):
+            return (Rows, factor.rows.shape[1]) if factor.rows.shape[1] <= MERGED_ROWS else None
+        return (Dense,) if isinstance(factor, Dense) else None
+
+    for key, run in itertools.groupby(factors, kind):
+        alike = list(run)
+        if key is None or len(alike) == 1:
+            yield from alike
+        else:
+            yield Rows(_padded_rows(alike, side), 1.0) if key[0] is Rows else Dense(_padded_matrices(alike, side))
+
+
+def _padded_rows(factors: Sequence[Any], side: int) -> Tensor:
+    """R/√count of each, with the 1 of a bias in it."""
+    like = factors[0].rows
+    out = like.new_zeros(sum(factor.entries for factor in factors), like.shape[1], side)
+    for mine, factor in zip(out.split([factor.entries for factor in factors]), factors, strict=True):
+        root, width = math.sqrt(factor.count), factor.rows.shape[2]
+        torch.div(factor.rows, root, out=mine[:, :, :width])
+        if factor.bias:
+            mine[:, :, width].fill_(1 / root)
+    return out
+
+
+def _padded_matrices(factors: Sequence[Any], side: int) -> Tensor:
+    out = factors[0].matrix.new_zeros(sum(factor.entries for factor in factors), side, side)
+    for mine, factor in zip(out.split([factor.entries for factor in factors]), factors, strict=True):
+        torch.div(factor.matrix, factor.count, out=mine[:, : factor.side, : factor.side])
+    return out
 
 
 def _by_convolution(a: Tensor, filters: Tensor, shift: Tensor | None, options: dict[str, Any]) -> tuple[Tensor, Tensor]:

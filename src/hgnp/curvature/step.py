@@ -1,0 +1,498 @@
+"""Algorithm 1 as a program: the stages of a training step over one explicit state.
+
+A step leaves the gradient of L = C + μ·max(0, q − B) in `.grad`. q = vᵀHv, and v is the top eigenvector of the K-FAC block with
+the largest eigenvalue (equations 3 and 4), held fixed while q is differentiated.
+
+    stage     in → out                                                              what ranks sum
+    plan      schedule, last q → what this step does                                –
+    share     target → n, w = own share of the loss's normaliser                    two numbers
+    forward   batch, v → w·C, w·q, Ψ moments, a live autograd pass                  statistics of synchronised norms
+    decide    w·q → h = 1[Σ w·q > B]                                                C and q, detached, in one buffer
+    backward  pass, h → .grad; probes → Γ moments                                   the norms' adjoints; gradients
+    refresh   moments, old eigenpairs → eigenpairs, block                           each product F·x, all blocks in one buffer
+    score     gates, v → Σ|δ|                                                       raw sums, before division and norm
+
+With lagged v (direction_from="last_batch"):
+
+    plan, share, forward, decide, backward beside refresh
+
+In the paper's order (direction_from="this_batch") v comes from the batch that is penalised:
+
+    plan, share, forward of C, backward of C beside refresh, tangents → q, decide, backward of the term
+
+A boundary between stages is a data dependency, not a barrier. The stages say what is computed; `hgnp.execution` says how: one
+after the other, or from CUDA graphs. Executors hold a `Step`, which never changes, and a `State`, which every stage may write.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hgnp.curvature.blocks import Block, find_blocks
+from hgnp.curvature.check import check_functions, check_gradients, finite, hooked, refuse_unseen
+from hgnp.curvature.choices import Choices, choose
+from hgnp.curvature.direction import Direction
+from hgnp.curvature.eigen import kronecker_residual
+from hgnp.curvature.forward import Forward, Output, autocast_off, samples_in
+from hgnp.curvature.late import Late
+from hgnp.curvature.losses import Loss, loss_curvature, normaliser
+from hgnp.curvature.moments import FactorCollector
+from hgnp.curvature.passes import Along, Pass, Passes
+from hgnp.curvature.random import capturing, undisturbed
+from hgnp.messages import refuse_renamed
+from hgnp.reducer import LOCAL, Reducer
+from hgnp.removal import Removal, listen
+
+Scale = float | Tensor
+"""What the loss is multiplied by before it goes back, as by a GradScaler."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step does."""
+
+    penalty: bool  # whether q is computed
+    refresh: bool  # whether the next v is solved for
+
+
+PLAIN = Plan(penalty=False, refresh=False)
+"""A plain PyTorch step."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a step penalised. Its numbers are still on the device."""
+
+    along: Along
+    curvature: Tensor
+    """q, of all ranks."""
+    sent: Late | None = None
+    """q on its way to the host, if it was sent there at once."""
+
+    @property
+    def q(self) -> float:
+        """Waits for this one number."""
+        return (self.sent or Late.of(self.curvature)).item()
+
+    @property
+    def residual(self) -> Tensor:
+        """‖(Ψ ⊗ Γ)v − λv‖/λ. Only whoever asks for it has it computed."""
+        return kronecker_residual(*self.along.residuals.unbind())
+
+
+@dataclass(eq=False)
+class State:
+    """What steps hand on to each other, and what is known of the step under way."""
+
+    mu: float
+    bound: float
+    direction: Direction
+    generator: torch.Generator | None = None
+    """Of sampled labels (fisher_type="mc"), so that the training's own random numbers are left alone."""
+    age: int = 0
+    """Steps since the last refresh."""
+    skipping: bool = False
+    """Whether the penalty was inactive along this v, so that steps are plain until the next refresh."""
+    first_q: Late | None = None
+    """q of the first step along this v, on its way to the host."""
+
+    plan: Plan = PLAIN
+    """What the step under way, or the last one, does."""
+    samples: float = 0
+    """n of all ranks."""
+    weight: Tensor | None = None
+    """w, this rank's share of the loss; None: all of it."""
+    current: Pass | None = None
+    """The forward pass that is still to be differentiated."""
+    went_back: bool = False
+    """Whether C's gradient is in `.grad` already."""
+    loss: Tensor | None = None
+    """C of all ranks, detached."""
+    statistics: Statistics | None = None
+    """Of the last step with a penalty."""
+
+    def active(self) -> bool:
+        """Whether the penalty is active. Waits for q."""
+        return self.statistics is not None and self.statistics.q > self.bound
+
+    def release(self) -> None:
+        """Lets go of the step's autograd graph."""
+        self.current, self.went_back = None, False
+
+    def neurons_removed(self, removal: Removal) -> Callable[[], None]:
+        """Slices every eigenvector with its layer. The work is done here; what is returned only assigns."""
+        pairs = self.direction.sliced(removal.slices)
+
+        def commit() -> None:
+            self.direction.pairs = pairs
+            self.statistics = None
+            self.skipping, self.first_q = False, None
+
+        return commit
+
+
+class Step:
+    """The stages of Algorithm 1 for one network. What they write is in a `State`."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        *,
+        loss: Loss = F.cross_entropy,
+        output: Output | None = None,
+        choices: Choices,
+        refresh_every: int = 1,
+        skip_inactive: bool = False,
+        reducer: Reducer = LOCAL,
+    ) -> None:
+        self.net, self.loss, self.output, self.choices, self.reducer = net, loss, output, choices, reducer
+        self.lagged = choices.direction_from == "last_batch"
+        """Whether a step penalises along the v of the batch before."""
+        _check_schedule(refresh_every, skip_inactive, lagged=self.lagged)
+        self._refresh_every, self._skip_inactive = refresh_every, skip_inactive
+        self._loss_curvature = loss_curvature(loss)
+        self.passes = Passes(
+            net, loss, output, gauss_newton=choices.curvature == "ggn",
+            scale_invariant=choices.scaling == "scale_invariant", reducer=reducer,
+        )  # fmt: skip
+
+    # Before a step
+
+    def plan(self, state: State) -> Plan:
+        """What the next step does. Waits for the first q along this v, if that is on its way."""
+        if state.first_q is not None:
+            state.skipping, state.first_q = not state.first_q.item() > state.bound, None
+        due = not self.lagged or state.age + 1 >= self._refresh_every
+        state.plan = Plan(penalty=not state.skipping, refresh=due) if state.mu else PLAIN
+        return state.plan
+
+    def share(self, state: State, inputs: Any, target: Any) -> None:
+        """n and w of this rank's batch."""
+        samples = samples_in(inputs)
+        if not samples:
+            raise ValueError("inputs: the batch has no sample; at least one would do")
+        state.samples, state.weight = samples, None
+        if self.reducer.ranks > 1:
+            own = normaliser(self.loss, target, target) if isinstance(target, Tensor) else None
+            count = torch.tensor(float(samples), dtype=torch.double, device=next(self.net.parameters()).device)
+            own = count if own is None else own
+            (total,) = self.reducer.sum([torch.stack([own, count])])
+            state.samples, state.weight = float(total[1]), own / total[0]
+
+    def prepare(self, state: State, inputs: Any, target: Any, *, scale: Scale = 1.0) -> None:
+        """Before the first step along a lagged v, and after the network has changed: where Gauss–Newton holds, and a v from this
+        batch by a pass that leaves no trace."""
+        self.passes.inspect(inputs)
+        if self.lagged and state.direction.block() is None:
+            self._look(state, state.direction, inputs, target, scale, cold=True)
+
+    # The stages of a step
+
+    def plain(self, state: State, inputs: Any, target: Any, *, scale: Scale = 1.0) -> None:
+        """A whole plain PyTorch step, forward and backward."""
+        self.forward(state, PLAIN, inputs, target)
+        self.decide(state)
+        self.backward(state, target, mu=0.0, scale=scale)
+
+    def forward(self, state: State, plan: Plan, inputs: Any, target: Any) -> None:
+        """C, and q along the lagged v. In the paper's order C alone, recorded for `tangents`."""
+        collector = self._collector(state, inputs) if plan.refresh else None
+        if not plan.penalty:
+            state.current = self.passes.primal(inputs, target, state.weight, collector)
+        elif self.lagged:
+            state.current = self.passes.along(
+                state.direction, inputs, target, state.weight, collector=collector
+            )
+        else:
+            assert collector is not None
+            state.current = self.passes.taped(inputs, target, state.weight, collector)
+
+    def tangents(self, state: State, inputs: Any, target: Any) -> None:
+        """q along the v of this batch, in the paper's order: what is behind the block runs again, along v."""
+        assert state.current is not None
+        state.current = self.passes.along(state.direction, inputs, target, state.weight, primal=state.current)
+
+    def decide(self, state: State) -> None:
+        """C and q of all ranks; h = 1[q > B] follows from q, on the device or (`State.active`) on the host."""
+        current = state.current
+        assert current is not None
+        numbers = [current.loss.detach()] if current.q is None else [current.loss.detach(), current.q.detach()]
+        if self.reducer.ranks > 1:
+            numbers = list(self.reducer.sum([torch.stack([x.double() for x in numbers])])[0])
+        state.loss = numbers[0]
+        if current.along is not None:
+            state.statistics = Statistics(current.along, numbers[1])
+
+    def backward(
+        self,
+        state: State,
+        target: Any,
+        *,
+        mu: Scale,
+        scale: Scale = 1.0,
+        active: bool = False,
+        retain_graph: bool = False,
+    ) -> None:
+        """The gradient of w·C, and of μ·h·w·q unless the penalty is known to be inactive; beside it `refresh`, where the pass
+        was watched. Γ comes from this very backward pass if that is of C alone."""
+        current, choices = state.current, self.choices
+        assert current is not None
+        total = self.total(state, mu=mu, active=active)
+        backward = partial(self._backward, total * scale, retain_graph=retain_graph)
+        if current.collector is None:
+            backward()
+            return
+        current.collector.restart()
+        if choices.fisher_type == "mc" or (active and choices.gamma_from == "loss"):
+            self._refresh(state, partial(self._collect, state, target, scale), overlap=backward)
+        else:
+            with current.collector.collecting(scale):
+                self._refresh(state, backward)
+
+    def backward_loss(self, state: State, target: Any, *, scale: Scale = 1.0) -> None:
+        """In the paper's order: the gradient of w·C beside `refresh`. Hooks see gradients once and whole: where there are any,
+        C waits for the term, and Γ takes a backward pass of its own."""
+        state.went_back = not hooked(self.net)
+        if state.went_back:
+            self.backward(state, target, mu=0.0, scale=scale, retain_graph=self.passes.repeats)
+        else:
+            self.refresh(state, target, scale=scale)
+
+    def backward_term(self, state: State, *, mu: Scale, scale: Scale = 1.0, active: bool) -> None:
+        """In the paper's order: the gradient of μ·h·w·q, and of w·C if it has waited."""
+        assert state.current is not None
+        if not state.went_back:
+            self._backward(self.total(state, mu=mu, active=active) * scale)
+        elif active:
+            self._backward(self._penalty(state, mu) * scale, retain_graph=capturing())
+
+    def total(self, state: State, *, mu: Scale, active: bool) -> Tensor:
+        """w·(C + μ·h·q), or w·C where the penalty is known to be inactive."""
+        assert state.current is not None
+        return state.current.loss + self._penalty(state, mu) if active else state.current.loss
+
+    def refresh(self, state: State, target: Any, *, scale: Scale = 1.0) -> None:
+        """v of the pass that was watched, with Γ from a backward pass of its own."""
+        self._refresh(state, partial(self._collect, state, target, scale))
+
+    def advance(self, state: State, plan: Plan) -> None:
+        """After a step: how old v is, and whether steps along it are plain until the next refresh."""
+        if not state.mu:
+            return
+        if plan.refresh:
+            state.age, state.skipping = 0, False
+            return
+        if self._skip_inactive and state.age == 0:
+            assert state.statistics is not None
+            state.first_q = Late.of(state.statistics.curvature)
+        state.age += 1
+
+    def reduced_gradients(self) -> AbstractContextManager[None]:
+        """Around a step: what it adds to `.grad` is summed over the ranks, in one buffer."""
+        return nullcontext() if self.reducer.ranks == 1 else self._reduced_gradients()
+
+    @contextmanager
+    def _reduced_gradients(self) -> Iterator[None]:
+        parameters = [p for p in self.net.parameters() if p.requires_grad]
+        before = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
+        try:
+            yield
+            own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            for p, grad in zip(parameters, self.reducer.sum(own), strict=True):
+                p.grad = grad
+        finally:
+            for p, grad in zip(parameters, before, strict=True):
+                if grad is not None:
+                    p.grad = grad if p.grad is None else grad.add_(p.grad)
+
+    # Scores
+
+    def look(self, state: State, inputs: Any, target: Any) -> Direction:
+        """A batch's own v, solved for as from a cold start. Leaves no trace."""
+        direction, generator = state.direction.copy(), state.generator
+        if generator is not None:
+            state = dataclasses.replace(state, generator=generator.clone_state())
+        self._look(state, direction, inputs, target, 1.0, cold=True)
+        return direction
+
+    def objective(
+        self,
+        state: State,
+        inputs: Any,
+        target: Any,
+        *,
+        mu: float,
+        direction: Direction | None,
+        within: AbstractContextManager[Any] | None = None,
+    ) -> Tensor:
+        """w·L of a batch, to be differentiated, along this v, in the network's present mode; None: C alone. `within` is entered
+        around the forward pass. Leaves no trace: buffers and random state stay as they are."""
+        with undisturbed(*self.net.parameters()):
+            if direction is None:
+                output = self.passes.run(inputs, self._norms_only(), within=within, traceless=True)
+                loss = self.loss(output, target)
+                return loss if state.weight is None else loss * state.weight
+            found = self.passes.along(direction, inputs, target, state.weight, traceless=True, within=within)
+        assert found.q is not None
+        (q,) = self.reducer.sum([found.q.detach()])
+        return found.loss + mu * _hinge(found.q, q, state.bound)
+
+    # What the stages are made of
+
+    def _collector(self, state: State, inputs: Any) -> FactorCollector:
+        return FactorCollector(
+            find_blocks(self.net), samples_in(inputs), total=state.samples, kfac_approx=self.choices.kfac_approx,
+            scale_invariant=self.choices.scaling == "scale_invariant", keep=self.choices.ranking == "empirical",
+        )  # fmt: skip
+
+    def _refresh(self, state: State, collect: Callable[[], None], overlap: Callable[[], None] | None = None) -> None:
+        """Eigenpairs and block of this batch from where the last one left them."""
+        assert state.current is not None
+        assert state.current.collector is not None
+        state.direction.refresh(
+            state.current.collector, collect, cold=not self.lagged and state.direction.block() is None, overlap=overlap,
+            empirical=self.choices.ranking == "empirical", reducer=self.reducer,
+        )  # fmt: skip
+
+    def _collect(self, state: State, target: Any, scale: Scale) -> None:
+        """Γ by a backward pass of its own, for activations alone: of C, or of labels drawn from the output."""
+        current = state.current
+        assert current is not None
+        self._collect_from(current.collector, current.loss, current.output, state, target, scale)
+
+    def _collect_from(
+        self, collector: FactorCollector | None, loss: Tensor, output: Any, state: State, target: Any, scale: Scale
+    ) -> None:
+        assert collector is not None
+        with autocast_off(loss):
+            if self.choices.fisher_type == "empirical":
+                collector.collect(loss, None, scale)
+                return
+            assert self._loss_curvature is not None
+            drawn = self._loss_curvature.draw(output.detach(), target, self._generator(state, output.device))
+            if state.weight is not None:  # normalised by the samples of all ranks
+                drawn = drawn * (state.weight * collector.samples / collector.total).sqrt()
+            collector.collect(output, drawn, scale)
+
+    def _look(
+        self, state: State, direction: Direction, inputs: Any, target: Any, scale: Scale, *, cold: bool
+    ) -> None:
+        """Refreshes a direction from this batch by a pass that leaves no trace."""
+        collector = self._collector(state, inputs)
+        with undisturbed(*self.net.parameters()):  # dropout masks repeat from pass to pass
+            mode = Forward(watch=collector, reducer=self.reducer)
+            output = self.passes.run(inputs, mode, traceless=True)
+            loss = self.loss(output, target)
+            loss = loss if state.weight is None else loss * state.weight
+            direction.refresh(
+                collector, partial(self._collect_from, collector, loss, output, state, target, scale),
+                cold=cold, empirical=self.choices.ranking == "empirical", reducer=self.reducer,
+            )  # fmt: skip
+
+    def _norms_only(self) -> Forward | None:
+        return Forward(reducer=self.reducer) if self.reducer.sync_norms else None
+
+    def _penalty(self, state: State, mu: Scale) -> Tensor:
+        assert state.current is not None
+        assert state.current.q is not None
+        assert state.statistics is not None
+        q = state.current.q if self.reducer.ranks == 1 else state.statistics.curvature
+        return mu * _hinge(state.current.q, q, state.bound)
+
+    def _backward(self, total: Tensor, *, retain_graph: bool = False) -> None:
+        try:
+            with autocast_off(total):
+                total.backward(retain_graph=retain_graph)
+        except RuntimeError as error:
+            if "is not implemented" in str(error):
+                raise ValueError(
+                    f"net: PyTorch has no further derivative of one of its operations ({error})"
+                ) from error
+            raise
+
+    def _generator(self, state: State, device: torch.device) -> torch.Generator:
+        if state.generator is None:
+            state.generator = torch.Generator(device).manual_seed(0)
+        return state.generator
+
+    # What is kept
+
+    def state_dict(self, state: State) -> dict[str, Any]:
+        """Eigenpairs, the chosen block, the stream of sampled labels, the age of v and whether steps skip the penalty: tensors,
+        strings, numbers and None."""
+        self.plan(state)
+        generator = None if state.generator is None else state.generator.get_state()
+        return state.direction.state_dict() | {"generator": generator, "age": state.age, "skipping": state.skipping}
+
+    def load_state_dict(self, state: State, stored: Mapping[str, Any]) -> None:
+        state.direction.load_state_dict(stored)
+        state.age, state.skipping, state.first_q, state.generator = stored["age"], stored["skipping"], None, None
+        if stored["generator"] is not None:
+            self._generator(state, next(self.net.parameters()).device).set_state(stored["generator"])
+
+
+@refuse_renamed
+def make_step(
+    net: nn.Module,
+    *,
+    loss: Loss = F.cross_entropy,
+    mu: float = 1e-3,
+    bound: float = 0.5,
+    output: Output | None = None,
+    flatness: str = "default",
+    curvature: str | None = None,
+    refresh_every: int = 1,
+    skip_inactive: bool = False,
+    reducer: Reducer = LOCAL,
+    **choices: str | None,
+) -> tuple[Step, State]:
+    """A step and the state it begins with, from the arguments of `Flatness`."""
+    check_functions(loss=loss, output=output)
+    if not (finite(mu) and mu >= 0):
+        raise ValueError(f"mu must be a finite number ≥ 0, got {mu!r}")
+    if not finite(bound):
+        raise ValueError(f"bound must be a finite number, got {bound!r}")
+    if loss_curvature(loss) is None:
+        if curvature == "ggn" or choices.get("fisher_type") == "mc":
+            raise ValueError("loss: only cross-entropy, MSE and BCE-with-logits (means) have a Gauss–Newton route "
+                             "and labels to sample; use curvature='hessian' and fisher_type='empirical'")  # fmt: skip
+        curvature = "hessian"
+    chosen = choose(flatness, curvature=curvature, **choices)
+    refuse_unseen(net, flatten=mu > 0)
+    step = Step(
+        net, loss=loss, output=output, choices=chosen, refresh_every=refresh_every, skip_inactive=skip_inactive,
+        reducer=reducer,
+    )  # fmt: skip
+    state = State(float(mu), float(bound), Direction(net))
+    listen(net, state.neurons_removed)
+    return step, state
+
+
+def _hinge(own: Tensor, q: Tensor, bound: float) -> Tensor:
+    """max(0, q − B), differentiated as this rank's part of q."""
+    return torch.where(q > bound, own - bound, 0.0)
+
+
+def _check_schedule(refresh_every: int, skip_inactive: bool, *, lagged: bool) -> None:
+    if isinstance(refresh_every, bool) or not isinstance(refresh_every, int) or refresh_every < 1:
+        raise ValueError(f"refresh_every must be a whole number ≥ 1, got {refresh_every!r}")
+    if not isinstance(skip_inactive, bool):
+        raise ValueError(f"skip_inactive must be True or False, got {skip_inactive!r}")
+    if refresh_every > 1 and not lagged:
+        raise ValueError(
+            f"refresh_every must be 1 with direction_from='this_batch', which refreshes v in every step, got {refresh_every}"
+        )
+    if skip_inactive and not lagged:
+        raise ValueError(
+            "skip_inactive must be False with direction_from='this_batch', which looks at the penalty in every step, got True"
+        )
