@@ -20,7 +20,7 @@ Coupling = Literal["coupled", "paper"]
 Schedule = Literal["constant", "steps", "cosine", "one_cycle"]
 Anneal = Literal["finetune", "run"]
 Precision = Literal["auto", "float32", "bf16", "fp16"]
-Execution = Literal["auto", "eager", "measured"]
+Execution = Literal["auto", "eager"]
 Measure = Literal["auto", "full", "none"]
 
 METHODS: tuple[str, ...] = get_args(Method)
@@ -86,8 +86,8 @@ class Recipe:
         precision: "float32", "bf16" or "fp16": mixed precision by autocast, "fp16" with a gradient scaler. "auto": "bf16" on a
             GPU that has it, "float32" elsewhere.
         execution: "auto": on a GPU, whole steps in CUDA graphs and images channels last; on a CPU, channels last for networks
-            with a convolution of 256 channels or more. "measured": on a CPU, the memory format and the number of threads that
-            are the fastest, timed before the first epoch; on a GPU as "auto". "eager": operation by operation, all as found.
+            with a convolution of 256 channels or more. "eager": operation by operation, in the memory format of the network as
+            given.
         measure: How long sharpness and latency of the full and of the pruned network may take. "auto": each 1 % of the run's
             time so far, and at least 0.25 s; what takes longer is left out. "full": as long as needed. "none": not measured.
         seed: Seeds every random stream at the start of the run. None: they continue from where they are.

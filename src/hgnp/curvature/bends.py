@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 from hgnp.curvature.blocks import Block
 from hgnp.curvature.forward import Forward, Func, batch_norm_options, layer_options
 from hgnp.curvature.operations import BILINEAR, CONVOLUTIONS, LINEAR, PASSIVE, name_of, tensors_in
+from hgnp.reducer import LOCAL, Reducer
 
 Reasons = dict[str, str | None]
 
@@ -26,8 +27,8 @@ Reasons = dict[str, str | None]
 class Bends(Forward):
     """Runs the network; `reasons(output)` then names, for each block the output depends on, what bends it, or None."""
 
-    def __init__(self, blocks: list[Block]) -> None:
-        super().__init__()
+    def __init__(self, blocks: list[Block], *, reducer: Reducer = LOCAL) -> None:
+        super().__init__(reducer=reducer)
         self._records: dict[int, tuple[weakref.ref[Tensor], Reasons]] = {}
         self._names: dict[int, str] = {}
         self._behind: dict[Node, frozenset[str]] = {}

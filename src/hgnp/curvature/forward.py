@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hgnp.curvature.norms import batch_norm, synchronised_batch_norm
 from hgnp.curvature.operations import CONVOLUTIONS, name_of, tensors_in
 from hgnp.curvature.random import RandomState, capturing
 from hgnp.curvature.tape import Tape
+from hgnp.reducer import LOCAL, Reducer
 
 Func = Callable[..., Any]
 Output = Callable[[Any], Any]
@@ -47,10 +49,11 @@ def layer_options(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 
 
 class Forward(TorchFunctionMode):
-    def __init__(self, *, watch: Watch | None = None, tape: Tape | None = None) -> None:
+    def __init__(self, *, watch: Watch | None = None, tape: Tape | None = None, reducer: Reducer = LOCAL) -> None:
         super().__init__()
         self.watch = watch
         self.tape = tape
+        self.reducer = reducer
         self._drawn: RandomState | None = None
         """As it was left by the last mask."""
         self._others_drew = False
@@ -102,6 +105,10 @@ class Forward(TorchFunctionMode):
         return self.primal(func, args, kwargs)
 
     def primal(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.reducer.sync_norms and func in (F.batch_norm, batch_norm):
+            options = batch_norm_options(args, kwargs)
+            if by_batch(options):
+                return synchronised_batch_norm(options, self.reducer)[0]
         out = func(*args, **kwargs)
         if self.watch is not None:
             name = name_of(func)
@@ -124,6 +131,11 @@ _INSTANCE = ("input", "running_mean", "running_var", "weight", "bias", "use_inpu
 def batch_norm_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     defaults = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
     return defaults | dict(zip(_BATCH, args, strict=False)) | kwargs
+
+
+def by_batch(options: dict[str, Any]) -> bool:
+    """Whether a batch norm goes by the statistics of its batch."""
+    return options["training"] or options["running_mean"] is None
 
 
 def untracked(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -12,13 +12,21 @@ from torch import Tensor
 from hgnp.curvature.forward import Watch
 from hgnp.curvature.losses import LossCurvature
 from hgnp.curvature.tangent import Tangent
+from hgnp.reducer import LOCAL, Reducer
 
 
 class GaussNewton(Tangent):
     """A pass along `seeds`, the block's parameters with their directions."""
 
-    def __init__(self, seeds: list[tuple[Tensor, Tensor]], curvature: LossCurvature, *, watch: Watch | None) -> None:
-        super().__init__(seeds, watch=watch)
+    def __init__(
+        self,
+        seeds: list[tuple[Tensor, Tensor]],
+        curvature: LossCurvature,
+        *,
+        watch: Watch | None,
+        reducer: Reducer = LOCAL,
+    ) -> None:
+        super().__init__(seeds, watch=watch, reducer=reducer)
         self._curvature = curvature
 
     def quotient(self, loss: Tensor, z: Tensor, target: Any) -> Tensor:

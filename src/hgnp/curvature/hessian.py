@@ -15,6 +15,7 @@ from hgnp.curvature.forward import Forward, Func, Watch
 from hgnp.curvature.norms import PRIMITIVE
 from hgnp.curvature.operations import name_of, tensors_in
 from hgnp.curvature.tangent import FUSED
+from hgnp.reducer import LOCAL, Reducer
 
 
 class Primitive(Forward):
@@ -29,8 +30,10 @@ class Hessian(Primitive):
     """A pass after which q along `seeds`, the block's parameters with their directions, can be taken. What comes before the
     block is differentiated once, and runs as it is."""
 
-    def __init__(self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None) -> None:
-        super().__init__(watch=watch)
+    def __init__(
+        self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None, reducer: Reducer = LOCAL
+    ) -> None:
+        super().__init__(watch=watch, reducer=reducer)
         self._seeds = seeds
         self._reached = False
 

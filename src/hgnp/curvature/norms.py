@@ -15,10 +15,13 @@ Given adjoints Y of y and Z of ẏ, and a = mean(nZ), b = mean(nṡ), c = mean(Z
 
 ẏ is what BatchNorm's own backward makes of ṡ, because its Jacobian is symmetric: the kernels that synchronised BatchNorm is
 made of, one for sums and one that spreads them, serve all three P, and the last term is one more multiple of n in it.
+
+Where a `Reducer` synchronises norms, a train-mode BatchNorm is `synchronised_batch_norm`: primitive operations and sums over the
+ranks, both differentiable to any order, of which `Synchronised.tangent` is ẏ.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +30,8 @@ from torch.autograd.function import once_differentiable
 
 from hgnp.curvature.branches import constant
 from hgnp.curvature.compiled import kernels
+from hgnp.curvature.wide import wide
+from hgnp.reducer import Reducer
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:
@@ -34,7 +39,7 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 
 def _normalise(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    x = wide(x)
     mean = x.mean(dims, keepdim=True)
     centred = x - mean
     var = (centred * centred).mean(dims, keepdim=True)
@@ -48,8 +53,8 @@ def _affine(n: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[
 
 def _track(running: Tensor | None, seen: Tensor, momentum: float) -> None:
     if running is not None:
-        with torch.no_grad():
-            running.lerp_(seen.to(running.dtype), momentum)
+        with torch.no_grad():  # through .data, as PyTorch's own leaves the version as it is: a tape would refuse the call
+            running.data.lerp_(seen.to(running.dtype), momentum)
 
 
 def batch_norm(
@@ -71,6 +76,66 @@ def batch_norm(
     _track(running_mean, mean.flatten(), momentum)
     _track(running_var, var.flatten() * (count / max(count - 1, 1)), momentum)
     return _affine(n, weight, bias, _shape(input)).to(input.dtype)
+
+
+class Synchronised(NamedTuple):
+    """x normalised over the samples of all ranks: n = (x − mean)·inv, inv = 1/√(var + ε)."""
+
+    n: Tensor
+    mean: Tensor
+    var: Tensor
+    inv: Tensor
+    count: Tensor
+    """Values in a channel, over all ranks."""
+    reducer: Reducer
+
+    @classmethod
+    def of(cls, x: Tensor, eps: float, reducer: Reducer) -> "Synchronised":
+        x = wide(x)
+        own = x.new_full((1,), x.numel() // x.shape[1])
+        count, total = _sum_over_ranks(reducer, own, _channel_sum(x))
+        count = count.detach()
+        mean = total / count
+        centred = x - mean.view(_shape(x))
+        (squares,) = _sum_over_ranks(reducer, _channel_sum(centred * centred))
+        var = squares / count
+        inv = torch.rsqrt(var + eps)
+        return cls(centred * inv.view(_shape(x)), mean, var, inv, count, reducer)
+
+    def tangent(
+        self, dx: Tensor | None, weight: Tensor | None, dweight: Tensor | None, dbias: Tensor | None
+    ) -> Tensor:
+        """γ·inv·P(ẋ) + γ̇n + β̇; a tangent that is None is zero."""
+        n, shape = self.n, _shape(self.n)
+        if dx is None:
+            tangent = torch.zeros_like(n)
+        else:
+            dx = wide(dx)
+            sums = _sum_over_ranks(self.reducer, _channel_sum(dx), _channel_sum(n * dx))
+            mean, slope = ((each / self.count).view(shape) for each in sums)
+            tangent = _affine(dx - mean - n * slope, self.inv if weight is None else self.inv * weight, None, shape)
+        if dweight is not None:
+            tangent = tangent + n * dweight.view(shape)
+        return tangent if dbias is None else tangent + dbias.view(shape)
+
+
+def synchronised_batch_norm(options: dict[str, Any], reducer: Reducer) -> tuple[Tensor, Synchronised]:
+    """F.batch_norm by its batch, which is spread over the ranks, with its arguments by name; and what it went by."""
+    x, momentum = options["input"], options["momentum"]
+    norm = Synchronised.of(x, options["eps"], reducer)
+    unbiased = norm.var * (norm.count / (norm.count - 1).clamp(min=1))
+    _track(options["running_mean"], norm.mean, momentum)
+    _track(options["running_var"], unbiased, momentum)
+    return _affine(norm.n, options["weight"], options["bias"], _shape(x)).to(x.dtype), norm
+
+
+def _channel_sum(x: Tensor) -> Tensor:
+    return x.sum(tuple(d for d in range(x.dim()) if d != 1))
+
+
+def _sum_over_ranks(reducer: Reducer, *parts: Tensor) -> tuple[Tensor, ...]:
+    """Vectors, each summed over the ranks, all in one buffer."""
+    return reducer.differentiable_sum(torch.cat(parts)).split([len(part) for part in parts])
 
 
 def instance_norm(

@@ -25,6 +25,7 @@ from hgnp.curvature.operations import PASSIVE, differentiable, map_tensors, name
 from hgnp.curvature.random import RandomState
 from hgnp.curvature.rules import RULES
 from hgnp.curvature.tape import Call
+from hgnp.reducer import LOCAL, Reducer
 
 # fused attention kernels have no second derivatives; PyTorch's own formula in plain operations has
 FUSED = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
@@ -33,8 +34,10 @@ FUSED = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward
 class Tangent(Forward):
     """Runs the network and carries tangents from `seeds`, pairs of a parameter and its direction."""
 
-    def __init__(self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None = None) -> None:
-        super().__init__(watch=watch)
+    def __init__(
+        self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None = None, reducer: Reducer = LOCAL
+    ) -> None:
+        super().__init__(watch=watch, reducer=reducer)
         self.call: Call | None = None
         """The call of an earlier pass whose tangent is wanted."""
         self._records: dict[int, tuple[weakref.ref[Tensor], Tensor | None, int]] = {}

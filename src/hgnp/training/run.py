@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,12 +31,12 @@ from hgnp.training.evaluate import Evaluation
 from hgnp.training.first import look
 from hgnp.training.folder import Folder, versions
 from hgnp.training.measure import Measurements, sample_of
+from hgnp.training.memory_format import choose, contiguous_layers, in_memory_format
 from hgnp.training.optimizers import OptimizerOrMaker, make_optimizer, make_scheduler, step_scheduler
 from hgnp.training.plan import Plan
 from hgnp.training.rounds import Pruner
 from hgnp.training.task import State, Task
 from hgnp.training.trainer import make_flatness, make_trainer
-from hgnp.training.ways import Choice, choose, formats_of
 
 Batch = tuple[Any, Any]
 
@@ -70,7 +69,7 @@ class Run:
         inputs, target = first.inputs, first.target
         self.classes, self.val_classes = first.classes, first.val_classes
         self.metric, self.features = first.metric, first.features
-        self.inputs, self._found = inputs, formats_of(net)
+        self.inputs, self._contiguous = inputs, contiguous_layers(net)
         self.measurements = Measurements(net, task, self.plan, (inputs, target), first.val)
         if stored is not None and recipe.coupling == "paper":  # its structure is that of the network as it is now
             self._fill(stored)
@@ -78,8 +77,7 @@ class Run:
         self.samples = samples_in(two)
         if isinstance(protect, Iterable) and not isinstance(protect, str):  # anything else is refused by Neurons
             protect = list(protect)
-        neurons_of = partial(Neurons, example_input=two, protect=protect, approximate=recipe.approximate)
-        self.neurons = neurons_of(net)
+        self.neurons = Neurons(net, two, protect=protect, approximate=recipe.approximate)
         at_start = self.neurons.preview({}) if stored is None else Preview(**stored["at_start"])
         self.optimizer = make_optimizer(net, recipe, optimizer)
         self.scheduler = make_scheduler(self.optimizer, recipe, scheduler, validated=task.val is not None)
@@ -96,12 +94,13 @@ class Run:
         graphs = self.epochs.engine is not None
         self.evaluation = Evaluation(net, task.loss, task.metric, task.output, graphs=graphs)
         self.pruner = Pruner(self.neurons, self.flatness, recipe, self.optimizer, at_start)
+        self._layout_note: str | None = None
         if stored is not None:
             self._restore(stored)
         else:
             self.pruner.check_reachable()
             with streams.untouched():
-                self.chosen = choose(net, task, recipe, (inputs, target), neurons_of)
+                self.memory_format, self._layout_note = choose(net, task, recipe, (inputs, target))
             self._save()
         self._filled = []
 
@@ -115,9 +114,9 @@ class Run:
     def train(self, on_epoch: Callable[[State], object] | None) -> None:
         plan = self.plan
         self.tell("start", self._info() | {"epochs_done": plan.epoch, "out": self.folder and str(self.folder.path)})
-        for note in (*self.chosen.notes, self.measurements.note):
+        for note in (self._layout_note, self.measurements.note):
             self._note_once(note)
-        with self.epochs.running(), self.chosen.way.taken(self.net, self.optimizer, self._found):
+        with self.epochs.running(), in_memory_format(self.net, self.optimizer, self.memory_format, self._contiguous):
             while self._goes_on():
                 self._next(on_epoch)
 
@@ -272,7 +271,7 @@ class Run:
             "name": None, "method": self.recipe.method, "seed": self.recipe.seed, "metric": self.metric,
             "model": type(self.net).__qualname__, "recipe": self.recipe.as_dict(), "versions": versions(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-            "threads": self.chosen.way.threads or torch.get_num_threads(), "execution": self.chosen.state_dict(),
+            "threads": torch.get_num_threads(), "execution": {"memory_format": self.memory_format},
             "start": None, "input": sample_of(self.inputs),
             "at_start": {
                 "parameters": start.parameters, "neurons": start.neurons, "macs": start.macs // self.samples,
@@ -326,7 +325,7 @@ class Run:
             "at_start": dataclasses.asdict(self.pruner.at_start),
             "plan": self.plan.state_dict(),
             "made_with": self.made_with,
-            "execution": self.chosen.state_dict(),
+            "execution": {"memory_format": self.memory_format},
             "optimizer": self.optimizer.state_dict(),
             "peaks": self.epochs.peaks,
             "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -352,7 +351,7 @@ class Run:
             self._fill(stored)
         for name in ("neurons", "plan", "optimizer", "flatness"):
             getattr(self, name).load_state_dict(stored[name])
-        self.chosen = Choice.of_state(stored["execution"])
+        self.memory_format = stored["execution"]["memory_format"]
         self.epochs.peaks = stored["peaks"]
         if self.scheduler is not None:
             self.scheduler.load_state_dict(stored["scheduler"])
