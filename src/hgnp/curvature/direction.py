@@ -24,10 +24,7 @@ from hgnp.curvature.forward import autocast_off
 from hgnp.curvature.late import Late
 from hgnp.curvature.moments import FactorCollector
 from hgnp.curvature.wide import wide
-<<<<<<< HEAD
 from hgnp.reducer import LOCAL, Reducer
-=======
->>>>>>> solver
 
 
 @dataclass(frozen=True)
@@ -178,34 +175,20 @@ class Direction:
             raise ValueError("net: none of its Linear and convolution layers was called in a way that can be seen; "
                              "a scripted or compiled network must be given as the plain module")  # fmt: skip
         branches = Branches()
-<<<<<<< HEAD
         blocks = [block for block in find_blocks(self.net) if block.name in collector.psi]
-=======
-        blocks = [block for block in find_blocks(self.net) if block.name in observer.psi]
->>>>>>> solver
         starts = [self._start(block) for block in blocks]
         like = blocks[0].weight
         gamma: list[Eigenpair] = []
         known: list[int] = []
         with branches.branch(), torch.no_grad(), autocast_off(like):
-<<<<<<< HEAD
             sides = [collector.psi[block.name].factor() for block in blocks]
             psi = top_of_each(sides, [start for start, _ in starts], cold=cold, reducer=reducer)
-=======
-            sides = [observer.psi[block.name].factor() for block in blocks]
-            psi = top_of_each(sides, [start for start, _ in starts], cold=cold)
->>>>>>> solver
 
         def solve() -> None:
             known.extend(n for n, block in enumerate(blocks) if collector.gamma[block.name].positions)
             with torch.no_grad(), autocast_off(like):
-<<<<<<< HEAD
                 others = [collector.gamma[blocks[n].name].factor() for n in known]
                 gamma.extend(top_of_each(others, [starts[n][1] for n in known], cold=cold, reducer=reducer))
-=======
-                others = [observer.gamma[blocks[n].name].factor() for n in known]
-                gamma.extend(top_of_each(others, [starts[n][1] for n in known], cold=cold))
->>>>>>> solver
 
         # while the backward pass still has something to do; with several ranks not in the middle of it
         collector.when_complete = solve if reducer.ranks == 1 else None
