@@ -60,6 +60,8 @@ class Pass:
     """As they were before it; norms that write theirs do not read them."""
     random: RandomState | None = None
     """As it was before it; None in a capture."""
+    kept: bool = False
+    """Whether a CUDA graph holds it, so that it is differentiated again and again."""
 
 
 class Passes:
@@ -106,7 +108,7 @@ class Passes:
         loss = self._loss(output, target, weight)
         if random is not None:
             self.draws, self.repeats = not random.is_now(), mode.repeats(random)
-        return Pass(loss, output, collector, None, None, tape if self.repeats else None, buffers, random)
+        return Pass(loss, output, collector, None, None, tape if self.repeats else None, buffers, random, capturing())
 
     def along(
         self,

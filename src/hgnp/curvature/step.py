@@ -46,7 +46,7 @@ from hgnp.curvature.late import Late
 from hgnp.curvature.losses import Loss, loss_curvature, normaliser
 from hgnp.curvature.moments import FactorCollector
 from hgnp.curvature.passes import Along, Pass, Passes
-from hgnp.curvature.random import capturing, undisturbed
+from hgnp.curvature.random import undisturbed
 from hgnp.messages import refuse_renamed
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import Removal, listen
@@ -141,6 +141,9 @@ class State:
 
 class Step:
     """The stages of Algorithm 1 for one network. What they write is in a `State`."""
+
+    one_draw = True
+    """Whether the passes of a step share the random numbers of its first."""
 
     def __init__(
         self,
@@ -272,7 +275,7 @@ class Step:
         if not state.went_back:
             self._backward(self.total(state, mu=mu, active=active) * scale)
         elif active:
-            self._backward(self._penalty(state, mu) * scale, retain_graph=capturing())
+            self._backward(self._penalty(state, mu) * scale, retain_graph=state.current.kept)
 
     def total(self, state: State, *, mu: Scale, active: bool) -> Tensor:
         """w·(C + μ·h·q), or w·C where the penalty is known to be inactive."""

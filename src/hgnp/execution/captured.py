@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from hgnp.curvature.direction import BlockChoice, KroneckerEigenpair
 from hgnp.curvature.late import Late
-from hgnp.curvature.passes import First
-from hgnp.curvature.seen import Seen
-from hgnp.curvature.spectrum import Chosen, Pair
-from hgnp.training.stepping import Gradients
+from hgnp.curvature.passes import Along, Pass
+from hgnp.curvature.step import Statistics
+from hgnp.execution.optimizer import Gradients
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,25 @@ class Captured:
     grads: Gradients
     after: bool
     """Whether it adds to the gradients of a piece before it."""
-    seen: Seen | None
-    choice: Chosen | None
+    statistics: Statistics | None
+    choice: BlockChoice | None
     """The next block, on the device."""
-    first: First | None
+    taped: Pass | None
     """The pass that the pieces after it go on from, if this is the one that made it."""
-    versions: "Versions | None"
-    """Of parameters, buffers and batch when that pass was captured."""
+    versions: "Versions"
+    """Of parameters, buffers and batch when it was captured."""
 
     @functools.cached_property
     def leaves(self) -> list[Tensor]:
         return tree_flatten(self.batch)[0]
 
-    def copy_seen(self) -> Seen:
-        """What was seen: other graphs share its memory. q is sent to the host before that; numbers by one kernel."""
-        assert self.seen is not None
-        sent = Late.of(self.seen.curvature)
-        radius, residuals, q = torch._foreach_mul((self.seen.radius, self.seen.residuals, self.seen.curvature), 1)
-        return Seen(self.seen.block, [part.clone() for part in self.seen.direction], radius, residuals, q, sent)
+    def copy_statistics(self) -> Statistics:
+        """Other graphs share their memory. q is sent to the host before that; numbers are copied by one kernel."""
+        assert self.statistics is not None
+        along, curvature = self.statistics.along, self.statistics.curvature
+        sent = Late.of(curvature)
+        radius, residuals, q = torch._foreach_mul((along.radius, along.residuals, curvature), 1)
+        return Statistics(Along(along.block, [part.clone() for part in along.direction], radius, residuals), q, sent)
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,11 @@ class Versions:
         torch._C._autograd._unsafe_set_version_counter(self.tensors, self.counters)
 
 
-def copied(pair: Pair) -> Pair:
-    return Pair.of_state({name: tensor.clone() for name, tensor in pair.state().items()})
+def copied(pair: KroneckerEigenpair) -> KroneckerEigenpair:
+    return KroneckerEigenpair.of_state({name: tensor.clone() for name, tensor in pair.state().items()})
 
 
-def tensors_of(pairs: dict[str, Pair], order: dict[str, Pair]) -> list[Tensor]:
+def tensors_of(pairs: dict[str, KroneckerEigenpair], order: dict[str, KroneckerEigenpair]) -> list[Tensor]:
     return [tensor.reshape(-1) for name in order for _, tensor in sorted(pairs[name].state().items())]
 
 

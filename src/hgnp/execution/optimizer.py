@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from hgnp.graphs import Capture, RefusedError
+from hgnp.execution.graphs import Capture, RefusedError
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 """Parameters, and the memory that graphs leave their gradients in."""
 
 
-class Stepping:
+class GraphedOptimizer:
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
         self.forget()
