@@ -79,9 +79,7 @@ def measured(
             z = net(x)
     loss = share * F.cross_entropy(z, y)
     q = mode.quotient(loss, z, y) * (share if kind == "ggn" else 1)
-    gradients = [
-        torch.autograd.grad(each, parameters, retain_graph=True, materialize_grads=True) for each in (loss, q)
-    ]
+    gradients = [torch.autograd.grad(each, parameters, retain_graph=True, materialize_grads=True) for each in (loss, q)]
     buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
     return z.detach(), buffers, reducer.sum([loss.detach(), q.detach(), *gradients[0], *gradients[1]])
 
@@ -96,9 +94,7 @@ def test_ranks_have_the_values_and_derivatives_of_the_joint_batch(
 ) -> None:
     net, x, y = case(kind, affine)
     parts = list(zip(x.split(list(shares)), y.split(list(shares)), strict=True))
-    have = run_ranks(
-        len(shares), lambda rank, reducer: measured(net, *parts[rank], route, along, len(x), reducer)
-    )
+    have = run_ranks(len(shares), lambda rank, reducer: measured(net, *parts[rank], route, along, len(x), reducer))
     z, buffers, sums = measured(net, x, y, route.removesuffix(" by tape"), along, len(x), LOCAL)
     close = {"rtol": 1e-9, "atol": 1e-9}
     torch.testing.assert_close(torch.cat([own[0] for own in have]), z, **close)
@@ -128,9 +124,7 @@ def test_a_norm_sums_twice_and_its_tangent_once_more() -> None:
     with Forward(reducer=plain):
         net(x)
     assert plain.sums == 2 * 2
-    with GaussNewton(
-        [(net[0].weight, torch.ones_like(net[0].weight))], CrossEntropy(), watch=None, reducer=along
-    ):
+    with GaussNewton([(net[0].weight, torch.ones_like(net[0].weight))], CrossEntropy(), watch=None, reducer=along):
         net(x)
     assert along.sums == 2 * 3
     net.eval()

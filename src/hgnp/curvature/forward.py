@@ -1,7 +1,8 @@
 """The network's forward pass, seen operation by operation.
 
-`Forward` runs every operation as it is, except that a block's layer is shown to a `watch`, and that dropout is a product
-with a mask, so that whatever repeats the pass repeats the mask. The routes override `compute`.
+`Forward` runs every operation as it is, except that a block's layer is shown to a `watch`, that BatchNorm takes its statistics
+over all ranks where the `reducer` synchronises norms, and that dropout is a product with a mask, so that whatever repeats the
+pass repeats the mask. The routes override `compute`.
 """
 
 from collections.abc import Callable
@@ -107,7 +108,7 @@ class Forward(TorchFunctionMode):
     def primal(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.reducer.sync_norms and func in (F.batch_norm, batch_norm):
             options = batch_norm_options(args, kwargs)
-            if by_batch(options):
+            if uses_batch_statistics(options):
                 return synchronised_batch_norm(options, self.reducer)[0]
         out = func(*args, **kwargs)
         if self.watch is not None:
@@ -133,8 +134,8 @@ def batch_norm_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
     return defaults | dict(zip(_BATCH, args, strict=False)) | kwargs
 
 
-def by_batch(options: dict[str, Any]) -> bool:
-    """Whether a batch norm goes by the statistics of its batch."""
+def uses_batch_statistics(options: dict[str, Any]) -> bool:
+    """Whether a batch norm takes mean and variance from its batch: not in evaluation mode."""
     return options["training"] or options["running_mean"] is None
 
 

@@ -30,9 +30,7 @@ class Hessian(Primitive):
     """A pass after which q along `seeds`, the block's parameters with their directions, can be taken. What comes before the
     block is differentiated once, and runs as it is."""
 
-    def __init__(
-        self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None, reducer: Reducer = LOCAL
-    ) -> None:
+    def __init__(self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None, reducer: Reducer = LOCAL) -> None:
         super().__init__(watch=watch, reducer=reducer)
         self._seeds = seeds
         self._reached = False

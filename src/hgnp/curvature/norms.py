@@ -16,12 +16,13 @@ Given adjoints Y of y and Z of ẏ, and a = mean(nZ), b = mean(nṡ), c = mean(Z
 ẏ is what BatchNorm's own backward makes of ṡ, because its Jacobian is symmetric: the kernels that synchronised BatchNorm is
 made of, one for sums and one that spreads them, serve all three P, and the last term is one more multiple of n in it.
 
-Where a `Reducer` synchronises norms, a train-mode BatchNorm is `synchronised_batch_norm`: primitive operations and sums over the
-ranks, both differentiable to any order, of which `Synchronised.tangent` is ẏ.
+Where a `Reducer` synchronises norms, `synchronised_batch_norm` is the train-mode BatchNorm, with statistics over the samples of
+all ranks, and `Synchronised.tangent` its ẏ: primitive operations and sums over ranks, differentiable to any order.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +54,8 @@ def _affine(n: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[
 
 def _track(running: Tensor | None, seen: Tensor, momentum: float) -> None:
     if running is not None:
-        with torch.no_grad():  # through .data, as PyTorch's own leaves the version as it is: a tape would refuse the call
+        with torch.no_grad():
+            # .data: like PyTorch's own update, this must not raise the version, or a tape would refuse to run the call again
             running.data.lerp_(seen.to(running.dtype), momentum)
 
 
@@ -78,7 +80,8 @@ def batch_norm(
     return _affine(n, weight, bias, _shape(input)).to(input.dtype)
 
 
-class Synchronised(NamedTuple):
+@dataclass(frozen=True)
+class Synchronised:
     """x normalised over the samples of all ranks: n = (x − mean)·inv, inv = 1/√(var + ε)."""
 
     n: Tensor
@@ -102,9 +105,7 @@ class Synchronised(NamedTuple):
         inv = torch.rsqrt(var + eps)
         return cls(centred * inv.view(_shape(x)), mean, var, inv, count, reducer)
 
-    def tangent(
-        self, dx: Tensor | None, weight: Tensor | None, dweight: Tensor | None, dbias: Tensor | None
-    ) -> Tensor:
+    def tangent(self, dx: Tensor | None, weight: Tensor | None, dweight: Tensor | None, dbias: Tensor | None) -> Tensor:
         """γ·inv·P(ẋ) + γ̇n + β̇; a tangent that is None is zero."""
         n, shape = self.n, _shape(self.n)
         if dx is None:
@@ -120,7 +121,7 @@ class Synchronised(NamedTuple):
 
 
 def synchronised_batch_norm(options: dict[str, Any], reducer: Reducer) -> tuple[Tensor, Synchronised]:
-    """F.batch_norm by its batch, which is spread over the ranks, with its arguments by name; and what it went by."""
+    """y of F.batch_norm's arguments by name, with running statistics updated, and the normalised input."""
     x, momentum = options["input"], options["momentum"]
     norm = Synchronised.of(x, options["eps"], reducer)
     unbiased = norm.var * (norm.count / (norm.count - 1).clamp(min=1))

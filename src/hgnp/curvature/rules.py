@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hgnp.curvature.forward import Func, batch_norm_options, by_batch, layer_options
+from hgnp.curvature.forward import Func, batch_norm_options, layer_options, uses_batch_statistics
 from hgnp.curvature.norms import BatchNormDual, synchronised_batch_norm
 from hgnp.curvature.operations import SAME, name_of, tensors_in
 from hgnp.curvature.random import RandomState
@@ -203,14 +203,14 @@ def pad(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def batch_norm(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     options = batch_norm_options(args, kwargs)
-    if mode.reducer.sync_norms and by_batch(options):
+    if mode.reducer.sync_norms and uses_batch_statistics(options):
         return _synchronised_batch_norm(mode, options)
     tensors = [options[k] for k in ("weight", "bias", "running_mean", "running_var")]
     tangent = mode.tangent(options["input"])
     if tangent is None or func is not F.batch_norm or any(mode.tangent(x) is not None for x in tensors):
         return NotImplemented
     x, eps = options["input"], options["eps"]
-    if by_batch(options):
+    if uses_batch_statistics(options):
         if x.numel() == x.shape[1]:
             return mode.primal(func, args, kwargs)  # refuses a batch too small
         known = None if mode.call is None else mode.call.kept
@@ -228,8 +228,8 @@ def batch_norm(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _synchronised_batch_norm(mode: Tangent, options: Kwargs) -> Tensor:
-    """With sums over ranks, which `torch.func.jvp` cannot follow: every argument may have a tangent. Of an earlier call, all is
-    computed again."""
+    """Input, weight and bias may each have a tangent, as `torch.func.jvp` cannot follow sums over ranks. The tangent of an
+    earlier call takes the norm's statistics anew."""
     out, norm = synchronised_batch_norm(options, mode.reducer)
     x, weight, bias = options["input"], options["weight"], options["bias"]
     mode.record(out, norm.tangent(mode.tangent(x), weight, mode.tangent(weight), mode.tangent(bias)))
