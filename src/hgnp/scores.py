@@ -10,6 +10,7 @@ positions and over the primal and tangent activations. It is taken in evaluation
 """
 
 import contextlib
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -23,14 +24,14 @@ from torch.utils.checkpoint import CheckpointError
 
 from hgnp.baselines import WEIGHT_SCORES
 from hgnp.curvature.blocks import Block
-from hgnp.curvature.direction import Direction
+from hgnp.curvature.direction import Direction, KroneckerEigenpair
 from hgnp.curvature.forward import Output, run
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.operations import tensors_in
 from hgnp.curvature.random import RandomState
-from hgnp.curvature.spectrum import Pair
-from hgnp.flatness import Flatness
-from hgnp.graphs import Capture, Replayed
+from hgnp.curvature.step import State, Step, make_step
+from hgnp.execution.graphs import Capture, Replayed
+from hgnp.flatness import Flatness, parts
 from hgnp.modes import evaluating
 from hgnp.neurons import Neurons, Scores
 from hgnp.neurons.gates import Gates, gated
@@ -77,15 +78,15 @@ def sensitivity(
         raise ValueError(f"mu: {mu!r} was given; None or a finite number of at least 0 would do")
     if criterion not in CRITERIA:
         raise ValueError(f"criterion: {criterion!r} was given; one of {', '.join(map(repr, CRITERIA))} would do")
-    if flatness is None and criterion in DERIVATIVES:
-        flatness = Flatness(net, loss=loss, mu=0.0, output=output)
-    return scored(neurons, batches, flatness, criterion=criterion, mu=mu, coupling=coupling)
+    step, state = make_step(net, loss=loss, mu=0.0, output=output) if flatness is None else parts(flatness)
+    return scored(neurons, batches, step, state, criterion=criterion, mu=mu, coupling=coupling)
 
 
 def scored(
     neurons: Neurons,
     batches: Iterable[tuple[Any, Any]],
-    objective: Flatness | None,
+    step: Step,
+    state: State,
     *,
     criterion: str,
     mu: float | None,
@@ -95,11 +96,10 @@ def scored(
     """`sensitivity`, of what is known to be in order. With `graphs`, batches on a GPU come from CUDA graphs where they can."""
     if criterion in WEIGHT_SCORES:
         return normalised(WEIGHT_SCORES[criterion](neurons))
-    assert objective is not None
     net, gates = neurons.net, neurons.gates(coupling)
     capture = _capture(net) if graphs else None
     with evaluating(net), torch.enable_grad(), RandomState(*net.parameters()):
-        raw = _means(objective, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture)
+        raw = _means(step, state, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture)
     gated = {layer: (units < gates.count) for layer, units in gates.rows.items()}
     free = normalised({layer: raw[units[gated[layer]].to(raw.device)] for layer, units in gates.rows.items()})
     scores = {}
@@ -115,7 +115,8 @@ def normalised(scores: Scores) -> Scores:
 
 
 def _means(
-    objective: Flatness,
+    step: Step,
+    state: State,
     gates: Gates,
     batches: Iterable[tuple[Any, Any]],
     mu: float | None,
@@ -124,22 +125,29 @@ def _means(
     capture: Capture | None,
 ) -> Tensor:
     """mean_i |δ_i|, or |mean_i δ_i|, of every unit."""
-    parts = _parts(batches)
-    inputs, target, x = next(parts, (None, None, None))
+    pairs = _pairs(batches)
+    inputs, target, x = next(pairs, (None, None, None))
     if x is None:
         raise ValueError("batches: there is none; a list with one (inputs, target) pair would do")
-    gates, before = gates.to(x.device), RandomState(*objective.net.parameters())
-    apart = _samples_lead(objective, gates, inputs, x)
-    mu = objective.mu if mu is None else mu
-    if not before.is_now() or (mu and objective.choices.fisher_type == "mc"):
+    gates, before = gates.to(x.device), RandomState(*step.net.parameters())
+    apart = _samples_lead(step, gates, inputs, x)
+    mu = state.mu if mu is None else mu
+    if not before.is_now() or (mu and step.choices.fisher_type == "mc"):
         capture = None  # a graph would draw the same again and again
-    work = partial(_sum, objective, gates, mu, signed, apart)
-    sums = _Sums(work, objective.look if mu else None, objective.net, capture)
-    total, samples = sums(inputs, target), x.shape[0]
+    state = dataclasses.replace(state)  # n and w of the batches that are scored
+    work = partial(_sum, step, state, gates, mu, signed, apart)
+    sums = _Sums(work, partial(step.look, state) if mu else None, step.net, capture)
+
+    def summed(inputs: Any, target: Any) -> Tensor:
+        step.share(state, inputs, target)
+        return sums(inputs, target)
+
+    total, samples = summed(inputs, target), state.samples
     with contextlib.nullcontext() if capture is None else capture.running():
-        for inputs, target, x in parts:
-            total = total + sums(inputs, target)
-            samples += x.shape[0]
+        for inputs, target, _ in pairs:
+            total = total + summed(inputs, target)
+            samples += state.samples
+    (total,) = step.reducer.sum([total])
     scores = (total / samples).abs()
     if not bool(torch.isfinite(scores).all()):
         raise ValueError("batches: the loss or its derivative is not finite on them")
@@ -147,7 +155,8 @@ def _means(
 
 
 def _sum(
-    objective: Flatness,
+    step: Step,
+    state: State,
     gates: Gates,
     mu: float,
     signed: bool,
@@ -157,15 +166,14 @@ def _sum(
 ) -> Tensor:
     """Σ_i |δ_i|, or Σ_i δ_i, of every unit over the samples of a batch, along the pair of a block that comes with it."""
     inputs, target, pair = batch
-    v = None if block is None else objective.v.known(block, Pair.of_state(pair))
+    v = None if block is None else Direction.known(step.net, block, KroneckerEigenpair.of_state(pair))
     x = next(tensors_in(inputs))
     gamma = _ones(x, x.shape[0] if apart else 1, gates)
     value = gates.follow(
-        as_inputs(inputs), lambda: objective.objective(inputs, target, mu=mu, within=gated(gates, gamma), v=v)
+        as_inputs(inputs),
+        lambda: step.objective(state, inputs, target, mu=mu, direction=v, within=gated(gates, gamma)),
     )
-    delta = (
-        _slope(value, gamma) * x.shape[0]
-    )  # summed over the batch this is N times its mean, whatever the gates' shape
+    delta = _slope(value, gamma) * state.samples  # summed over the batch this is N times its mean
     return (delta if signed else delta.abs()).sum(0)
 
 
@@ -203,7 +211,7 @@ def _capture(net: nn.Module) -> Capture | None:
     return Capture(device) if device.type == "cuda" else None
 
 
-def _parts(batches: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
+def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
     """Inputs, target, and a tensor of the inputs whose first dimension counts samples."""
     if not isinstance(batches, Iterable):
         raise TypeError(f"batches: a {type(batches).__name__} was given; a list of (inputs, target) pairs would do")
@@ -231,14 +239,14 @@ def _slope(value: Tensor, gamma: Tensor) -> Tensor:
     return slope
 
 
-def _samples_lead(objective: Flatness, gates: Gates, inputs: Any, x: Tensor) -> bool:
+def _samples_lead(step: Step, gates: Gates, inputs: Any, x: Tensor) -> bool:
     """Whether closing a sample's gates changes that sample alone: samples come first in every tensor and do not mix."""
     n = x.shape[0]
     gamma = _ones(x, n, gates)
 
     def forward() -> Any:
         with gated(gates, gamma):
-            return run(objective.net, inputs, output=objective.output)
+            return run(step.net, inputs, output=step.output)
 
     try:
         z = gates.follow(as_inputs(inputs), forward)

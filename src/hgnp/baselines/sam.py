@@ -10,9 +10,69 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgnp.curvature.forward import Output, run
+from hgnp.curvature.choices import Choices
+from hgnp.curvature.direction import Direction
+from hgnp.curvature.forward import Output
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.random import undisturbed
+from hgnp.curvature.step import PLAIN, Plan, Scale, State, Step
+from hgnp.execution.eager import Eager
+from hgnp.reducer import LOCAL, Reducer
+
+
+class SAMStep(Step):
+    """SAM's stages: forward, gradient, sum over ranks, perturb, forward, backward, restore. Every step is the same."""
+
+    one_draw = False
+
+    def __init__(
+        self,
+        net: nn.Module,
+        *,
+        loss: Loss = F.cross_entropy,
+        rho: float = 0.05,
+        output: Output | None = None,
+        reducer: Reducer = LOCAL,
+    ) -> None:
+        if not (math.isfinite(rho) and rho > 0):
+            raise ValueError(f"rho must be a finite number > 0, got {rho!r}")
+        super().__init__(net, loss=loss, output=output, choices=Choices(), reducer=reducer)
+        self.rho = rho
+
+    def plan(self, state: State) -> Plan:
+        return PLAIN
+
+    def plain(self, state: State, inputs: Any, target: Any, *, scale: Scale = 1.0) -> None:
+        """Dropout masks are the same in both passes, and buffers see the first alone."""
+        parameters = [p for p in self.net.parameters() if p.requires_grad]
+        with undisturbed(*parameters):
+            self.forward(state, PLAIN, inputs, target)
+            self.decide(state)
+            assert state.current is not None
+            found = torch.autograd.grad(state.current.loss, parameters, allow_unused=True)
+        used = [(p, g) for p, g in zip(parameters, found, strict=True) if g is not None]
+        before = self._perturb(used)
+        torch.clear_autocast_cache()  # which holds half-precision copies of the parameters as they were
+        try:
+            output = self.passes.run(inputs, self.norms_mode(), traceless=True)
+            loss = self.loss(output, target)
+            (loss * scale if state.weight is None else loss * state.weight * scale).backward()
+        finally:
+            with torch.no_grad():
+                for (p, _), value in zip(used, before, strict=True):
+                    p.copy_(value)
+            torch.clear_autocast_cache()
+
+    @torch.no_grad()
+    def _perturb(self, used: list[tuple[nn.Parameter, Tensor]]) -> list[Tensor]:
+        """Moves the parameters by ρ along the gradient of all ranks, and returns what they were."""
+        gradients = self.reducer.sum([g for _, g in used])
+        length = torch.stack([g.norm() for g in gradients]).norm()
+        step = self.rho / length.clamp_min(torch.finfo(length.dtype).tiny)
+        before = [p.clone() for p, _ in used]
+        for (p, _), g in zip(used, gradients, strict=True):
+            p.add_(g * step)
+        return before
 
 
 class SAM:
@@ -26,31 +86,9 @@ class SAM:
         rho: float = 0.05,
         output: Output | None = None,
     ) -> None:
-        if not (math.isfinite(rho) and rho > 0):
-            raise ValueError(f"rho: {rho!r} was given; a finite number above 0 would do")
-        self.net, self.loss, self.rho, self.output = net, loss, rho, output
+        step = SAMStep(net, loss=loss, rho=rho, output=output)
+        self._eager = Eager(step, State(0.0, 0.0, Direction(net)))
 
     def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
-        """Adds scale·∇C(w + ε) to `.grad` and returns C(w). Dropout masks are the same in both passes, and buffers see the
-        first alone."""
-        parameters = [p for p in self.net.parameters() if p.requires_grad]
-        with undisturbed(*parameters):
-            loss = self.loss(run(self.net, inputs, output=self.output), target)
-            found = torch.autograd.grad(loss, parameters, allow_unused=True)
-        used = [(p, g) for p, g in zip(parameters, found, strict=True) if g is not None]
-        with torch.no_grad():
-            length = torch.stack([g.norm() for _, g in used]).norm()
-            step = self.rho / length.clamp_min(torch.finfo(length.dtype).tiny)
-            before = [p.clone() for p, _ in used]
-            for p, g in used:
-                p.add_(g * step)
-        torch.clear_autocast_cache()  # which holds half-precision copies of the parameters as they were
-        try:
-            buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers()}
-            (self.loss(run(self.net, inputs, output=self.output, buffers=buffers), target) * scale).backward()
-        finally:
-            with torch.no_grad():
-                for (p, _), value in zip(used, before, strict=True):
-                    p.copy_(value)
-            torch.clear_autocast_cache()
-        return loss.detach()
+        """Adds scale·∇C(w + ε) to `.grad` and returns C(w)."""
+        return self._eager.backward(inputs, target, scale=scale)

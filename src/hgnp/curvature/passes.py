@@ -194,7 +194,7 @@ class Passes:
         """Where Gauss–Newton and Hessian differ, once for each mode of the network."""
         if self.net.training in self._reasons:
             return
-        mode = Bends(find_blocks(self.net))
+        mode = Bends(find_blocks(self.net), reducer=self._reducer)
         with RandomState(*self.net.parameters()):
             reasons = mode.end(self.run(inputs, mode, traceless=True))
         self._reasons[self.net.training], self._hidden[self.net.training] = reasons, mode.lost

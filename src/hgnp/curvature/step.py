@@ -342,7 +342,7 @@ class Step:
         around the forward pass. Leaves no trace: buffers and random state stay as they are."""
         with undisturbed(*self.net.parameters()):
             if direction is None:
-                output = self.passes.run(inputs, self._norms_only(), within=within, traceless=True)
+                output = self.passes.run(inputs, self.norms_mode(), within=within, traceless=True)
                 loss = self.loss(output, target)
                 return loss if state.weight is None else loss * state.weight
             found = self.passes.along(direction, inputs, target, state.weight, traceless=True, within=within)
@@ -402,7 +402,8 @@ class Step:
                 cold=cold, empirical=self.choices.ranking == "empirical", reducer=self.reducer,
             )  # fmt: skip
 
-    def _norms_only(self) -> Forward | None:
+    def norms_mode(self) -> Forward | None:
+        """The mode of a plain pass: none, unless norms are synchronised."""
         return Forward(reducer=self.reducer) if self.reducer.sync_norms else None
 
     def _penalty(self, state: State, mu: Scale) -> Tensor:

@@ -206,9 +206,8 @@ class Graphed:
     def _in_papers_order(self, plan: Plan, kind: Any, batch: Any) -> Tensor:
         state = self.state
         try:
-            found = self._run(("loss", kind), partial(self._loss, plan), batch)
-            assert found is not None
-            loss = found.clone()
+            loss = self._run(("loss", kind), partial(self._loss, plan), batch)
+            assert loss is not None
             state.went_back = True
             look = self._graphs.get(("loss", kind))
             batch = batch if look is None else look.batch
@@ -323,6 +322,9 @@ class Graphed:
             taped = state.current if state.current is not None and state.current.kept and before[2] is None else None
             read = (*parameters, *self.net.buffers(), *tensors_in(batch))
             return Captured(graph, batch, loss, grads, after, statistics, choice, taped, Versions.of(read))
+        except RefusedError:
+            state.current = before[2]
+            raise
         finally:
             state.statistics, direction.choice = before[:2]
             direction.pairs = self._static

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hgnp.baselines import SAM
-from hgnp.flatness import Flatness
+from hgnp.curvature.step import State, Step
+from hgnp.execution.eager import Eager
+from hgnp.execution.graphed import Graphed
 from hgnp.recipe import Recipe
 from hgnp.training.batches import Ahead
-from hgnp.training.engine import Engine
 
 CHECK_EVERY = 32  # steps; a look at the losses waits for the device
 SHOW_EVERY = 0.2  # seconds
@@ -34,8 +34,8 @@ class Steps:
     curvatures: list[Tensor] = field(default_factory=list)
     mus: list[float] = field(default_factory=list)
     blocks: Counter[str] = field(default_factory=Counter)
-    rested: int = 0
-    """Steps in which the term rested."""
+    skipped: int = 0
+    """Steps that skipped the penalty, as it was inactive along this v."""
     checked: int = 0
     seconds: float = 0.0
     """Of the steps alone: what is done before a step, such as a round of pruning, is not counted."""
@@ -44,7 +44,7 @@ class Steps:
         steps = len(self.losses)
         row: dict[str, Any] = {"loss": _mean(self.losses), "train_seconds": self.seconds}
         if not self.curvatures:
-            active = 0.0 if self.rested else None
+            active = 0.0 if self.skipped else None
             return row | {"penalty": 0.0, "radius": None, "curvature": None, "active": active, "blocks": {}}
         q = torch.stack([value.double() for value in self.curvatures]).cpu()
         mu = torch.tensor(self.mus, dtype=torch.double)
@@ -52,8 +52,8 @@ class Steps:
             "penalty": float((mu * (q - bound).clamp_min(0)).sum() / steps),
             "radius": _mean(self.radii),
             "curvature": float(q.mean()),
-            "active": float((q > bound).double().sum() / (len(q) + self.rested)),
-            "blocks": {name: count / (len(q) + self.rested) for name, count in self.blocks.most_common()},
+            "active": float((q > bound).double().sum() / (len(q) + self.skipped)),
+            "blocks": {name: count / (len(q) + self.skipped) for name, count in self.blocks.most_common()},
         }
 
 
@@ -69,29 +69,28 @@ def precision_on(recipe: Recipe, device: torch.device) -> str:
 
 
 class Epochs:
-    """Trains `net` for an epoch at a time. `trainer.backward` leaves the gradient: Flatness, or SAM."""
+    """Trains a network for an epoch at a time."""
 
     def __init__(
         self,
-        net: nn.Module,
-        trainer: Flatness | SAM,
+        step: Step,
+        state: State,
         optimizer: torch.optim.Optimizer,
         recipe: Recipe,
         device: torch.device,
     ) -> None:
-        self.net, self.trainer, self.optimizer, self.recipe, self.device = net, trainer, optimizer, recipe, device
-        self.flatness = trainer if isinstance(trainer, Flatness) else None
+        self.net, self.state, self.optimizer, self.recipe, self.device = step.net, state, optimizer, recipe, device
         self.precision = precision_on(recipe, device)
-        self.engine: Engine | None = None
+        self.executor: Eager | Graphed = Eager(step, state)
         if device.type == "cuda" and recipe.execution != "eager" and self.precision != "fp16":
-            self.engine = Engine(trainer, self._precision)
+            self.executor = Graphed(step, state, self._precision)
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         """The learning rates that a schedule scales."""
         self.scaler = torch.amp.GradScaler(device.type) if self.precision == "fp16" else None
 
     def running(self) -> AbstractContextManager[None]:
         """Around steps, and best around all that is done with the network between them: with graphs, one stream for it all."""
-        return nullcontext() if self.engine is None else self.engine.running()
+        return self.executor.running() if isinstance(self.executor, Graphed) else nullcontext()
 
     def train(
         self,
@@ -107,8 +106,8 @@ class Epochs:
         """One pass over `batches`. `rate` and `mu` say how they go over the epoch, from 0 to 1."""
         self.net.train()
         ahead = Ahead(batches)
-        if self.engine is not None:
-            self.engine.begin_epoch()
+        if isinstance(self.executor, Graphed):
+            self.executor.begin_epoch()
         seen = Steps()
         start = shown = time.perf_counter()
         with self.running(), self._fetching(ahead):
@@ -120,8 +119,7 @@ class Epochs:
                 if rate is not None:
                     for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
                         group["lr"] = peak * rate(share)
-                if self.flatness is not None:
-                    self.flatness.mu = mu(share)
+                self.state.mu = mu(share)
                 self.step(batch, seen)
                 if (step + 1) % CHECK_EVERY == 0:
                     self._check(seen, epoch)
@@ -135,26 +133,28 @@ class Epochs:
     @contextmanager
     def _fetching(self, ahead: Ahead) -> Iterator[None]:
         """Batches are fetched before a step waits for the device."""
-        if self.engine is not None:
-            self.engine.fetch = ahead.fetch
+        graphed = self.executor if isinstance(self.executor, Graphed) else None
+        if graphed is not None:
+            graphed.fetch = ahead.fetch
         try:
             yield
         finally:
-            if self.engine is not None:
-                self.engine.fetch = None
+            if graphed is not None:
+                graphed.fetch = None
 
     def step(self, batch: tuple[Any, Any], seen: Steps) -> None:
-        if self.engine is None:
+        executor, state = self.executor, self.state
+        if isinstance(executor, Eager):
             self.net.zero_grad(set_to_none=True)  # also what the optimizer does not train: clipping sees it
         scale: float | Tensor = 1.0
         if self.scaler is not None:
             scale = self.scaler.scale(torch.ones((), device=self.device))
         try:
-            if self.engine is not None:
-                loss = self.engine.backward(batch[0], batch[1], scale=scale)
+            if isinstance(executor, Graphed):
+                loss = executor.backward(batch[0], batch[1], scale=scale)
             else:
                 with self._precision():
-                    loss = self.trainer.backward(batch[0], batch[1], scale=scale)
+                    loss = executor.backward(batch[0], batch[1], scale=scale)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
@@ -163,14 +163,13 @@ class Epochs:
                 "drop_last=True or another batch size would do"
             ) from error
         seen.losses.append(loss)
-        flat = self.flatness
-        if flat is not None and flat.mu > 0 and flat.rested:
-            seen.rested += 1
-        elif flat is not None and flat.mu > 0 and flat.seen is not None:
-            seen.radii.append(flat.seen.radius)
-            seen.curvatures.append(flat.seen.curvature)
-            seen.mus.append(flat.mu)
-            seen.blocks[flat.seen.block.name] += 1
+        if state.mu > 0 and not state.plan.penalty:
+            seen.skipped += 1
+        elif state.mu > 0 and state.statistics is not None:
+            seen.radii.append(state.statistics.along.radius)
+            seen.curvatures.append(state.statistics.curvature)
+            seen.mus.append(state.mu)
+            seen.blocks[state.statistics.along.block.name] += 1
         if self.recipe.clip_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -178,8 +177,8 @@ class Epochs:
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        elif self.engine is not None:
-            self.engine.step(self.optimizer)
+        elif isinstance(executor, Graphed):
+            executor.optimizer_step(self.optimizer)
         else:
             self.optimizer.step()
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from hgnp.curvature.forward import Output, run, samples_in
 from hgnp.curvature.losses import Loss, normaliser, total
 from hgnp.curvature.operations import tensors_in
-from hgnp.graphs import Capture, Replayed, built_of
+from hgnp.execution.graphs import Capture, Replayed, built_of
 from hgnp.messages import brief
 from hgnp.modes import evaluating
 from hgnp.removal import Removal, listen

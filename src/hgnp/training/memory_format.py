@@ -19,7 +19,7 @@ from hgnp.modes import evaluating
 from hgnp.recipe import Recipe
 from hgnp.training.epoch import Epochs, Steps
 from hgnp.training.task import Task
-from hgnp.training.trainer import make_flatness, make_trainer
+from hgnp.training.trainer import make_steps
 
 CHANNELS_LAST = "channels_last"
 WIDE = 256  # channels; narrower networks gain less than a tenth on a CPU
@@ -91,7 +91,7 @@ def _try_channels_last(net: nn.Module, task: Task, recipe: Recipe, batch: tuple[
     with evaluating(mine), torch.no_grad():
         run(mine, batch[0], output=task.output)
     optimizer = torch.optim.SGD(mine.parameters(), lr=0.0, momentum=recipe.momentum)
-    trainer = make_trainer(make_flatness(mine, task, recipe), task, recipe)
-    epochs = Epochs(mine, trainer, optimizer, recipe, task.train.device)
+    step, _, state = make_steps(mine, task, recipe)
+    epochs = Epochs(step, state, optimizer, recipe, task.train.device)
     mine.train()
     epochs.step(batch, Steps())

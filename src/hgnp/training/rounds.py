@@ -8,7 +8,7 @@ import torch
 
 from hgnp.baselines import WEIGHT_SCORES
 from hgnp.curvature.random import RandomState
-from hgnp.flatness import Flatness
+from hgnp.curvature.step import State, Step
 from hgnp.messages import named
 from hgnp.neurons import Neurons, Preview, Scores, Selection
 from hgnp.recipe import Recipe
@@ -23,9 +23,16 @@ class Pruner:
     """Removes neurons from a network until what `recipe.target` counts is down to `recipe.keep`."""
 
     def __init__(
-        self, neurons: Neurons, flatness: Flatness, recipe: Recipe, optimizer: torch.optim.Optimizer, at_start: Preview
+        self,
+        neurons: Neurons,
+        step: Step,
+        state: State,
+        recipe: Recipe,
+        optimizer: torch.optim.Optimizer,
+        at_start: Preview,
     ) -> None:
-        self.neurons, self.flatness, self.recipe, self.optimizer = neurons, flatness, recipe, optimizer
+        self.neurons, self.recipe, self.optimizer = neurons, recipe, optimizer
+        self.step, self.state = step, state
         self.at_start = at_start
 
     @property
@@ -89,7 +96,7 @@ class Pruner:
         coupling = self.recipe.coupling
         mu = self.recipe.scoring_mu if self.recipe.uses_term(self.neurons.kept) else 0.0
         scores = scored(
-            self.neurons, batches, self.flatness, mu=mu, coupling=coupling,
+            self.neurons, batches, self.step, self.state, mu=mu, coupling=coupling,
             criterion=self._criterion, graphs=self.recipe.execution != "eager",
         )  # fmt: skip
         n = min(self.recipe.neurons_per_round, self.neurons.count)

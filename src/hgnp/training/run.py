@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from hgnp.curvature.forward import samples_in
+from hgnp.execution.graphed import Graphed
 from hgnp.neurons import Neurons, Preview
 from hgnp.neurons.surgery import Change, commit
 from hgnp.progress import Progress
@@ -36,7 +37,7 @@ from hgnp.training.optimizers import OptimizerOrMaker, make_optimizer, make_sche
 from hgnp.training.plan import Plan
 from hgnp.training.rounds import Pruner
 from hgnp.training.task import State, Task
-from hgnp.training.trainer import make_flatness, make_trainer
+from hgnp.training.trainer import make_steps
 
 Batch = tuple[Any, Any]
 
@@ -88,12 +89,11 @@ class Run:
             "protect": sorted(protect),
             "batches an epoch": task.train.count,
         }
-        self.flatness = make_flatness(net, task, recipe)
-        trainer = make_trainer(self.flatness, task, recipe)
-        self.epochs = Epochs(net, trainer, self.optimizer, recipe, task.train.device)
-        graphs = self.epochs.engine is not None
+        step, self.scoring, self.step_state = make_steps(net, task, recipe)
+        self.epochs = Epochs(step, self.step_state, self.optimizer, recipe, task.train.device)
+        graphs = isinstance(self.epochs.executor, Graphed)
         self.evaluation = Evaluation(net, task.loss, task.metric, task.output, graphs=graphs)
-        self.pruner = Pruner(self.neurons, self.flatness, recipe, self.optimizer, at_start)
+        self.pruner = Pruner(self.neurons, self.scoring, self.step_state, recipe, self.optimizer, at_start)
         self._layout_note: str | None = None
         if stored is not None:
             self._restore(stored)
@@ -230,7 +230,7 @@ class Run:
             "removed": removed,
             "widths": {layer.name: layer.alive for layer in self.neurons.layers},
             "lr": float(self.optimizer.param_groups[0]["lr"]),
-            "mu": self.flatness.mu,
+            "mu": self.step_state.mu,
         }  # fmt: skip
 
     def _facts(self) -> Facts:
@@ -330,7 +330,7 @@ class Run:
             "peaks": self.epochs.peaks,
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
-            "flatness": self.flatness.state_dict(),
+            "flatness": self.scoring.state_dict(self.step_state),
             "streams": streams.take(*self.loaders()),
         }
 
@@ -349,8 +349,9 @@ class Run:
                 raise ValueError(f"resume: the run began with {name} {was!r}, not {now!r}, and goes on only with that")
         if self.recipe.coupling == "coupled":
             self._fill(stored)
-        for name in ("neurons", "plan", "optimizer", "flatness"):
+        for name in ("neurons", "plan", "optimizer"):
             getattr(self, name).load_state_dict(stored[name])
+        self.scoring.load_state_dict(self.step_state, stored["flatness"])
         self.memory_format = stored["execution"]["memory_format"]
         self.epochs.peaks = stored["peaks"]
         if self.scheduler is not None:

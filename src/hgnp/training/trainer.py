@@ -1,19 +1,20 @@
-"""What leaves the gradient in a run, by its recipe."""
+"""The step of a run, by its recipe."""
 
 from torch import nn
 
-from hgnp.baselines import SAM
-from hgnp.flatness import Flatness
+from hgnp.baselines.sam import SAMStep
+from hgnp.curvature.step import State, Step, make_step
 from hgnp.recipe import Recipe
 from hgnp.training.task import Task
 
 
-def make_flatness(net: nn.Module, task: Task, recipe: Recipe) -> Flatness:
+def make_steps(net: nn.Module, task: Task, recipe: Recipe) -> tuple[Step, Step, State]:
+    """The step that trains, the one that scores, and their state: the same step, unless the method trains by one of its own."""
     bundle, choices = recipe.flatness_choices
     recipe = recipe.resolved()
     assert recipe.refresh_every is not None
     assert recipe.skip_inactive is not None
-    return Flatness(
+    step, state = make_step(
         net,
         loss=task.loss,
         mu=recipe.training_mu,
@@ -24,10 +25,6 @@ def make_flatness(net: nn.Module, task: Task, recipe: Recipe) -> Flatness:
         skip_inactive=recipe.skip_inactive,
         **choices,
     )
-
-
-def make_trainer(flatness: Flatness, task: Task, recipe: Recipe) -> Flatness | SAM:
-    """Whose `backward` is a step's: that of `flatness`, unless the method has one of its own."""
     if recipe.method == "sam":
-        return SAM(flatness.net, loss=task.loss, rho=recipe.rho, output=task.output)
-    return flatness
+        return SAMStep(net, loss=task.loss, rho=recipe.rho, output=task.output), step, state
+    return step, step, state
