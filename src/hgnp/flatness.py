@@ -10,6 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hgnp.curvature.choices import Choices
 from hgnp.curvature.forward import Output
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.step import State, Step, make_step
@@ -79,7 +80,7 @@ class Flatness:
     def loss(self, inputs: Any, target: Any) -> Tensor:
         """C + μ·max(0, q − B) of a training batch along the v of the batch before, for a trainer that calls `backward` itself.
 
-        One forward pass. Every call is a step: where a refresh is due, it solves for the next v, which takes a backward pass for
+        One forward pass. Every call is a step: where a refresh is due it solves for the next v, by a backward pass for
         activations alone.
         """
         return self._eager.loss(inputs, target)
@@ -87,6 +88,11 @@ class Flatness:
     @property
     def net(self) -> nn.Module:
         return self._step.net
+
+    @property
+    def choices(self) -> Choices:
+        """The choices by name, those of the bundle included."""
+        return self._step.choices
 
     @property
     def mu(self) -> float:

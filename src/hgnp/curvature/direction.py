@@ -1,7 +1,6 @@
 """The direction v: every block's top Kronecker eigenpair, kept from batch to batch, and the block that v lies in.
 
-A block is the weight of one Linear or Conv1d/2d/3d with its bias as homogeneous coordinate. Block l of a layer with G groups has
-G pairs of factors: Ψ of side d (+1 with a bias), d = C_in/G·kernel, and Γ of side C_out/G. Its eigenpair (equation 4) is
+The eigenpair of block l (equation 4) is
 
     λ_l = λ^Ψ λ^Γ,   v_l = v^Ψ ⊗ v^Γ;
 
@@ -54,7 +53,10 @@ class KroneckerEigenpair:
         if len(gamma) > 1:
             gamma = gamma * torch.zeros_like(self.psi.value).scatter(0, self.group.view(1), 1.0).unsqueeze(1)
         if scale_invariant:
-            psi, gamma = psi.clone(), gamma.clone()  # autograd keeps them, and a refresh may write them in place meanwhile
+            psi, gamma = (
+                psi.clone(),
+                gamma.clone(),
+            )  # autograd keeps them, and a refresh may write them in place meanwhile
             gamma = gamma * block.filter_norms().view(gamma.shape)
         weight, bias = block.spread(psi.to(gamma.dtype), gamma)
         seeds = [(block.weight, weight.to(block.weight.dtype))]
@@ -220,7 +222,7 @@ class Direction:
         return psi, gamma
 
     def sliced(self, slices: Mapping[str, Mapping[int, Tensor]]) -> dict[str, KroneckerEigenpair]:
-        """The pairs once parameters keep these positions of their dimensions: v^Γ as the weight's outputs, v^Ψ as its inputs."""
+        """The pairs once parameters keep these positions of their dimensions: v^Γ those of outputs, v^Ψ those of inputs."""
         pairs = dict(self.pairs)
         for block in find_blocks(self.net):
             kept = slices.get(f"{block.name}.weight".lstrip("."), {})
@@ -272,7 +274,5 @@ def _choose(
     if any(block.groups > 1 for block in blocks):
         tops = [part.max(0) for part in scores.split([block.groups for block in blocks])]
         groups, best = [top.indices for top in tops], torch.stack([top.values for top in tops])
-    pairs = {
-        b.name: KroneckerEigenpair(p, g, group) for b, p, g, group in zip(blocks, psi, gamma, groups, strict=True)
-    }
+    pairs = {b.name: KroneckerEigenpair(p, g, group) for b, p, g, group in zip(blocks, psi, gamma, groups, strict=True)}
     return pairs, BlockChoice.of(best.argmax(), blocks)

@@ -153,7 +153,6 @@ class FactorCollector:
         return total.square().sum(0) / self.total
 
 
-
 class PsiMoments:
     """Ψ of one block from the inputs of its calls."""
 

@@ -90,9 +90,7 @@ class Passes:
         """Whether a pass can be run again from its tape: nothing but dropout masks was drawn."""
         listen(net, self.neurons_removed)
 
-    def primal(
-        self, inputs: Any, target: Any, weight: Weight, collector: FactorCollector | None = None
-    ) -> Pass:
+    def primal(self, inputs: Any, target: Any, weight: Weight, collector: FactorCollector | None = None) -> Pass:
         """C alone. It updates buffers."""
         watched = collector is not None or self._reducer.sync_norms
         output = self.run(inputs, Forward(watch=collector, reducer=self._reducer) if watched else None)
@@ -149,7 +147,9 @@ class Passes:
         loss = self._loss(output, target, weight) if loss is None else loss
         with autocast_off(loss):
             q = mode.quotient(loss, output, target)
-            q = q * weight if isinstance(mode, GaussNewton) and weight is not None else q  # the Hessian's is of w·C already
+            q = (
+                q * weight if isinstance(mode, GaussNewton) and weight is not None else q
+            )  # the Hessian's is of w·C already
         along = Along(block, [part.detach() for _, part in seeds], pair.value, pair.residuals)
         return replace(primal or Pass(loss, output, collector), loss=loss, output=output, q=q, along=along)
 

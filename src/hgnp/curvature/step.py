@@ -25,10 +25,9 @@ after the other, or from CUDA graphs. Executors hold a `Step`, which never chang
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,8 +35,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgnp.curvature.blocks import Block, find_blocks
-from hgnp.curvature.check import check_functions, check_gradients, finite, hooked, refuse_unseen
+from hgnp.curvature.blocks import find_blocks
+from hgnp.curvature.check import check_functions, finite, hooked, refuse_unseen
 from hgnp.curvature.choices import Choices, choose
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.eigen import kronecker_residual
@@ -191,8 +190,8 @@ class Step:
             state.samples, state.weight = float(total[1]), own / total[0]
 
     def prepare(self, state: State, inputs: Any, target: Any, *, scale: Scale = 1.0) -> None:
-        """Before the first step along a lagged v, and after the network has changed: where Gauss–Newton holds, and a v from this
-        batch by a pass that leaves no trace."""
+        """Before the first step, and after the network has changed: where Gauss–Newton holds, and a first v to lag behind, from
+        this batch by a pass that leaves no trace."""
         self.passes.inspect(inputs)
         if self.lagged and state.direction.block() is None:
             self._look(state, state.direction, inputs, target, scale, cold=True)
@@ -211,9 +210,7 @@ class Step:
         if not plan.penalty:
             state.current = self.passes.primal(inputs, target, state.weight, collector)
         elif self.lagged:
-            state.current = self.passes.along(
-                state.direction, inputs, target, state.weight, collector=collector
-            )
+            state.current = self.passes.along(state.direction, inputs, target, state.weight, collector=collector)
         else:
             assert collector is not None
             state.current = self.passes.taped(inputs, target, state.weight, collector)
@@ -314,9 +311,9 @@ class Step:
             for p, grad in zip(parameters, self.reducer.sum(own), strict=True):
                 p.grad = grad
         finally:
-            for p, grad in zip(parameters, before, strict=True):
-                if grad is not None:
-                    p.grad = grad if p.grad is None else grad.add_(p.grad)
+            for p, earlier in zip(parameters, before, strict=True):
+                if earlier is not None:
+                    p.grad = earlier if p.grad is None else earlier.add_(p.grad)
 
     # Scores
 
@@ -387,9 +384,7 @@ class Step:
                 drawn = drawn * (state.weight * collector.samples / collector.total).sqrt()
             collector.collect(output, drawn, scale)
 
-    def _look(
-        self, state: State, direction: Direction, inputs: Any, target: Any, scale: Scale, *, cold: bool
-    ) -> None:
+    def _look(self, state: State, direction: Direction, inputs: Any, target: Any, scale: Scale, *, cold: bool) -> None:
         """Refreshes a direction from this batch by a pass that leaves no trace."""
         collector = self._collector(state, inputs)
         with undisturbed(*self.net.parameters()):  # dropout masks repeat from pass to pass

@@ -71,6 +71,6 @@ class Eager:
 
 
 def may_be_active(state: State) -> bool:
-    """Whether q has to be differentiated: not if the penalty is known to be inactive. On a GPU the host does not wait to know."""
+    """Whether q has to be differentiated: not if the penalty is known to be inactive. On a GPU the host does not wait for q."""
     assert state.statistics is not None
     return state.statistics.curvature.device.type != "cpu" or state.active()

@@ -1,7 +1,7 @@
 """The stages of a step from CUDA graphs.
 
-What a step does depends on the host in two points, the block that is penalised and whether the penalty is active: for each block
-that was chosen and each shape of a batch there is a graph of forward and decide, which shows q, and two of backward. In the
+What a step does depends on the host in two points, the block that is penalised and whether the penalty is active. For each
+block that was chosen and each shape of a batch there is a graph of forward and decide, which shows q, and two of backward. In the
 paper's order a step is three graphs: C forward and back, which shows v; then, once the host knows the block, q along it; then,
 if it knows the penalty to be active, the gradient of the term. A removal drops all graphs.
 
@@ -25,7 +25,7 @@ from hgnp.curvature.step import PLAIN, Plan, State, Step
 from hgnp.execution.captured import Captured, Versions, copied, copy_into, tensors_of
 from hgnp.execution.eager import Eager
 from hgnp.execution.graphs import Capture, RefusedError, built_of, kind_of, laid_out, refill
-from hgnp.execution.optimizer import GraphedOptimizer, Gradients
+from hgnp.execution.optimizer import Gradients, GraphedOptimizer
 from hgnp.removal import Removal, listen
 
 Piece = Callable[[Any, Any], Tensor | None]
