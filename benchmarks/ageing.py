@@ -21,8 +21,8 @@ from torch import Tensor
 
 import hgnp
 from hgnp.curvature.eigen import top_of_each
-from hgnp.curvature.forward import Forward
-from hgnp.curvature.spectrum import Observer, Pair
+from hgnp.curvature.autodiff.forward import Forward
+from hgnp.curvature.direction import Observer, Pair
 from hgnp.experiments.data import cifar10
 from hgnp.experiments.models import VGG16, ResNet18
 from hgnp.files import write

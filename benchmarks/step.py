@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hgnp import Flatness
-from hgnp.curvature.blocks import find_blocks
+from hgnp.curvature.factors import find_blocks
 from naive import naive_step
 from nets import NETS
 

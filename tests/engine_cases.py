@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import hgnp
-from hgnp.training.captured import Versions
-from hgnp.training.engine import Engine
+from hgnp.execution.captured import Versions
+from hgnp.execution.graphed import Engine
 
 
 class Again:

@@ -11,7 +11,7 @@ from torch import nn
 
 from curvature_cases import CHOICES, Attention, convnet, gradients, images, shaken
 from hgnp import Flatness
-from hgnp.curvature.passes import Pass
+from hgnp.curvature.autodiff.passes import Pass
 
 
 def net_of(activation=nn.ReLU):

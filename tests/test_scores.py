@@ -10,7 +10,7 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import hgnp
-from hgnp.curvature.tangent import load_jvp
+from hgnp.curvature.autodiff.tangent import load_jvp
 from hgnp.scores import normalised
 
 H = 1e-5

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hgnp
 from hgnp import scores
 from hgnp.curvature.direction import Direction
-from hgnp.graphs import RefusedError
+from hgnp.execution.graphs import RefusedError
 from hgnp.neurons import Scores
 from hgnp.training.rounds import Pruner
 

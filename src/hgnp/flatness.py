@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hgnp.curvature.choices import Choices
-from hgnp.curvature.forward import Output
+from hgnp.curvature.autodiff.forward import Output
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.execution.eager import Eager

@@ -12,7 +12,7 @@ from torch import nn
 
 from hgnp import runs
 from hgnp.curvature.check import check_functions, check_gradients
-from hgnp.curvature.forward import Output
+from hgnp.curvature.autodiff.forward import Output
 from hgnp.curvature.losses import Loss
 from hgnp.files import read_json
 from hgnp.messages import first_line

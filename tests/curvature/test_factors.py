@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvature_cases import Siamese, convnet, images
-from hgnp.curvature.blocks import find_blocks
+from hgnp.curvature.factors import find_blocks
 from hgnp.curvature.eigen import kronecker_residual, top, top_dense
 from hgnp.curvature.factors import Rows, unit
-from hgnp.curvature.forward import Forward
-from hgnp.curvature.spectrum import Observer
+from hgnp.curvature.autodiff.forward import Forward
+from hgnp.curvature.direction import Observer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # a dependency of curvlinops scripts a function on import

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from cases import CASES
 from hgnp import Flatness, Neurons, sensitivity
-from hgnp.curvature.bends import Bends
-from hgnp.curvature.blocks import find_blocks
+from hgnp.curvature.autodiff.linearity import Linearity
+from hgnp.curvature.factors import find_blocks
 
 PRECISIONS = ("float64", "float32", "bfloat16")
 
@@ -87,7 +87,7 @@ def test_no_operation_of_the_zoo_hides_a_tangent(name: str, training: bool) -> N
     case = CASES[name]
     net = case.net().train(training)
     args, kwargs = case.inputs()
-    with Bends(find_blocks(net)) as mode:
+    with Linearity(find_blocks(net)) as mode:
         z = net(*args, **kwargs)
     mode.end(z)
     assert mode.lost == {}

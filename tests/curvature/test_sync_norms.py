@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgnp.curvature.forward import Forward
-from hgnp.curvature.gauss_newton import GaussNewton
-from hgnp.curvature.hessian import Hessian
+from hgnp.curvature.autodiff.forward import Forward
+from hgnp.curvature.autodiff.gauss_newton import GaussNewton
+from hgnp.curvature.autodiff.hessian import Hessian
 from hgnp.curvature.losses import CrossEntropy
-from hgnp.curvature.tape import Tape
+from hgnp.curvature.autodiff.tape import Tape
 from hgnp.reducer import LOCAL, Reducer
 from ranks import run_ranks
 
 
 class Square(nn.Module):
-    """Bends, by a rule: `torch.func.jvp`, which other bent operations take, keeps its levels in one place for all threads."""
+    """Linearity, by a rule: `torch.func.jvp`, which other bent operations take, keeps its levels in one place for all threads."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * x

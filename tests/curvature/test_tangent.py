@@ -9,13 +9,13 @@ from torch import nn
 
 from curvature_cases import ggn_quotient, images
 from hgnp import Flatness
-from hgnp.curvature.blocks import find_blocks
-from hgnp.curvature.forward import UnfitError
-from hgnp.curvature.norms import BatchNormDual, batch_norm
-from hgnp.curvature.operations import LINEAR, SAME
-from hgnp.curvature.rules import RULES
-from hgnp.curvature.spectrum import Chosen
-from hgnp.curvature.tangent import Tangent, load_jvp
+from hgnp.curvature.factors import find_blocks
+from hgnp.curvature.autodiff.forward import UnfitError
+from hgnp.curvature.autodiff.norms import BatchNormDual, batch_norm
+from hgnp.curvature.autodiff.operations import LINEAR, SAME
+from hgnp.curvature.autodiff.rules import RULES
+from hgnp.curvature.direction import Chosen
+from hgnp.curvature.autodiff.tangent import Tangent, load_jvp
 
 load_jvp()
 
@@ -125,7 +125,7 @@ def test_tangents_and_their_gradients(case):
     u = mode.tangent(z)
     torch.testing.assert_close(z, net(x), rtol=1e-6, atol=1e-7)
     # reverse over reverse: u = ∂/∂c ⟨∂⟨c, z⟩/∂W, v⟩, with primitive norms for their sake
-    from hgnp.curvature.hessian import Primitive
+    from hgnp.curvature.autodiff.hessian import Primitive
 
     with Primitive():
         plain = net(x)

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from curvature_cases import gradients
 from hgnp import Flatness
-from hgnp.curvature.blocks import find_blocks
-from hgnp.curvature.spectrum import Chosen
-from hgnp.curvature.tape import Tape
+from hgnp.curvature.factors import find_blocks
+from hgnp.curvature.direction import Chosen
+from hgnp.curvature.autodiff.tape import Tape
 
 
 class Twice(torch.autograd.Function):

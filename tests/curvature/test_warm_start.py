@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from hgnp import Flatness
-from hgnp.curvature.blocks import find_blocks
+from hgnp.curvature.factors import find_blocks
 from hgnp.curvature.eigen import top_dense
 from hgnp.curvature.factors import Patches
-from hgnp.curvature.forward import Forward
-from hgnp.curvature.spectrum import Observer
+from hgnp.curvature.autodiff.forward import Forward
+from hgnp.curvature.direction import Observer
 
 SHAPES = {"mlp": (8,), "cnn": (2, 6, 6)}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hgnp.training.captured import Versions
+from hgnp.execution.captured import Versions
 
 
 def test_versions_are_put_back_by_a_call_of_their_own() -> None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import hgnp
 from engine_cases import Again, Net, Stand, prepared
 from hgnp.curvature import branches, eigen
-from hgnp.graphs import RefusedError
+from hgnp.execution.graphs import RefusedError
 from hgnp.training import engine as engines
-from hgnp.training.engine import Engine
+from hgnp.execution.graphed import Engine
 
 
 def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
@@ -66,7 +66,7 @@ def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
 )
 def test_the_same_trajectory(choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "Capture", Stand)
-    monkeypatch.setattr("hgnp.curvature.passes.Pass.acts", lambda *_: True)  # as on a GPU, where nobody knows
+    monkeypatch.setattr("hgnp.curvature.autodiff.passes.Pass.acts", lambda *_: True)  # as on a GPU, where nobody knows
     losses, seen, state = trained(True, choices)
     expected, also_seen, other = trained(False, choices)
     assert losses == pytest.approx(expected, rel=1e-9)
@@ -176,7 +176,7 @@ class Deeper(Net):
 def test_layers_that_only_some_batches_meet(choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of the others are there when the first such batch comes."""
     monkeypatch.setattr(engines, "Capture", Stand)
-    monkeypatch.setattr("hgnp.curvature.passes.Pass.acts", lambda *_: True)
+    monkeypatch.setattr("hgnp.curvature.autodiff.passes.Pass.acts", lambda *_: True)
     found = []
     for stood_in in (True, False):
         torch.manual_seed(0)
@@ -196,7 +196,7 @@ def test_layers_that_only_some_batches_meet(choices: dict[str, Any], monkeypatch
 @pytest.mark.parametrize("change", ["freeze", "unfreeze", "elsewhere", "momentum", "loss", "bound", "hook", "none"])
 def test_what_is_done_to_the_network_between_epochs_is_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "Capture", Stand)
-    monkeypatch.setattr("hgnp.curvature.passes.Pass.acts", lambda *_: True)
+    monkeypatch.setattr("hgnp.curvature.autodiff.passes.Pass.acts", lambda *_: True)
     found = []
     for stood_in in (True, False):
         torch.manual_seed(0)

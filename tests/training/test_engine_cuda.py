@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import hgnp
 from hgnp.baselines import SAM
-from hgnp.training.engine import Engine
+from hgnp.execution.graphed import Engine
 from hgnp.training.evaluate import Evaluation
-from hgnp.training.stepping import Stepping
+from hgnp.execution.optimizer import Stepping
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -12,9 +12,9 @@ from torch import Tensor
 import hgnp
 from engine_cases import Again, Net, Stand, prepared
 from hgnp.curvature import eigen
-from hgnp.graphs import Capture, RefusedError, Replayed
+from hgnp.execution.graphs import Capture, RefusedError, Replayed
 from hgnp.training import engine as engines
-from hgnp.training.engine import Engine
+from hgnp.execution.graphed import Engine
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -10,10 +10,10 @@ from torch import Tensor
 import hgnp
 from engine_cases import Again, Net, Stand, prepared
 from hgnp.curvature.seen import Seen
-from hgnp.graphs import kind_of
+from hgnp.execution.graphs import kind_of
 from hgnp.training import engine as engines
 from hgnp.training.batches import Ahead
-from hgnp.training.engine import Engine
+from hgnp.execution.graphed import Engine
 
 
 def test_pieces_are_captured_at_their_second_time_and_q_before_its_block_is_known(
@@ -54,7 +54,7 @@ def test_pieces_are_captured_at_their_second_time_and_q_before_its_block_is_know
 @pytest.mark.parametrize("direction_from", ["last_batch", "this_batch"])
 def test_the_next_batch_is_fetched_before_the_host_waits(direction_from: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "Capture", Stand)
-    monkeypatch.setattr("hgnp.curvature.passes.Pass.acts", lambda *_: True)  # as on a GPU, where nobody knows
+    monkeypatch.setattr("hgnp.curvature.autodiff.passes.Pass.acts", lambda *_: True)  # as on a GPU, where nobody knows
     torch.manual_seed(0)
     batches = [(torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))) for _ in range(6)]
     _, engine, _ = prepared(Net().double(), bound=-1.0, direction_from=direction_from)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from hgnp.graphs import Capture, RefusedError
-from hgnp.training.stepping import Stepping
+from hgnp.execution.graphs import Capture, RefusedError
+from hgnp.execution.optimizer import Stepping
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 

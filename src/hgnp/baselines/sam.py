@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from hgnp.curvature.choices import Choices
 from hgnp.curvature.direction import Direction
-from hgnp.curvature.forward import Output
+from hgnp.curvature.autodiff.forward import Output
 from hgnp.curvature.losses import Loss
-from hgnp.curvature.random import undisturbed
+from hgnp.curvature.autodiff.random import undisturbed
 from hgnp.curvature.step import PLAIN, Plan, Scale, State, Step
 from hgnp.execution.eager import Eager
 from hgnp.reducer import LOCAL, Reducer

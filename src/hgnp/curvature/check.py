@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hgnp.curvature.blocks import find_blocks
+from hgnp.curvature.factors import find_blocks
 
 
 def check_functions(**given: Any) -> None:

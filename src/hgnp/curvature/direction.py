@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hgnp.curvature.blocks import Block, find_blocks
-from hgnp.curvature.branches import Branches
+from hgnp.curvature.factors import Block, find_blocks
+from hgnp.curvature.device import Branches
 from hgnp.curvature.eigen import Eigenpair, arbitrary, top_of_each
 from hgnp.curvature.factors import unit
-from hgnp.curvature.forward import autocast_off
-from hgnp.curvature.late import Late
+from hgnp.curvature.autodiff.forward import autocast_off
+from hgnp.curvature.device import Late
 from hgnp.curvature.moments import FactorCollector
-from hgnp.curvature.wide import wide
+from hgnp.curvature.device import wide
 from hgnp.reducer import LOCAL, Reducer
 
 

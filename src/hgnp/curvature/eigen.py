@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hgnp.curvature.branches import Branches, constant
+from hgnp.curvature.device import Branches, constant
 from hgnp.curvature.factors import Factor, Patches, merged, unit
 from hgnp.reducer import LOCAL, Reducer
 

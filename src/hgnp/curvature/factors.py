@@ -1,6 +1,7 @@
-"""The Kronecker factors Ψ and Γ of a block, as products; only small ones are ever formed as dense matrices.
+"""The blocks of the curvature and their Kronecker factors Ψ and Γ, as products; only small ones are formed as dense matrices.
 
-N samples, T output positions, g = N·∂(mean C)/∂s, ã = [input patch; 1] (the 1 where the block has a bias):
+A block is the weight of one Linear or Conv1d/2d/3d with its bias as homogeneous coordinate. Block l of a layer with G groups has
+G pairs of factors: Ψ of side d (+1 with a bias), d = C_in/G·kernel, and Γ of side C_out/G. With N samples, T output positions, g = N·∂(mean C)/∂s, ã = [input patch; 1] (the 1 where the block has a bias):
 
     kfac_approx   Ψ                                   Γ
     expand       (1/N) Σ_i Σ_t ã ãᵀ                  (1/NT) Σ_i Σ_t g gᵀ
@@ -19,14 +20,65 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hgnp.curvature.compiled import kernels
-from hgnp.curvature.wide import wide, wide_bmm
+from hgnp.curvature.device import wide, wide_bmm
 
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MERGED_ROWS = 512  # at most so many rows of a factor are copied into one tensor with those of others
 FEW = 128  # entries of a patch, of all groups
 WARM = 5
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    name: str
+    layer: nn.Module
+
+    @property
+    def weight(self) -> Tensor:
+        return self.layer._parameters["weight"]  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias where it is trained: a frozen one is a constant, no coordinate of the curvature."""
+        bias = self.layer._parameters.get("bias")
+        return bias if bias is not None and bias.requires_grad else None
+
+    @property
+    def groups(self) -> int:
+        return getattr(self.layer, "groups", 1)
+
+    @property
+    def psi_shape(self) -> tuple[int, int]:
+        return self.groups, self.weight[0].numel() + (self.bias is not None)
+
+    @property
+    def gamma_shape(self) -> tuple[int, int]:
+        return self.groups, self.weight.shape[0] // self.groups
+
+    def filter_norms(self) -> Tensor:
+        """n_j = ‖w_j‖, one a filter, attached to the weight."""
+        return torch.linalg.vector_norm(self.weight.flatten(1), dim=1)
+
+    def spread(self, psi: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor | None]:
+        """v^Ψ ⊗ v^Γ of each group as tangents of the weight and of the bias."""
+        outer = gamma.unsqueeze(2) * psi.unsqueeze(1)  # (G, C_out/G, d [+ 1])
+        if self.bias is None:
+            return outer.reshape(self.weight.shape), None
+        return outer[..., :-1].reshape(self.weight.shape), outer[..., -1].reshape(-1)
+
+
+def find_blocks(net: nn.Module) -> list[Block]:
+    """The trained Linear and convolution layers, in the network's order; a weight shared by two layers is one block."""
+    blocks: dict[int, Block] = {}
+    for name, layer in net.named_modules():
+        if isinstance(layer, LAYERS):
+            weight = layer._parameters.get("weight")  # None where a parametrization computes it
+            if weight is not None and weight.requires_grad:
+                blocks.setdefault(id(weight), Block(name, layer))
+    return list(blocks.values())
 
 
 class Factor(Protocol):

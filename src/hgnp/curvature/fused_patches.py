@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hgnp.curvature.compiled import where_tensors_are
-from hgnp.curvature.wide import wide_bmm
+from hgnp.curvature.device import wide_bmm
 
 BLOCK = 512
 # one variant for all shapes

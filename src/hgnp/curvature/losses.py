@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgnp.curvature.wide import wide
+from hgnp.curvature.device import wide
 
 Loss = Callable[[Any, Any], Tensor]
 

@@ -35,17 +35,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgnp.curvature.blocks import find_blocks
+from hgnp.curvature.factors import find_blocks
 from hgnp.curvature.check import check_functions, finite, hooked, refuse_unseen
 from hgnp.curvature.choices import Choices, choose
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.eigen import kronecker_residual
-from hgnp.curvature.forward import Forward, Output, autocast_off, samples_in
-from hgnp.curvature.late import Late
+from hgnp.curvature.autodiff.forward import Forward, Output, autocast_off, samples_in
+from hgnp.curvature.device import Late
 from hgnp.curvature.losses import Loss, loss_curvature, normaliser
 from hgnp.curvature.moments import FactorCollector
-from hgnp.curvature.passes import Along, Pass, Passes
-from hgnp.curvature.random import undisturbed
+from hgnp.curvature.autodiff.passes import Pass, Passes
+from hgnp.curvature.autodiff.random import undisturbed
 from hgnp.messages import refuse_renamed
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import Removal, listen
@@ -64,6 +64,19 @@ class Plan:
 
 PLAIN = Plan(penalty=False, refresh=False)
 """A plain PyTorch step."""
+
+
+@dataclass(frozen=True)
+class Along:
+    """What a step penalises the curvature along."""
+
+    block: Block
+    direction: list[Tensor]
+    """v by the block's parameters."""
+    radius: Tensor
+    """λ of the pair."""
+    residuals: Tensor
+    """Of v^Ψ and v^Γ."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +124,10 @@ class State:
     """w, this rank's share of the loss; None: all of it."""
     current: Pass | None = None
     """The forward pass that is still to be differentiated."""
+    collector: FactorCollector | None = None
+    """What watched it, where v is refreshed."""
+    along: Along | None = None
+    """What its q was taken along."""
     went_back: bool = False
     """Whether C's gradient is in `.grad` already."""
     loss: Tensor | None = None
@@ -124,7 +141,7 @@ class State:
 
     def release(self) -> None:
         """Lets go of the step's autograd graph."""
-        self.current, self.went_back = None, False
+        self.current, self.collector, self.along, self.went_back = None, None, None, False
 
     def neurons_removed(self, removal: Removal) -> Callable[[], None]:
         """Slices every eigenvector with its layer. The work is done here; what is returned only assigns."""
@@ -162,9 +179,8 @@ class Step:
         self._refresh_every, self._skip_inactive = refresh_every, skip_inactive
         self._loss_curvature = loss_curvature(loss)
         self.passes = Passes(
-            net, loss, output, gauss_newton=choices.curvature == "ggn",
-            scale_invariant=choices.scaling == "scale_invariant", reducer=reducer,
-        )  # fmt: skip
+            net, loss, output, gauss_newton=choices.curvature == "ggn", reducer=reducer
+        )
 
     # Before a step
 
@@ -206,19 +222,17 @@ class Step:
 
     def forward(self, state: State, plan: Plan, inputs: Any, target: Any) -> None:
         """C, and q along the lagged v. In the paper's order C alone, recorded for `tangents`."""
-        collector = self._collector(state, inputs) if plan.refresh else None
+        state.collector = self._collector(state, inputs) if plan.refresh else None
         if not plan.penalty:
-            state.current = self.passes.primal(inputs, target, state.weight, collector)
+            state.current = self.passes.primal(inputs, target, state.weight, state.collector)
         elif self.lagged:
-            state.current = self.passes.along(state.direction, inputs, target, state.weight, collector=collector)
+            state.current, state.along = self._along(state.direction, state, inputs, target, watch=state.collector)
         else:
-            assert collector is not None
-            state.current = self.passes.taped(inputs, target, state.weight, collector)
+            state.current = self.passes.taped(inputs, target, state.weight, state.collector)
 
     def tangents(self, state: State, inputs: Any, target: Any) -> None:
         """q along the v of this batch, in the paper's order: what is behind the block runs again, along v."""
-        assert state.current is not None
-        state.current = self.passes.along(state.direction, inputs, target, state.weight, primal=state.current)
+        state.current, state.along = self._along(state.direction, state, inputs, target, primal=state.current)
 
     def decide(self, state: State) -> None:
         """C and q of all ranks; h = 1[q > B] follows from q, on the device or (`State.active`) on the host."""
@@ -228,8 +242,9 @@ class Step:
         if self.reducer.ranks > 1:
             numbers = list(self.reducer.sum([torch.stack([x.double() for x in numbers])])[0])
         state.loss = numbers[0]
-        if current.along is not None:
-            state.statistics = Statistics(current.along, numbers[1])
+        if current.q is not None:
+            assert state.along is not None
+            state.statistics = Statistics(state.along, numbers[1])
 
     def backward(
         self,
@@ -243,18 +258,17 @@ class Step:
     ) -> None:
         """The gradient of w·C, and of μ·h·w·q unless the penalty is known to be inactive; beside it `refresh`, where the pass
         was watched. Γ comes from this very backward pass if that is of C alone."""
-        current, choices = state.current, self.choices
-        assert current is not None
+        collector, choices = state.collector, self.choices
         total = self.total(state, mu=mu, active=active)
         backward = partial(self._backward, total * scale, retain_graph=retain_graph)
-        if current.collector is None:
+        if collector is None:
             backward()
             return
-        current.collector.restart()
+        collector.restart()
         if choices.fisher_type == "mc" or (active and choices.gamma_from == "loss"):
             self._refresh(state, partial(self._collect, state, target, scale), overlap=backward)
         else:
-            with current.collector.collecting(scale):
+            with collector.collecting(scale):
                 self._refresh(state, backward)
 
     def backward_loss(self, state: State, target: Any, *, scale: Scale = 1.0) -> None:
@@ -342,12 +356,23 @@ class Step:
                 output = self.passes.run(inputs, self.norms_mode(), within=within, traceless=True)
                 loss = self.loss(output, target)
                 return loss if state.weight is None else loss * state.weight
-            found = self.passes.along(direction, inputs, target, state.weight, traceless=True, within=within)
+            found, _ = self._along(direction, state, inputs, target, traceless=True, within=within)
         assert found.q is not None
         (q,) = self.reducer.sum([found.q.detach()])
         return found.loss + mu * _hinge(found.q, q, state.bound)
 
     # What the stages are made of
+
+    def _along(
+        self, direction: Direction, state: State, inputs: Any, target: Any, **how: Any
+    ) -> tuple[Pass, Along]:
+        """C and q along this v, and what that is."""
+        block = direction.block()
+        assert block is not None
+        pair = direction.pairs[block.name]
+        seeds = pair.seeds(block, scale_invariant=self.choices.scaling == "scale_invariant")
+        found = self.passes.along(block, seeds, inputs, target, state.weight, **how)
+        return found, Along(block, [part.detach() for _, part in seeds], pair.value, pair.residuals)
 
     def _collector(self, state: State, inputs: Any) -> FactorCollector:
         return FactorCollector(
@@ -357,10 +382,9 @@ class Step:
 
     def _refresh(self, state: State, collect: Callable[[], None], overlap: Callable[[], None] | None = None) -> None:
         """Eigenpairs and block of this batch from where the last one left them."""
-        assert state.current is not None
-        assert state.current.collector is not None
+        assert state.collector is not None
         state.direction.refresh(
-            state.current.collector, collect, cold=not self.lagged and state.direction.block() is None, overlap=overlap,
+            state.collector, collect, cold=not self.lagged and state.direction.block() is None, overlap=overlap,
             empirical=self.choices.ranking == "empirical", reducer=self.reducer,
         )  # fmt: skip
 
@@ -368,7 +392,7 @@ class Step:
         """Γ by a backward pass of its own, for activations alone: of C, or of labels drawn from the output."""
         current = state.current
         assert current is not None
-        self._collect_from(current.collector, current.loss, current.output, state, target, scale)
+        self._collect_from(state.collector, current.loss, current.output, state, target, scale)
 
     def _collect_from(
         self, collector: FactorCollector | None, loss: Tensor, output: Any, state: State, target: Any, scale: Scale

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from hgnp.curvature.branches import keeping
+from hgnp.curvature.device import keeping
 from hgnp.messages import first_line
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from hgnp.curvature.forward import Output, run, samples_in
+from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.losses import CrossEntropy, Loss, loss_curvature
 from hgnp.messages import brief, first_line
 from hgnp.modes import evaluating, layer_of

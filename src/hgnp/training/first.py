@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from hgnp.curvature.forward import samples_in
+from hgnp.curvature.autodiff.forward import samples_in
 from hgnp.training import streams
 from hgnp.training.batches import check_first, is_classification
 from hgnp.training.evaluate import check_metric, metric_name

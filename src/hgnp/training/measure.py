@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from hgnp.curvature.forward import run, samples_in
+from hgnp.curvature.autodiff.forward import run, samples_in
 from hgnp.curvature.sharpness import sharpness
 from hgnp.messages import first_line
 from hgnp.modes import evaluating

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hgnp.curvature.forward import run
+from hgnp.curvature.autodiff.forward import run
 from hgnp.messages import first_line
 from hgnp.modes import evaluating
 from hgnp.recipe import Recipe

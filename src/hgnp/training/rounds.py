@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hgnp.baselines import WEIGHT_SCORES
-from hgnp.curvature.random import RandomState
+from hgnp.curvature.autodiff.random import RandomState
 from hgnp.curvature.step import State, Step
 from hgnp.messages import named
 from hgnp.neurons import Neurons, Preview, Scores, Selection

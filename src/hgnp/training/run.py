@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hgnp.curvature.forward import samples_in
+from hgnp.curvature.autodiff.forward import samples_in
 from hgnp.execution.graphed import Graphed
 from hgnp.neurons import Neurons, Preview
 from hgnp.neurons.surgery import Change, commit

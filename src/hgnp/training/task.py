@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hgnp.curvature.forward import Output
+from hgnp.curvature.autodiff.forward import Output
 from hgnp.curvature.losses import Loss
 from hgnp.result import Row
 from hgnp.training.batches import Batches

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hgnp.curvature.forward import Forward, Func, UnfitError, Watch, untracked
-from hgnp.curvature.norms import PRIMITIVE
-from hgnp.curvature.operations import PASSIVE, differentiable, map_tensors, name_of, tensors_in
-from hgnp.curvature.random import RandomState
-from hgnp.curvature.rules import RULES
-from hgnp.curvature.tape import Call
+from hgnp.curvature.autodiff.forward import Forward, Func, UnfitError, Watch, untracked
+from hgnp.curvature.autodiff.norms import PRIMITIVE
+from hgnp.curvature.autodiff.operations import PASSIVE, differentiable, map_tensors, name_of, tensors_in
+from hgnp.curvature.autodiff.random import RandomState
+from hgnp.curvature.autodiff.rules import RULES
+from hgnp.curvature.autodiff.tape import Call
 from hgnp.reducer import LOCAL, Reducer
 
 # fused attention kernels have no second derivatives; PyTorch's own formula in plain operations has

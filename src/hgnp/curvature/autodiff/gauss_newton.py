@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hgnp.curvature.forward import Watch
+from hgnp.curvature.autodiff.forward import Watch
 from hgnp.curvature.losses import LossCurvature
-from hgnp.curvature.tangent import Tangent
+from hgnp.curvature.autodiff.tangent import Tangent
 from hgnp.reducer import LOCAL, Reducer
 
 

@@ -5,10 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-
-def capturing() -> bool:
-    """Whether what runs now is being recorded into a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+from hgnp.curvature.device import capturing
 
 
 class RandomState:

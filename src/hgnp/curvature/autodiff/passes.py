@@ -12,35 +12,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hgnp.curvature.bends import Bends, Reasons, described
-from hgnp.curvature.blocks import Block, find_blocks
+from hgnp.curvature.autodiff.linearity import Linearity, Reasons, described
+from hgnp.curvature.factors import Block, find_blocks
 from hgnp.curvature.check import tracked
-from hgnp.curvature.direction import Direction
-from hgnp.curvature.forward import Forward, Output, UnfitError, autocast_off, run
-from hgnp.curvature.gauss_newton import GaussNewton
-from hgnp.curvature.hessian import Hessian
+from hgnp.curvature.autodiff.forward import Forward, Output, UnfitError, Watch, autocast_off, run
+from hgnp.curvature.autodiff.gauss_newton import GaussNewton
+from hgnp.curvature.autodiff.hessian import Hessian
 from hgnp.curvature.losses import Loss, loss_curvature
-from hgnp.curvature.moments import FactorCollector
-from hgnp.curvature.random import RandomState, capturing
-from hgnp.curvature.tape import Tape
+from hgnp.curvature.autodiff.random import RandomState
+from hgnp.curvature.device import capturing
+from hgnp.curvature.autodiff.tape import Tape
 from hgnp.modes import layer_of
 from hgnp.reducer import Reducer
 from hgnp.removal import Removal, listen
 
+Seeds = list[tuple[Tensor, Tensor]]
+"""Parameters, each with its part of v."""
 Weight = Tensor | None
 """This rank's share of the loss; None: it has all of it."""
-
-
-@dataclass(frozen=True)
-class Along:
-    """What q was taken along."""
-
-    block: Block
-    direction: list[Tensor]
-    """v by the block's parameters."""
-    radius: Tensor
-    residuals: Tensor
-    """Of v^Ψ and v^Γ."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +39,8 @@ class Pass:
     loss: Tensor
     """w·C, this rank's share of the loss."""
     output: Any
-    collector: FactorCollector | None = None
     q: Tensor | None = None
     """w·vᵀHv, where it was taken."""
-    along: Along | None = None
     tape: Tape | None = None
     """Its operations, where they can be run again."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -74,12 +61,11 @@ class Passes:
         output: Output | None,
         *,
         gauss_newton: bool,
-        scale_invariant: bool,
         reducer: Reducer,
     ) -> None:
         self.net, self.loss, self.output = net, loss, output
         self._loss_curvature = loss_curvature(loss)
-        self._gauss_newton, self._scale_invariant, self._reducer = gauss_newton, scale_invariant, reducer
+        self._gauss_newton, self._reducer = gauss_newton, reducer
         self._reasons: dict[bool, Reasons] = {}
         self._hidden: dict[bool, dict[str, str]] = {}
         """Mode → blocks whose tangent would be lost, with the operation that hides it."""
@@ -90,53 +76,50 @@ class Passes:
         """Whether a pass can be run again from its tape: nothing but dropout masks was drawn."""
         listen(net, self.neurons_removed)
 
-    def primal(self, inputs: Any, target: Any, weight: Weight, collector: FactorCollector | None = None) -> Pass:
+    def primal(self, inputs: Any, target: Any, weight: Weight, watch: Watch | None = None) -> Pass:
         """C alone. It updates buffers."""
-        watched = collector is not None or self._reducer.sync_norms
-        output = self.run(inputs, Forward(watch=collector, reducer=self._reducer) if watched else None)
-        return Pass(self._loss(output, target, weight), output, collector)
+        watched = watch is not None or self._reducer.sync_norms
+        output = self.run(inputs, Forward(watch=watch, reducer=self._reducer) if watched else None)
+        return Pass(self._loss(output, target, weight), output)
 
-    def taped(self, inputs: Any, target: Any, weight: Weight, collector: FactorCollector) -> Pass:
+    def taped(self, inputs: Any, target: Any, weight: Weight, watch: Watch) -> Pass:
         """C alone, recorded so that `along` can go on from it. It updates buffers."""
         tape, random = Tape(), None if capturing() else RandomState(*self.net.parameters())
         unread = {id(buffer) for norm in tracked(self.net) for buffer in norm.buffers()}
         buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers() if id(buffer) not in unread}
-        mode = Forward(watch=collector, tape=tape, reducer=self._reducer)
+        mode = Forward(watch=watch, tape=tape, reducer=self._reducer)
         output = self.run(inputs, mode)
         loss = self._loss(output, target, weight)
         if random is not None:
             self.draws, self.repeats = not random.is_now(), mode.repeats(random)
-        return Pass(loss, output, collector, None, None, tape if self.repeats else None, buffers, random, capturing())
+        return Pass(loss, output, None, tape if self.repeats else None, buffers, random, capturing())
 
     def along(
         self,
-        direction: Direction,
+        block: Block,
+        seeds: Seeds,
         inputs: Any,
         target: Any,
         weight: Weight,
         *,
-        collector: FactorCollector | None = None,
+        watch: Watch | None = None,
         primal: Pass | None = None,
         traceless: bool = False,
         within: contextlib.AbstractContextManager[Any] | None = None,
     ) -> Pass:
-        """C and q along v. With `primal`, a taped pass of this batch, only what is behind the block runs again, if it can."""
+        """C and q along v, which `seeds` has by the block's parameters. With `primal`, a taped pass of this batch, only what is behind the block runs again, if it can."""
         if self._gauss_newton:
             self.inspect(inputs)
-        block = direction.block()
-        assert block is not None
-        pair = direction.pairs[block.name]
-        seeds = pair.seeds(block, scale_invariant=self._scale_invariant)
-        mode, loss, output = self._mode(block, seeds, collector), None, None
+        mode, loss, output = self._mode(block, seeds, watch), None, None
         if primal is not None and primal.tape is not None:
             with contextlib.suppress(UnfitError):  # which a second pass raises by its layer
                 if isinstance(mode, GaussNewton) and primal.tape.along(mode, primal.output) is not None:
                     loss, output = primal.loss, primal.output
             if output is None:
-                mode = self._mode(block, seeds, collector)
+                mode = self._mode(block, seeds, watch)
                 with contextlib.suppress(UnfitError):
                     output = primal.tape.again(mode, [parameter for parameter, _ in seeds], primal.output)
-            mode = self._mode(block, seeds, collector) if output is None else mode
+            mode = self._mode(block, seeds, watch) if output is None else mode
         if output is None:
             if primal is not None and primal.random is not None:
                 primal.random.restore()  # the second pass draws the same
@@ -150,8 +133,7 @@ class Passes:
             q = (
                 q * weight if isinstance(mode, GaussNewton) and weight is not None else q
             )  # the Hessian's is of w·C already
-        along = Along(block, [part.detach() for _, part in seeds], pair.value, pair.residuals)
-        return replace(primal or Pass(loss, output, collector), loss=loss, output=output, q=q, along=along)
+        return replace(primal or Pass(loss, output), loss=loss, output=output, q=q)
 
     def run(
         self,
@@ -183,18 +165,18 @@ class Passes:
         return loss if weight is None else loss * weight
 
     def _mode(
-        self, block: Block, seeds: list[tuple[Tensor, Tensor]], collector: FactorCollector | None
+        self, block: Block, seeds: Seeds, watch: Watch | None
     ) -> GaussNewton | Hessian:
         if not self._carries(block):
-            return Hessian(seeds, watch=collector, reducer=self._reducer)
+            return Hessian(seeds, watch=watch, reducer=self._reducer)
         assert self._loss_curvature is not None
-        return GaussNewton(seeds, self._loss_curvature, watch=collector, reducer=self._reducer)
+        return GaussNewton(seeds, self._loss_curvature, watch=watch, reducer=self._reducer)
 
     def inspect(self, inputs: Any) -> None:
         """Where Gauss–Newton and Hessian differ, once for each mode of the network."""
         if self.net.training in self._reasons:
             return
-        mode = Bends(find_blocks(self.net), reducer=self._reducer)
+        mode = Linearity(find_blocks(self.net), reducer=self._reducer)
         with RandomState(*self.net.parameters()):
             reasons = mode.end(self.run(inputs, mode, traceless=True))
         self._reasons[self.net.training], self._hidden[self.net.training] = reasons, mode.lost

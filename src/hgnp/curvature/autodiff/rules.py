@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hgnp.curvature.forward import Func, batch_norm_options, layer_options, uses_batch_statistics
-from hgnp.curvature.norms import BatchNormDual, synchronised_batch_norm
-from hgnp.curvature.operations import SAME, name_of, tensors_in
-from hgnp.curvature.random import RandomState
+from hgnp.curvature.autodiff.forward import Func, batch_norm_options, layer_options, uses_batch_statistics
+from hgnp.curvature.autodiff.norms import BatchNormDual, synchronised_batch_norm
+from hgnp.curvature.autodiff.operations import SAME, name_of, tensors_in
+from hgnp.curvature.autodiff.random import RandomState
 
 if TYPE_CHECKING:
-    from hgnp.curvature.tangent import Tangent
+    from hgnp.curvature.autodiff.tangent import Tangent
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Independent work side by side, and tensors that steps have in common.
+"""What depends on the device: the precision of sums, scalars on their way to the host, and side streams.
 
 In a step that is being captured into a CUDA graph, work on side streams becomes branches of the graph: the small kernels of
 many blocks run beside each other and beside the large ones of the main stream. Elsewhere it simply runs where it is called.
@@ -10,12 +10,13 @@ import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
-from hgnp.curvature.random import capturing
-
+HALF = (torch.float16, torch.bfloat16)
 STREAMS = 12
 CONSTANTS = 256
 """Tensors that each function keeps."""
@@ -23,6 +24,48 @@ _holders: dict[int, list[object]] = {}
 _turns = itertools.count()
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def capturing() -> bool:
+    """Whether what runs now is being recorded into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def wide(x: Tensor) -> Tensor:
+    """Half precision as float32, in which it is summed."""
+    return x.float() if x.dtype in HALF else x
+
+
+def wide_bmm(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y, (B, n, k) and (B, k, m), to float32 if they are of half precision; on a GPU without copies of them."""
+    if x.dtype in HALF and x.is_cuda and hasattr(torch.ops.aten.bmm, "dtype"):  # torch 2.8
+        product: Tensor = torch.ops.aten.bmm.dtype(x, y.to(x.dtype), torch.float32)
+        return product
+    return wide(x) @ wide(y)
+
+
+@dataclass(frozen=True)
+class Late:
+    """A number on its way from the device to the host."""
+
+    number: Tensor
+    ready: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, number: Tensor) -> "Late":
+        """Sends it to the host. In a step that is being captured it stays on the device."""
+        if not number.is_cuda or capturing():
+            return cls(number, None)
+        host = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(number.device))
+        return cls(host, ready)
+
+    def item(self) -> float:
+        """Waits for this one number, not for the device."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return float(self.number) if self.number.is_floating_point() else int(self.number)
 
 
 @contextlib.contextmanager

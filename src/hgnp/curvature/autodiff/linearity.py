@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from hgnp.curvature.blocks import Block
-from hgnp.curvature.forward import Forward, Func, batch_norm_options, layer_options
-from hgnp.curvature.operations import BILINEAR, CONVOLUTIONS, LINEAR, PASSIVE, name_of, tensors_in
+from hgnp.curvature.factors import Block
+from hgnp.curvature.autodiff.forward import Forward, Func, batch_norm_options, layer_options
+from hgnp.curvature.autodiff.operations import BILINEAR, CONVOLUTIONS, LINEAR, PASSIVE, name_of, tensors_in
 from hgnp.reducer import LOCAL, Reducer
 
 Reasons = dict[str, str | None]
 
 
-class Bends(Forward):
+class Linearity(Forward):
     """Runs the network; `reasons(output)` then names, for each block the output depends on, what bends it, or None."""
 
     def __init__(self, blocks: list[Block], *, reducer: Reducer = LOCAL) -> None:
