@@ -181,7 +181,8 @@ def _ritz(product: Callable[[Tensor], Tensor], start: Tensor, products: int, col
             q = unit(torch.baddbmm(q, q @ known.mT, known, alpha=-1))
             q = torch.baddbmm(q, q @ known.mT, known, alpha=-1)  # again: rounding errors may be all that is left of it
             length = torch.linalg.vector_norm(q, dim=2, keepdim=True)
-            basis[:, k : k + 1] = q / F.threshold(length, 0.5, torch.inf)  # zero where all is in the basis already
+            # zero where all is in the basis already
+            torch.div(q, F.threshold(length, 0.5, torch.inf), out=basis[:, k : k + 1])
             images.append((yield product(basis[:, k])))
         image = torch.stack(images, 1)
         # no eigh: it waits for the device, and cannot be captured
