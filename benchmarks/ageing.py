@@ -20,20 +20,16 @@ import torch
 from torch import Tensor
 
 import hgnp
-from hgnp.curvature.eigen import top_of_each
 from hgnp.curvature.autodiff.forward import Forward
 from hgnp.curvature.direction import Observer, Pair
+from hgnp.curvature.eigen import top_of_each
 from hgnp.experiments.data import cifar10
 from hgnp.experiments.models import VGG16, ResNet18
 from hgnp.files import write
 
 NETS = {"ResNet-18": ResNet18, "VGG-16-BN": VGG16}
 AGES = (0, 1, 2, 4, 8, 16)
-FIRST, EVERY, EXACT = (
-    60,
-    30,
-    200,
-)  # the first step that pairs are set aside in, from one to the next, and cold iterations
+FIRST, EVERY = 60, 30  # the first step that pairs are set aside in, and from one to the next
 
 
 def factors_of(flat: hgnp.Flatness, x: Tensor, y: Tensor) -> Observer:
@@ -51,7 +47,7 @@ def compared(observer: Observer, pairs: dict[str, Pair], chosen: str) -> dict[st
     names = [name for name in pairs if observer.gamma[name].positions]
     psi, gamma = ([side[name].factor() for name in names] for side in (observer.psi, observer.gamma))
     old = [[pairs[name].psi.vector for name in names], [pairs[name].gamma.vector for name in names]]
-    true = [top_of_each(factors, starts, EXACT) for factors, starts in zip((psi, gamma), old, strict=True)]
+    true = [top_of_each(factors, starts, cold=True) for factors, starts in zip((psi, gamma), old, strict=True)]
     exact = torch.stack([a.value.max() * b.value.max() for a, b in zip(*true, strict=True)])
     quotients = torch.stack([
         (f.product(v) * v).sum(1).max() * (g.product(w) * w).sum(1).max()

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 import hgnp
 from epoch_report import Key, Measured, Report, short
 from hgnp.baselines import SAM
-from hgnp.curvature.factors import find_blocks
 from hgnp.curvature.direction import Chosen
+from hgnp.curvature.factors import find_blocks
 from hgnp.experiments.data.loader import Loader, Memory
 from hgnp.experiments.models import VGG16, ResNet18
 from hgnp.experiments.presets import preset

@@ -25,8 +25,8 @@ from curvature_cases import (
     shaken,
 )
 from hgnp import Flatness
-from hgnp.curvature.factors import find_blocks
 from hgnp.curvature.autodiff.tangent import load_jvp
+from hgnp.curvature.factors import find_blocks
 
 load_jvp()
 OPEN = -1e3  # a bound that keeps the hinge open

@@ -10,8 +10,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgnp.curvature.choices import Choices
 from hgnp.curvature.autodiff.forward import Output
+from hgnp.curvature.choices import Choices
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.execution.eager import Eager

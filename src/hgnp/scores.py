@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from hgnp.baselines import WEIGHT_SCORES
-from hgnp.curvature.factors import Block
-from hgnp.curvature.direction import Direction, KroneckerEigenpair
 from hgnp.curvature.autodiff.forward import Output, run
-from hgnp.curvature.losses import Loss
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.random import RandomState
+from hgnp.curvature.direction import Direction, KroneckerEigenpair
+from hgnp.curvature.factors import Block
+from hgnp.curvature.losses import Loss
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.execution.graphs import Capture, Replayed
 from hgnp.flatness import Flatness, parts

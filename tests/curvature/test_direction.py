@@ -13,10 +13,10 @@ from torch import nn
 from curvature_cases import CHOICES, convnet, gradients, images
 from hgnp import Flatness, Neurons
 from hgnp.curvature import direction
-from hgnp.curvature.factors import find_blocks
-from hgnp.curvature.eigen import top_dense
 from hgnp.curvature.autodiff.forward import Forward
 from hgnp.curvature.direction import Observer
+from hgnp.curvature.eigen import top_dense
+from hgnp.curvature.factors import find_blocks
 
 
 def observer_of(net, x, *, kfac_approx="reduce", keep=False):

@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvature_cases import Siamese, convnet, images
-from hgnp.curvature.factors import find_blocks
-from hgnp.curvature.eigen import kronecker_residual, top, top_dense
-from hgnp.curvature.factors import Rows, unit
 from hgnp.curvature.autodiff.forward import Forward
-from hgnp.curvature.direction import Observer
+from hgnp.curvature.eigen import kronecker_residual, top_dense, top_of_each
+from hgnp.curvature.factors import Rows, find_blocks, unit
+from hgnp.curvature.moments import FactorCollector
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # a dependency of curvlinops scripts a function on import
@@ -23,17 +22,17 @@ CONVENTIONS = ("expand", "reduce")
 
 def observe(net, inputs, y, kfac_approx, *, loss=F.cross_entropy, scale_invariant=False, scale=1.0):
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-    observer = Observer(
+    collector = FactorCollector(
         find_blocks(net), inputs[0].shape[0], kfac_approx=kfac_approx, scale_invariant=scale_invariant, keep=True
     )
-    with Forward(watch=observer):
+    with Forward(watch=collector):
         z = net(*inputs)
-    observer.pull(loss(z, y), None, scale)
-    return observer
+    collector.collect(loss(z, y), None, scale)
+    return collector
 
 
-def dense(observer, name):
-    return observer.psi[name].factor().dense(), observer.gamma[name].factor().dense()
+def dense(collector, name):
+    return collector.psi[name].factor().dense(), collector.gamma[name].factor().dense()
 
 
 @pytest.mark.parametrize("kfac_approx", CONVENTIONS)
@@ -49,9 +48,9 @@ def test_factors_equal_curvlinops(kfac_approx):
         kfac_approx=getattr(KFACType, kfac_approx.upper()), separate_weight_and_bias=False, check_deterministic=False,
     )  # fmt: skip
     kfac.compute_kronecker_factors()
-    observer = observe(net, x, y, kfac_approx)
+    collector = observe(net, x, y, kfac_approx)
     for block in find_blocks(net):
-        psi, gamma = dense(observer, block.name)
+        psi, gamma = dense(collector, block.name)
         if kfac_approx == "expand":  # curvlinops divides Ψ by T, the bias entry of ours, and not Γ
             psi, gamma = psi / psi[0, -1, -1], gamma * psi[0, -1, -1]
         torch.testing.assert_close(psi[0], kfac._input_covariances[block.name], rtol=1e-10, atol=1e-12)
@@ -114,18 +113,18 @@ def test_factors_and_eigenpairs_equal_dense_algebra(kind, kfac_approx):
     weights = torch.randn_like(layer(x))
     net = nn.Sequential(layer)
     loss = lambda z, y: (weights * torch.tanh(z)).sum() / z.shape[0]  # noqa: E731
-    observer = observe(net, x, None, kfac_approx, loss=loss)
+    collector = observe(net, x, None, kfac_approx, loss=loss)
     s = layer(x)
     g = torch.autograd.grad(loss(s, None), s)[0] * x.shape[0]
     expected = explicit(layer, x, g, kfac_approx)
-    for moments, want in zip((observer.psi["0"], observer.gamma["0"]), expected, strict=True):
+    for moments, want in zip((collector.psi["0"], collector.gamma["0"]), expected, strict=True):
         factor = moments.factor()
         torch.testing.assert_close(factor.dense(), want, rtol=1e-10, atol=1e-12)
         vector = torch.randn(want.shape[:2], dtype=torch.float64)
         torch.testing.assert_close(
             factor.product(vector), (want @ vector.unsqueeze(2)).squeeze(2), rtol=1e-10, atol=1e-12
         )
-        pair, oracle = top(factor, unit(vector), 400), top_dense(factor)
+        (pair,), oracle = top_of_each([factor], [unit(vector)], cold=True), top_dense(factor)
         torch.testing.assert_close(pair.value, torch.linalg.eigvalsh(want)[:, -1], rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(oracle.value, pair.value, rtol=1e-9, atol=1e-12)
         overlap = (pair.vector * oracle.vector).sum(1).abs()
@@ -149,9 +148,9 @@ def test_one_sample_one_position_has_the_squared_gradient_norm():
     x, y = torch.randn(1, 4, 3, 3, dtype=torch.float64), torch.tensor([1])
     F.cross_entropy(net(x), y).backward()
     for kfac_approx in CONVENTIONS:
-        observer = observe(net, x, y, kfac_approx)
+        collector = observe(net, x, y, kfac_approx)
         for block in find_blocks(net):
-            psi, gamma = (torch.linalg.eigvalsh(f)[:, -1] for f in dense(observer, block.name))
+            psi, gamma = (torch.linalg.eigvalsh(f)[:, -1] for f in dense(collector, block.name))
             grads = block.weight.grad.flatten(1).square().sum(1) + block.bias.grad.square()
             torch.testing.assert_close(psi * gamma, grads.view(block.groups, -1).sum(1), rtol=1e-10, atol=0)
 
@@ -165,14 +164,14 @@ def test_kfac_is_the_gauss_newton_block_of_a_deep_linear_net():
         # Γ by type-2 sampling: each output unit's root of the loss curvature, one backward each
         gamma = torch.zeros(block.weight.shape[0], block.weight.shape[0], dtype=torch.float64)
         for unit_ in range(2):
-            observer = Observer(find_blocks(net), 6, kfac_approx="expand", scale_invariant=False, keep=False)
-            with Forward(watch=observer):
+            collector = FactorCollector(find_blocks(net), 6, kfac_approx="expand", scale_invariant=False, keep=False)
+            with Forward(watch=collector):
                 z = net(x)
             cotangent = torch.zeros_like(z)
             cotangent[:, unit_] = (2 / 2) ** 0.5 / 6
-            observer.pull(z, cotangent, 1.0)
-            gamma += observer.gamma[block.name].factor().dense()[0]
-        psi = observer.psi[block.name].factor().dense()[0]
+            collector.collect(z, cotangent, 1.0)
+            gamma += collector.gamma[block.name].factor().dense()[0]
+        psi = collector.psi[block.name].factor().dense()[0]
 
         def loss(flat, index=index, block=block):
             a = x
@@ -212,15 +211,17 @@ def test_in_place_activations_do_not_hide_the_derivative_at_the_layer():
 def test_the_residual_is_that_of_the_kronecker_product():
     torch.manual_seed(0)
     net = convnet("none")
-    observer = observe(net, *images(), "expand")
-    factors = observer.psi["0"].factor(), observer.gamma["0"].factor()
-    pairs = [top(f, unit(torch.randn_like(f.dense()[..., 0])), 1) for f in factors]
+    collector = observe(net, *images(), "expand")
+    factors = collector.psi["0"].factor(), collector.gamma["0"].factor()
+    vectors = [unit(torch.randn_like(f.dense()[..., 0])) for f in factors]
+    products = [f.product(v) for f, v in zip(factors, vectors, strict=True)]
+    values = [(v * Fv).sum(1) for v, Fv in zip(vectors, products, strict=True)]
+    each = [(Fv - a * v).norm(dim=1) / a for v, Fv, a in zip(vectors, products, values, strict=True)]
     whole = torch.kron(factors[0].dense()[0], factors[1].dense()[0])
-    v = torch.kron(pairs[0].vector[0], pairs[1].vector[0])
-    value = pairs[0].value * pairs[1].value
+    v, value = torch.kron(vectors[0][0], vectors[1][0]), values[0] * values[1]
     residual = torch.linalg.vector_norm(whole @ v - value * v) / value
     assert residual.item() > 1e-4
-    torch.testing.assert_close(kronecker_residual(pairs[0].residual, pairs[1].residual), residual, rtol=1e-9, atol=0)
+    torch.testing.assert_close(kronecker_residual(*each), residual, rtol=1e-9, atol=0)
 
 
 def test_the_scale_invariant_factor_is_scaled_on_both_sides():
@@ -248,7 +249,7 @@ def test_a_gradient_scale_is_divided_out():
 def test_the_empirical_quotient_is_that_of_the_block_of_per_sample_gradients():
     net = convnet("none")
     x, y = images()
-    observer = observe(net, x, y, "reduce")
+    collector = observe(net, x, y, "reduce")
     for block in find_blocks(net):
         psi = unit(torch.randn(block.psi_shape, dtype=torch.float64))
         gamma = unit(torch.randn(block.gamma_shape, dtype=torch.float64))
@@ -261,25 +262,23 @@ def test_the_empirical_quotient_is_that_of_the_block_of_per_sample_gradients():
             inner = inner if bias is None else inner + grads[1] * bias
             quotients.append(inner.view(block.gamma_shape).sum(1).square())
         want = torch.stack(quotients).mean(0)
-        torch.testing.assert_close(observer.empirical(block, psi, gamma), want, rtol=1e-10, atol=0)
+        torch.testing.assert_close(collector.empirical(block, psi, gamma), want, rtol=1e-10, atol=0)
 
 
 def test_rows_that_do_not_fit_the_batch_are_refused_by_name():
     net = nn.Sequential(nn.Flatten(0, 1), nn.Linear(4, 3)).double()
-    observer = Observer(find_blocks(net), 4, kfac_approx="reduce", scale_invariant=False, keep=False)
-    with pytest.raises(ValueError, match="layer '1' was called on 6 rows"), Forward(watch=observer):
+    collector = FactorCollector(find_blocks(net), 4, kfac_approx="reduce", scale_invariant=False, keep=False)
+    with pytest.raises(ValueError, match="layer '1' was called on 6 rows"), Forward(watch=collector):
         net(torch.randn(2, 3, 4, dtype=torch.float64))
 
 
-def test_a_start_in_the_null_space_comes_back_and_a_dead_factor_has_no_eigenvalue():
+def test_a_start_in_the_null_space_comes_back():
     rows = torch.tensor([[[1.0, 0.0, 0.0], [2.0, 0.0, 0.0]]], dtype=torch.float64)
     lost = torch.tensor([[0.0, 1.0, 0.0]], dtype=torch.float64)
     factor = Rows(rows, 2.0)
-    assert top(factor, top(factor, lost, 1).vector, 1).value.item() == pytest.approx(2.5)
-    dead = top(Rows(torch.zeros_like(rows), 2.0), lost, 4)
-    assert dead.value.item() == 0
-    assert dead.residual.item() == torch.inf
-    assert dead.vector.norm().item() == pytest.approx(1)
+    (new,) = top_of_each([factor], [lost], cold=False)
+    (pair,) = top_of_each([factor], [new.vector], cold=False)
+    assert pair.value.item() == pytest.approx(2.5)
 
 
 @pytest.mark.parametrize("kfac_approx", CONVENTIONS)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from hgnp.curvature.autodiff.forward import Forward
 from hgnp.curvature.autodiff.gauss_newton import GaussNewton
 from hgnp.curvature.autodiff.hessian import Hessian
-from hgnp.curvature.losses import CrossEntropy
 from hgnp.curvature.autodiff.tape import Tape
+from hgnp.curvature.losses import CrossEntropy
 from hgnp.reducer import LOCAL, Reducer
 from ranks import run_ranks
 

@@ -9,13 +9,13 @@ from torch import nn
 
 from curvature_cases import ggn_quotient, images
 from hgnp import Flatness
-from hgnp.curvature.factors import find_blocks
 from hgnp.curvature.autodiff.forward import UnfitError
 from hgnp.curvature.autodiff.norms import BatchNormDual, batch_norm
 from hgnp.curvature.autodiff.operations import LINEAR, SAME
 from hgnp.curvature.autodiff.rules import RULES
-from hgnp.curvature.direction import Chosen
 from hgnp.curvature.autodiff.tangent import Tangent, load_jvp
+from hgnp.curvature.direction import Chosen
+from hgnp.curvature.factors import find_blocks
 
 load_jvp()
 

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from curvature_cases import gradients
 from hgnp import Flatness
-from hgnp.curvature.factors import find_blocks
-from hgnp.curvature.direction import Chosen
 from hgnp.curvature.autodiff.tape import Tape
+from hgnp.curvature.direction import Chosen
+from hgnp.curvature.factors import find_blocks
 
 
 class Twice(torch.autograd.Function):

@@ -6,11 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from hgnp import Flatness
-from hgnp.curvature.factors import find_blocks
-from hgnp.curvature.eigen import top_dense
-from hgnp.curvature.factors import Patches
 from hgnp.curvature.autodiff.forward import Forward
-from hgnp.curvature.direction import Observer
+from hgnp.curvature.eigen import top_dense
+from hgnp.curvature.factors import Patches, find_blocks
+from hgnp.curvature.moments import FactorCollector
 
 SHAPES = {"mlp": (8,), "cnn": (2, 6, 6)}
 
@@ -26,12 +25,13 @@ def smooth(kind: str) -> nn.Sequential:
 
 def radii(net: nn.Module, x: torch.Tensor, y: torch.Tensor, kfac_approx: str) -> dict[str, float]:
     """λ^Ψ λ^Γ of every block."""
-    observer = Observer(find_blocks(net), len(x), kfac_approx=kfac_approx, scale_invariant=False, keep=False)
-    with Forward(watch=observer):
+    collector = FactorCollector(find_blocks(net), len(x), kfac_approx=kfac_approx, scale_invariant=False, keep=False)
+    with Forward(watch=collector):
         loss = F.cross_entropy(net(x), y)
-    observer.pull(loss, None, 1.0)
+    collector.collect(loss, None, 1.0)
     tops = {
-        name: [top_dense(m.factor()).value for m in (observer.psi[name], observer.gamma[name])] for name in observer.psi
+        name: [top_dense(m.factor()).value for m in (collector.psi[name], collector.gamma[name])]
+        for name in collector.psi
     }
     return {name: float((psi * gamma).max()) for name, (psi, gamma) in tops.items()}
 
@@ -66,5 +66,5 @@ def test_the_number_of_products_goes_by_the_layer_alone() -> None:
         inputs = torch.zeros(samples, channels * groups, 5, 5)
         return Patches([inputs], [options], torch.Size([groups, channels, 3, 3]), groups, 1.0, True).warm
 
-    assert warm(1, 3) == warm(50, 3) == 4
-    assert warm(1, 64) == warm(50, 64) == warm(1, 1, 64) == 1
+    assert warm(1, 3) == warm(50, 3) == 5
+    assert warm(1, 64) == warm(50, 64) == warm(1, 1, 64) == 2

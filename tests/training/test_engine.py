@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import hgnp
 from engine_cases import Again, Net, Stand, prepared
 from hgnp.curvature import branches, eigen
+from hgnp.execution.graphed import Engine
 from hgnp.execution.graphs import RefusedError
 from hgnp.training import engine as engines
-from hgnp.execution.graphed import Engine
 
 
 def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
@@ -126,13 +126,13 @@ def test_a_step_whose_piece_cannot_be_captured_is_made_once(refused: str, monkey
 
 
 def test_what_was_made_in_a_capture_that_failed_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = ((1, 5.25),), torch.double, torch.device("cpu")
+    size = 17, torch.double, torch.device("cpu")
 
     class Unable(Stand):
         def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
             with monkeypatch.context() as patch:
                 patch.setattr(branches, "capturing", lambda: True)
-                eigen._counts(*counts).fill_(torch.nan)  # as memory that no kernel has written to
+                eigen.arbitrary(*size).fill_(torch.nan)  # as memory that no kernel has written to
             raise RefusedError("it cannot")
 
     monkeypatch.setattr(engines, "Capture", Unable)
@@ -141,7 +141,7 @@ def test_what_was_made_in_a_capture_that_failed_is_not_kept(monkeypatch: pytest.
     for _ in range(3):
         engine.backward(torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,)))
     assert engine.refused == "it cannot"
-    assert eigen._counts(*counts).tolist() == [5.25]
+    assert eigen.arbitrary(*size).norm().item() == pytest.approx(1)
 
 
 def test_gradients_that_hooks_see_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import hgnp
 from hgnp.baselines import SAM
 from hgnp.execution.graphed import Engine
-from hgnp.training.evaluate import Evaluation
 from hgnp.execution.optimizer import Stepping
+from hgnp.training.evaluate import Evaluation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -12,9 +12,9 @@ from torch import Tensor
 import hgnp
 from engine_cases import Again, Net, Stand, prepared
 from hgnp.curvature import eigen
+from hgnp.execution.graphed import Engine
 from hgnp.execution.graphs import Capture, RefusedError, Replayed
 from hgnp.training import engine as engines
-from hgnp.execution.graphed import Engine
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -156,10 +156,9 @@ def test_what_was_seen_outlasts_other_graphs(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close((flat.residual, flat.direction), before, rtol=0, atol=0)
 
 
-def test_counts_that_graphs_read_are_kept() -> None:
-    """However many other shapes of batches there are."""
-    counts = [((1, float(n)),) for n in range(200)]
-    first = weakref.ref(eigen._counts(counts[0], torch.double, torch.device("cpu")))
-    for each in counts:
-        eigen._counts(each, torch.double, torch.device("cpu"))
+def test_constants_that_graphs_read_are_kept() -> None:
+    """However many other sides there are."""
+    first = weakref.ref(eigen.arbitrary(1, torch.double, torch.device("cpu")))
+    for side in range(1, 200):
+        eigen.arbitrary(side, torch.double, torch.device("cpu"))
     assert first() is not None

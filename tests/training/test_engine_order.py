@@ -10,10 +10,10 @@ from torch import Tensor
 import hgnp
 from engine_cases import Again, Net, Stand, prepared
 from hgnp.curvature.seen import Seen
+from hgnp.execution.graphed import Engine
 from hgnp.execution.graphs import kind_of
 from hgnp.training import engine as engines
 from hgnp.training.batches import Ahead
-from hgnp.execution.graphed import Engine
 
 
 def test_pieces_are_captured_at_their_second_time_and_q_before_its_block_is_known(

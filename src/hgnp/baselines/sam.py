@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hgnp.curvature.autodiff.forward import Output
+from hgnp.curvature.autodiff.random import undisturbed
 from hgnp.curvature.choices import Choices
 from hgnp.curvature.direction import Direction
-from hgnp.curvature.autodiff.forward import Output
 from hgnp.curvature.losses import Loss
-from hgnp.curvature.autodiff.random import undisturbed
 from hgnp.curvature.step import PLAIN, Plan, Scale, State, Step
 from hgnp.execution.eager import Eager
 from hgnp.reducer import LOCAL, Reducer

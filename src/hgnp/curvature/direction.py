@@ -15,14 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hgnp.curvature.factors import Block, find_blocks
-from hgnp.curvature.device import Branches
-from hgnp.curvature.eigen import Eigenpair, arbitrary, top_of_each
-from hgnp.curvature.factors import unit
 from hgnp.curvature.autodiff.forward import autocast_off
-from hgnp.curvature.device import Late
+from hgnp.curvature.device import Branches, Late, wide
+from hgnp.curvature.eigen import Eigenpair, arbitrary, top_of_each
+from hgnp.curvature.factors import Block, find_blocks, unit
 from hgnp.curvature.moments import FactorCollector
-from hgnp.curvature.device import wide
 from hgnp.reducer import LOCAL, Reducer
 
 

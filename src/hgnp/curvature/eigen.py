@@ -17,14 +17,14 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hgnp.curvature.device import Branches, constant
-from hgnp.curvature.factors import Factor, Patches, merged, unit
+from hgnp.curvature.factors import Dense, Factor, Patches, merged, unit
 from hgnp.reducer import LOCAL, Reducer
 
 SMALL = 128  # side of a factor that is formed
@@ -42,8 +42,9 @@ class Eigenpair:
     residual: Tensor  # (G,), relative
 
 
+T = TypeVar("T")
+Solver = Generator[Tensor, Tensor, T]
 Ritz = tuple[Tensor, Tensor, Tensor]  # v (G, side), λ (G,), ‖Fv − λv‖/λ (G,)
-Solver = Generator[Tensor, Tensor, Ritz]
 
 
 def top_of_each(
@@ -55,47 +56,43 @@ def top_of_each(
     keeps the start; a product that vanishes (a dead layer, or a start in the factor's null space) gives way to an arbitrary
     direction, or the pair would never come back."""
     groups = list(_groups(factors, starts))
-    solvers = [
-        partial(_solver, [factors[n] for n in numbers], _padded([starts[n] for n in numbers]), cold)
-        for numbers in groups
-    ]
+    solvers = [_solver([factors[n] for n in group], [starts[n] for n in group], cold) for group in groups]
     found: dict[int, Eigenpair] = {}
-    for numbers, pairs in zip(groups, _solved(solvers, reducer), strict=True):
-        found |= zip(numbers, _apart([factors[n] for n in numbers], *pairs), strict=True)
+    for group, pairs in zip(groups, _solved(solvers, reducer), strict=True):
+        found |= zip(group, pairs, strict=True)
     return [found[number] for number in range(len(factors))]
 
 
-def _solved(solvers: Sequence[Callable[[], Solver]], reducer: Reducer) -> list[Ritz]:
+def _solved(solvers: Sequence[Solver[T]], reducer: Reducer) -> list[T]:
     """In a single process every solver runs by itself, on a side stream of its own; over several ranks all advance together."""
     if reducer.ranks == 1:
         branches, results = Branches(), []
         for solver in solvers:
             with branches.branch():
-                results.append(_alone(solver()))
+                results.append(_alone(solver))
         branches.join()
         return results
-    running = dict(enumerate(solver() for solver in solvers))
-    shares = {number: next(solver) for number, solver in running.items()}
-    ritz: dict[int, Ritz] = {}
+    shares = {number: next(solver) for number, solver in enumerate(solvers)}
+    found: dict[int, T] = {}
     while shares:
         for number, total in zip(list(shares), reducer.sum(list(shares.values())), strict=True):
             try:
-                shares[number] = running[number].send(total)
+                shares[number] = solvers[number].send(total)
             except StopIteration as end:
-                ritz[number] = end.value
+                found[number] = end.value
                 del shares[number]
-    return [ritz[number] for number in running]
+    return [found[number] for number in range(len(solvers))]
 
 
-def _alone(solver: Solver) -> Ritz:
+def _alone(solver: Solver[T]) -> T:
     """One rank: its share is the sum."""
     share = next(solver)
     while True:
         try:
             share = solver.send(share)
         except StopIteration as end:
-            ritz: Ritz = end.value
-            return ritz
+            result: T = end.value
+            return result
 
 
 def _groups(factors: Sequence[Factor], starts: Sequence[Tensor]) -> Iterator[list[int]]:
@@ -117,8 +114,9 @@ def _groups(factors: Sequence[Factor], starts: Sequence[Tensor]) -> Iterator[lis
         yield sorted(number for _, _, number in taken)
 
 
-def _solver(factors: Sequence[Factor], start: Tensor, cold: bool) -> Solver:
+def _solver(factors: Sequence[Factor], starts: Sequence[Tensor], cold: bool) -> Solver[list[Eigenpair]]:
     """The top eigenpairs of one group of factors."""
+    start = _padded(starts)
     parts = list(merged(factors, start.shape[1]))
     everything = _arbitrary(tuple((factor.entries, factor.side) for factor in factors), start.dtype, start.device)
     # an eigenvector that is no longer the top one would never leave its place
@@ -127,12 +125,13 @@ def _solver(factors: Sequence[Factor], start: Tensor, cold: bool) -> Solver:
         found = yield from _ritz(partial(_product, parts), begin, COLD if cold else factors[0].warm, cold)
     else:
         matrix = yield _dense(parts, start)
-        begin = (_raised(matrix, COLD_POWER if cold else POWER) @ begin.unsqueeze(2)).squeeze(2)
-        found = _alone(_ritz(lambda x: (matrix @ x.unsqueeze(2)).squeeze(2), begin, 2, cold))
+        begin = Dense(_raised(matrix, COLD_POWER if cold else POWER)).product(begin)
+        found = _alone(_ritz(Dense(matrix).product, begin, 2, cold))
     v, value, residual = found
     good = (value > 0) & (value < torch.inf)
     v = torch.where(good.unsqueeze(1), v, torch.where((value <= 0).unsqueeze(1), everything, start))
-    return v, value, torch.where(good, residual, torch.inf)
+    # here, not by the caller: memory of a side stream is not to be read elsewhere and let go
+    return list(_apart(factors, v, value, torch.where(good, residual, torch.inf)))
 
 
 def _product(parts: Sequence[Factor], x: Tensor) -> Tensor:
@@ -163,7 +162,7 @@ def _dense(parts: Sequence[Factor], like: Tensor) -> Tensor:
     return out
 
 
-def _ritz(product: Callable[[Tensor], Tensor], start: Tensor, products: int, cold: bool) -> Solver:
+def _ritz(product: Callable[[Tensor], Tensor], start: Tensor, products: int, cold: bool) -> Solver[Ritz]:
     """The Ritz pair of the largest Ritz value in the Krylov space of x, Fx, F²x, … (Lanczos with full reorthogonalisation),
     restarted from it once there are `SPACE` vectors.
 
@@ -182,7 +181,8 @@ def _ritz(product: Callable[[Tensor], Tensor], start: Tensor, products: int, col
             q = unit(torch.baddbmm(q, q @ known.mT, known, alpha=-1))
             q = torch.baddbmm(q, q @ known.mT, known, alpha=-1)  # again: rounding errors may be all that is left of it
             length = torch.linalg.vector_norm(q, dim=2, keepdim=True)
-            basis[:, k : k + 1] = q / F.threshold(length, 0.5, torch.inf)  # zero where all is in the basis already
+            # zero where all is in the basis already
+            torch.div(q, F.threshold(length, 0.5, torch.inf), out=basis[:, k : k + 1])
             images.append((yield product(basis[:, k])))
         image = torch.stack(images, 1)
         # no eigh: it waits for the device, and cannot be captured

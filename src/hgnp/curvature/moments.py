@@ -13,11 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hgnp.curvature.factors import Block
-from hgnp.curvature.device import Branches, constant
-from hgnp.curvature.factors import Dense, Factor, Patches, Rows
 from hgnp.curvature.autodiff.forward import autocast_off
-from hgnp.curvature.device import HALF, wide, wide_bmm
+from hgnp.curvature.device import HALF, Branches, constant, wide, wide_bmm
+from hgnp.curvature.factors import Block, Dense, Factor, Patches, Rows
 
 
 class _Probe(torch.autograd.Function):

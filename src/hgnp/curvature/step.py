@@ -35,17 +35,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgnp.curvature.factors import find_blocks
-from hgnp.curvature.check import check_functions, finite, hooked, refuse_unseen
-from hgnp.curvature.choices import Choices, choose
-from hgnp.curvature.direction import Direction
-from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.autodiff.forward import Forward, Output, autocast_off, samples_in
-from hgnp.curvature.device import Late
-from hgnp.curvature.losses import Loss, loss_curvature, normaliser
-from hgnp.curvature.moments import FactorCollector
 from hgnp.curvature.autodiff.passes import Pass, Passes
 from hgnp.curvature.autodiff.random import undisturbed
+from hgnp.curvature.check import check_functions, finite, hooked, refuse_unseen
+from hgnp.curvature.choices import Choices, choose
+from hgnp.curvature.device import Late
+from hgnp.curvature.direction import Direction
+from hgnp.curvature.eigen import kronecker_residual
+from hgnp.curvature.factors import find_blocks
+from hgnp.curvature.losses import Loss, loss_curvature, normaliser
+from hgnp.curvature.moments import FactorCollector
 from hgnp.messages import refuse_renamed
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import Removal, listen
@@ -178,9 +178,7 @@ class Step:
         _check_schedule(refresh_every, skip_inactive, lagged=self.lagged)
         self._refresh_every, self._skip_inactive = refresh_every, skip_inactive
         self._loss_curvature = loss_curvature(loss)
-        self.passes = Passes(
-            net, loss, output, gauss_newton=choices.curvature == "ggn", reducer=reducer
-        )
+        self.passes = Passes(net, loss, output, gauss_newton=choices.curvature == "ggn", reducer=reducer)
 
     # Before a step
 
@@ -363,9 +361,7 @@ class Step:
 
     # What the stages are made of
 
-    def _along(
-        self, direction: Direction, state: State, inputs: Any, target: Any, **how: Any
-    ) -> tuple[Pass, Along]:
+    def _along(self, direction: Direction, state: State, inputs: Any, target: Any, **how: Any) -> tuple[Pass, Along]:
         """C and q along this v, and what that is."""
         block = direction.block()
         assert block is not None

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from hgnp.curvature.direction import BlockChoice, KroneckerEigenpair
-from hgnp.curvature.device import Late
 from hgnp.curvature.autodiff.passes import Pass
+from hgnp.curvature.device import Late
+from hgnp.curvature.direction import BlockChoice, KroneckerEigenpair
 from hgnp.curvature.step import Along, Statistics
 from hgnp.execution.optimizer import Gradients
 

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hgnp.curvature.check import hooked
-from hgnp.curvature.direction import BlockChoice, KroneckerEigenpair
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.random import RandomState
+from hgnp.curvature.check import hooked
+from hgnp.curvature.direction import BlockChoice, KroneckerEigenpair
 from hgnp.curvature.step import PLAIN, Plan, State, Step
 from hgnp.execution.captured import Captured, Versions, copied, copy_into, tensors_of
 from hgnp.execution.eager import Eager

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from hgnp.curvature.autodiff.forward import Output, run, samples_in
-from hgnp.curvature.losses import Loss, normaliser, total
 from hgnp.curvature.autodiff.operations import tensors_in
+from hgnp.curvature.losses import Loss, normaliser, total
 from hgnp.execution.graphs import Capture, Replayed, built_of
 from hgnp.messages import brief
 from hgnp.modes import evaluating

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hgnp.curvature.autodiff.forward import Watch
-from hgnp.curvature.losses import LossCurvature
 from hgnp.curvature.autodiff.tangent import Tangent
+from hgnp.curvature.losses import LossCurvature
 from hgnp.reducer import LOCAL, Reducer
 
 

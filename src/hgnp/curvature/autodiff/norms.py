@@ -29,9 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hgnp.curvature.device import constant
 from hgnp.curvature.compiled import kernels
-from hgnp.curvature.device import wide
+from hgnp.curvature.device import constant, wide
 from hgnp.reducer import Reducer
 
 

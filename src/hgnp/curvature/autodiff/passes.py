@@ -12,16 +12,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hgnp.curvature.autodiff.linearity import Linearity, Reasons, described
-from hgnp.curvature.factors import Block, find_blocks
-from hgnp.curvature.check import tracked
 from hgnp.curvature.autodiff.forward import Forward, Output, UnfitError, Watch, autocast_off, run
 from hgnp.curvature.autodiff.gauss_newton import GaussNewton
 from hgnp.curvature.autodiff.hessian import Hessian
-from hgnp.curvature.losses import Loss, loss_curvature
+from hgnp.curvature.autodiff.linearity import Linearity, Reasons, described
 from hgnp.curvature.autodiff.random import RandomState
-from hgnp.curvature.device import capturing
 from hgnp.curvature.autodiff.tape import Tape
+from hgnp.curvature.check import tracked
+from hgnp.curvature.device import capturing
+from hgnp.curvature.factors import Block, find_blocks
+from hgnp.curvature.losses import Loss, loss_curvature
 from hgnp.modes import layer_of
 from hgnp.reducer import Reducer
 from hgnp.removal import Removal, listen
@@ -164,9 +164,7 @@ class Passes:
         loss = self.loss(output, target)
         return loss if weight is None else loss * weight
 
-    def _mode(
-        self, block: Block, seeds: Seeds, watch: Watch | None
-    ) -> GaussNewton | Hessian:
+    def _mode(self, block: Block, seeds: Seeds, watch: Watch | None) -> GaussNewton | Hessian:
         if not self._carries(block):
             return Hessian(seeds, watch=watch, reducer=self._reducer)
         assert self._loss_curvature is not None
