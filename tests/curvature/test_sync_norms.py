@@ -19,7 +19,7 @@ from ranks import run_ranks
 
 
 class Square(nn.Module):
-    """Linearity, by a rule: `torch.func.jvp`, which other bent operations take, keeps its levels in one place for all threads."""
+    """Bends, by a rule: `torch.func.jvp`, which other bent operations take, keeps its levels in one place for all threads."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * x

@@ -1,7 +1,8 @@
 """The blocks of the curvature and their Kronecker factors Ψ and Γ, as products; only small ones are formed as dense matrices.
 
-A block is the weight of one Linear or Conv1d/2d/3d with its bias as homogeneous coordinate. Block l of a layer with G groups has
-G pairs of factors: Ψ of side d (+1 with a bias), d = C_in/G·kernel, and Γ of side C_out/G. With N samples, T output positions, g = N·∂(mean C)/∂s, ã = [input patch; 1] (the 1 where the block has a bias):
+A block is the weight of one Linear or Conv1d/2d/3d with its bias as homogeneous coordinate. Block l of a layer with G groups
+has G pairs of factors: Ψ of side d (+1 with a bias), d = C_in/G·kernel, and Γ of side C_out/G. With N samples, T output
+positions, g = N·∂(mean C)/∂s and ã = [input patch; 1] (the 1 where the block has a bias):
 
     kfac_approx   Ψ                                   Γ
     expand       (1/N) Σ_i Σ_t ã ãᵀ                  (1/NT) Σ_i Σ_t g gᵀ
@@ -28,7 +29,7 @@ from hgnp.curvature.device import wide, wide_bmm
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MERGED_ROWS = 512  # at most so many rows of a factor are copied into one tensor with those of others
 FEW = 128  # entries of a patch, of all groups
-WARM = 7
+WARM = 8
 
 
 @dataclass(frozen=True, eq=False)

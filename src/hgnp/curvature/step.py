@@ -43,7 +43,7 @@ from hgnp.curvature.choices import Choices, choose
 from hgnp.curvature.device import Late
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.eigen import kronecker_residual
-from hgnp.curvature.factors import find_blocks
+from hgnp.curvature.factors import Block, find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature, normaliser
 from hgnp.curvature.moments import FactorCollector
 from hgnp.messages import refuse_renamed
@@ -226,6 +226,7 @@ class Step:
         elif self.lagged:
             state.current, state.along = self._along(state.direction, state, inputs, target, watch=state.collector)
         else:
+            assert state.collector is not None
             state.current = self.passes.taped(inputs, target, state.weight, state.collector)
 
     def tangents(self, state: State, inputs: Any, target: Any) -> None:

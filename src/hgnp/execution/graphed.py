@@ -1,9 +1,9 @@
 """The stages of a step from CUDA graphs.
 
 What a step does depends on the host in two points, the block that is penalised and whether the penalty is active. For each
-block that was chosen and each shape of a batch there is a graph of forward and decide, which shows q, and two of backward. In the
-paper's order a step is three graphs: C forward and back, which shows v; then, once the host knows the block, q along it; then,
-if it knows the penalty to be active, the gradient of the term. A removal drops all graphs.
+block that was chosen and each shape of a batch there is a graph of forward and decide, which shows q, and two of backward. In
+the paper's order a step is three graphs: C forward and back, which shows v; then, once the host knows the block, q along it;
+then, if it knows the penalty to be active, the gradient of the term. A removal drops all graphs.
 
 What a graph computes is what the stages compute, from the same parameters, buffers and eigenvectors in place. The optimizer's
 step stays outside, so that any optimizer and schedule will do; it has a graph of its own where it can (`optimizer`).

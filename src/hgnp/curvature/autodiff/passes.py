@@ -107,7 +107,8 @@ class Passes:
         traceless: bool = False,
         within: contextlib.AbstractContextManager[Any] | None = None,
     ) -> Pass:
-        """C and q along v, which `seeds` has by the block's parameters. With `primal`, a taped pass of this batch, only what is behind the block runs again, if it can."""
+        """C and q along v, which `seeds` has by the block's parameters. With `primal`, a taped pass of this batch, only what is
+        behind the block runs again, if it can."""
         if self._gauss_newton:
             self.inspect(inputs)
         mode, loss, output = self._mode(block, seeds, watch), None, None
