@@ -25,7 +25,7 @@ Peak MiB of {after} warm steps: weights, gradients and momentum included, the da
 keep in their own pool; *reserved* has it, and is what others cannot use. Ratios are to the plain step of the same kind.
 """,
     "Naive": """\
-The textbook step (`benchmarks/naive.py`): all Kronecker factors of the batch dense, `torch.linalg.eigh` of each, vᵀHv by
+The textbook step (`hgnp.reference`): all Kronecker factors of the batch dense, `torch.linalg.eigh` of each, vᵀHv by
 differentiating twice and its gradient by a third backward; float32 with TF32 products, eager. Median of {naive} steps.
 """,
 }
