@@ -22,6 +22,7 @@ In the paper's order (direction_from="this_batch") v comes from the batch that i
 
 A boundary between stages is a data dependency, not a barrier. The stages say what is computed; `hgnp.execution` says how: one
 after the other, or from CUDA graphs. Executors hold a `Step`, which never changes, and a `State`, which every stage may write.
+`hgnp.scores` runs `look` and `objective` under gates: the score stage.
 """
 
 import dataclasses
@@ -332,9 +333,8 @@ class Step:
 
     def look(self, state: State, inputs: Any, target: Any) -> Direction:
         """A batch's own v, solved for as from a cold start. Leaves no trace."""
-        direction, generator = state.direction.copy(), state.generator
-        if generator is not None:
-            state = dataclasses.replace(state, generator=generator.clone_state())
+        direction = state.direction.copy()
+        state = dataclasses.replace(state, generator=None if state.generator is None else state.generator.clone_state())
         self._look(state, direction, inputs, target, 1.0, cold=True)
         return direction
 
