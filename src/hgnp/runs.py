@@ -62,11 +62,12 @@ class Run:
 
     @property
     def hardware(self) -> str:
-        """What it was trained on: the GPU's name, or how many threads of a CPU."""
-        device, threads = self.info.get("device") or "unknown", self.info.get("threads")
-        return (
-            f"{device}, {threads} thread{'s' if threads != 1 else ''}" if device == "cpu" and threads else str(device)
-        )
+        """What it was trained on: the GPU's name, or how many threads of a CPU, and how many runs shared it."""
+        device, threads = str(self.info.get("device") or "unknown"), self.info.get("threads")
+        if device == "cpu" and threads:
+            device += f", {threads} thread{'s' if threads != 1 else ''}"
+        shared_by = self.info.get("shared_by", 1)
+        return device if shared_by == 1 else f"{device} shared by {shared_by} runs"
 
     @property
     def recipe(self) -> Mapping[str, Any]:

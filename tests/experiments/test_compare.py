@@ -235,13 +235,14 @@ def test_compare_writes_tables_that_hold_the_numbers(tmp_path: Path) -> None:
 def test_training_times_name_the_hardware(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / f"h{seed}", seed=seed) for seed in range(2)]
     info = json.loads((folders[1] / "run.json").read_text())
-    (folders[1] / "run.json").write_text(json.dumps({**info, "device": "NVIDIA H200"}))
-    assert compare(folders, tmp_path / "out").studies[0].groups[0].hardware == "NVIDIA H200; cpu, 2 threads"
+    (folders[1] / "run.json").write_text(json.dumps({**info, "device": "NVIDIA H200", "shared_by": 3}))
+    named = "NVIDIA H200 shared by 3 runs; cpu, 2 threads"
+    assert compare(folders, tmp_path / "out").studies[0].groups[0].hardware == named
     with open(tmp_path / "out" / "summary.csv", encoding="utf-8") as file:
-        assert [row["hardware"] for row in csv.DictReader(file)] == ["NVIDIA H200; cpu, 2 threads"]
+        assert [row["hardware"] for row in csv.DictReader(file)] == [named]
     page = (tmp_path / "out" / "page.html").read_text()
     assert "hardware" in page
-    assert "NVIDIA H200; cpu, 2 threads" in page
+    assert named in page
 
 
 def test_rows_of_the_summary_are_as_long_as_its_header(tmp_path: Path) -> None:

@@ -218,6 +218,7 @@ def test_runs_share_gpus_in_turn_and_cores(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-a")
     slots = slots_for(None, 5)
     assert [slots.environment(slot)["CUDA_VISIBLE_DEVICES"] for slot in range(5)] == ["5", "GPU-a", "5", "GPU-a", "5"]
+    assert slots.environment(0)["HGNP_SHARED_BY"] == "3"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert slots_for(None, 4).environment(0)["OMP_NUM_THREADS"] == "1"

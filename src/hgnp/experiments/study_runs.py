@@ -1,6 +1,7 @@
 """A study's runs, each `hgnp run` in a process of its own: one that fails, or is killed, takes none of the others with it."""
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -17,6 +18,7 @@ from typing import IO, Any, Protocol
 from hgnp.experiments.study_plan import PlannedRun
 
 POLL = 0.1  # seconds
+SHARED_BY = "HGNP_SHARED_BY"
 PATIENCE = 30.0  # seconds for a run to write its last checkpoint
 TAIL = 65536  # bytes
 
@@ -29,7 +31,9 @@ class Slots:
     environments: tuple[Mapping[str, str], ...] = ({},)
 
     def environment(self, slot: int) -> dict[str, str]:
-        return {**os.environ, **self.environments[slot % len(self.environments)]}
+        """Runs that share a device say so in their run.json: their times are not those of a run by itself."""
+        shared_by = math.ceil(self.jobs / len(self.environments))
+        return {**os.environ, **self.environments[slot % len(self.environments)], SHARED_BY: str(shared_by)}
 
 
 @dataclass(frozen=True)
