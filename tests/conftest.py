@@ -24,7 +24,15 @@ def sync_debug_mode() -> int:
 
 
 def stream() -> Any:
-    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    """None is the default stream, which cannot be asked for before CUDA is initialised."""
+    if not torch.cuda.is_initialized():
+        return None
+    current = torch.cuda.current_stream()
+    return None if current == torch.cuda.default_stream() else current
+
+
+def set_stream(found: Any) -> None:
+    torch.cuda.set_stream(torch.cuda.default_stream() if found is None else found)
 
 
 GLOBAL_STATE: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
@@ -37,7 +45,7 @@ GLOBAL_STATE: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
         for kind in ("cpu", "cuda")
     ),
     (sync_debug_mode, set_sync_debug_mode),
-    (stream, torch.cuda.set_stream),
+    (stream, set_stream),
 ]
 
 

@@ -8,6 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hgnp import Flatness
+from hgnp.curvature.direction import BlockChoice
+from hgnp.curvature.factors import find_blocks
+from hgnp.curvature.step import Plan
+from hgnp.flatness import parts
+
 torch.set_num_threads(1)
 
 CHOICES = {
@@ -68,6 +74,37 @@ def shaken(net: nn.Module) -> nn.Module:
 def images(n: int = 5) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     return torch.randn(n, 2, 6, 6, dtype=torch.float64), torch.randint(0, 3, (n,))
+
+
+def begin_step(flat: Flatness, inputs: Tensor, target: Tensor, block: str | None = None) -> None:
+    """The stages of a step before q: v is that of this batch, in `block`, whichever block has the largest λ."""
+    step, state = parts(flat)
+    plan = step.plan(state)
+    step.share(state, inputs, target)
+    step.prepare(state, inputs, target)
+    if not step.lagged:
+        step.forward(state, plan, inputs, target)
+        step.backward_loss(state, target)
+    if block is not None:
+        state.direction.choice = BlockChoice.known(next(b for b in find_blocks(flat.net) if b.name == block))
+
+
+def finish_step(flat: Flatness, inputs: Tensor, target: Tensor) -> Tensor:
+    """The stages from q on, without a refresh. Returns C."""
+    step, state = parts(flat)
+    try:
+        if step.lagged:
+            step.forward(state, Plan(penalty=True, refresh=False), inputs, target)
+            step.decide(state)
+            step.backward(state, target, mu=state.mu, active=state.active())
+        else:
+            step.tangents(state, inputs, target)
+            step.decide(state)
+            step.backward_term(state, mu=state.mu, active=state.active())
+        assert state.loss is not None
+        return state.loss
+    finally:
+        state.release()
 
 
 def gradients(net: nn.Module) -> dict[str, Tensor]:

@@ -39,12 +39,12 @@ def test_what_gauss_newton_cannot_follow_is_refused_by_layer_and_the_hessian_rou
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mu": -1.0}, "mu: -1.0"),
-        ({"mu": math.nan}, "mu: nan"),
-        ({"mu": "x"}, "mu: 'x' was given; a finite number"),
-        ({"mu": None}, "mu: None was given; a finite number"),
-        ({"bound": math.inf}, "bound: inf"),
-        ({"bound": None}, "bound: None was given"),
+        ({"mu": -1.0}, "mu must be a finite number ≥ 0, got -1.0"),
+        ({"mu": math.nan}, "mu must be a finite number ≥ 0, got nan"),
+        ({"mu": "x"}, "mu must be a finite number ≥ 0, got 'x'"),
+        ({"mu": None}, "mu must be a finite number ≥ 0, got None"),
+        ({"bound": math.inf}, "bound must be a finite number, got inf"),
+        ({"bound": None}, "bound must be a finite number, got None"),
         ({"loss": nn.CrossEntropyLoss}, r"loss: the class CrossEntropyLoss was given; CrossEntropyLoss\(\) would do"),
         ({"loss": "x"}, "loss: 'x' was given; a function would do"),
         ({"loss": None}, "loss: None was given; a function would do"),
@@ -132,9 +132,8 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing():
     flat.backward(x, y)
     before = flat.state_dict()
     for state in ({"a": 1}, [], None):
-        with pytest.raises(
-            ValueError, match=r"state: it has no age, block, generator, pairs, resting; what state_dict"
-        ):
+        missing = "age, block, generator, pairs, skipping"
+        with pytest.raises(ValueError, match=rf"state must come from state_dict\(\), got one without {missing}$"):
             flat.load_state_dict(state)
     with pytest.raises(ValueError, match="state: its block is 'x', for which it has no eigenpair"):
         flat.load_state_dict(before | {"pairs": {}, "block": "x"})

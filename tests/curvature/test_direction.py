@@ -14,13 +14,14 @@ from curvature_cases import CHOICES, convnet, gradients, images
 from hgnp import Flatness, Neurons
 from hgnp.curvature import direction
 from hgnp.curvature.autodiff.forward import Forward
-from hgnp.curvature.direction import Observer
 from hgnp.curvature.eigen import top_dense
 from hgnp.curvature.factors import find_blocks
+from hgnp.curvature.moments import FactorCollector
+from hgnp.flatness import parts
 
 
-def observer_of(net, x, *, kfac_approx="reduce", keep=False):
-    return Observer(find_blocks(net), len(x), kfac_approx=kfac_approx, scale_invariant=False, keep=keep)
+def collector_of(net, x, *, kfac_approx="reduce", keep=False):
+    return FactorCollector(find_blocks(net), len(x), kfac_approx=kfac_approx, scale_invariant=False, keep=keep)
 
 
 # Which block, and how well it is followed
@@ -58,15 +59,15 @@ def test_the_block_is_the_one_with_the_largest_score(kfac_approx):
         flat = Flatness(net, kfac_approx=kfac_approx, ranking="empirical", direction_from="this_batch")
         flat.backward(x, y)
         empirical = flat.block
-        observer = observer_of(net, x, kfac_approx=kfac_approx, keep=True)
-        with Forward(watch=observer):
+        collector = collector_of(net, x, kfac_approx=kfac_approx, keep=True)
+        with Forward(watch=collector):
             z = net(x)
-        observer.pull(F.cross_entropy(z, y), None, 1.0)
+        collector.collect(F.cross_entropy(z, y), None, 1.0)
         scores, quotients = {}, {}
         for block in find_blocks(net):
-            psi, gamma = (top_dense(m[block.name].factor()) for m in (observer.psi, observer.gamma))
+            psi, gamma = (top_dense(m[block.name].factor()) for m in (collector.psi, collector.gamma))
             scores[block.name] = (psi.value * gamma.value).max().item()
-            quotients[block.name] = observer.empirical(block, psi.vector, gamma.vector).max().item()
+            quotients[block.name] = collector.empirical(block, psi.vector, gamma.vector).max().item()
         assert empirical == max(quotients, key=quotients.get)
         kfac = Flatness(net, kfac_approx=kfac_approx, direction_from="this_batch")
         kfac.backward(x, y)
@@ -81,14 +82,14 @@ def test_sampled_labels_come_from_the_networks_own_output():
     net = convnet("batch")
     flat = Flatness(net, fisher_type="mc", direction_from="this_batch")
     flat.backward(x, y)
-    observer = observer_of(net, x)
+    collector = collector_of(net, x)
     net.train()
-    with Forward(watch=observer):
+    with Forward(watch=collector):
         z = net(x)
     label = torch.multinomial(z.softmax(1), 1, generator=torch.Generator().manual_seed(0)).squeeze(1)
-    observer.pull(F.cross_entropy(z, label), None, 1.0)
+    collector.collect(F.cross_entropy(z, label), None, 1.0)
     name = flat.block
-    psi, gamma = (top_dense(m[name].factor()) for m in (observer.psi, observer.gamma))
+    psi, gamma = (top_dense(m[name].factor()) for m in (collector.psi, collector.gamma))
     assert flat.radius == pytest.approx((psi.value * gamma.value).max().item(), rel=1e-3)
 
 
@@ -117,15 +118,15 @@ def test_the_warm_started_eigenvalue_follows_the_dense_one_in_training(kfac_appr
         optimizer.zero_grad()
         loss = flat.backward(x[index], y[index])
         if step >= 10:
-            observer = observer_of(net, x[index], kfac_approx=kfac_approx)
+            collector = collector_of(net, x[index], kfac_approx=kfac_approx)
             before = {k: b.clone() for k, b in net.named_buffers()}
-            with Forward(watch=observer):
+            with Forward(watch=collector):
                 out = net(x[index])
-            observer.pull(F.cross_entropy(out, y[index]), None, 1.0)
+            collector.collect(F.cross_entropy(out, y[index]), None, 1.0)
             for k, b in net.named_buffers():
                 b.copy_(before[k])
             for name, pair in flat.state_dict()["pairs"].items():
-                want = top_dense(observer.psi[name].factor()).value * top_dense(observer.gamma[name].factor()).value
+                want = top_dense(collector.psi[name].factor()).value * top_dense(collector.gamma[name].factor()).value
                 have = pair["psi.value"] * pair["gamma.value"]
                 errors.append((have / want - 1).abs().max().item())
         optimizer.step()
@@ -188,7 +189,7 @@ def test_eigenvectors_are_sliced_with_the_neurons():
         "0.weight": {0: keep}, "0.bias": {0: keep}, "2.weight": {0: keep}, "2.bias": {0: keep},
         "4.weight": {0: keep2, 1: keep}, "4.bias": {0: keep2}, "7.weight": {1: columns},
     }  # fmt: skip
-    commit = flat.neurons_removed(types.SimpleNamespace(slices=slices))
+    commit = parts(flat)[1].neurons_removed(types.SimpleNamespace(slices=slices))
     assert flat.state_dict()["pairs"]["0"]["gamma.vector"].shape == (1, 6)  # nothing yet
     for name, cuts in slices.items():
         index, kind = name.split(".")

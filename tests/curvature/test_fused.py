@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hgnp.curvature import norms
+from hgnp.curvature.autodiff import norms
 from hgnp.curvature.compiled import kernels
 
 CUDA = torch.cuda.is_available()

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from cases import CASES
+from curvature_cases import begin_step
 from hgnp import Flatness, Neurons, sensitivity
 from hgnp.curvature.autodiff.linearity import Linearity
+from hgnp.curvature.direction import Direction
 from hgnp.curvature.factors import find_blocks
+from hgnp.flatness import parts
 
 PRECISIONS = ("float64", "float32", "bfloat16")
 
@@ -155,7 +158,7 @@ def test_a_hidden_operation_is_named_and_its_block_takes_the_hessian(
     with running(precision):
         other.backward(x, y)
         at(other, "0").backward(x, y)
-        flat.prepare(x, y)
+        begin_step(flat, x, y)
         with pytest.warns(UserWarning, match=r"layer '0': Gauss–Newton cannot follow TimesBackward"):
             at(flat, "0").backward(x, y)
     assert flat.curvature == pytest.approx(other.curvature, rel=1e-6 if precision == "float64" else 0.1, abs=1e-6)
@@ -169,7 +172,7 @@ def test_scripted_code_is_noticed_too() -> None:
     net = net_with(Scripted(), "before").double()
     x, y = torch.randn(12, 4).double(), torch.randint(0, 3, (12,))
     flat = Flatness(net, bound=-1.0)
-    flat.prepare(x, y)
+    begin_step(flat, x, y)
     with pytest.warns(UserWarning, match=r"layer '0': Gauss–Newton cannot follow \w+"):
         at(flat, "0").backward(x, y)
 
@@ -201,10 +204,11 @@ def test_scores_in_evaluation_mode_have_a_look_of_their_own() -> None:
     flat = Flatness(net, bound=-1.0)
     flat.backward(x, y)
     assert not any(route.startswith("hessian") for route in flat.routes.values())
-    v = flat.v.known(find_blocks(net)[0], flat.v.pairs["0"])
+    step, state = parts(flat)
+    v = Direction.known(net, find_blocks(net)[0], state.direction.pairs["0"])
     net.eval()
     with pytest.warns(UserWarning, match=r"layer '0': Gauss–Newton cannot follow TimesBackward"):
-        flat.objective(x, y, v=v)
+        step.objective(state, x, y, mu=flat.mu, direction=v)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert sensitivity(net, Neurons(net, x), [(x, y)], flatness=flat)

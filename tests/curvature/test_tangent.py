@@ -7,15 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from curvature_cases import ggn_quotient, images
+from curvature_cases import begin_step, finish_step, ggn_quotient, images
 from hgnp import Flatness
 from hgnp.curvature.autodiff.forward import UnfitError
 from hgnp.curvature.autodiff.norms import BatchNormDual, batch_norm
 from hgnp.curvature.autodiff.operations import LINEAR, SAME
 from hgnp.curvature.autodiff.rules import RULES
 from hgnp.curvature.autodiff.tangent import Tangent, load_jvp
-from hgnp.curvature.direction import Chosen
-from hgnp.curvature.factors import find_blocks
 
 load_jvp()
 
@@ -246,9 +244,8 @@ def test_instance_norms_update_their_statistics_once(direction_from):
     plain = copy.deepcopy(net)
     flat = Flatness(net, bound=-1.0, direction_from=direction_from)
     x, y = images()
-    flat.prepare(x, y)
-    flat.v.chosen = Chosen.known(find_blocks(net)[0])
-    flat.step(x, y, renew=False)
+    begin_step(flat, x, y, "0")
+    finish_step(flat, x, y)
     assert flat.curvature == pytest.approx(ggn_quotient(plain, flat.direction, x, y).item(), rel=1e-9)
     plain(x)
     torch.testing.assert_close(dict(net.named_buffers()), dict(plain.named_buffers()), rtol=1e-12, atol=0)

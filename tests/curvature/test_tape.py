@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from curvature_cases import gradients
+from curvature_cases import begin_step, finish_step, gradients
 from hgnp import Flatness
 from hgnp.curvature.autodiff.tape import Tape
-from hgnp.curvature.direction import Chosen
-from hgnp.curvature.factors import find_blocks
+from hgnp.flatness import parts
 
 
 class Twice(torch.autograd.Function):
@@ -62,9 +61,8 @@ def trained(way: str, block: str, choices: dict[str, Any]) -> tuple[Any, ...]:
     net = Net(way).double()
     flat = Flatness(net, mu=1.0, bound=-1.0, direction_from="this_batch", **choices)
     x, y = torch.randn(6, 2, 5, 5).double(), torch.randint(0, 3, (6,))
-    flat.prepare(x, y)
-    flat.v.chosen = Chosen.known(next(each for each in find_blocks(net) if each.name == block))
-    loss = flat.step(x, y, renew=False)
+    begin_step(flat, x, y, block)
+    loss = finish_step(flat, x, y)
     return loss, flat.curvature, gradients(net), dict(net.named_buffers()), torch.rand(1)
 
 
@@ -119,14 +117,13 @@ def test_norms_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     net = Net("plain").double()
     flat = Flatness(net, mu=1.0, bound=-1.0, direction_from="this_batch")
     x, y = torch.randn(6, 2, 5, 5).double(), torch.randint(0, 3, (6,))
-    flat.prepare(x, y)
-    flat.v.chosen = Chosen.known(find_blocks(net)[0])
+    begin_step(flat, x, y, "a")
 
     def fail(*_: Any) -> None:
         raise AssertionError
 
     monkeypatch.setattr(torch, "native_batch_norm", fail)
-    flat.step(x, y, renew=False)
+    finish_step(flat, x, y)
 
 
 class Operations(TorchDispatchMode):
@@ -158,14 +155,18 @@ def test_what_autograd_keeps_is_not_made_again(precision: torch.dtype) -> None:
         return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision != torch.float32)
 
     with lowered():
-        flat.prepare(x, y)
-        flat.v.chosen = Chosen.known(find_blocks(net)[0])
-        flat.measure(x, y)  # which checks the block once
-    with lowered(), Operations() as seen:
-        flat.measure(x, y)
+        begin_step(flat, x, y, "0")
+    step, state = parts(flat)
+    primal = state.current
     with lowered():
-        other.v.pairs, other.v.chosen = flat.v.pairs, flat.v.chosen
-        other.ahead(x, y, renew=False)
+        step.tangents(state, x, y)  # which looks once for what hides a tangent
+    state.current = primal
+    with lowered(), Operations() as seen:
+        step.tangents(state, x, y)
+    step.decide(state)
+    other.load_state_dict(flat.state_dict())
+    with lowered():
+        other.backward(x, y)
     assert seen.names["convolution"] == 4  # one of them along the block's own direction
     assert not seen.names["max_pool2d_with_indices"]
     assert seen.names["_to_copy 4"] == (0 if precision == torch.float32 else 2)  # the picture and v
@@ -194,7 +195,7 @@ def test_a_checkpointed_part_is_not_made_again_for_it() -> None:
     x, y = torch.randn(6, 2, 5, 5).double(), torch.randint(0, 3, (6,))
     flat.backward(x, y)
     runs.clear()
-    flat.prepare(x, y)
+    begin_step(flat, x, y)
     assert len(runs) == 2  # forward, and once more on the way back
 
 
@@ -210,7 +211,7 @@ def test_a_closed_hinge_leaves_the_gradient_of_a_plain_step(curvature: str) -> N
     expected.backward()
     assert loss.item() == expected.item()
     assert flat.curvature > 0
-    assert flat.first is None
+    assert parts(flat)[1].current is None
     for have, want in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.equal(have.grad, want.grad)
     for have, want in zip(net.buffers(), plain.buffers(), strict=True):
@@ -289,10 +290,9 @@ def test_a_change_that_was_not_seen_is_not_left_out(way: str, curvature: str) ->
         flat = Flatness(net, mu=1.0, bound=-1.0, direction_from=direction_from, curvature=curvature)
         plain = nn.functional.cross_entropy(copy.deepcopy(net)(x), y)
         torch.manual_seed(1)
-        flat.prepare(x, y)
-        flat.v.chosen = Chosen.known(find_blocks(net)[0])
+        begin_step(flat, x, y, "a")
         try:
-            loss = flat.step(x, y, renew=False)
+            loss = finish_step(flat, x, y)
         except Exception:  # the tangent pass has words for some of these, PyTorch for the others
             assert curvature == "ggn"
             found.append("refused")
@@ -308,10 +308,9 @@ def test_a_change_that_was_not_seen_is_not_left_out(way: str, curvature: str) ->
 def test_what_cannot_be_followed_is_refused_by_its_layer() -> None:
     torch.manual_seed(0)
     flat = Flatness(nn.Sequential(Changed("by index")), direction_from="this_batch")
-    flat.prepare(torch.randn(6, 3), torch.zeros(6).long())
-    flat.v.chosen = Chosen.known(find_blocks(flat.net)[0])
+    begin_step(flat, torch.randn(6, 3), torch.zeros(6).long(), "0.a")
     with pytest.raises(ValueError, match="layer '0': an indexed assignment"):
-        flat.step(torch.randn(6, 3), torch.zeros(6).long(), renew=False)
+        finish_step(flat, torch.randn(6, 3), torch.zeros(6).long())
 
 
 class Lowered(nn.Module):
@@ -335,8 +334,7 @@ def test_a_pass_in_a_precision_of_its_own(curvature: str) -> None:
         net = Lowered()
         x, y = torch.randn(6, 3), torch.randint(0, 3, (6,))
         flat = Flatness(net, mu=1.0, bound=-1.0, direction_from=direction_from, curvature=curvature)
-        flat.prepare(x, y)
-        flat.v.chosen = Chosen.known(find_blocks(net)[0])
-        flat.step(x, y, renew=False)
+        begin_step(flat, x, y, "a")
+        finish_step(flat, x, y)
         found.append(flat.curvature)
     assert found[0] == pytest.approx(found[1], rel=1e-5)

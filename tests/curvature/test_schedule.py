@@ -1,4 +1,4 @@
-"""The term rests while its hinge is closed, and wakes when v is renewed."""
+"""Steps skip the penalty while it is inactive, and look at it again when v is refreshed."""
 
 import copy
 
@@ -11,20 +11,20 @@ from hgnp import Flatness
 
 
 @pytest.mark.parametrize("choices", [{}, {"fisher_type": "mc"}, {"kfac_approx": "expand"}])
-def test_the_term_rests_until_v_is_renewed(choices):
+def test_an_inactive_penalty_is_skipped_until_v_is_refreshed(choices):
     net, every = convnet("batch"), 4
     flat = Flatness(net, mu=0.5, bound=0.0, refresh_every=every, skip_inactive=True, **choices)
-    bound, closed = {}, []
+    bound, skipped = {}, []
     for step in range(16):
         x, y = images(6 + step % 3)
         twin = copy.deepcopy(net)
         known = Flatness(twin, mu=0.5, bound=0.0, refresh_every=every, **choices)
-        known.load_state_dict(flat.state_dict() | {"resting": False})
+        known.load_state_dict(flat.state_dict() | {"skipping": False})
         flat.bound = known.bound = bound.setdefault(step // every, [-1.0, 1e6, 1e6, -1.0][step // every])
-        kind = flat.kind()
+        state = flat.state_dict()
         net.zero_grad()
         loss = flat.backward(x, y)
-        if kind.term:  # as if it never rested
+        if not state["skipping"]:  # as if it never skipped
             assert known.backward(x, y) == loss
         else:
             plain = F.cross_entropy(twin(x), y)
@@ -32,17 +32,24 @@ def test_the_term_rests_until_v_is_renewed(choices):
             assert plain == loss
         torch.testing.assert_close(gradients(net), gradients(twin), rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(dict(net.named_buffers()), dict(twin.named_buffers()))
-        closed.append(flat.rested)
-        if kind.renew and not choices.get("fisher_type"):  # at rest or not, v is that of this batch
+        skipped.append(state["skipping"])
+        if state["age"] + 1 == every and not choices.get("fisher_type"):  # skipped or not, v is that of this batch
             fresh = Flatness(copy.deepcopy(twin), **choices)
-            fresh._look(fresh.v, x, y, 1.0)
-            for name, pair in fresh.v.pairs.items():
-                torch.testing.assert_close(flat.v.pairs[name].value, pair.value, rtol=0.2, atol=1e-6)
-    # the first step along a v is the one after its renewal; the third v is looked at with the bound of its own steps
-    assert closed == [False] * 5 + [True] * 3 + [False] + [True] * 3 + [False] * 4
+            fresh.backward(x, y)
+            found, expected = (radii(each) for each in (flat, fresh))
+            for name, radius in expected.items():
+                torch.testing.assert_close(found[name], radius, rtol=0.2, atol=1e-6)
+    # the first step along a v is the one after its refresh; the third v is looked at with the bound of its own steps
+    assert skipped == [False] * 5 + [True] * 3 + [False] + [True] * 3 + [False] * 4
 
 
-def test_resting_survives_a_checkpoint():
+def radii(flat):
+    """λ of each block's top group."""
+    pairs = flat.state_dict()["pairs"]
+    return {name: (pair["psi.value"] * pair["gamma.value"])[pair["group"]] for name, pair in pairs.items()}
+
+
+def test_skipping_survives_a_checkpoint():
     ours, theirs = (convnet("batch") for _ in range(2))
     flats = [Flatness(net, bound=1e6, refresh_every=5, skip_inactive=True) for net in (ours, theirs)]
     for step in range(8):
@@ -51,7 +58,8 @@ def test_resting_survives_a_checkpoint():
             flat.backward(*images(6))
         fresh = Flatness(theirs, bound=1e6, refresh_every=5, skip_inactive=True)
         fresh.load_state_dict(flats[1].state_dict())
-        assert fresh.kind() == flats[0].kind()
-        assert fresh.kind().term is (step % 5 == 4)
+        for key in ("age", "skipping"):
+            assert fresh.state_dict()[key] == flats[0].state_dict()[key]
+        assert fresh.state_dict()["skipping"] is (step % 5 != 4)
         flats[1] = fresh
     torch.testing.assert_close(gradients(ours), gradients(theirs), rtol=0, atol=0)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hgnp
-from hgnp.curvature import branches
+from hgnp.curvature import device
 
 
 class Stream:
@@ -89,7 +89,7 @@ class Net(nn.Module):
     def __init__(self, aside: bool) -> None:
         super().__init__()
         self.aside = nn.Linear(4, 2) if aside else None
-        self.convs = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1) for _ in range(branches.STREAMS + 2)))
+        self.convs = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1) for _ in range(device.STREAMS + 2)))
         self.out = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -108,11 +108,11 @@ def test_memory_is_not_shared_with_what_still_runs(
     net, x, y = Net(aside), torch.randn(6, 4, 5, 5), torch.arange(6) % 3
     flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, **choices)  # type: ignore[arg-type]
     flat.backward(x, y)
-    watch, streams = Watch(), [Stream() for _ in range(branches.STREAMS + 1)]
+    watch, streams = Watch(), [Stream() for _ in range(device.STREAMS + 1)]
     cuda = SimpleNamespace(current_stream=lambda: watch.streams[-1], stream=watch.on)
-    monkeypatch.setattr(branches, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(branches, "capturing", lambda: True)
-    monkeypatch.setattr(branches, "_streams", lambda _: streams)
+    monkeypatch.setattr(device, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(device, "capturing", lambda: True)
+    monkeypatch.setattr(device, "_streams", lambda _: streams)
     with watch:
         flat.backward(x, y)
     assert len(watch.used) > 2
@@ -122,7 +122,7 @@ def test_memory_is_not_shared_with_what_still_runs(
 def test_what_a_capture_reads_is_kept_with_it_whatever_the_cache_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
 
-    @branches.constant
+    @device.constant
     def ones(side: int) -> torch.Tensor:
         found = torch.ones(side)
         made.append(weakref.ref(found))
@@ -130,36 +130,36 @@ def test_what_a_capture_reads_is_kept_with_it_whatever_the_cache_evicts(monkeypa
 
     for side in (1, 2):
         ones(side)
-    with monkeypatch.context() as patch, branches.keeping() as kept, branches.keeping() as other:
-        patch.setattr(branches, "capturing", lambda: True)
+    with monkeypatch.context() as patch, device.keeping() as kept, device.keeping() as other:
+        patch.setattr(device, "capturing", lambda: True)
         read = ones(2)
         assert kept[0] is other[0] is read
         del read
-    for side in range(3, branches.CONSTANTS + 3):
+    for side in range(3, device.CONSTANTS + 3):
         ones(side)
     assert [ref() is not None for ref in made[:3]] == [False, True, True]
     kept.clear()
     other.clear()
     gc.collect()
     assert made[1]() is None
-    assert sum(ref() is not None for ref in made) == branches.CONSTANTS
+    assert sum(ref() is not None for ref in made) == device.CONSTANTS
 
 
 def test_what_a_capture_makes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is computed when that graph is replayed, and never if the capture fails."""
     made: list[int] = []
 
-    @branches.constant
+    @device.constant
     def ones(side: int) -> torch.Tensor:
         made.append(side)
         return torch.ones(side)
 
     with monkeypatch.context() as patch:
-        patch.setattr(branches, "capturing", lambda: True)
+        patch.setattr(device, "capturing", lambda: True)
         assert ones(3) is not ones(3)
     kept = ones(3)
     with monkeypatch.context() as patch:
-        patch.setattr(branches, "capturing", lambda: True)
+        patch.setattr(device, "capturing", lambda: True)
         assert ones(3) is kept
     assert ones(3) is kept
     assert made == [3, 3, 3]
