@@ -188,6 +188,7 @@ def test_a_failure_leaves_everything_as_found(stand: Stand) -> None:
 def test_a_run_s_engine_decides(engine: str, stand: Stand) -> None:
     net, neurons, data = made()
     recipe = hgnp.Recipe(keep=0.5, neurons_per_round=3, execution=engine)
-    pruner = Pruner(neurons, hgnp.Flatness(net), recipe, torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({}))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    pruner = Pruner(neurons, *parts(hgnp.Flatness(net)), recipe, optimizer, neurons.preview({}))
     assert pruner.round(data) == 3
     assert bool(stand.replays) is (engine == "auto")

@@ -109,7 +109,9 @@ def test_memory_is_not_shared_with_what_still_runs(
     flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, **choices)  # type: ignore[arg-type]
     flat.backward(x, y)
     watch, streams = Watch(), [Stream() for _ in range(device.STREAMS + 1)]
-    cuda = SimpleNamespace(current_stream=lambda: watch.streams[-1], stream=watch.on)
+    cuda = SimpleNamespace(
+        current_stream=lambda: watch.streams[-1], stream=watch.on, is_available=lambda: False
+    )  # fmt: skip
     monkeypatch.setattr(device, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(device, "capturing", lambda: True)
     monkeypatch.setattr(device, "_streams", lambda _: streams)

@@ -293,9 +293,16 @@ class Step:
         assert state.current is not None
         return state.current.loss + self._penalty(state, mu) if active else state.current.loss
 
-    def refresh(self, state: State, target: Any, *, scale: Scale = 1.0) -> None:
-        """v of the pass that was watched, with Γ from a backward pass of its own."""
-        self._refresh(state, partial(self._collect, state, target, scale))
+    def refresh(self, state: State, target: Any, *, mu: Scale = 0.0, scale: Scale = 1.0, active: bool = False) -> None:
+        """v of the pass that was watched, with Γ from a backward pass of its own: of C, or of the penalised loss where
+        `gamma_from` says so."""
+        collector = state.collector
+        assert collector is not None
+        if active and self.choices.gamma_from == "penalized_loss":
+            total = self.total(state, mu=mu, active=True)
+            self._refresh(state, partial(collector.collect, total, None, scale))
+        else:
+            self._refresh(state, partial(self._collect, state, target, scale))
 
     def advance(self, state: State, plan: Plan) -> None:
         """After a step: how old v is, and whether steps along it are plain until the next refresh."""

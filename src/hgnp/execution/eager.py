@@ -61,11 +61,11 @@ class Eager:
                 step.prepare(state, inputs, target)
             step.forward(state, plan, inputs, target)
             step.decide(state)
-            total = step.total(state, mu=state.mu, active=plan.penalty)
+            active = plan.penalty and may_be_active(state)
             if plan.refresh:
-                step.refresh(state, target)
+                step.refresh(state, target, mu=state.mu, active=active)
             step.advance(state, plan)
-            return total
+            return step.total(state, mu=state.mu, active=active)
         finally:
             state.release()
 
