@@ -36,16 +36,24 @@ def test_the_gradient_is_that_of_a_cpu(choices: dict[str, str]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
 
 
-def test_a_step_does_not_wait_for_the_device() -> None:
+@pytest.mark.parametrize("by", ["backward", "loss"])
+def test_a_step_does_not_wait_for_the_device(by: str) -> None:
     torch.manual_seed(0)
     net = convnet().float().cuda().train()
     flat = Flatness(net, mu=0.1, bound=-1.0)
     x, y = images()
     x, y = x.float().cuda(), y.cuda()
+
+    def step() -> None:
+        if by == "backward":
+            flat.backward(x, y)
+        else:
+            flat.loss(x, y).backward()
+
     for _ in range(3):  # each block's tangent is checked the first time it is penalised
-        flat.backward(x, y)
+        step()
     with no_synchronization():
-        flat.backward(x, y)
+        step()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

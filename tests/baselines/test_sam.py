@@ -1,6 +1,7 @@
 """SAM against the method written out: two passes, a step of length ρ between them, everything put back."""
 
 import copy
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -69,3 +70,9 @@ def test_the_gradient_is_that_at_the_worst_point_nearby(half: bool) -> None:
     torch.set_rng_state(stream)
     with precision(half):
         assert torch.equal(after, twin(x))  # buffers saw one pass, the stream went on as after one, no copy is stale
+
+
+@pytest.mark.parametrize("rho", [0.0, -1.0, math.inf, math.nan, "x", None, True])
+def test_a_radius_that_is_no_positive_number_is_refused(rho: Any) -> None:
+    with pytest.raises(ValueError, match=f"rho must be a finite number > 0, got {rho!r}"):
+        SAM(nn.Linear(2, 2), rho=rho)

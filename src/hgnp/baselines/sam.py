@@ -3,7 +3,6 @@
 A second way to flat minima, to be compared with the flatness term. It stands in for `Flatness` in a training loop.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.forward import Output
 from hgnp.curvature.autodiff.random import undisturbed
+from hgnp.curvature.check import finite
 from hgnp.curvature.choices import Choices
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.losses import Loss
@@ -34,7 +34,7 @@ class SAMStep(Step):
         output: Output | None = None,
         reducer: Reducer = LOCAL,
     ) -> None:
-        if not (math.isfinite(rho) and rho > 0):
+        if not (finite(rho) and rho > 0):
             raise ValueError(f"rho must be a finite number > 0, got {rho!r}")
         super().__init__(net, loss=loss, output=output, choices=Choices(), reducer=reducer)
         self.rho = rho
