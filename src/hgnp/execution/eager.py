@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hgnp.curvature.check import check_gradients
+from hgnp.curvature.autodiff.forward import check_gradients
 from hgnp.curvature.step import PLAIN, Scale, State, Step
 
 
