@@ -16,10 +16,10 @@ class Eager:
 
     def backward(self, inputs: Any, target: Any, *, scale: Scale = 1.0) -> Tensor:
         """Adds scale·∇L to `.grad` and returns C, which is not scaled."""
-        check_gradients()
         step, state = self.step, self.state
         scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
         plan = step.plan(state)
+        check_gradients()
         step.share(state, inputs, target)
         try:
             with step.reduced_gradients():
