@@ -19,10 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import hgnp
 from hgnp.curvature.autodiff.forward import Forward
-from hgnp.curvature.direction import Observer, Pair
+from hgnp.curvature.direction import KroneckerEigenpair
 from hgnp.curvature.eigen import top_of_each
+from hgnp.curvature.factors import find_blocks
+from hgnp.curvature.moments import FactorCollector
+from hgnp.curvature.step import Step, make_step
+from hgnp.execution.eager import Eager
 from hgnp.experiments.data import cifar10
 from hgnp.experiments.models import VGG16, ResNet18
 from hgnp.files import write
@@ -32,20 +35,23 @@ AGES = (0, 1, 2, 4, 8, 16)
 FIRST, EVERY = 60, 30  # the first step that pairs are set aside in, and from one to the next
 
 
-def factors_of(flat: hgnp.Flatness, x: Tensor, y: Tensor) -> Observer:
+def factors_of(step: Step, x: Tensor, y: Tensor) -> FactorCollector:
     """The factors of a batch, without a trace."""
-    observer = flat.v.observer(x)
+    collector = FactorCollector(
+        find_blocks(step.net), len(x), kfac_approx=step.choices.kfac_approx, scale_invariant=False, keep=False
+    )
     with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
-        z = flat.passes.run(x, Forward(watch=observer), traceless=True)
-        flat.v.pull(observer, flat.loss(z, y), z, y, 1.0)
-    return observer
+        z = step.passes.run(x, Forward(watch=collector), traceless=True)
+        loss = step.loss(z, y)
+    collector.collect(loss, None, 1.0)
+    return collector
 
 
 @torch.no_grad()
-def compared(observer: Observer, pairs: dict[str, Pair], chosen: str) -> dict[str, float]:
+def compared(collector: FactorCollector, pairs: dict[str, KroneckerEigenpair], chosen: str) -> dict[str, float]:
     """Old pairs in these factors, against the true ones."""
-    names = [name for name in pairs if observer.gamma[name].positions]
-    psi, gamma = ([side[name].factor() for name in names] for side in (observer.psi, observer.gamma))
+    names = [name for name in pairs if collector.gamma[name].positions]
+    psi, gamma = ([side[name].factor() for name in names] for side in (collector.psi, collector.gamma))
     old = [[pairs[name].psi.vector for name in names], [pairs[name].gamma.vector for name in names]]
     true = [top_of_each(factors, starts, cold=True) for factors, starts in zip((psi, gamma), old, strict=True)]
     exact = torch.stack([a.value.max() * b.value.max() for a, b in zip(*true, strict=True)])
@@ -67,21 +73,22 @@ def studied(
 ) -> dict[int, list[dict[str, float]]]:
     torch.manual_seed(0)
     net = make().to(device)
-    flat = hgnp.Flatness(net, kfac_approx=kfac_approx)
+    training, state = make_step(net, kfac_approx=kfac_approx)
+    executor = Eager(training, state)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    aside: tuple[int, dict[str, Pair], str] | None = None
+    aside: tuple[int, dict[str, KroneckerEigenpair], str] | None = None
     found: dict[int, list[dict[str, float]]] = defaultdict(list)
     for step, (x, y) in enumerate(itertools.islice(batches, steps)):
         before = {name: tensor.clone() for name, tensor in net.named_parameters()}
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            flat.backward(x, y)
-        now = flat.v.name()
+            executor.backward(x, y)
+        now = state.direction.name()
         if step >= FIRST and (step - FIRST) % EVERY == 0 and now is not None:
-            aside = step, flat.v.pairs, now
+            aside = step, state.direction.pairs, now
         if aside is not None and step - aside[0] in AGES:
             assert all(torch.equal(before[name], tensor) for name, tensor in net.named_parameters())
-            found[step - aside[0]].append(compared(factors_of(flat, x, y), *aside[1:]))
+            found[step - aside[0]].append(compared(factors_of(training, x, y), *aside[1:]))
         optimizer.step()
     return found
 

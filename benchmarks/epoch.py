@@ -4,7 +4,7 @@
                                [--only epochs memory naive] [--seconds 3] [--batch 128] [--device cuda]
 
 Steps are those of a run (`hgnp.training.epoch`), with its precision, its loader and its flips, on random pictures of CIFAR-10's
-shape and number; the report says how they are counted. It is written anew after every measurement. On a CPU the engine is off.
+shape and number; the report says how they are counted. It is written anew after every measurement. A CPU runs steps eagerly.
 """
 
 import argparse
@@ -27,9 +27,11 @@ from torch import Tensor, nn
 
 import hgnp
 from epoch_report import Key, Measured, Report, short
-from hgnp.baselines import SAM
-from hgnp.curvature.direction import Chosen
+from hgnp.baselines.sam import SAMStep
+from hgnp.curvature.direction import BlockChoice
 from hgnp.curvature.factors import find_blocks
+from hgnp.curvature.step import make_step
+from hgnp.execution.graphed import Graphed
 from hgnp.experiments.data.loader import Loader, Memory
 from hgnp.experiments.models import VGG16, ResNet18
 from hgnp.experiments.presets import preset
@@ -72,38 +74,39 @@ class Bench:
         self.batches = itertools.chain.from_iterable(itertools.repeat(loader))
         self.known: dict[Key, Measured] = {}
 
-    def trainer(self, net: nn.Module, name: str, method: str, *, engine: bool) -> Epochs:
+    def trainer(self, net: nn.Module, name: str, method: str, *, graphs: bool) -> Epochs:
         """A copy of `net`, trained as a run would."""
         own = copy.deepcopy(net).to(memory_format=torch.channels_last)
-        trainer = SAM(own) if method == "SAM" else hgnp.Flatness(own, **options(name, method))
-        recipe = hgnp.Recipe(keep=1.0, lr=1e-3, execution="auto" if engine else "eager")
-        return Epochs(own, trainer, make_optimizer(own, recipe, None), recipe, self.device)
+        step, state = make_step(own, **options(name, method))
+        recipe = hgnp.Recipe(keep=1.0, lr=1e-3, execution="auto" if graphs else "eager")
+        step = SAMStep(own) if method == "SAM" else step
+        return Epochs(step, state, make_optimizer(own, recipe, None), recipe, self.device)
 
     def warm(self, epochs: Epochs, *, first: bool = False) -> None:
-        steps(epochs, self.batches, 40 if epochs.engine is not None else 5, first=first)
+        steps(epochs, self.batches, 40 if isinstance(epochs.executor, Graphed) else 5, first=first)
 
-    def measured(self, net: nn.Module, name: str, kept: float, method: str, *, engine: bool) -> Measured:
-        key = name, kept, method, engine
+    def measured(self, net: nn.Module, name: str, kept: float, method: str, *, graphs: bool) -> Measured:
+        key = name, kept, method, graphs
         if key not in self.known:
             self.clean()
-            plain = self.measured(net, name, kept, "plain", engine=engine) if method == "Taylor" else None
-            self.known[key] = self._measure(net, name, method, plain, engine=engine)
+            plain = self.measured(net, name, kept, "plain", graphs=graphs) if method == "Taylor" else None
+            self.known[key] = self._measure(net, name, method, plain, graphs=graphs)
         return self.known[key]
 
-    def _measure(self, net: nn.Module, name: str, method: str, plain: Measured | None, *, engine: bool) -> Measured:
-        epochs = self.trainer(net, name, method, engine=engine)
+    def _measure(self, net: nn.Module, name: str, method: str, plain: Measured | None, *, graphs: bool) -> Measured:
+        epochs = self.trainer(net, name, method, graphs=graphs)
         self.warm(epochs, first=method == FIRST)
         if plain is not None:
             return replace(plain, epoch=plain.epoch - AFTER * plain.step + self._round(epochs))
         first = method == FIRST
         step, count = steps(epochs, self.batches, 10, first=first).seconds / 10, 20
-        if engine:
+        if graphs:
             count = min(max(20, int(self.budget / step)), self.epoch_steps)
         seen = steps(epochs, self.batches, count, first=first)
         step = seen.seconds / count
-        how = "eager" if epochs.engine is None else "graphs"
-        if epochs.engine is not None and epochs.engine.refused is not None:
-            how = f"eager, as {epochs.engine.refused}"
+        how, executor = "eager", epochs.executor
+        if isinstance(executor, Graphed):
+            how = "graphs" if executor.refused is None else f"eager, as {executor.refused}"
         block = [f"{name} {times / count:.0%}" for name, times in seen.blocks.most_common(1)]
         return Measured(step, step * self.epoch_steps, how, block[0] if block else "–")
 
@@ -120,28 +123,28 @@ class Bench:
 
     def epochs(self, net: nn.Module, name: str, kept: float) -> None:
         size = f"{sum(p.numel() for p in net.parameters()):,}"
-        base = self.measured(net, name, kept, "plain", engine=True).epoch
-        for engine, method in itertools.product([True, False], METHODS):
+        base = self.measured(net, name, kept, "plain", graphs=True).epoch
+        for graphs, method in itertools.product([True, False], METHODS):
             with self.going_on("Epochs", name, f"{kept:g} %", size, method):
-                m = self.measured(net, name, kept, method, engine=engine)
+                m = self.measured(net, name, kept, method, graphs=graphs)
                 numbers = f"{m.step * 1e3:.2f}", f"{m.epoch:.2f}", f"{m.epoch / base:.2f}"
                 self.report.add("Epochs", name, f"{kept:g} %", size, method, m.how, *numbers, m.block)
 
     def memory(self, net: nn.Module, name: str) -> None:
-        for engine in (True, False):
-            how, base = "graphs" if engine else "eager", None
+        for graphs in (True, False):
+            how, base = "graphs" if graphs else "eager", None
             for method in ("plain", *HGNP):
                 with self.going_on("Memory", name, how, method):
-                    found = self._peak(net, name, method, engine=engine)
+                    found = self._peak(net, name, method, graphs=graphs)
                     base = base or found
                     ratios = [f"{mine / plain:.2f}" for mine, plain in zip(found, base, strict=True)]
                     mib = [f"{number / 2**20:,.0f}" for number in found]
                     self.report.add("Memory", name, how, method, mib[0], ratios[0], mib[1], ratios[1])
 
-    def _peak(self, net: nn.Module, name: str, method: str, *, engine: bool) -> tuple[int, int]:
+    def _peak(self, net: nn.Module, name: str, method: str, *, graphs: bool) -> tuple[int, int]:
         self.clean()
         held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        epochs = self.trainer(net, name, method, engine=engine)
+        epochs = self.trainer(net, name, method, graphs=graphs)
         self.warm(epochs, first=method == FIRST)
         self.clean()
         torch.cuda.reset_peak_memory_stats()
@@ -149,7 +152,7 @@ class Bench:
         return torch.cuda.max_memory_allocated() - held[0], torch.cuda.max_memory_reserved() - held[1]
 
     def naive(self, net: nn.Module, name: str, kept: float) -> None:
-        ours = {method: self.measured(net, name, kept, method, engine=True).step for method in HGNP}
+        ours = {method: self.measured(net, name, kept, method, graphs=True).step for method in HGNP}
         with self.going_on("Naive", name, f"{kept:g} %"):
             naive, block = self._textbook(net)
             self.report.add("Naive", name, f"{kept:g} %", "textbook", f"{naive * 1e3:,.1f}", "", block)
@@ -195,12 +198,11 @@ class Bench:
 def steps(epochs: Epochs, batches: Iterable[tuple[Any, Any]], count: int, *, first: bool = False) -> Steps:
     """The next `count` steps of a run's training, with `first` along the first block's v whichever was chosen; `seconds` of
     what is returned are all that they took."""
-    flat = epochs.flatness
-    mu = 0.0 if flat is None else flat.mu
+    mu, direction = epochs.state.mu, epochs.state.direction
 
     def before_step(_: Any) -> None:
-        if first and flat is not None and flat.v.pairs:
-            flat.v.chosen = Chosen.known(find_blocks(flat.net)[0])
+        if first and direction.pairs:
+            direction.choice = BlockChoice.known(find_blocks(epochs.net)[0])
 
     return epochs.train(
         itertools.islice(batches, count), steps=count, epoch=0, rate=None, mu=lambda _: mu, before_step=before_step,

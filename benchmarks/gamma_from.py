@@ -15,6 +15,7 @@ import torch
 import hgnp
 from hgnp.experiments.data import digits
 from hgnp.experiments.models import DigitsNet
+from hgnp.flatness import parts
 
 
 def trained(mu: float, bound: float, gamma_from: str, steps: int) -> list[float]:
@@ -23,6 +24,7 @@ def trained(mu: float, bound: float, gamma_from: str, steps: int) -> list[float]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     flat = hgnp.Flatness(net, mu=mu, bound=bound, gamma_from=gamma_from)
     plain = hgnp.Flatness(net, mu=mu, bound=bound)  # what C would have said
+    directions = [parts(each)[1].direction for each in (flat, plain)]
     radii, ratios, active, losses = [], [], [], []
     batches = (batch for _ in range(steps) for batch in data.train)
     for x, y in islice(batches, steps):
@@ -32,7 +34,7 @@ def trained(mu: float, bound: float, gamma_from: str, steps: int) -> list[float]
         losses.append(float(flat.backward(x, y)))
         radii.append(flat.radius)
         active.append(flat.curvature > bound)
-        mine, other = (max(float(pair.value) for pair in each.v.pairs.values()) for each in (flat, plain))
+        mine, other = (max(float(pair.value) for pair in each.pairs.values()) for each in directions)
         ratios.append(mine / other)
         optimizer.step()
     return [

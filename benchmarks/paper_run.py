@@ -4,7 +4,7 @@
                                    [--method NAME] [--seed N] [--minutes M]
 
 It is what `hgnp run` does, in a folder like its own. After the first epoch at new widths a copy of the network is trained
-plainly for a moment, by the same engine on the same data in the same process, so that each epoch has a plain one beside it;
+plainly for a moment, by the same executor on the same data in the same process, so that each epoch has a plain one beside it;
 this changes nothing in the run, and its time is not counted. After M minutes it stops with the epoch; the same command goes on.
 costs.json keeps what the run itself does not; report.json and report.md are written anew after every epoch.
 """
@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
-import hgnp
 from epoch import steps
 from hgnp import runs
 from hgnp.cli.run import discard, not_yours, same_run
+from hgnp.curvature.step import make_step
 from hgnp.experiments.build import Experiment, prepare
 from hgnp.experiments.overrides import effective
 from hgnp.files import read_json, write, write_json
@@ -98,13 +98,14 @@ def plain_epoch(net: nn.Module, experiment: Experiment, lr: float) -> float:
         optimizer = make_optimizer(own, experiment.recipe, options.get("optimizer"))
         for group in optimizer.param_groups:
             group["lr"] = lr
-        epochs = Epochs(own, hgnp.Flatness(own, mu=0.0, **task), optimizer, experiment.recipe, device)
+        step, state = make_step(own, mu=0.0, **task)
+        epochs = Epochs(step, state, optimizer, experiment.recipe, device)
         loader = Batches(experiment.train, "train", options.get("unpack"), device)
         batches = itertools.chain.from_iterable(itertools.repeat(loader))
         steps(epochs, batches, WARMUP)
         seconds = steps(epochs, batches, TIMED).seconds
     assert loader.count is not None
-    del own, optimizer, epochs, batches
+    del own, step, state, optimizer, epochs, batches
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -166,7 +167,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"`{report['command']}`, {report['date']}, {report['device']}, torch {report['versions']['torch']}.", "",
         f"{what}κ = {report['kept']:.2%} ({report['parameters']:,} parameters) after {report['epochs']} epochs; "
         f"{report['state']}. {duration(seconds['wall'])} in {report['parts']} part(s).", "",
-        "Steps of the run's epochs against plain steps at the same widths, by the same engine in the same process "
+        "Steps of the run's epochs against plain steps at the same widths, by the same executor in the same process "
         f"({TIMED} steps after {WARMUP}, scaled to an epoch). The run's own first steps at new widths are counted in.", "",
         "| phase | epochs | s of steps | s of plain steps | ratio | steps with the hinge open |", "|---|--:|--:|--:|--:|--:|",
     ]  # fmt: skip

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import hgnp
 from epoch import steps as train
 from hgnp import runs
+from hgnp.curvature.step import make_step
 from hgnp.experiments.again import networks, sample
 from hgnp.experiments.bench import Entry, equal_accuracy
 from hgnp.files import write
@@ -91,7 +92,8 @@ def steps(nets: Sequence[nn.Module], picture: Tensor, arguments: argparse.Namesp
         x = torch.randn(STEP_BATCH, *picture.shape, device=device)
         with torch.no_grad():
             batch = x, net.eval()(x).argmax(1)
-        epochs = Epochs(net, hgnp.Flatness(net, mu=mu, bound=-1.0), make_optimizer(net, recipe, None), recipe, device)
+        step, state = make_step(net, mu=mu, bound=-1.0)
+        epochs = Epochs(step, state, make_optimizer(net, recipe, None), recipe, device)
         call = partial(train, epochs, itertools.repeat(batch), STEPS)
         call()  # graphs are captured
         calls.append(call)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hgnp import runs
-from hgnp.curvature.autodiff.forward import Output
-from hgnp.curvature.check import check_functions, check_gradients
+from hgnp.curvature.autodiff.forward import Output, check_gradients
+from hgnp.curvature.check import check_functions
 from hgnp.curvature.losses import Loss
 from hgnp.files import read_json
 from hgnp.messages import first_line

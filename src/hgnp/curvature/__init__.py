@@ -1,7 +1,6 @@
-"""Curvature of the loss: Kronecker factors, their top eigenpairs, the block they point to, and q = vᵀHv along it.
+"""Algorithm 1: the gradient of C + μ·max(0, q − B), where q = vᵀHv and v is the top K-FAC eigenvector.
 
-In the order of a step: `blocks` (which layers), `forward` (the network's pass, watched), `factors` and `eigen` (Ψ, Γ and
-their eigenpairs), `spectrum` (all blocks' pairs and which is largest), `direction` (v, kept from batch to batch),
-`gauss_newton` (q by `tangent` and `losses`) and `hessian` (q by the other route), with `norms` and `operations` beneath
-them. Nothing here knows of pruning.
+`step` has the algorithm as stages and is the file to begin with. `moments`, `factors`, `eigen` and `direction` find v;
+`autodiff` differentiates q; `device` and the Triton kernels (`fused`, `fused_patches`, `compiled`) are for speed.
+`sharpness` is a measurement apart. Nothing here knows of pruning.
 """

@@ -19,11 +19,6 @@ def check_functions(**given: Any) -> None:
             raise ValueError(f"loss: the class {value.__name__} was given; {value.__name__}() would do")
 
 
-def check_gradients() -> None:
-    if not torch.is_grad_enabled():
-        raise ValueError("gradients: they are off, as under torch.no_grad(); a call outside of it would do")
-
-
 def finite(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 

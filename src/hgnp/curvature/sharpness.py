@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hgnp.curvature.autodiff.forward import Output, run, samples_in
-from hgnp.curvature.check import check_functions, check_gradients
+from hgnp.curvature.autodiff.forward import Output, check_gradients, run, samples_in
+from hgnp.curvature.check import check_functions
 from hgnp.curvature.factors import find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature
 from hgnp.modes import evaluating

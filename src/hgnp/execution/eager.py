@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hgnp.curvature.check import check_gradients
+from hgnp.curvature.autodiff.forward import check_gradients
 from hgnp.curvature.step import PLAIN, Scale, State, Step
 
 
@@ -16,10 +16,10 @@ class Eager:
 
     def backward(self, inputs: Any, target: Any, *, scale: Scale = 1.0) -> Tensor:
         """Adds scale·∇L to `.grad` and returns C, which is not scaled."""
-        check_gradients()
         step, state = self.step, self.state
         scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
         plan = step.plan(state)
+        check_gradients()
         step.share(state, inputs, target)
         try:
             with step.reduced_gradients():

@@ -43,6 +43,11 @@ class Watch(Protocol):
         """Sees a layer's call (input, weight, bias and a convolution's options) and may tie a probe to its output."""
 
 
+def check_gradients() -> None:
+    if not torch.is_grad_enabled():
+        raise ValueError("gradients: they are off, as under torch.no_grad(); a call outside of it would do")
+
+
 def layer_options(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a linear or convolution call by name."""
     if name == "linear":

@@ -1,0 +1,49 @@
+"""Two checkouts are compared row by row."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import before_after
+
+ROOT = Path(__file__).parents[2]
+
+
+def rows(seconds: float, memory: int, parameters: int = 10) -> dict[Any, dict[str, Any]]:
+    """Of one process: a row with memory, and one without."""
+    both = (("plain", seconds, memory), ("Taylor", 2 * seconds, 0))
+    return {
+        ("vgg16", 100.0, method): {"parameters": parameters, "seconds": s, "memory": m} for method, s, m in both
+    }  # fmt: skip
+
+
+def test_medians_are_compared_row_by_row() -> None:
+    old = [rows(1e-3, 2**20), rows(2e-3, 2**20), rows(9e-3, 2**20)]
+    new = [rows(8e-3, 2**21), rows(1e-3, 2**21), rows(1e-3, 2**21)]
+    table = list(before_after.compared(old, new))
+    assert table[2] == "| vgg16 | 100 % | plain | 2.00 | 1.00 | 0.500 | 9.000 | 1.00 | 2.00 | 2.000 |"
+    assert table[3] == "| vgg16 | 100 % | Taylor | 4.00 | 2.00 | 0.500 | 9.000 | – | – | – |"
+    assert table[5:] == ["seconds: geometric mean 0.500, largest 0.500", "memory: geometric mean 2.000, largest 2.000"]
+
+
+def test_networks_of_different_sizes_are_not_compared() -> None:
+    with pytest.raises(SystemExit, match=r"the networks must be the same, got \[10, 11\] parameters"):
+        list(before_after.compared([rows(1e-3, 0)], [rows(1e-3, 0, parameters=11)]))
+
+
+def test_a_checkout_is_measured_in_a_process_of_its_own() -> None:
+    arguments = ["--nets", "vgg16", "--methods", "plain", "--batch", "2", "--seconds", "0.001", "--device", "cpu"]
+    found = before_after.measured(ROOT, arguments)
+    assert list(found) == [("vgg16", 100.0, "plain")]
+    assert found["vgg16", 100.0, "plain"]["seconds"] > 0
+
+
+def test_only_a_checkout_is_measured(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "before_after.py"), str(ROOT), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"{tmp_path} must be a folder with src/ and benchmarks/epoch.py" in done.stderr
