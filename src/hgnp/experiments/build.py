@@ -77,7 +77,7 @@ def prepare(config: Config) -> Experiment:
     train, val = _pair(config.data, loaders)
     known = {name: getattr(loaders, name, None) for name in FEATURES}
     features = {name: value for name, value in known.items() if value is not None}
-    about = {"name": config.name, "start": start, "features": features}
+    about: dict[str, Any] = {"name": config.name, "start": start, "features": features}
     if (shared_by := os.environ.get("HGNP_SHARED_BY", "1")) != "1":  # set by hgnp study
         about["shared_by"] = int(shared_by)
     return Experiment(completed(config), net, train, val, recipe, options, about)
