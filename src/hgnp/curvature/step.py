@@ -232,7 +232,9 @@ class Step:
 
     def tangents(self, state: State, inputs: Any, target: Any) -> None:
         """q along the v of this batch, in the paper's order: what is behind the block runs again, along v."""
-        state.current, state.along = self._along(state.direction, state, inputs, target, primal=state.current)
+        assert state.current is not None
+        found, state.along = self._along(state.direction, state, inputs, target, primal=state.current)
+        state.current = dataclasses.replace(state.current, q=found.q)  # still the pass that its tape is of
 
     def decide(self, state: State) -> None:
         """C and q of all ranks; h = 1[q > B] follows from q, on the device or (`State.active`) on the host."""

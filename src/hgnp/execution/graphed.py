@@ -44,6 +44,8 @@ class Graphed:
         """Why steps are not captured, if they are not."""
         if step.choices.fisher_type == "mc":
             self.refused = "its labels are drawn"  # a graph would draw the same again and again
+        elif step.reducer.ranks > 1:
+            self.refused = "ranks sum within a step"
         self._capture_at = Capture(self.device)
         self._optimizer = GraphedOptimizer(self._capture_at)
         self._mu = torch.zeros((), device=self.device)
@@ -106,11 +108,15 @@ class Graphed:
         if self._known_mu != state.mu:
             self._known_mu = state.mu
             self._mu.fill_(state.mu)
-        if plan == PLAIN:
-            loss = self._run(("plain", kind), self._plain, batch)
-        else:
-            self._settle()  # before a graph is looked up: layers that only some batches meet make all graphs anew
-            loss = self._lagged(plan, kind, batch) if step.lagged else self._in_papers_order(plan, kind, batch)
+        self._settle()  # before a graph is looked up: layers that only some batches meet make all graphs anew
+        try:
+            if plan == PLAIN:
+                loss = self._run(("plain", kind), self._plain, batch)
+                step.advance(state, plan)
+            else:
+                loss = self._lagged(plan, kind, batch) if step.lagged else self._in_papers_order(plan, kind, batch)
+        finally:
+            state.release()
         assert loss is not None
         return loss
 
@@ -170,19 +176,16 @@ class Graphed:
 
     def _fork(self, plan: Plan, key: Any, batch: Any) -> Tensor | None:
         """A step in two graphs: forward, and backward with the term or without once the host knows q."""
-        try:
-            if ("forward", key) not in self._graphs:
-                self._clear()
-                batch = laid_out(batch, self.net)
-                if self.refused is not None or self._first(key) or not self._forked(plan, key, batch):
-                    return self._now(partial(self._as_it_is, plan), batch)
-            forward = self._graphs["forward", key]
-            loss = self._replay(forward, batch)
-            self._look_ahead()
-            self._replay(self._graphs["active" if self.state.active() else "inactive", key], forward.batch)
-            return loss
-        finally:
-            self.state.release()
+        if ("forward", key) not in self._graphs:
+            self._clear()
+            batch = laid_out(batch, self.net)
+            if self.refused is not None or self._first(key) or not self._forked(plan, key, batch):
+                return self._now(partial(self._as_it_is, plan), batch)
+        forward = self._graphs["forward", key]
+        loss = self._replay(forward, batch)
+        self._look_ahead()
+        self._replay(self._graphs["active" if self.state.active() else "inactive", key], forward.batch)
+        return loss
 
     def _as_it_is(self, plan: Plan, inputs: Any, target: Any) -> Tensor | None:
         """The same stages, not captured. The penalty is decided on the device."""
@@ -205,30 +208,27 @@ class Graphed:
 
     def _in_papers_order(self, plan: Plan, kind: Any, batch: Any) -> Tensor:
         state = self.state
-        try:
-            loss = self._run(("loss", kind), partial(self._loss, plan), batch)
-            assert loss is not None
-            state.went_back = True
-            look = self._graphs.get(("loss", kind))
-            batch = batch if look is None else look.batch
-            ahead = self._graphs.get(("q", self._block, kind))
-            if ahead is not None:  # most often the block is the same again: q is under way while the host learns of it
-                self._replay(ahead, batch)
-                self._look_ahead()
-            block = state.direction.name()
-            q, term = ("q", block, kind), ("term", block, kind)
-            if ahead is None or block != self._block:
+        loss = self._run(("loss", kind), partial(self._loss, plan), batch)
+        assert loss is not None
+        state.went_back = True
+        look = self._graphs.get(("loss", kind))
+        batch = batch if look is None else look.batch
+        ahead = self._graphs.get(("q", self._block, kind))
+        if ahead is not None:  # most often the block is the same again: q is under way while the host learns of it
+            self._replay(ahead, batch)
+            self._look_ahead()
+        block = state.direction.name()
+        q, term = ("q", block, kind), ("term", block, kind)
+        if ahead is None or block != self._block:
+            self._run(q, self._tangents, batch, after=True)
+        self._block = block
+        if state.active():
+            captured_now = term in self._met and term not in self._graphs
+            if captured_now:  # it goes back through a q that was captured just before it
+                self._graphs.pop(q, None)
                 self._run(q, self._tangents, batch, after=True)
-            self._block = block
-            if state.active():
-                captured_now = term in self._met and term not in self._graphs
-                if captured_now:  # it goes back through a q that was captured just before it
-                    self._graphs.pop(q, None)
-                    self._run(q, self._tangents, batch, after=True)
-                self._run(term, self._term, batch, after=True)
-            self.step.advance(state, plan)
-        finally:
-            state.release()
+            self._run(term, self._term, batch, after=True)
+        self.step.advance(state, plan)
         return loss
 
     def _look_ahead(self) -> None:
@@ -300,7 +300,7 @@ class Graphed:
         put = torch._foreach_add_ if after else torch._foreach_copy_
         self._settle()
         direction = state.direction
-        before = state.statistics, direction.choice, state.current
+        before, under_way = (state.statistics, direction.choice, state.loss), state.current
         block = direction.block()
         direction.choice = known = None if block is None else BlockChoice.known(block)
         self._grads = self._grads or {p: torch.empty_like(p) for p in parameters}
@@ -319,14 +319,14 @@ class Graphed:
             grads = self._gradients(tuple(p for p in parameters if p.grad is not None))
             statistics = None if state.statistics is before[0] else state.statistics
             choice = None if direction.choice is known else direction.choice
-            taped = state.current if state.current is not None and state.current.kept and before[2] is None else None
+            taped = state.current if under_way is None and state.current is not None and state.current.kept else None
             read = (*parameters, *self.net.buffers(), *tensors_in(batch))
             return Captured(graph, batch, loss, grads, after, statistics, choice, taped, Versions.of(read))
-        except RefusedError:
-            state.current = before[2]
+        except RefusedError:  # the step as it is may need the memory
+            state.current, state.collector, state.along = under_way, None, None
             raise
         finally:
-            state.statistics, direction.choice = before[:2]
+            state.statistics, direction.choice, state.loss = before
             direction.pairs = self._static
             for parameter, grad in zip(parameters, held, strict=True):
                 parameter.grad = grad

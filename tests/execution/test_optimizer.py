@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hgnp.execution.graphs import Capture, RefusedError
-from hgnp.execution.optimizer import Stepping
+from hgnp.execution.optimizer import GraphedOptimizer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
@@ -57,7 +57,7 @@ def test_the_same_steps(device: str, options: dict[str, Any]) -> None:
     net, optimizer = made(device, **options)
     other, plain = made(device, **options)
     capture: Any = Capture(torch.device(device)) if device == "cuda" else Stand(optimizer)
-    stepping = Stepping(capture)
+    graphed = GraphedOptimizer(capture)
     left = [(parameter, torch.empty_like(parameter)) for parameter in net.parameters()]
     for number in range(24):
         if number == 12:  # as a schedule that changes more than the rate, in between
@@ -66,14 +66,14 @@ def test_the_same_steps(device: str, options: dict[str, Any]) -> None:
         if number == 18:  # the optimizer's tensors lie elsewhere, as after an epoch in which a user put back its state
             for each in (optimizer, plain):
                 each.load_state_dict(copy.deepcopy(each.state_dict()))
-            stepping.forget()
+            graphed.forget()
         for each in (optimizer, plain):
             each.param_groups[0]["lr"] = 0.1 * (1 - number / 24)
         for (parameter, grad), twin in zip(left, other.parameters(), strict=True):
             grad.copy_(torch.randn(parameter.shape))
             parameter.grad, twin.grad = grad, grad.clone()
-        stepping.step(optimizer, left)
-        assert (stepping._graph is None) is (number in (0, 12, 18))
+        graphed.step(optimizer, left)
+        assert (graphed._graph is None) is (number in (0, 12, 18))
         assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
         plain.step()
     torch.testing.assert_close(net.state_dict(), other.state_dict(), rtol=1e-6, atol=1e-6)
@@ -106,13 +106,13 @@ def test_where_it_would_not_be_the_same_it_is_left_alone(why: str) -> None:
         optimizer.step = told  # type: ignore[method-assign]
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
     stand = Stand(optimizer, able=why != "able")
-    stepping = Stepping(stand)  # type: ignore[arg-type]
+    graphed = GraphedOptimizer(stand)  # type: ignore[arg-type]
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
     left = None if why == "gradients" else [(p, p.grad) for p in net.parameters() if p.grad is not None]
     before = copy.deepcopy(net.state_dict())
     for _ in range(4):
-        stepping.step(optimizer, left)
+        graphed.step(optimizer, left)
     assert stand.captures == stand.replays == 0
     assert len(calls) == (4 if why in ("a hook", *OWN) else 0)
     for name, tensor in net.state_dict().items():
@@ -123,13 +123,13 @@ def test_a_scheduler_does_not_stand_in_the_way() -> None:
     net, optimizer = made("cpu")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     stand = Stand(optimizer)
-    stepping = Stepping(stand)  # type: ignore[arg-type]
+    graphed = GraphedOptimizer(stand)  # type: ignore[arg-type]
     left = [(parameter, torch.ones_like(parameter)) for parameter in net.parameters()]
     for parameter, grad in left:
         parameter.grad = grad
     for _ in range(3):
-        stepping.step(optimizer, left)
+        graphed.step(optimizer, left)
     scheduler.step()
-    stepping.step(optimizer, left)
+    graphed.step(optimizer, left)
     assert (stand.captures, stand.replays) == (1, 3)
     assert [rate.item() for rate in stand.rates] == pytest.approx([0.01, 0.03])

@@ -1,6 +1,6 @@
-"""What the engine decides on the host, without a GPU: graphs are stood in for by work that is done again at every replay.
+"""What `Graphed` decides on the host, without a GPU: graphs are stood in for by work that is done again at every replay.
 
-It leaves out what a graph itself does; tests/training/test_engine_cuda.py has that."""
+It leaves out what a graph itself does; test_graphed_cuda.py has that."""
 
 import inspect
 from collections.abc import Callable
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import hgnp
-from engine_cases import Again, Net, Stand, prepared
-from hgnp.curvature import branches, eigen
-from hgnp.execution.graphed import Engine
+from graphed_cases import Again, Net, Stand, prepared, stand_in
+from hgnp.curvature import device, eigen
+from hgnp.curvature.step import make_step
+from hgnp.execution.graphed import Graphed
 from hgnp.execution.graphs import RefusedError
-from hgnp.training import engine as engines
+from hgnp.flatness import parts
 
 
 def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
@@ -27,17 +28,17 @@ def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     trainer: Any = flat
     if stood_in:
-        Stand.engine = trainer = Engine(flat)
+        Stand.graphed = trainer = Graphed(*parts(flat))
     losses, seen = [], []
     for number, (x, y) in enumerate(data):
         if number == 22:
             neurons.remove(neurons.least(hgnp.sensitivity(net, neurons, [(x, y)], flatness=flat), 5), optimizer)
         flat.mu = choices["mu"] * min(1.0, (number + 1) / 6)
-        if not stood_in or number % 3:  # the engine puts its gradients in place of those that are there
+        if not stood_in or number % 3:  # graphs put their gradients in place of those that are there
             optimizer.zero_grad(set_to_none=True)
         losses.append(trainer.backward(x, y).item())
         optimizer.step()
-        seen.append((flat.rested, flat.block, flat.curvature, flat.radius))
+        seen.append((not parts(flat)[1].plan.penalty, flat.block, flat.curvature, flat.radius))
     assert not stood_in or (trainer.refused is None and len(trainer._graphs) > 1)
     return losses, seen, {name: tensor.clone() for name, tensor in net.state_dict().items()}
 
@@ -65,8 +66,8 @@ def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
     ids=lambda choices: "-".join(map(str, choices.values())),
 )
 def test_the_same_trajectory(choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "Capture", Stand)
-    monkeypatch.setattr("hgnp.curvature.autodiff.passes.Pass.acts", lambda *_: True)  # as on a GPU, where nobody knows
+    stand_in(monkeypatch)
+    monkeypatch.setattr("hgnp.execution.eager.may_be_active", lambda *_: True)  # as on a GPU, where nobody knows
     losses, seen, state = trained(True, choices)
     expected, also_seen, other = trained(False, choices)
     assert losses == pytest.approx(expected, rel=1e-9)
@@ -78,49 +79,48 @@ def test_the_same_trajectory(choices: dict[str, Any], monkeypatch: pytest.Monkey
 
 
 def test_a_scale_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "Capture", Stand)
+    stand_in(monkeypatch)
     torch.manual_seed(0)
     net, x, y = Net().double(), torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
-    Stand.engine = engine = Engine(hgnp.Flatness(net, mu=0.05, bound=-1.0))
+    Stand.graphed = graphed = Graphed(*make_step(net, mu=0.05, bound=-1.0))
     for _ in range(4):
-        engine.backward(x, y)
+        graphed.backward(x, y)
     for scale in (2.0, torch.full((1,), 2.0).double()):
         net.zero_grad()
-        engine.backward(x, y)
+        graphed.backward(x, y)
         once = [p.grad.clone() for p in net.parameters() if p.grad is not None]
         net.zero_grad()
-        engine.backward(x, y, scale=scale)
+        graphed.backward(x, y, scale=scale)
         twice = [p.grad for p in net.parameters()]
         # v goes on from step to step
         torch.testing.assert_close(twice, [2 * grad for grad in once], rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("refused", ["look", "q", "term"])
+@pytest.mark.parametrize("refused", ["loss", "q", "term"])
 def test_a_step_whose_piece_cannot_be_captured_is_made_once(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the paper's order: what the pieces before it did stands."""
-    pieces = {"look": "prepare", "q": "measure", "term": "penalise"}
 
     class Unable(Stand):
         def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
             piece = inspect.getclosurevars(work).nonlocals["piece"]
-            if piece.__name__ == pieces[refused]:
+            if getattr(piece, "func", piece).__name__ == {"q": "_tangents"}.get(refused, f"_{refused}"):
                 raise RefusedError("it cannot")
             return super().capture(work)
 
     found = []
     for stand in (Unable, Stand):
-        monkeypatch.setattr(engines, "Capture", stand)
+        stand_in(monkeypatch, stand)
         torch.manual_seed(0)
         net = Net().double()
         flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, direction_from="this_batch")
-        Stand.engine = engine = Engine(flat)
+        Stand.graphed = graphed = Graphed(*parts(flat))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
         for _ in range(6):
             x, y = torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
             optimizer.zero_grad(set_to_none=True)
-            engine.backward(x, y)
+            graphed.backward(x, y)
             optimizer.step()
-        assert engine.refused == ("it cannot" if stand is Unable else None)
+        assert graphed.refused == ("it cannot" if stand is Unable else None)
         found.append(net.state_dict())
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
 
@@ -131,30 +131,30 @@ def test_what_was_made_in_a_capture_that_failed_is_not_kept(monkeypatch: pytest.
     class Unable(Stand):
         def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
             with monkeypatch.context() as patch:
-                patch.setattr(branches, "capturing", lambda: True)
+                patch.setattr(device, "capturing", lambda: True)
                 eigen.arbitrary(*size).fill_(torch.nan)  # as memory that no kernel has written to
             raise RefusedError("it cannot")
 
-    monkeypatch.setattr(engines, "Capture", Unable)
+    stand_in(monkeypatch, Unable)
     torch.manual_seed(0)
-    engine = prepared(Net().double())[1]
+    graphed = prepared(Net().double())[1]
     for _ in range(3):
-        engine.backward(torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,)))
-    assert engine.refused == "it cannot"
+        graphed.backward(torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,)))
+    assert graphed.refused == "it cannot"
     assert eigen.arbitrary(*size).norm().item() == pytest.approx(1)
 
 
 def test_gradients_that_hooks_see_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "Capture", Stand)
+    stand_in(monkeypatch)
     torch.manual_seed(0)
     net = Net().double()
     seen: list[bool] = []
     next(net.parameters()).register_post_accumulate_grad_hook(lambda p: seen.append(True))
-    Stand.engine = engine = Engine(hgnp.Flatness(net, mu=0.05, bound=-1.0, direction_from="this_batch"))
+    Stand.graphed = graphed = Graphed(*make_step(net, mu=0.05, bound=-1.0, direction_from="this_batch"))
     for _ in range(4):
         net.zero_grad()
-        engine.backward(torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,)))
-    assert engine.refused == "hooks see its gradients"
+        graphed.backward(torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,)))
+    assert graphed.refused == "hooks see its gradients"
     assert len(seen) == 4
 
 
@@ -175,18 +175,18 @@ class Deeper(Net):
 @pytest.mark.parametrize("choices", [{}, {"direction_from": "this_batch"}, {"flatness": "paper"}], ids=str)
 def test_layers_that_only_some_batches_meet(choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of the others are there when the first such batch comes."""
-    monkeypatch.setattr(engines, "Capture", Stand)
-    monkeypatch.setattr("hgnp.curvature.autodiff.passes.Pass.acts", lambda *_: True)
+    stand_in(monkeypatch)
+    monkeypatch.setattr("hgnp.execution.eager.may_be_active", lambda *_: True)
     found = []
     for stood_in in (True, False):
         torch.manual_seed(0)
-        flat, engine, optimizer = prepared(Deeper().double(), bound=-1.0, **choices)
+        flat, graphed, optimizer = prepared(Deeper().double(), bound=-1.0, **choices)
         data = [(torch.randn(12, 3, n, n).double(), torch.randint(0, 5, (12,))) for n in (6, 6, 6, 8, 6, 6, 8, 8, 6)]
         given = [x.clone() for x, _ in data]
         losses = []
         for x, y in data:
             optimizer.zero_grad()
-            losses.append((engine if stood_in else flat).backward(x, y).item())
+            losses.append((graphed if stood_in else flat).backward(x, y).item())
             optimizer.step()
         assert all(torch.equal(x, was) for (x, _), was in zip(data, given, strict=True))
         found.append((losses, flat.net.state_dict()))
@@ -195,22 +195,22 @@ def test_layers_that_only_some_batches_meet(choices: dict[str, Any], monkeypatch
 
 @pytest.mark.parametrize("change", ["freeze", "unfreeze", "elsewhere", "momentum", "loss", "bound", "hook", "none"])
 def test_what_is_done_to_the_network_between_epochs_is_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "Capture", Stand)
-    monkeypatch.setattr("hgnp.curvature.autodiff.passes.Pass.acts", lambda *_: True)
+    stand_in(monkeypatch)
+    monkeypatch.setattr("hgnp.execution.eager.may_be_active", lambda *_: True)
     found = []
     for stood_in in (True, False):
         torch.manual_seed(0)
         net = Net().double()
         net.b.requires_grad_(change != "unfreeze")
-        flat, engine, optimizer = prepared(net, bound=-1.0, loss=nn.CrossEntropyLoss())
+        flat, graphed, optimizer = prepared(net, bound=-1.0, loss=nn.CrossEntropyLoss())
         for epoch in range(2):
-            engine.begin_epoch()
+            graphed.begin_epoch()
             if epoch and stood_in:
-                assert bool(engine._graphs) is (change == "none")
+                assert bool(graphed._graphs) is (change == "none")
             for _ in range(4):
                 x, y = torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
                 optimizer.zero_grad()
-                (engine if stood_in else flat).backward(x, y)
+                (graphed if stood_in else flat).backward(x, y)
                 optimizer.step()
             if change in ("freeze", "unfreeze"):
                 net.b.requires_grad_(change == "unfreeze")
@@ -219,7 +219,7 @@ def test_what_is_done_to_the_network_between_epochs_is_seen(change: str, monkeyp
             elif change == "momentum":
                 net.na.momentum = 0.5
             elif change == "loss":
-                vars(flat.loss).update(label_smoothing=0.1)
+                vars(parts(flat)[0].loss).update(label_smoothing=0.1)
             elif change == "bound":
                 flat.bound = 0.1
             elif change == "hook":
@@ -229,12 +229,12 @@ def test_what_is_done_to_the_network_between_epochs_is_seen(change: str, monkeyp
 
 
 def test_gradients_that_were_replaced_after_a_step_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "Capture", Stand)
+    stand_in(monkeypatch)
     found = []
     for stood_in in (True, False):
         torch.manual_seed(0)
         net = Net().double()
-        flat, engine, optimizer = prepared(net, mu=0.0)
+        flat, graphed, optimizer = prepared(net, mu=0.0)
 
         def centre(*_: Any, net: Net = net) -> None:
             for weight in (net.b.weight, net.out.weight):
@@ -245,8 +245,8 @@ def test_gradients_that_were_replaced_after_a_step_are_put_back(monkeypatch: pyt
         for _ in range(6):
             x, y = torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
             if stood_in:
-                engine.backward(x, y)
-                engine.step(optimizer)
+                graphed.backward(x, y)
+                graphed.optimizer_step(optimizer)
             else:
                 optimizer.zero_grad()
                 flat.backward(x, y)

@@ -9,9 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hgnp
-from hgnp.baselines import SAM
-from hgnp.execution.graphed import Engine
-from hgnp.execution.optimizer import Stepping
+from hgnp.baselines.sam import SAMStep
+from hgnp.curvature.direction import Direction
+from hgnp.curvature.step import State
+from hgnp.execution.eager import Eager
+from hgnp.execution.graphed import Graphed
+from hgnp.execution.optimizer import GraphedOptimizer
 from hgnp.training.evaluate import Evaluation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -51,10 +54,10 @@ def trained(captured: bool, dropout: float = 0.0, **choices: Any) -> tuple[nn.Mo
     neurons = hgnp.Neurons(model, batches(1)[0][0][:2])
     flat = hgnp.Flatness(model, **choices)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    engine = Engine(flat)
-    trainer = engine if captured else flat
+    graphed = Graphed(*parts(flat))
+    trainer = graphed if captured else flat
     losses, seen = [], []
-    with engine.running():
+    with graphed.running():
         for number, (x, y) in enumerate(batches(30)):
             if number == 15:
                 cut = neurons.least(hgnp.sensitivity(model, neurons, [(x, y)], flatness=flat), 12)
@@ -64,7 +67,7 @@ def trained(captured: bool, dropout: float = 0.0, **choices: Any) -> tuple[nn.Mo
             losses.append(trainer.backward(x, y).item())
             optimizer.step()
             seen.append((flat.block, flat.radius, flat.curvature))
-    return model, losses, seen, engine
+    return model, losses, seen, graphed
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -88,10 +91,10 @@ def trained(captured: bool, dropout: float = 0.0, **choices: Any) -> tuple[nn.Mo
 )
 def test_the_same_trajectory(choices: dict[str, Any], dropout: float) -> None:
     """With dropout too: graphs draw the masks that steps as they are draw, and the passes of a step share them."""
-    model, losses, seen, engine = trained(True, dropout, **choices)
+    model, losses, seen, graphed = trained(True, dropout, **choices)
     other, expected, also_seen, _ = trained(False, dropout, **choices)
-    assert engine.refused is None
-    assert engine._graphs
+    assert graphed.refused is None
+    assert graphed._graphs
     assert losses == pytest.approx(expected, rel=1e-7)
     torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-6, atol=1e-8)
     if choices["mu"]:
@@ -103,16 +106,16 @@ def test_sharpness_aware_steps_are_captured_too() -> None:
     found = []
     for captured in (True, False):
         model = net()
-        sam = SAM(model, rho=0.1)
-        engine = Engine(sam)
+        step, state = SAMStep(model, rho=0.1), State(0.0, 0.0, Direction(model))
+        graphed, eager = Graphed(step, state), Eager(step, state)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         losses = []
-        with engine.running():
+        with graphed.running():
             for x, y in batches(12):
                 optimizer.zero_grad(set_to_none=True)
-                losses.append((engine if captured else sam).backward(x, y).item())
+                losses.append((graphed if captured else eager).backward(x, y).item())
                 optimizer.step()
-        assert bool(engine._graphs) is captured
+        assert bool(graphed._graphs) is captured
         found.append((losses, model.state_dict()))
     torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)
 
@@ -165,14 +168,18 @@ def test_draws_that_graphs_cannot_repeat_are_not_captured() -> None:
         ("cuda", hgnp.Flatness(Drawing("cuda").cuda(), mu=0.0), True),
         ("cuda", hgnp.Flatness(Drawing("cuda").cuda(), mu=0.1, bound=-1.0), True),
         ("cuda", hgnp.Flatness(Drawing("cuda").cuda(), mu=0.1, bound=-1.0, direction_from="this_batch"), False),
-        ("cuda", SAM(Drawing("cuda").cuda()), False),
+        ("cuda", None, False),
     ):
-        engine = Engine(trainer)
-        with engine.running():
-            losses = {engine.backward(x, y).item() for _ in range(6)}
+        if trainer is None:
+            net = Drawing("cuda").cuda()
+            graphed = Graphed(SAMStep(net), State(0.0, 0.0, Direction(net)))
+        else:
+            graphed = Graphed(*parts(trainer))
+        with graphed.running():
+            losses = {graphed.backward(x, y).item() for _ in range(6)}
         assert len(losses) == 6, (device, trainer)  # every step draws anew
-        assert engine.refused == (None if captured else "its forward draws random numbers"), (device, trainer)
-        assert bool(engine._graphs) is captured
+        assert graphed.refused == (None if captured else "its forward draws random numbers"), (device, trainer)
+        assert bool(graphed._graphs) is captured
 
 
 def test_a_run_uses_it_and_goes_on_after_a_removal() -> None:
@@ -195,9 +202,9 @@ def test_a_run_in_float64_equals_one_operation_by_operation(method: dict[str, An
     y = (x[:, 0].mean((1, 2)) > 0).long()
     data = [(x[i : i + 16].cuda(), y[i : i + 16].cuda()) for i in range(0, 64, 16)]
     histories = []
-    for engine in ("auto", "eager"):
+    for graphed in ("auto", "eager"):
         recipe = hgnp.Recipe(
-            keep=0.5, warmup_epochs=3, neurons_per_round=10, finetune_epochs=3, lr=0.05, seed=0, execution=engine,
+            keep=0.5, warmup_epochs=3, neurons_per_round=10, finetune_epochs=3, lr=0.05, seed=0, execution=graphed,
             precision="float32", mu=0.01, bound=0.0, mu_warmup_epochs=2, **method,
         )  # fmt: skip
         histories.append(hgnp.prune(net(), data, data, recipe=recipe).history)
@@ -214,12 +221,12 @@ def test_the_optimizer_s_steps_come_from_a_graph_too(flatness: dict[str, str], m
     y = (x[:, 0].mean((1, 2)) > 0).long()
     data = [(x[i : i + 16].cuda(), y[i : i + 16].cuda()) for i in range(0, 96, 16)]
     captured: list[int] = []
-    capture = Stepping._captured
-    monkeypatch.setattr(Stepping, "_captured", lambda *args: (captured.append(0), capture(*args))[1])
+    capture = GraphedOptimizer._captured
+    monkeypatch.setattr(GraphedOptimizer, "_captured", lambda *args: (captured.append(0), capture(*args))[1])
     histories = []
-    for engine in ("auto", "eager"):
+    for graphed in ("auto", "eager"):
         recipe = hgnp.Recipe(
-            keep=0.5, warmup_epochs=2, neurons_per_round=10, finetune_epochs=2, lr=0.02, seed=0, execution=engine,
+            keep=0.5, warmup_epochs=2, neurons_per_round=10, finetune_epochs=2, lr=0.02, seed=0, execution=graphed,
             precision="float32", mu=0.01, bound=0.0, schedule="cosine", flatness=flatness,
         )  # fmt: skip
         histories.append(hgnp.prune(net().float(), data, data, recipe=recipe).history)

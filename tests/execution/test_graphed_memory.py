@@ -1,4 +1,4 @@
-"""What graphs, and captures that fail, hold in memory; as in test_engine.py, without a GPU."""
+"""What graphs, and captures that fail, hold in memory; as in test_graphed.py, without a GPU."""
 
 import contextlib
 import weakref
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import hgnp
-from engine_cases import Again, Net, Stand, prepared
+from graphed_cases import Again, Net, Stand, prepared, stand_in
 from hgnp.curvature import eigen
-from hgnp.execution.graphed import Engine
-from hgnp.execution.graphs import Capture, RefusedError, Replayed
-from hgnp.training import engine as engines
+from hgnp.execution.graphed import Graphed
+from hgnp.execution.graphs import Capture, RefusedError, Replayed, kind_of
+from hgnp.flatness import parts
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -37,27 +37,27 @@ def test_a_step_whose_way_back_cannot_be_captured_is_made_once(
             if self.captures == refused:
                 raise RefusedError("it cannot")
             made = super().capture(work)
-            passes.append(weakref.ref(self.engine.flatness.found))  # type: ignore[union-attr]
+            passes.append(weakref.ref(self.graphed.state.current))
             return made
 
     found = []
     for stand in (Unable, Stand):
-        monkeypatch.setattr(engines, "Capture", stand)
+        stand_in(monkeypatch, stand)
         torch.manual_seed(0)
-        flat, engine, optimizer = prepared(Net().double(), bound=-1.0, refresh_every=refresh_every)
-        run = flat.run
+        flat, graphed, optimizer = prepared(Net().double(), bound=-1.0, refresh_every=refresh_every)
+        run = graphed._as_it_is
 
-        def as_it_is(*args: Any, run: Callable[..., Tensor] = run, **options: Any) -> Tensor:
+        def as_it_is(*args: Any, run: Callable[..., Any] = run) -> Any:
             assert not any(kept() for kept in passes)
-            return run(*args, **options)
+            return run(*args)
 
-        monkeypatch.setattr(flat, "run", as_it_is)
+        monkeypatch.setattr(graphed, "_as_it_is", as_it_is)
         for _ in range(7):
             optimizer.zero_grad(set_to_none=True)
-            engine.backward(*batch())
+            graphed.backward(*batch())
             optimizer.step()
-        assert engine.refused == ("it cannot" if stand is Unable else None)
-        assert bool(engine._graphs) is (stand is Stand)
+        assert graphed.refused == ("it cannot" if stand is Unable else None)
+        assert bool(graphed._graphs) is (stand is Stand)
         found.append(flat.net.state_dict())
     assert len(passes) == refused - 1
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
@@ -126,32 +126,32 @@ def test_work_that_cannot_be_captured_is_done_without_what_the_capture_took() ->
 
 def test_a_step_from_graphs_does_not_look_for_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device would wait meanwhile."""
-    monkeypatch.setattr(engines, "Capture", Stand)
+    stand_in(monkeypatch)
     torch.manual_seed(0)
-    flat, engine, _ = prepared(Net().double(), bound=1e9, refresh_every=3)
+    _, graphed, _ = prepared(Net().double(), bound=1e9, refresh_every=3)
     x, y = batch()
     for _ in range(9):
-        engine.backward(x, y)
+        graphed.backward(x, y)
     looked: list[None] = []
-    monkeypatch.setattr(flat.v, "block", lambda: looked.append(None))
+    monkeypatch.setattr(graphed.state.direction, "block", lambda: looked.append(None))
     monkeypatch.setattr(Again, "replay", lambda again: None)
     for _ in range(3):
-        engine.backward(x, y)
+        graphed.backward(x, y)
     assert not looked
 
 
 def test_what_was_seen_outlasts_other_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of steps at rest show nothing of their own, and share the memory."""
-    monkeypatch.setattr(engines, "Capture", Stand)
+    stand_in(monkeypatch)
     torch.manual_seed(0)
     flat = hgnp.Flatness(Net().double(), mu=0.05, bound=-1.0)
-    Stand.engine = engine = Engine(flat)
+    Stand.graphed = graphed = Graphed(*parts(flat))
     for _ in range(3):
-        engine.backward(*batch())
+        graphed.backward(*batch())
     before = flat.residual, {name: part.clone() for name, part in flat.direction.items()}
-    for captured in engine._graphs.values():
-        if captured.seen is not None:
-            for tensor in (captured.seen.residuals, *captured.seen.direction):
+    for captured in graphed._graphs.values():
+        if captured.statistics is not None:
+            for tensor in (captured.statistics.along.residuals, *captured.statistics.along.direction):
                 tensor.fill_(torch.nan)
     torch.testing.assert_close((flat.residual, flat.direction), before, rtol=0, atol=0)
 
@@ -162,3 +162,34 @@ def test_constants_that_graphs_read_are_kept() -> None:
     for side in range(1, 200):
         eigen.arbitrary(side, torch.double, torch.device("cpu"))
     assert first() is not None
+
+
+@pytest.mark.parametrize("choices", [{}, {"flatness": "paper"}, {"mu": 0.0}], ids=str)
+def test_nothing_of_a_graph_s_memory_is_kept_in_the_state(
+    choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One number would keep a segment of the pool."""
+    stand_in(monkeypatch)
+    torch.manual_seed(0)
+    _, graphed, _ = prepared(Net().double(), **{"bound": -1.0} | choices)
+    for _ in range(4):
+        graphed.backward(*batch())
+    assert graphed._graphs
+    state = graphed.state
+    held = [state.loss] if state.statistics is None else [state.loss, state.statistics.curvature]
+    for captured in graphed._graphs.values():
+        theirs = [captured.loss] if captured.statistics is None else [captured.loss, captured.statistics.curvature]
+        pointers = {x.data_ptr() for x in theirs if x is not None}
+        assert not pointers & {x.data_ptr() for x in held if x is not None}
+    assert (state.current, state.collector, state.along) == (None, None, None)
+
+
+def test_a_plain_step_that_fails_lets_its_pass_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    torch.manual_seed(0)
+    net = Net().double()
+    _, graphed, _ = prepared(net, mu=0.0)
+    monkeypatch.setattr(graphed.step, "backward", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        graphed._step(kind_of(batch(), graphed.device), batch())
+    assert graphed.state.current is None

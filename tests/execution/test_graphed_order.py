@@ -1,0 +1,124 @@
+"""The order of what a step from graphs does: what is under way before the host waits. Graphs are stood in for."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import hgnp
+from graphed_cases import Again, Net, Stand, prepared, stand_in
+from hgnp.curvature.step import Statistics
+from hgnp.execution.graphed import Graphed
+from hgnp.execution.graphs import kind_of
+from hgnp.flatness import parts
+from hgnp.training.batches import Ahead
+
+
+def test_pieces_are_captured_at_their_second_time_and_q_before_its_block_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in(monkeypatch)
+    torch.manual_seed(0)
+    net, x, y = Net().double(), torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
+    flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, direction_from="this_batch")
+    Stand.graphed = graphed = Graphed(*parts(flat))
+    graphed.backward(x, y)
+    assert not graphed._graphs
+    graphed.backward(x, y)
+    assert {key[0] for key in graphed._graphs} == {"loss", "q", "term"}
+    order: list[str] = []
+    replay, direction = Again.replay, graphed.state.direction
+    name = direction.name
+
+    def replayed(again: Again) -> None:
+        order.append(next(key[0] for key, captured in graphed._graphs.items() if captured.graph is again))
+        replay(again)
+
+    def named() -> str | None:
+        if not Stand.capturing:  # in a graph it is known
+            order.append("name")
+        return name()
+
+    monkeypatch.setattr(Again, "replay", replayed)
+    graphed.backward(x, y)
+    first = list(order)
+    assert first == ["loss", "q", "term"]
+    order.clear()
+    monkeypatch.setattr(direction, "name", named)
+    graphed.backward(x, y)
+    assert order == ["loss", "q", "name", "term"]
+
+
+@pytest.mark.parametrize("direction_from", ["last_batch", "this_batch"])
+def test_the_next_batch_is_fetched_before_the_host_waits(direction_from: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    monkeypatch.setattr("hgnp.execution.eager.may_be_active", lambda *_: True)  # as on a GPU, where nobody knows
+    torch.manual_seed(0)
+    batches = [(torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))) for _ in range(6)]
+    _, graphed, _ = prepared(Net().double(), bound=-1.0, direction_from=direction_from)
+    order: list[str] = []
+    q = Statistics.q.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(Statistics, "q", property(lambda seen: order.append("q") or q(seen)))
+    ahead = Ahead(batches)
+
+    def fetch() -> Any:
+        order.append("fetch")
+        return ahead.fetch()
+
+    graphed.begin_epoch()
+    graphed.fetch = fetch
+    kinds = []
+    monkeypatch.setattr(
+        "hgnp.execution.graphed.kind_of", lambda batch, _: kinds.append(batch[0]) or kind_of(batch, graphed.device)
+    )
+    for x, y in ahead:
+        order.append("step")
+        graphed.backward(x, y)
+    steps = " ".join(order).split("step")
+    # as it is: a network may draw from the streams that loaders do
+    assert all("fetch" not in step for step in steps[:2])
+    assert [step.split() for step in steps[-2:]] == [["fetch", "q"]] * 2
+    assert [id(x) for x in kinds] == [id(x) for x, _ in batches]  # each is looked at once
+
+
+@pytest.mark.parametrize(("bound", "back"), [(-1.0, "active"), (1e9, "inactive")])
+@pytest.mark.parametrize("refresh_every", [1, 3])
+def test_the_way_back_is_chosen_once_q_is_known(
+    bound: float, back: str, refresh_every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a captured step keeps nothing of its pass: other graphs may have the memory."""
+    stand_in(monkeypatch)
+    torch.manual_seed(0)
+    net, x, y = Net().double(), torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
+    flat = hgnp.Flatness(net, mu=0.05, bound=bound, refresh_every=refresh_every)
+    Stand.graphed = graphed = Graphed(*parts(flat))
+    for _ in range(9):
+        graphed.backward(x, y)
+    order: list[str] = []
+    replay = Again.replay
+
+    def replayed(again: Again) -> None:
+        order.append(next(key[0] for key, captured in graphed._graphs.items() if captured.graph is again))
+        replay(again)
+
+    monkeypatch.setattr(Again, "replay", replayed)
+    for _ in range(3):
+        graphed.backward(x, y)
+    assert order == ["forward", back] * 3
+    assert graphed.state.current is None
+
+
+@pytest.mark.parametrize("choices", [{"flatness": "paper"}, {"direction_from": "this_batch"}], ids=str)
+def test_in_the_paper_s_order_the_network_runs_once(choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """q is taken from the tape of the first pass, also in the graph that was captured for the term."""
+    stand_in(monkeypatch)
+    torch.manual_seed(0)
+    net = Net().double()
+    _, graphed, _ = prepared(net, bound=-1.0, **choices)
+    x, y = torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
+    for _ in range(3):
+        graphed.backward(x, y)
+    calls: list[None] = []
+    net.register_forward_pre_hook(lambda *_: calls.append(None))
+    graphed.backward(x, y)
+    assert len(calls) == 1
