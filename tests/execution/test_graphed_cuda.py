@@ -11,10 +11,11 @@ from torch import Tensor, nn
 import hgnp
 from hgnp.baselines.sam import SAMStep
 from hgnp.curvature.direction import Direction
-from hgnp.curvature.step import State
+from hgnp.curvature.step import State, Step, make_step
 from hgnp.execution.eager import Eager
 from hgnp.execution.graphed import Graphed
 from hgnp.execution.optimizer import GraphedOptimizer
+from hgnp.flatness import parts
 from hgnp.training.evaluate import Evaluation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -36,6 +37,10 @@ def net(dropout: float = 0.0) -> nn.Module:
             return self.out(self.drop(torch.relu(self.c(x))))
 
     return Net().double().cuda().to(memory_format=torch.channels_last)
+
+
+def sam(model: nn.Module, **options: float) -> tuple[Step, State]:
+    return SAMStep(model, **options), State(0.0, 0.0, Direction(model))
 
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:
@@ -106,7 +111,7 @@ def test_sharpness_aware_steps_are_captured_too() -> None:
     found = []
     for captured in (True, False):
         model = net()
-        step, state = SAMStep(model, rho=0.1), State(0.0, 0.0, Direction(model))
+        step, state = sam(model, rho=0.1)
         graphed, eager = Graphed(step, state), Eager(step, state)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         losses = []
@@ -163,22 +168,19 @@ def test_draws_that_graphs_cannot_repeat_are_not_captured() -> None:
             return self.out(x * torch.rand((), device=self.device).to(x))
 
     x, y = torch.randn(8, 4).cuda(), torch.randint(0, 5, (8,)).cuda()
-    for device, trainer, captured in (
-        ("cpu", hgnp.Flatness(Drawing("cpu").cuda(), mu=0.0), False),
-        ("cuda", hgnp.Flatness(Drawing("cuda").cuda(), mu=0.0), True),
-        ("cuda", hgnp.Flatness(Drawing("cuda").cuda(), mu=0.1, bound=-1.0), True),
-        ("cuda", hgnp.Flatness(Drawing("cuda").cuda(), mu=0.1, bound=-1.0, direction_from="this_batch"), False),
-        ("cuda", None, False),
+    this_batch = {"mu": 0.1, "bound": -1.0, "direction_from": "this_batch"}
+    for device, (step, state), captured in (
+        ("cpu", make_step(Drawing("cpu").cuda(), mu=0.0), False),
+        ("cuda", make_step(Drawing("cuda").cuda(), mu=0.0), True),
+        ("cuda", make_step(Drawing("cuda").cuda(), mu=0.1, bound=-1.0), True),
+        ("cuda", make_step(Drawing("cuda").cuda(), **this_batch), False),
+        ("cuda", sam(Drawing("cuda").cuda()), False),
     ):
-        if trainer is None:
-            net = Drawing("cuda").cuda()
-            graphed = Graphed(SAMStep(net), State(0.0, 0.0, Direction(net)))
-        else:
-            graphed = Graphed(*parts(trainer))
+        graphed = Graphed(step, state)
         with graphed.running():
             losses = {graphed.backward(x, y).item() for _ in range(6)}
-        assert len(losses) == 6, (device, trainer)  # every step draws anew
-        assert graphed.refused == (None if captured else "its forward draws random numbers"), (device, trainer)
+        assert len(losses) == 6, (device, step, state.mu)  # every step draws anew
+        assert graphed.refused == (None if captured else "its forward draws random numbers"), (device, step, state.mu)
         assert bool(graphed._graphs) is captured
 
 
@@ -202,9 +204,9 @@ def test_a_run_in_float64_equals_one_operation_by_operation(method: dict[str, An
     y = (x[:, 0].mean((1, 2)) > 0).long()
     data = [(x[i : i + 16].cuda(), y[i : i + 16].cuda()) for i in range(0, 64, 16)]
     histories = []
-    for graphed in ("auto", "eager"):
+    for execution in ("auto", "eager"):
         recipe = hgnp.Recipe(
-            keep=0.5, warmup_epochs=3, neurons_per_round=10, finetune_epochs=3, lr=0.05, seed=0, execution=graphed,
+            keep=0.5, warmup_epochs=3, neurons_per_round=10, finetune_epochs=3, lr=0.05, seed=0, execution=execution,
             precision="float32", mu=0.01, bound=0.0, mu_warmup_epochs=2, **method,
         )  # fmt: skip
         histories.append(hgnp.prune(net(), data, data, recipe=recipe).history)
@@ -224,9 +226,9 @@ def test_the_optimizer_s_steps_come_from_a_graph_too(flatness: dict[str, str], m
     capture = GraphedOptimizer._captured
     monkeypatch.setattr(GraphedOptimizer, "_captured", lambda *args: (captured.append(0), capture(*args))[1])
     histories = []
-    for graphed in ("auto", "eager"):
+    for execution in ("auto", "eager"):
         recipe = hgnp.Recipe(
-            keep=0.5, warmup_epochs=2, neurons_per_round=10, finetune_epochs=2, lr=0.02, seed=0, execution=graphed,
+            keep=0.5, warmup_epochs=2, neurons_per_round=10, finetune_epochs=2, lr=0.02, seed=0, execution=execution,
             precision="float32", mu=0.01, bound=0.0, schedule="cosine", flatness=flatness,
         )  # fmt: skip
         histories.append(hgnp.prune(net().float(), data, data, recipe=recipe).history)

@@ -3,6 +3,7 @@
 A second way to flat minima, to be compared with the flatness term. It stands in for `Flatness` in a training loop.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from hgnp.curvature.autodiff.random import undisturbed
 from hgnp.curvature.check import finite
 from hgnp.curvature.choices import Choices
 from hgnp.curvature.direction import Direction
-from hgnp.curvature.losses import Loss
+from hgnp.curvature.losses import Loss, weighted
 from hgnp.curvature.step import PLAIN, Plan, Scale, State, Step
 from hgnp.execution.eager import Eager
 from hgnp.reducer import LOCAL, Reducer
@@ -49,28 +50,26 @@ class SAMStep(Step):
             self.forward(state, PLAIN, inputs, target)
             self.decide(state)
             assert state.current is not None
-            found = torch.autograd.grad(state.current.loss, parameters, allow_unused=True)
-        used = [(p, g) for p, g in zip(parameters, found, strict=True) if g is not None]
-        before = self._perturb(used)
+            found = torch.autograd.grad(state.current.loss, parameters, materialize_grads=True)
+        before = self._perturb(parameters, found)
         torch.clear_autocast_cache()  # which holds half-precision copies of the parameters as they were
         try:
             output = self.passes.run(inputs, self.norms_mode(), traceless=True)
-            loss = self.loss(output, target)
-            (loss * scale if state.weight is None else loss * state.weight * scale).backward()
+            (weighted(self.loss(output, target), state.weight) * scale).backward()
         finally:
             with torch.no_grad():
-                for (p, _), value in zip(used, before, strict=True):
+                for p, value in zip(parameters, before, strict=True):
                     p.copy_(value)
             torch.clear_autocast_cache()
 
     @torch.no_grad()
-    def _perturb(self, used: list[tuple[nn.Parameter, Tensor]]) -> list[Tensor]:
+    def _perturb(self, parameters: list[nn.Parameter], own: Sequence[Tensor]) -> list[Tensor]:
         """Moves the parameters by ρ along the gradient of all ranks, and returns what they were."""
-        gradients = self.reducer.sum([g for _, g in used])
+        gradients = self.reducer.sum(own)
         length = torch.stack([g.norm() for g in gradients]).norm()
         step = self.rho / length.clamp_min(torch.finfo(length.dtype).tiny)
-        before = [p.clone() for p, _ in used]
-        for (p, _), g in zip(used, gradients, strict=True):
+        before = [p.clone() for p in parameters]
+        for p, g in zip(parameters, gradients, strict=True):
             p.add_(g * step)
         return before
 

@@ -45,7 +45,7 @@ class CrossEntropy:
         classes = z.shape[1]
         if self.weight is None and not target.is_floating_point():
             counted = (target != self.ignore_index).to(z.dtype)
-            return counted / counted.sum()
+            return counted / _positive(counted.sum())
         w = z.new_ones(classes) if self.weight is None else self.weight.to(z)
         if target.is_floating_point():
             t = target * (1 - self.smoothing) + self.smoothing / classes
@@ -53,7 +53,7 @@ class CrossEntropy:
         counted = target != self.ignore_index
         own = w[target.masked_fill(~counted, 0)] * counted  # torch.where would copy its 0 to the device
         smooth = (1 - self.smoothing) * own + self.smoothing * w.mean() * counted
-        return smooth / own.sum()
+        return smooth / _positive(own.sum())
 
     def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor:
         z, u = wide(z), wide(u)
@@ -131,6 +131,16 @@ class BinaryCrossEntropy:
 
     def normaliser(self, z: Tensor, target: Tensor) -> Tensor:
         return _constant(z.numel(), z)
+
+
+def weighted(value: Tensor, weight: Tensor | None) -> Tensor:
+    """w·C or w·q of a rank, None: it has all of it. 0 where w is: with no label that counts, its own mean is 0/0."""
+    return value if weight is None else torch.where(weight == 0, 0.0, value * weight)
+
+
+def _positive(total: Tensor) -> Tensor:
+    """A normaliser to divide by: 0 of 0 is 0."""
+    return total.clamp_min(torch.finfo(total.dtype).tiny)
 
 
 def _constant(value: float, like: Tensor) -> Tensor:

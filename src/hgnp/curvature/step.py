@@ -45,7 +45,7 @@ from hgnp.curvature.device import Late
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.factors import Block, find_blocks
-from hgnp.curvature.losses import Loss, loss_curvature, normaliser
+from hgnp.curvature.losses import Loss, loss_curvature, normaliser, weighted
 from hgnp.curvature.moments import FactorCollector
 from hgnp.messages import refuse_renamed
 from hgnp.reducer import LOCAL, Reducer
@@ -330,9 +330,18 @@ class Step:
             p.grad = None
         try:
             yield
+            met = [p.grad is not None for p in parameters]
             own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            for p, grad in zip(parameters, self.reducer.sum(own), strict=True):
-                p.grad = grad
+            ranks = torch.ones(len(met), dtype=own[0].dtype, device=own[0].device)  # that have met each of them
+            for n in (n for n, known in enumerate(met) if not known):
+                ranks[n].zero_()  # a kernel; the host would wait for a copy
+            *grads, ranks = self.reducer.sum([*own, ranks])
+            if not all(
+                met
+            ):  # parameters that no rank has met keep no gradient; only where there may be some the host waits
+                met = ranks.bool().tolist()
+            for p, grad, known in zip(parameters, grads, met, strict=True):
+                p.grad = grad if known else None
         finally:
             for p, earlier in zip(parameters, before, strict=True):
                 if earlier is not None:
@@ -362,8 +371,7 @@ class Step:
         with undisturbed(*self.net.parameters()):
             if direction is None:
                 output = self.passes.run(inputs, self.norms_mode(), within=within, traceless=True)
-                loss = self.loss(output, target)
-                return loss if state.weight is None else loss * state.weight
+                return weighted(self.loss(output, target), state.weight)
             found, _ = self._along(direction, state, inputs, target, traceless=True, within=within)
         assert found.q is not None
         (q,) = self.reducer.sum([found.q.detach()])
@@ -420,8 +428,7 @@ class Step:
         with undisturbed(*self.net.parameters()):  # dropout masks repeat from pass to pass
             mode = Forward(watch=collector, reducer=self.reducer)
             output = self.passes.run(inputs, mode, traceless=True)
-            loss = self.loss(output, target)
-            loss = loss if state.weight is None else loss * state.weight
+            loss = weighted(self.loss(output, target), state.weight)
             direction.refresh(
                 collector, partial(self._collect_from, collector, loss, output, state, target, scale),
                 cold=cold, empirical=self.choices.ranking == "empirical", reducer=self.reducer,

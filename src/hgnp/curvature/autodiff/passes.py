@@ -21,7 +21,7 @@ from hgnp.curvature.autodiff.tape import Tape
 from hgnp.curvature.check import tracked
 from hgnp.curvature.device import capturing
 from hgnp.curvature.factors import Block, find_blocks
-from hgnp.curvature.losses import Loss, loss_curvature
+from hgnp.curvature.losses import Loss, loss_curvature, weighted
 from hgnp.modes import layer_of
 from hgnp.reducer import Reducer
 from hgnp.removal import Removal, listen
@@ -131,9 +131,8 @@ class Passes:
         loss = self._loss(output, target, weight) if loss is None else loss
         with autocast_off(loss):
             q = mode.quotient(loss, output, target)
-            q = (
-                q * weight if isinstance(mode, GaussNewton) and weight is not None else q
-            )  # the Hessian's is of w·C already
+            if isinstance(mode, GaussNewton):  # the Hessian's is of w·C already
+                q = weighted(q, weight)
         return replace(primal or Pass(loss, output), loss=loss, output=output, q=q)
 
     def run(
@@ -162,8 +161,7 @@ class Passes:
                 mode.unfit = None  # they would hold each other
 
     def _loss(self, output: Any, target: Any, weight: Weight) -> Tensor:
-        loss = self.loss(output, target)
-        return loss if weight is None else loss * weight
+        return weighted(self.loss(output, target), weight)
 
     def _mode(self, block: Block, seeds: Seeds, watch: Watch | None) -> GaussNewton | Hessian:
         if not self._carries(block):

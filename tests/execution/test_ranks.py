@@ -1,0 +1,209 @@
+"""Steps of several ranks, each with its share of a batch, are the steps of one process with all of it."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hgnp
+from graphed_cases import stand_in
+from hgnp.baselines.sam import SAMStep
+from hgnp.curvature.direction import Direction
+from hgnp.curvature.step import State, Step, make_step
+from hgnp.execution.eager import Eager
+from hgnp.execution.graphed import Graphed
+from hgnp.reducer import LOCAL, Reducer
+from hgnp.scores import scored
+from ranks import run_ranks
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+STEPS = 5
+SHARES = [(5, 3), (4, 3, 1)]
+
+
+class Square(nn.Module):
+    """Bends, by a rule: `torch.func.jvp`, which other bent operations take, keeps its levels in one place for all threads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x / 4
+
+
+class Net(nn.Module):
+    """Convolutions and a linear layer, with one that is never met: its parameters have no gradient."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 5, 2), nn.Linear(5, 3)
+        self.na, self.nb = (nn.BatchNorm2d(4), nn.BatchNorm2d(5)) if norm else (nn.Identity(), nn.Identity())
+        self.square, self.unmet = Square(), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.square(self.na(self.a(x)))
+        return self.out(self.square(self.nb(self.b(x))).mean((2, 3)))
+
+
+def made(norm: bool) -> Net:
+    torch.manual_seed(0)
+    return Net(norm).double()
+
+
+def batches(kind: str, samples: int) -> list[tuple[Tensor, Tensor]]:
+    draws = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(STEPS):
+        x = torch.randn(samples, 2, 5, 5, generator=draws, dtype=torch.double)
+        y = torch.randint(0, 3, (samples,), generator=draws)
+        if kind == "ignored":
+            y[torch.tensor([1, 6])] = -100
+        found.append((x, torch.randn(samples, 3, generator=draws, dtype=torch.double) if kind == "mse" else y))
+    return found
+
+
+def trained(
+    net: nn.Module,
+    data: list[tuple[Tensor, Tensor]],
+    make: Callable[..., tuple[Step, State]],
+    mu: float | None,
+    reducer: Reducer = LOCAL,
+) -> dict[str, Any]:
+    """What a rank sees of all steps, and scores at the end."""
+    net = copy.deepcopy(net)
+    neurons = hgnp.Neurons(net, torch.zeros(2, 2, 5, 5, dtype=torch.double))
+    step, state = make(net, reducer=reducer)
+    eager = Eager(step, state)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    found: dict[str, Any] = {name: [] for name in ("losses", "plans", "q", "radius", "blocks", "gradients", "weights")}
+    for x, y in data:
+        optimizer.zero_grad()
+        found["losses"].append(eager.backward(x, y))
+        found["plans"].append(state.plan)
+        if state.statistics is not None:
+            found["q"].append(state.statistics.curvature)
+            found["radius"].append(state.statistics.along.radius)
+            found["blocks"].append(state.statistics.along.block.name)
+        found["gradients"].append(
+            {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()}
+        )
+        optimizer.step()
+        found["weights"].append({name: tensor.clone() for name, tensor in net.state_dict().items()})
+    found["scores"] = scored(neurons, data[:3], step, state, criterion="taylor", mu=mu, coupling="coupled")
+    return found
+
+
+def sam(net: nn.Module, *, reducer: Reducer, **options: Any) -> tuple[Step, State]:
+    return SAMStep(net, rho=0.1, reducer=reducer, **options), State(0.0, 0.0, Direction(net))
+
+
+def compare(norm: bool, kind: str, shares: tuple[int, ...], make: Callable[..., Any], mu: float | None = None) -> Any:
+    net, joint = made(norm), batches(kind, sum(shares))
+    split = [list(zip(x.split(list(shares)), y.split(list(shares)), strict=True)) for x, y in joint]
+    have = run_ranks(len(shares), lambda rank, reducer: trained(net, [each[rank] for each in split], make, mu, reducer))
+    want = trained(net, joint, make, mu)
+    assert all(torch.isfinite(loss) for loss in want["losses"])
+    for own in have:
+        assert own["plans"] == want["plans"]
+        assert own["blocks"] == want["blocks"]
+        for name in ("losses", "q", "radius", "gradients", "weights", "scores"):
+            torch.testing.assert_close(own[name], want[name], **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+    return want
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "refresh_every": {"refresh_every": 2, "skip_inactive": True},
+    "inactive": {"refresh_every": 3, "skip_inactive": True, "bound": 1e3},
+    "paper": {"flatness": "paper"},
+    "this_batch": {"direction_from": "this_batch"},
+    "hessian": {"curvature": "hessian"},
+    "empirical": {"ranking": "empirical"},
+    "scale_invariant": {"scaling": "scale_invariant"},
+    "expand": {"kfac_approx": "expand"},
+    "penalized_loss": {"gamma_from": "penalized_loss"},
+}
+
+
+@pytest.mark.parametrize("shares", SHARES, ids=str)
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "BatchNorm"])
+@pytest.mark.parametrize("choices", CHOICES)
+def test_steps_of_ranks_are_the_steps_of_the_joint_batch(choices: str, norm: bool, shares: tuple[int, ...]) -> None:
+    make = partial(make_step, **{"mu": 0.1, "bound": 0.0} | CHOICES[choices])
+    want = compare(norm, "labels", shares, make)
+    assert want["q"]
+    assert all(q.abs() > 1e-3 for q in want["q"])
+    assert (choices == "inactive") is any(not plan.penalty for plan in want["plans"])
+
+
+LOSSES = {
+    "labels": F.cross_entropy,
+    "ignored": partial(F.cross_entropy, weight=torch.tensor([0.2, 1.0, 3.0], dtype=torch.double)),
+    "mse": F.mse_loss,
+    "of one's own": lambda z, y: F.cross_entropy(z, y) + 0.1 * z.square().mean(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("choices", ["default", "paper"])
+def test_shares_of_a_loss_are_those_of_its_normaliser(loss: str, choices: str) -> None:
+    make = partial(make_step, mu=0.1, bound=0.0, loss=LOSSES[loss], **CHOICES[choices])
+    compare(True, loss, (5, 3), make)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "BatchNorm"])
+@pytest.mark.parametrize("make", [sam, partial(make_step, mu=0.0)], ids=["SAM", "mu=0"])
+@pytest.mark.parametrize("kind", ["labels", "ignored"])
+def test_steps_without_the_term(make: Callable[..., Any], norm: bool, kind: str) -> None:
+    compare(norm, kind, (4, 3, 1), partial(make, loss=LOSSES[kind]), 0.0)
+
+
+class Turned(Net):
+    """Samples do not lead in all of its tensors, so that gates are of a batch as a whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.square(self.na(self.a(x)))
+        x = self.square(self.nb(self.b(x))).mean((2, 3))
+        return self.out(x.T.clone().mul(2).T)
+
+
+@pytest.mark.parametrize("criterion", ["taylor", "taylor_sum"])
+@pytest.mark.filterwarnings("ignore:samples do not lead")
+def test_scores_of_a_batch_as_a_whole_are_summed_before_their_absolute_value(criterion: str) -> None:
+    torch.manual_seed(0)
+    net, joint = Turned(norm=True).double(), batches("labels", 8)
+
+    def scores(net: nn.Module, data: list[tuple[Tensor, Tensor]], reducer: Reducer) -> Any:
+        neurons = hgnp.Neurons(net, torch.zeros(2, 2, 5, 5, dtype=torch.double))
+        step, state = make_step(net, mu=0.1, bound=0.0, reducer=reducer)
+        return scored(neurons, data, step, state, criterion=criterion, mu=None, coupling="coupled")
+
+    split = [[(x[:7], y[:7]), (x[7:], y[7:])] for x, y in joint]
+    have = run_ranks(2, lambda rank, reducer: scores(copy.deepcopy(net), [each[rank] for each in split], reducer))
+    want = scores(net, joint, LOCAL)
+    torch.testing.assert_close(have, [want, want], **CLOSE)
+
+
+@pytest.mark.parametrize("choices", [*CHOICES, "SAM"])
+def test_a_rank_none_of_whose_labels_count(choices: str) -> None:
+    """The mean of its own share is 0/0."""
+    own = sam if choices == "SAM" else partial(make_step, **{"mu": 0.1, "bound": 0.0} | CHOICES[choices])
+    compare(True, "ignored", (1, 1, 6), partial(own, loss=LOSSES["ignored"]), 0.0 if choices == "SAM" else None)
+
+
+def test_a_step_whose_ranks_sum_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    net, (x, y) = made(norm=True), batches("labels", 8)[0]
+
+    def steps(rank: int, reducer: Reducer) -> tuple[str | None, list[Tensor]]:
+        graphed = Graphed(*make_step(copy.deepcopy(net), mu=0.1, bound=0.0, reducer=reducer))
+        part = slice(0, 5) if rank == 0 else slice(5, 8)
+        return graphed.refused, [graphed.backward(x[part], y[part]) for _ in range(4)]
+
+    eager = Eager(*make_step(copy.deepcopy(net), mu=0.1, bound=0.0))
+    want = [eager.backward(x, y) for _ in range(4)]
+    for refused, losses in run_ranks(2, steps):
+        assert refused == "ranks sum within a step"
+        torch.testing.assert_close(losses, want, **CLOSE)
