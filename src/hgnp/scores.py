@@ -174,6 +174,8 @@ def _sum(
         lambda: step.objective(state, inputs, target, mu=mu, direction=v, within=gated(gates, gamma)),
     )
     delta = _slope(value, gamma) * state.samples  # summed over the batch this is N times its mean
+    if not apart:  # of the batch as a whole, whose absolute value is each rank's equal part of the sum over ranks
+        delta = step.reducer.sum([delta])[0] / step.reducer.ranks
     return (delta if signed else delta.abs()).sum(0)
 
 
@@ -243,6 +245,7 @@ def _samples_lead(step: Step, gates: Gates, inputs: Any, x: Tensor) -> bool:
     """Whether closing a sample's gates changes that sample alone: samples come first in every tensor and do not mix."""
     n = x.shape[0]
     gamma = _ones(x, n, gates)
+    lead = 0.0
 
     def forward() -> Any:
         with gated(gates, gamma):
@@ -250,11 +253,13 @@ def _samples_lead(step: Step, gates: Gates, inputs: Any, x: Tensor) -> bool:
 
     try:
         z = gates.follow(as_inputs(inputs), forward)
-        lead = isinstance(z, Tensor) and z.shape[:1] == (n,)
-        if lead and not bool(_slope(z[n // 2 :].sum(), gamma)[: n // 2].any()):
-            return True
+        if isinstance(z, Tensor) and z.shape[:1] == (n,):
+            lead = float(not bool(_slope(z[n // 2 :].sum(), gamma)[: n // 2].any()))
     except SamplesError:
         pass
+    (agreed,) = step.reducer.sum([torch.full((), lead, device=x.device)])
+    if agreed == step.reducer.ranks:
+        return True
     warnings.warn("samples do not lead in all tensors of the network, or mix; scores are |mean of the derivative| over a "
                   "batch instead of the mean of |derivative| over its samples", stacklevel=5)  # fmt: skip
     return False
