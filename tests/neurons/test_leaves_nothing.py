@@ -19,14 +19,17 @@ def net() -> nn.Sequential:
 def test_scores_without_a_flatness_leave_no_listener_behind() -> None:
     model, x, y = net(), torch.randn(6, 4), torch.arange(6) % 3
     neurons, flat = hgnp.Neurons(model, x), hgnp.Flatness(model)
+    listening = removal.listeners_of(model)
     for _ in range(5):
         hgnp.sensitivity(model, neurons, [(x, y)])
     gc.collect()
-    assert [reference() for reference in removal._LISTENERS[model]] == [flat.neurons_removed]
+    assert listening
+    assert removal.listeners_of(model) == listening
+    del listening
     neurons.remove({"0": [0]})
     del flat
     gc.collect()
-    assert not removal._LISTENERS[model]
+    assert not removal.listeners_of(model)
 
 
 def test_rounds_do_not_fill_pytorch_s_cache_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

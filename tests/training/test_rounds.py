@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hgnp
+from hgnp.curvature.step import make_step
 from hgnp.experiments.models import DigitsNet
 from hgnp.neurons.structure import Structure
 from hgnp.neurons.summary import Frozen
@@ -42,7 +43,7 @@ def test_what_can_be_reached_is_asked_of_the_coupling_that_the_run_has(
     net = Residual()
     neurons = hgnp.Neurons(net, torch.zeros(2, 1, 6, 6))
     pruner = Pruner(
-        neurons, hgnp.Flatness(net, mu=0.0), recipe(keep=0.001, coupling=coupling),
+        neurons, *make_step(net, mu=0.0), recipe(keep=0.001, coupling=coupling),
         torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({}),
     )  # fmt: skip
     asked, least = [], hgnp.Neurons.least
@@ -147,7 +148,7 @@ def test_the_last_round_takes_no_more_than_it_must(keep: float) -> None:
     x = loaders()[0].dataset[0][0].unsqueeze(0).repeat(2, 1, 1, 1)
     neurons = hgnp.Neurons(net, x)
     pruner = Pruner(
-        neurons, hgnp.Flatness(net, mu=0.0), recipe(keep=keep, method="l2", neurons_per_round=neurons.count),
+        neurons, *make_step(net, mu=0.0), recipe(keep=keep, method="l2", neurons_per_round=neurons.count),
         torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({}),
     )  # fmt: skip
     scores = hgnp.sensitivity(net, neurons, [], criterion="l2")
@@ -182,7 +183,7 @@ def test_the_last_round_takes_no_more_than_bundles_must_and_tries_its_best_cut_a
     net = Residual()
     neurons = hgnp.Neurons(net, torch.zeros(2, 1, 6, 6))
     pruner = Pruner(
-        neurons, hgnp.Flatness(net, mu=0.0), recipe(keep=keep, method="l2", neurons_per_round=neurons.count, round_to=2),
+        neurons, *make_step(net, mu=0.0), recipe(keep=keep, method="l2", neurons_per_round=neurons.count, round_to=2),
         torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({}),
     )  # fmt: skip
     scores = hgnp.sensitivity(net, neurons, [], criterion="l2")
@@ -216,9 +217,7 @@ def test_a_bundle_that_later_ones_made_needless_stays() -> None:
         with torch.no_grad():
             weight *= (sizes / weight.flatten(1).norm(dim=1)).view(-1, 1, 1, 1)
     r = recipe(keep=0.05, method="l2", neurons_per_round=40, round_to=8)
-    pruner = Pruner(
-        neurons, hgnp.Flatness(net, mu=0.0), r, torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({})
-    )
+    pruner = Pruner(neurons, *make_step(net, mu=0.0), r, torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({}))
     scores = hgnp.sensitivity(net, neurons, [], criterion="l2")
     kept = [neurons.preview(neurons.least(scores, n, round_to=8)).kept for n in (8, 16, 24)]
     assert kept[1] > 0.05 > kept[2]
@@ -247,9 +246,7 @@ def test_the_last_round_tries_every_cut_where_the_best_does_not_fit() -> None:
     with torch.no_grad():
         net.a.weight *= 1e-3  # a's neurons are the first to go
     r = recipe(keep=0.45, method="l2", neurons_per_round=neurons.count)
-    pruner = Pruner(
-        neurons, hgnp.Flatness(net, mu=0.0), r, torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({})
-    )
+    pruner = Pruner(neurons, *make_step(net, mu=0.0), r, torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({}))
     assert pruner.round([])
     assert neurons.kept <= 0.45
     assert not 3 <= net.a.out_channels <= 5
