@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from hgnp.curvature.autodiff.forward import Forward
+from hgnp.curvature.collector import FactorCollector
 from hgnp.curvature.direction import KroneckerEigenpair
 from hgnp.curvature.eigen import top_of_each
 from hgnp.curvature.factors import find_blocks
-from hgnp.curvature.moments import FactorCollector
 from hgnp.curvature.step import Step, make_step
 from hgnp.execution.eager import Eager
 from hgnp.experiments.data import cifar10
 from hgnp.experiments.models import VGG16, ResNet18
-from hgnp.files import write
+from hgnp.io.atomic import write
 
 NETS = {"ResNet-18": ResNet18, "VGG-16-BN": VGG16}
 AGES = (0, 1, 2, 4, 8, 16)

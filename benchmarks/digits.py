@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 from scipy.stats import ttest_rel
 
-from hgnp import runs
 from hgnp.cli.study import Lines
-from hgnp.experiments import curves, publish
-from hgnp.experiments.compare import Comparison, Group, Study
 from hgnp.experiments.study_plan import StudyPlan, check_states
 from hgnp.experiments.study_runs import Slots, carry_out
-from hgnp.files import write
+from hgnp.io import runs
+from hgnp.io.atomic import write
+from hgnp.reporting import curves, publish
+from hgnp.reporting.compare import Comparison, Group, Study
 
 METHODS = {  # name → (name in the table, what differs from the demo)
     "hgnp": ("HGNP, μ = 0.001", {}),

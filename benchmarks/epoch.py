@@ -3,7 +3,7 @@
     python benchmarks/epoch.py --out benchmarks/epoch.md [--nets resnet18 vgg16] [--kept 100 50 10 5]
                                [--only epochs memory naive] [--seconds 3] [--batch 128] [--device cuda]
 
-Steps are those of a run (`hgnp.training.epoch`), with its precision, its loader and its flips, on random pictures of CIFAR-10's
+Steps are those of a run (`hgnp.training.trainer`), with its precision, its loader and its flips, on random pictures of CIFAR-10's
 shape and number; the report says how they are counted. It is written anew after every measurement. A CPU runs steps eagerly.
 """
 
@@ -27,18 +27,18 @@ from torch import Tensor, nn
 
 import hgnp
 from epoch_report import Key, Measured, Report, short
-from hgnp.baselines.sam import SAMStep
 from hgnp.curvature.direction import BlockChoice
 from hgnp.curvature.factors import find_blocks
 from hgnp.curvature.step import make_step
+from hgnp.errors import first_line
 from hgnp.execution.graphed import Graphed
 from hgnp.experiments.data.loader import Loader, Memory
 from hgnp.experiments.models import VGG16, ResNet18
 from hgnp.experiments.presets import preset
-from hgnp.messages import first_line
 from hgnp.reference import penalized_loss
-from hgnp.training.epoch import Epochs, Steps
+from hgnp.sam import SAMStep
 from hgnp.training.optimizers import make_optimizer
+from hgnp.training.trainer import Epochs, Steps
 
 NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "resnet18": (ResNet18, "resnet18-cifar10-fast"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hgnp.files import write
+from hgnp.io.atomic import write
 
 ABOUT = {
     "Epochs": """\

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hgnp
 from hgnp.experiments.models.digits import DigitsNet
-from hgnp.files import write
+from hgnp.io.atomic import write
 
 METHODS = ("hgnp", "taylor")
 

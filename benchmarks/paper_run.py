@@ -26,18 +26,18 @@ import torch
 from torch import nn
 
 from epoch import steps
-from hgnp import runs
 from hgnp.cli.run import discard, not_yours, same_run
 from hgnp.curvature.step import make_step
 from hgnp.experiments.build import Experiment, prepare
 from hgnp.experiments.overrides import effective
-from hgnp.files import read_json, write, write_json
+from hgnp.io import runs
+from hgnp.io.atomic import read_json, write, write_json
 from hgnp.progress import Lines, duration, score
-from hgnp.training import streams
-from hgnp.training.batches import Batches
-from hgnp.training.epoch import Epochs
+from hgnp.training import rng_state
+from hgnp.training.data import Batches
 from hgnp.training.optimizers import make_optimizer
 from hgnp.training.task import State
+from hgnp.training.trainer import Epochs
 
 WARMUP, TIMED = 8, 60  # plain steps
 PHASES = {"warmup": "warm-up", "prune": "pruning", "finetune": "fine-tuning"}
@@ -92,7 +92,7 @@ class Costs(Lines):
 def plain_epoch(net: nn.Module, experiment: Experiment, lr: float) -> float:
     """Seconds of a plain epoch at these widths. The network, the data and all random streams are left as found."""
     options, device = experiment.options, next(net.parameters()).device
-    with streams.untouched(experiment.train, experiment.val):
+    with rng_state.untouched(experiment.train, experiment.val):
         own = copy.deepcopy(net)
         task = {name: options[name] for name in ("loss", "output") if name in options}
         optimizer = make_optimizer(own, experiment.recipe, options.get("optimizer"))

@@ -16,7 +16,7 @@ import torch
 import hgnp
 from hgnp.experiments.data import digits
 from hgnp.experiments.models import DigitsNet
-from hgnp.files import write
+from hgnp.io.atomic import write
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import hgnp
-from hgnp.experiments.again import networks, sample
+from hgnp.experiments.reload import networks, sample
 
 FILES = ("config.yaml", "metrics.jsonl", "result.json", "run.json")
 

@@ -27,14 +27,14 @@ from torch import Tensor, nn
 
 import hgnp
 from epoch import steps as train
-from hgnp import runs
 from hgnp.curvature.step import make_step
-from hgnp.experiments.again import networks, sample
-from hgnp.experiments.bench import Entry, equal_accuracy
-from hgnp.files import write
+from hgnp.experiments.reload import networks, sample
+from hgnp.io import runs
+from hgnp.io.atomic import write
+from hgnp.reporting.bench import Entry, equal_accuracy
 from hgnp.timing import side_by_side
-from hgnp.training.epoch import Epochs
 from hgnp.training.optimizers import make_optimizer
+from hgnp.training.trainer import Epochs
 
 STEP_BATCH, STEPS = 128, 8
 STEP = {"a step": 1e-3, "a plain step": 0.0}

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hgnp.experiments import hybrid
 from hgnp.experiments.presets import preset
 from hgnp.recipe import Recipe
+from hgnp.reporting import hybrid
 from run_cases import write_run
 
 GPU = "NVIDIA H200"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hgnp
-from hgnp.messages import REMOVED, RENAMED, brief, first_line, meant, one_line
+from hgnp.errors import REMOVED, RENAMED, brief, first_line, meant, one_line
 
 
 def test_a_name_that_is_close_is_offered_and_otherwise_those_that_there_are() -> None:

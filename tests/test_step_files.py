@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import hgnp
-from hgnp.training.batches import Batches
-from hgnp.training.epoch import Epochs
+from hgnp.training.data import Batches
 from hgnp.training.task import Task
-from hgnp.training.trainer import make_steps
+from hgnp.training.trainer import Epochs, make_steps
 
 PACKAGE = Path(hgnp.__file__).parent
 AUTODIFF = "curvature/autodiff/"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hgnp
 from hgnp.recipe import METHODS
-from hgnp.training.rounds import Pruner
+from hgnp.training.pruner import Pruner
 from train_cases import Net, loaders, made, recipe, stripes
 
 KEYS = (

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hgnp.curvature.sharpness import Sharpness, sharpness
-    from hgnp.deploy import Exported, export
     from hgnp.flatness import Flatness
-    from hgnp.neurons import Neurons, Selection
+    from hgnp.io.export import Exported, export
+    from hgnp.io.weights import load, save
+    from hgnp.pruning import Neurons, Selection
     from hgnp.recipe import Recipe
     from hgnp.removal import Removal
     from hgnp.result import Result
-    from hgnp.scores import sensitivity
-    from hgnp.storage import load, save
+    from hgnp.scoring import sensitivity
     from hgnp.train import prune
-    from hgnp.training.epoch import DivergedError
+    from hgnp.training.trainer import DivergedError
 
 __version__ = "0.1.0"
 
@@ -39,16 +39,16 @@ __all__ = [
 # Loaded when first used, so that `hgnp --help` does not wait for torch. No module here may have the name of one of these.
 _HOMES = {
     "hgnp.curvature.sharpness": ("Sharpness", "sharpness"),
-    "hgnp.deploy": ("Exported", "export"),
+    "hgnp.io.export": ("Exported", "export"),
     "hgnp.flatness": ("Flatness",),
-    "hgnp.neurons": ("Neurons", "Selection"),
+    "hgnp.pruning": ("Neurons", "Selection"),
     "hgnp.recipe": ("Recipe",),
     "hgnp.removal": ("Removal",),
     "hgnp.result": ("Result",),
-    "hgnp.scores": ("sensitivity",),
-    "hgnp.storage": ("load", "save"),
+    "hgnp.scoring": ("sensitivity",),
+    "hgnp.io.weights": ("load", "save"),
     "hgnp.train": ("prune",),
-    "hgnp.training.epoch": ("DivergedError",),
+    "hgnp.training.trainer": ("DivergedError",),
 }
 
 

@@ -14,8 +14,8 @@ from hgnp.curvature.autodiff.forward import Output
 from hgnp.curvature.choices import Choices
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.step import State, Step, make_step
+from hgnp.errors import refuse_renamed
 from hgnp.execution.eager import Eager
-from hgnp.messages import refuse_renamed
 
 
 class Flatness:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hgnp.curvature.choices import ALLOWED, choose
-from hgnp.messages import check_renamed, meant, refuse_renamed
+from hgnp.errors import check_renamed, meant, refuse_renamed
 
 Target = Literal["params", "neurons", "macs"]
 Method = Literal["hgnp", "taylor", "hybrid", "l1", "l2", "bn_scale", "geometric_median", "random", "sam"]

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from hgnp.io.weights import save
 from hgnp.recipe import Recipe
-from hgnp.storage import save
 
 Row = dict[str, Any]
 """A line of metrics.jsonl; docs/runs.md lists its keys."""

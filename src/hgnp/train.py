@@ -10,24 +10,24 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hgnp import runs
 from hgnp.curvature.autodiff.forward import Output, check_gradients
-from hgnp.curvature.check import check_functions
 from hgnp.curvature.losses import Loss
-from hgnp.files import read_json
-from hgnp.messages import first_line
-from hgnp.modes import as_found
+from hgnp.curvature.validation import check_functions
+from hgnp.errors import first_line
+from hgnp.io import runs
+from hgnp.io.atomic import read_json
+from hgnp.io.weights import load
 from hgnp.progress import Bar, Lines, Progress, Silent
 from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Snapshot, Target
-from hgnp.storage import load
-from hgnp.training import checkpoint, streams
-from hgnp.training.batches import Batches, Unpack
+from hgnp.state_guards import as_found
+from hgnp.training import checkpoint, rng_state
+from hgnp.training.data import Batches, Unpack
 from hgnp.training.evaluate import Accumulator, Metric
-from hgnp.training.folder import Folder
+from hgnp.training.loop import Run
 from hgnp.training.optimizers import OptimizerOrMaker
 from hgnp.training.plan import history_of
-from hgnp.training.run import Run
+from hgnp.training.run_folder import Folder
 from hgnp.training.snapshots import Spare, finetuned
 from hgnp.training.task import State, Task
 
@@ -110,7 +110,7 @@ def prune(
                 return finished(folder, net, recipe)
             stored = checkpoint.read(folder.checkpoint) if folder.checkpoint.exists() else None
         if recipe.seed is not None:
-            streams.seed(recipe.seed)
+            rng_state.seed(recipe.seed)
         home = next(net.parameters()).device
         if device is not None:
             net.to(device)

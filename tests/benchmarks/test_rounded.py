@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-from hgnp.experiments.again import networks
 from hgnp.experiments.build import prepare
 from hgnp.experiments.overrides import effective
+from hgnp.experiments.reload import networks
 from hgnp.progress import Silent
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hgnp.training.epoch import Steps
+from hgnp.training.trainer import Steps
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import widths

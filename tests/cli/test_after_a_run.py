@@ -181,7 +181,7 @@ def test_what_bench_found_is_shown_if_it_cannot_be_written(
     def read_only(*_: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("hgnp.files.write_json", read_only)
+    monkeypatch.setattr("hgnp.io.atomic.write_json", read_only)
     assert call("bench", str(runs / "hgnp"), *SHORT, "--json") == 2
     said = capsys.readouterr()
     assert len(json.loads(said.out.splitlines()[-1])["rows"]) == 3

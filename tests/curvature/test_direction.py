@@ -14,9 +14,9 @@ from curvature_cases import CHOICES, convnet, gradients, images
 from hgnp import Flatness, Neurons
 from hgnp.curvature import direction
 from hgnp.curvature.autodiff.forward import Forward
+from hgnp.curvature.collector import FactorCollector
 from hgnp.curvature.eigen import top_dense
 from hgnp.curvature.factors import find_blocks
-from hgnp.curvature.moments import FactorCollector
 from hgnp.flatness import parts
 
 

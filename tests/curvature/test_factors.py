@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from curvature_cases import Siamese, convnet, images
 from hgnp.curvature.autodiff.forward import Forward
+from hgnp.curvature.collector import FactorCollector
 from hgnp.curvature.eigen import kronecker_residual, top_dense, top_of_each
 from hgnp.curvature.factors import Rows, find_blocks, unit
-from hgnp.curvature.moments import FactorCollector
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # a dependency of curvlinops scripts a function on import

@@ -7,9 +7,9 @@ from torch import nn
 
 from hgnp import Flatness
 from hgnp.curvature.autodiff.forward import Forward
+from hgnp.curvature.collector import FactorCollector
 from hgnp.curvature.eigen import top_dense
 from hgnp.curvature.factors import Patches, find_blocks
-from hgnp.curvature.moments import FactorCollector
 
 SHAPES = {"mlp": (8,), "cnn": (2, 6, 6)}
 

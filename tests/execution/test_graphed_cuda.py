@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hgnp
-from hgnp.baselines.sam import SAMStep
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.execution.eager import Eager
 from hgnp.execution.graphed import Graphed
 from hgnp.execution.optimizer import GraphedOptimizer
 from hgnp.flatness import parts
+from hgnp.sam import SAMStep
 from hgnp.training.evaluate import Evaluation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

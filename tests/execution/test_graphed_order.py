@@ -11,7 +11,7 @@ from hgnp.curvature.step import Statistics
 from hgnp.execution.graphed import Graphed
 from hgnp.execution.graphs import kind_of
 from hgnp.flatness import parts
-from hgnp.training.batches import Ahead
+from hgnp.training.data import Ahead
 
 
 def test_pieces_are_captured_at_their_second_time_and_q_before_its_block_is_known(

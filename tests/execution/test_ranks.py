@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import hgnp
 from graphed_cases import stand_in
-from hgnp.baselines.sam import SAMStep
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.execution.eager import Eager
 from hgnp.execution.graphed import Graphed
 from hgnp.reducer import LOCAL, Reducer
-from hgnp.scores import scored
+from hgnp.sam import SAMStep
+from hgnp.scoring import scored
 from ranks import run_ranks
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}

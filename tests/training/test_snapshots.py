@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hgnp
-from hgnp import runs
+from hgnp.io import runs
 from hgnp.result import Row
 from train_cases import Net, loaders, made, recipe, stripes
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from hgnp.runs import Run
+    from hgnp.io.runs import Run
 
 
 def bench(
@@ -34,11 +34,11 @@ def bench(
     import torch
     from rich.console import Console
 
-    from hgnp import runs as folders
-    from hgnp.experiments.again import networks, sample
-    from hgnp.experiments.bench import Entry, equal_accuracy
-    from hgnp.files import as_json as text
-    from hgnp.files import write_json
+    from hgnp.experiments.reload import networks, sample
+    from hgnp.io import runs as folders
+    from hgnp.io.atomic import as_json as text
+    from hgnp.io.atomic import write_json
+    from hgnp.reporting.bench import Entry, equal_accuracy
 
     say = sys.stderr if as_json else sys.stdout
     full = networks(runs[0])[0]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 if TYPE_CHECKING:
-    from hgnp.experiments.compare import Comparison, Study
-    from hgnp.experiments.composed import Choice
+    from hgnp.reporting.compare import Comparison, Study
+    from hgnp.reporting.composed import Choice
 
 
 def compare(
@@ -39,7 +39,7 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, the last line of stdout.")] = False,
 ) -> None:
     """Accuracy against κ, relative differences, areas, crossings, the hybrid; a page, tables and figures."""  # fmt: skip
-    from hgnp.experiments import hybrid, publish
+    from hgnp.reporting import hybrid, publish
 
     wanted = _features(new or [])
     comparison = publish.compare(runs, out, baseline=baseline, threshold=_threshold(threshold))
@@ -53,7 +53,7 @@ def compare(
         file=say,
     )
     if as_json:
-        from hgnp.files import as_json as text
+        from hgnp.io.atomic import as_json as text
 
         told = None if advice is None else {"threshold": advice.threshold, "sentences": list(advice.sentences)}
         print(text({**publish.as_dict(comparison, out), "recommendation": told, "out": str(out)}))
@@ -67,8 +67,8 @@ def _threshold(given: str) -> "Choice":
 
 
 def _features(given: list[str]) -> dict[str, float]:
-    from hgnp.experiments.hybrid import FEATURES
-    from hgnp.messages import meant
+    from hgnp.errors import meant
+    from hgnp.reporting.hybrid import FEATURES
 
     found: dict[str, float] = {}
     for each in given:
@@ -103,8 +103,8 @@ def _table(study: "Study") -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    from hgnp.experiments.composed import LABEL
     from hgnp.progress import score
+    from hgnp.reporting.composed import LABEL
 
     pairs = {pair.label: pair for pair in study.pairs}
     levels = study.levels

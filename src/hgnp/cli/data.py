@@ -17,9 +17,9 @@ def data(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, the last line of stdout.")] = False,
 ) -> None:
     """Download, check and unpack the official files. Resumes; a complete folder is verified and left."""
+    from hgnp.errors import meant
     from hgnp.experiments.download import OFFICIAL, install
-    from hgnp.files import as_json as text
-    from hgnp.messages import meant
+    from hgnp.io.atomic import as_json as text
 
     if name not in OFFICIAL:
         raise ValueError(f"there is no data set {name!r}{meant(name, OFFICIAL)}")

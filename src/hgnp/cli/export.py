@@ -14,7 +14,7 @@ def export(
     import torch
 
     import hgnp
-    from hgnp.experiments.again import networks, sample
+    from hgnp.experiments.reload import networks, sample
 
     example = tuple(torch.stack([x, x]) for x in sample(run))
     made = hgnp.export(networks(run)[1], file, example)

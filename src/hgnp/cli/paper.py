@@ -18,10 +18,10 @@ def paper(
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, the last line of stdout.")] = False,
 ) -> None:
     """The paper's numbers, ours beside them, how the runs deviate, and what agrees; a page, tables and figures."""
-    from hgnp.experiments import publish
-    from hgnp.experiments.paper.outcome import conclusion
-    from hgnp.experiments.paper.verdict import NONE, NOT_RUN
-    from hgnp.files import as_json as text
+    from hgnp.io.atomic import as_json as text
+    from hgnp.reporting import publish
+    from hgnp.reporting.paper.outcome import conclusion
+    from hgnp.reporting.paper.verdict import NONE, NOT_RUN
 
     made, place = publish.paper(results, out)
     say = sys.stderr if as_json else sys.stdout

@@ -13,7 +13,7 @@ def report(
     ] = None,
 ) -> None:
     """One self-contained HTML page, with figures as PNG, SVG and CSV beside it."""
-    from hgnp.experiments.publish import report as write
+    from hgnp.reporting.publish import report as write
 
     page = write(runs, out)
     print(f"{page}  (and {page.parent / 'figures'})")

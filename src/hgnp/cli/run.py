@@ -91,7 +91,7 @@ def run(
     from rich.console import Console
 
     from hgnp.cli.table import show
-    from hgnp.files import read_json
+    from hgnp.io.atomic import read_json
 
     result = read_json(folder / "result.json")
     # without a terminal rich would wrap at 80 columns
@@ -105,8 +105,8 @@ def run(
 
 def write_page(folder: Path) -> None:
     """The run to look at."""
-    from hgnp import runs
-    from hgnp.experiments.page import write_report
+    from hgnp.io import runs
+    from hgnp.reporting.page import write_report
 
     write_report([runs.read(folder)], folder / "page.html")
 

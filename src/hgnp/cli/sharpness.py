@@ -22,8 +22,8 @@ def sharpness(
     import torch.nn.functional as F
 
     import hgnp
-    from hgnp.experiments.again import experiment
-    from hgnp.training.batches import Batches
+    from hgnp.experiments.reload import experiment
+    from hgnp.training.data import Batches
 
     made = experiment(run, data, device)
     net = made.net.to(made.options["device"])

@@ -81,9 +81,9 @@ def finish(
 ) -> None:  # fmt: skip
     """Compare what is finished, and say what failed."""
     from hgnp.cli.compare import show
-    from hgnp.experiments import publish
-    from hgnp.files import as_json as text
-    from hgnp.files import write_json
+    from hgnp.io.atomic import as_json as text
+    from hgnp.io.atomic import write_json
+    from hgnp.reporting import publish
 
     failed = {outcome.run.name: outcome.error for outcome in outcomes if outcome.error is not None}
     done = [run for run in planned if run.name not in failed]
@@ -115,7 +115,7 @@ def finish(
 def commands(planned: Sequence["PlannedRun"], out: Path, states: Mapping[str, str], *, as_json: bool) -> None:
     """What would be run; what is finished as a comment."""
     if as_json:
-        from hgnp.files import as_json as text
+        from hgnp.io.atomic import as_json as text
 
         rows = [{"run": run.name, "state": states[run.name], "command": ["hgnp", *run.command(out)]} for run in planned]
         print(text({"out": str(out), "runs": rows}))
@@ -223,7 +223,7 @@ class Table(Lines):
 def where(folder: Path) -> str:
     """How far a run is: its last epoch in a few words."""
     from hgnp.experiments.study_runs import last_row
-    from hgnp.files import read_json
+    from hgnp.io.atomic import read_json
     from hgnp.progress import figures
 
     row = last_row(folder)

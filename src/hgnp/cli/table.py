@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hgnp.io.runs import unmeasured
 from hgnp.progress import duration, score
-from hgnp.runs import unmeasured
 
 FILES = {
     "model.safetensors": "the pruned network, for hgnp.load",

@@ -14,7 +14,7 @@ def weights(
 ) -> None:
     """Convert published PyTorch weights to safetensors without executing their pickle."""
     from hgnp.experiments.models.pth import convert
-    from hgnp.files import as_json as text
+    from hgnp.io.atomic import as_json as text
 
     made = convert(file, out)
     named = ", as its name says" if made.as_named else ""

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.forward import autocast_off
+from hgnp.curvature.collector import FactorCollector
 from hgnp.curvature.device import Branches, Late, wide
 from hgnp.curvature.eigen import Eigenpair, arbitrary, top_of_each
 from hgnp.curvature.factors import Block, find_blocks, unit
-from hgnp.curvature.moments import FactorCollector
 from hgnp.reducer import LOCAL, Reducer
 
 

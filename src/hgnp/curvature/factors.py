@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgnp.curvature.compiled import kernels
 from hgnp.curvature.device import wide, wide_bmm
+from hgnp.curvature.kernels.support import kernels
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MERGED_ROWS = 512  # at most so many rows of a factor are copied into one tensor with those of others
@@ -202,7 +202,7 @@ class Patches:
 
     def _part(self, a: Tensor, x: Tensor, options: dict[str, Any]) -> Tensor:
         last = a.dim() == 4 and a.is_contiguous(memory_format=torch.channels_last)
-        ours = kernels("fused_patches", a.dtype, a.device) if a.is_cuda and last and self._has_few_taps else None
+        ours = kernels("patches", a.dtype, a.device) if a.is_cuda and last and self._has_few_taps else None
         if ours is not None:
             made: Tensor = ours.product(a, x, self.kernel[2:], self.bias, self.count, options)
             return made

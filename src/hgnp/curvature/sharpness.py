@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hgnp.curvature.autodiff.forward import Output, check_gradients, run, samples_in
-from hgnp.curvature.check import check_functions
 from hgnp.curvature.factors import find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature
-from hgnp.modes import evaluating
+from hgnp.curvature.validation import check_functions
+from hgnp.state_guards import evaluating
 
 TOLERANCE = 1e-4
 MAX_STEPS = 200

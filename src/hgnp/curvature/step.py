@@ -22,7 +22,7 @@ In the paper's order (direction_from="this_batch") v comes from the batch that i
 
 A boundary between stages is a data dependency, not a barrier. The stages say what is computed; `hgnp.execution` says how: one
 after the other, or from CUDA graphs. Executors hold a `Step`, which never changes, and a `State`, which every stage may write.
-`hgnp.scores` runs `look` and `objective` under gates: the score stage.
+`hgnp.scoring` runs `look` and `objective` under gates: the score stage.
 """
 
 import dataclasses
@@ -38,16 +38,16 @@ from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.forward import Forward, Output, autocast_off, samples_in
 from hgnp.curvature.autodiff.passes import Pass, Passes
-from hgnp.curvature.autodiff.random import undisturbed
-from hgnp.curvature.check import check_functions, finite, hooked, refuse_unseen
+from hgnp.curvature.autodiff.rng import undisturbed
 from hgnp.curvature.choices import Choices, choose
+from hgnp.curvature.collector import FactorCollector
 from hgnp.curvature.device import Late
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.factors import Block, find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature, normaliser, weighted
-from hgnp.curvature.moments import FactorCollector
-from hgnp.messages import refuse_renamed
+from hgnp.curvature.validation import check_functions, finite, hooked, refuse_unseen
+from hgnp.errors import refuse_renamed
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import Removal, listen
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.operations import tensors_in
-from hgnp.curvature.autodiff.random import RandomState
-from hgnp.curvature.check import hooked
+from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.direction import BlockChoice, KroneckerEigenpair
 from hgnp.curvature.step import PLAIN, Plan, State, Step
+from hgnp.curvature.validation import hooked
 from hgnp.execution.captured import Captured, Versions, copied, copy_into, tensors_of
 from hgnp.execution.eager import Eager
 from hgnp.execution.graphs import Capture, RefusedError, built_of, kind_of, laid_out, refill

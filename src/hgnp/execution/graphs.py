@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hgnp.curvature.device import keeping
-from hgnp.messages import first_line
+from hgnp.errors import first_line
 
 T = TypeVar("T")
 

@@ -1,1 +1,1 @@
-"""The paper's experiments: its networks and its data, what is run on them and what is made of the runs."""
+"""The paper's experiments: networks, data, configurations, presets and studies."""

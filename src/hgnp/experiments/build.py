@@ -18,14 +18,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from hgnp.errors import brief, meant, one_line
 from hgnp.experiments.config import Config
 from hgnp.experiments.models import load_weights
 from hgnp.experiments.overrides import completed, recipe_of
-from hgnp.messages import brief, meant, one_line
+from hgnp.io.weights import load
 from hgnp.recipe import Recipe
-from hgnp.storage import load
 from hgnp.train import as_device, prune
-from hgnp.training import streams
+from hgnp.training import rng_state
 
 if TYPE_CHECKING:
     from hgnp import Result
@@ -70,7 +70,7 @@ def prepare(config: Config) -> Experiment:
     _check_args("data_args", data, data_args)
     options = {"device": device, "protect": config.protect, **_options(config)}
 
-    streams.seed(config.seed)
+    rng_state.seed(config.seed)
     net = network(config)
     start = "random weights" if config.weights is None else _fill(net, Path(config.weights))
     loaders = _make("data", data, **data_args)

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
+from hgnp.errors import meant
 from hgnp.experiments import safe_yaml
-from hgnp.files import write
-from hgnp.messages import meant
+from hgnp.io.atomic import write
 
 
 @dataclass(frozen=True, kw_only=True)

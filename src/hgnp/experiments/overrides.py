@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from hgnp.errors import meant, one_line
 from hgnp.experiments import presets
 from hgnp.experiments.config import Config, read
-from hgnp.messages import meant, one_line
 from hgnp.recipe import Recipe
 
 

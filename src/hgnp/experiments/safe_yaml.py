@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from hgnp.messages import one_line
+from hgnp.errors import one_line
 
 MAX_CHARACTERS = 100_000
 MAX_NODES = 10_000

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hgnp.errors import meant, one_line
 from hgnp.experiments import presets, safe_yaml
 from hgnp.experiments.config import Config
 from hgnp.experiments.overrides import completed, difference, effective
-from hgnp.messages import meant, one_line
 
 MOST_RUNS = 1000
 RESULTS = Path("results")

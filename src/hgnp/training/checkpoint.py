@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hgnp.storage import digest, read_tensors, write_tensors
+from hgnp.io.weights import digest, read_tensors, write_tensors
 
 FORMAT = 1
 KEY = "hgnp-checkpoint"

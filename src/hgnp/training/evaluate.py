@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.losses import Loss, normaliser, total
+from hgnp.errors import brief
 from hgnp.execution.graphs import Capture, Replayed, built_of
-from hgnp.messages import brief
-from hgnp.modes import evaluating
 from hgnp.removal import Removal, listen
-from hgnp.training.batches import ignored_label, is_classification
+from hgnp.state_guards import evaluating
+from hgnp.training.data import ignored_label, is_classification
 
 
 @runtime_checkable

@@ -13,11 +13,11 @@ from torch.nn.modules.conv import _ConvNd
 
 from hgnp.curvature.autodiff.forward import run, samples_in
 from hgnp.curvature.sharpness import sharpness
-from hgnp.messages import first_line
-from hgnp.modes import evaluating
+from hgnp.errors import first_line
 from hgnp.result import Facts
+from hgnp.state_guards import evaluating
 from hgnp.timing import side_by_side
-from hgnp.training.batches import pick
+from hgnp.training.data import pick
 from hgnp.training.plan import Plan
 from hgnp.training.task import Task
 

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.forward import run
-from hgnp.messages import first_line
-from hgnp.modes import evaluating
+from hgnp.errors import first_line
 from hgnp.recipe import Recipe
-from hgnp.training.epoch import Epochs, Steps
+from hgnp.state_guards import evaluating
 from hgnp.training.task import Task
-from hgnp.training.trainer import make_steps
+from hgnp.training.trainer import Epochs, Steps, make_steps
 
 CHANNELS_LAST = "channels_last"
 WIDE = 256  # channels; narrower networks gain less than a tenth on a CPU

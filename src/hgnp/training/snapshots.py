@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from hgnp.files import read_json
-from hgnp.messages import brief
-from hgnp.modes import as_found
+from hgnp.errors import brief
+from hgnp.io.atomic import read_json
 from hgnp.progress import Progress
 from hgnp.recipe import Recipe
 from hgnp.result import Snapshot
-from hgnp.training import checkpoint, streams
-from hgnp.training.epoch import DivergedError
+from hgnp.state_guards import as_found
+from hgnp.training import checkpoint, rng_state
+from hgnp.training.loop import Run
 from hgnp.training.optimizers import OptimizerOrMaker, make_optimizer, make_scheduler
-from hgnp.training.run import Run
+from hgnp.training.trainer import DivergedError
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def finetuned(run: Run, spare: Spare) -> tuple[Snapshot, ...]:
     """The snapshots of a run that has ended, from large κ to small. One whose loss diverges is left out, with a note."""
     found: list[Snapshot] = []
     epochs = run.plan.snapshots
-    with streams.untouched(*run.loaders()):
+    with rng_state.untouched(*run.loaders()):
         for epoch in sorted(set(epochs.values())):
             values = [value for value in run.recipe.snapshots if epochs.get(value) == epoch]
             try:

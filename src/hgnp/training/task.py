@@ -7,7 +7,7 @@ from torch import nn
 from hgnp.curvature.autodiff.forward import Output
 from hgnp.curvature.losses import Loss
 from hgnp.result import Row
-from hgnp.training.batches import Batches
+from hgnp.training.data import Batches
 from hgnp.training.evaluate import Metric
 
 

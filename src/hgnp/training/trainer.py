@@ -1,11 +1,203 @@
-"""The step of a run, by its recipe."""
+"""One epoch of training: Algorithm 1 step by step, with learning rate, precision and clipping, and what was seen on the way."""
 
-from torch import nn
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
-from hgnp.baselines.sam import SAMStep
+import torch
+from torch import Tensor, nn
+
 from hgnp.curvature.step import State, Step, make_step
+from hgnp.execution.eager import Eager
+from hgnp.execution.graphed import Graphed
 from hgnp.recipe import Recipe
+from hgnp.sam import SAMStep
+from hgnp.training.data import Ahead
 from hgnp.training.task import Task
+
+CHECK_EVERY = 32  # steps; a look at the losses waits for the device
+SHOW_EVERY = 0.2  # seconds
+
+
+class DivergedError(ArithmeticError):
+    """The loss is no longer a finite number."""
+
+
+@dataclass
+class Steps:
+    """What an epoch's steps showed, kept on the device until the end."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    radii: list[Tensor] = field(default_factory=list)
+    curvatures: list[Tensor] = field(default_factory=list)
+    mus: list[float] = field(default_factory=list)
+    blocks: Counter[str] = field(default_factory=Counter)
+    skipped: int = 0
+    """Steps that skipped the penalty, as it was inactive along this v."""
+    checked: int = 0
+    seconds: float = 0.0
+    """Of the steps alone: what is done before a step, such as a round of pruning, is not counted."""
+
+    def summary(self, bound: float) -> dict[str, Any]:
+        steps = len(self.losses)
+        row: dict[str, Any] = {"loss": _mean(self.losses), "train_seconds": self.seconds}
+        if not self.curvatures:
+            active = 0.0 if self.skipped else None
+            return row | {"penalty": 0.0, "radius": None, "curvature": None, "active": active, "blocks": {}}
+        q = torch.stack([value.double() for value in self.curvatures]).cpu()
+        mu = torch.tensor(self.mus, dtype=torch.double)
+        return row | {
+            "penalty": float((mu * (q - bound).clamp_min(0)).sum() / steps),
+            "radius": _mean(self.radii),
+            "curvature": float(q.mean()),
+            "active": float((q > bound).double().sum() / (len(q) + self.skipped)),
+            "blocks": {name: count / (len(q) + self.skipped) for name, count in self.blocks.most_common()},
+        }
+
+
+def _mean(values: list[Tensor]) -> float:
+    return float(torch.stack([value.double() for value in values]).mean())
+
+
+def precision_on(recipe: Recipe, device: torch.device) -> str:
+    """The recipe's precision, where "auto" depends on the device."""
+    if recipe.precision != "auto":
+        return recipe.precision
+    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+
+
+class Epochs:
+    """Trains a network for an epoch at a time."""
+
+    def __init__(
+        self,
+        step: Step,
+        state: State,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        device: torch.device,
+    ) -> None:
+        self.net, self.state, self.optimizer, self.recipe, self.device = step.net, state, optimizer, recipe, device
+        self.precision = precision_on(recipe, device)
+        self.executor: Eager | Graphed = Eager(step, state)
+        if device.type == "cuda" and recipe.execution != "eager" and self.precision != "fp16":
+            self.executor = Graphed(step, state, self._precision)
+        self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        """The learning rates that a schedule scales."""
+        self.scaler = torch.amp.GradScaler(device.type) if self.precision == "fp16" else None
+
+    def running(self) -> AbstractContextManager[None]:
+        """Around steps, and best around all that is done with the network between them: with graphs, one stream for it all."""
+        return self.executor.running() if isinstance(self.executor, Graphed) else nullcontext()
+
+    def train(
+        self,
+        batches: Iterable[tuple[Any, Any]],
+        *,
+        steps: int | None,
+        epoch: int,
+        rate: Callable[[float], float] | None,
+        mu: Callable[[float], float],
+        before_step: Callable[[tuple[Any, Any]], None],
+        show: Callable[[int, float | None], None],
+    ) -> Steps:
+        """One pass over `batches`. `rate` and `mu` say how they go over the epoch, from 0 to 1."""
+        self.net.train()
+        ahead = Ahead(batches)
+        if isinstance(self.executor, Graphed):
+            self.executor.begin_epoch()
+        seen = Steps()
+        start = shown = time.perf_counter()
+        with self.running(), self._fetching(ahead):
+            for step, batch in enumerate(ahead):
+                share = step / steps if steps else 0.0
+                paused = time.perf_counter()
+                before_step(batch)
+                start += time.perf_counter() - paused
+                if rate is not None:
+                    for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+                        group["lr"] = peak * rate(share)
+                self.state.mu = mu(share)
+                self.step(batch, seen)
+                if (step + 1) % CHECK_EVERY == 0:
+                    self._check(seen, epoch)
+                if time.perf_counter() - shown > SHOW_EVERY:
+                    shown = time.perf_counter()
+                    show(step + 1, float(seen.losses[seen.checked - 1]) if seen.checked else None)
+            self._check(seen, epoch)
+        seen.seconds = time.perf_counter() - start
+        return seen
+
+    @contextmanager
+    def _fetching(self, ahead: Ahead) -> Iterator[None]:
+        """Batches are fetched before a step waits for the device."""
+        graphed = self.executor if isinstance(self.executor, Graphed) else None
+        if graphed is not None:
+            graphed.fetch = ahead.fetch
+        try:
+            yield
+        finally:
+            if graphed is not None:
+                graphed.fetch = None
+
+    def step(self, batch: tuple[Any, Any], seen: Steps) -> None:
+        executor, state = self.executor, self.state
+        if isinstance(executor, Eager):
+            self.net.zero_grad(set_to_none=True)  # also what the optimizer does not train: clipping sees it
+        scale: float | Tensor = 1.0
+        if self.scaler is not None:
+            scale = self.scaler.scale(torch.ones((), device=self.device))
+        try:
+            if isinstance(executor, Graphed):
+                loss = executor.backward(batch[0], batch[1], scale=scale)
+            else:
+                with self._precision():
+                    loss = executor.backward(batch[0], batch[1], scale=scale)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise ValueError(
+                f"train: batch {len(seen.losses)} has a single sample, which a batch norm cannot learn from; "
+                "drop_last=True or another batch size would do"
+            ) from error
+        seen.losses.append(loss)
+        if state.mu > 0 and not state.plan.penalty:
+            seen.skipped += 1
+        elif state.mu > 0 and state.statistics is not None:
+            seen.radii.append(state.statistics.along.radius)
+            seen.curvatures.append(state.statistics.curvature)
+            seen.mus.append(state.mu)
+            seen.blocks[state.statistics.along.block.name] += 1
+        if self.recipe.clip_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.net.parameters(), self.recipe.clip_norm)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif isinstance(executor, Graphed):
+            executor.optimizer_step(self.optimizer)
+        else:
+            self.optimizer.step()
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self.precision == "float32":
+            return nullcontext()
+        half = torch.bfloat16 if self.precision == "bf16" else torch.float16
+        return torch.autocast(self.device.type, dtype=half)
+
+    def _check(self, seen: Steps, epoch: int) -> None:
+        if seen.checked == len(seen.losses):
+            return
+        values = torch.stack([loss.double() for loss in seen.losses[seen.checked :]]).tolist()
+        for offset, value in enumerate(values):
+            if not math.isfinite(value):
+                raise DivergedError(f"the loss is {value} in epoch {epoch}, step {seen.checked + offset}")
+        seen.checked = len(seen.losses)
 
 
 def make_steps(net: nn.Module, task: Task, recipe: Recipe) -> tuple[Step, Step, State]:

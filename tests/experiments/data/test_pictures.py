@@ -17,7 +17,7 @@ from torch import Tensor
 from hgnp.experiments.data import Data, cub200, flowers102, image_folder
 from hgnp.experiments.data import decode as decoding
 from hgnp.experiments.data.decode import decode
-from hgnp.experiments.data.pictures import MEAN, STD
+from hgnp.experiments.data.images import MEAN, STD
 
 SIDE = 16
 

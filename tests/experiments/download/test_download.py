@@ -14,7 +14,7 @@ from archives import FILES, Quiet, cifar_files, flowers_files, jpeg, names_in, s
 from hgnp.cli import app
 from hgnp.experiments.data import cifar10, cub200, flowers102
 from hgnp.experiments.download import OFFICIAL, DownloadError, File, Source, install
-from hgnp.files import alone_in
+from hgnp.io.atomic import alone_in
 from serving import serving
 
 

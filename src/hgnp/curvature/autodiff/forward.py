@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from hgnp.curvature.autodiff.norms import batch_norm, synchronised_batch_norm
 from hgnp.curvature.autodiff.operations import CONVOLUTIONS, name_of, tensors_in
-from hgnp.curvature.autodiff.random import RandomState
+from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.autodiff.tape import Tape
 from hgnp.curvature.device import capturing
 from hgnp.reducer import LOCAL, Reducer

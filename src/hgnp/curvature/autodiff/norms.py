@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hgnp.curvature.compiled import kernels
 from hgnp.curvature.device import constant, wide
+from hgnp.curvature.kernels.support import kernels
 from hgnp.reducer import Reducer
 
 
@@ -249,7 +249,7 @@ class BatchNormDual(torch.autograd.Function):
 
 def _kernels(s: Tensor) -> Any:
     """The same in fewer passes over memory, where that can be."""
-    return kernels("fused", s.dtype, s.device) if s.is_cuda and _in_rows(s) else None
+    return kernels("batch_norm", s.dtype, s.device) if s.is_cuda and _in_rows(s) else None
 
 
 def _tangent(ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,15 +16,15 @@ from hgnp.curvature.autodiff.forward import Forward, Output, UnfitError, Watch, 
 from hgnp.curvature.autodiff.gauss_newton import GaussNewton
 from hgnp.curvature.autodiff.hessian import Hessian
 from hgnp.curvature.autodiff.linearity import Linearity, Reasons, described
-from hgnp.curvature.autodiff.random import RandomState
+from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.autodiff.tape import Tape
-from hgnp.curvature.check import tracked
 from hgnp.curvature.device import capturing
 from hgnp.curvature.factors import Block, find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature, weighted
-from hgnp.modes import layer_of
+from hgnp.curvature.validation import tracked
 from hgnp.reducer import Reducer
 from hgnp.removal import Removal, listen
+from hgnp.state_guards import layer_of
 
 Seeds = list[tuple[Tensor, Tensor]]
 """Parameters, each with its part of v."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from hgnp.curvature.autodiff.forward import Func, batch_norm_options, layer_options, uses_batch_statistics
 from hgnp.curvature.autodiff.norms import BatchNormDual, synchronised_batch_norm
 from hgnp.curvature.autodiff.operations import SAME, name_of, tensors_in
-from hgnp.curvature.autodiff.random import RandomState
+from hgnp.curvature.autodiff.rng import RandomState
 
 if TYPE_CHECKING:
     from hgnp.curvature.autodiff.tangent import Tangent

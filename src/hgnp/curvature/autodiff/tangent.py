@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hgnp.curvature.autodiff.forward import Forward, Func, UnfitError, Watch, untracked
 from hgnp.curvature.autodiff.norms import PRIMITIVE
 from hgnp.curvature.autodiff.operations import PASSIVE, differentiable, map_tensors, name_of, tensors_in
-from hgnp.curvature.autodiff.random import RandomState
+from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.autodiff.rules import RULES
 from hgnp.curvature.autodiff.tape import Call
 from hgnp.reducer import LOCAL, Reducer

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hgnp.experiments.data.cifar_pickle import read_batch
 from hgnp.experiments.data.loader import Data, Loader, Memory, chosen
-from hgnp.experiments.data.pickled import read_batch
 from hgnp.train import as_device
 
 MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)

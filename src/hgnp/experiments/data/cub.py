@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
+from hgnp.experiments.data.images import MEMORY, Files, from_files
 from hgnp.experiments.data.loader import Data
-from hgnp.experiments.data.pictures import MEMORY, Files, from_files
 
 
 def cub200(

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from scipy.io import loadmat
 
+from hgnp.experiments.data.images import MEMORY, Files, from_files
 from hgnp.experiments.data.loader import Data
-from hgnp.experiments.data.pictures import MEMORY, Files, from_files
 
 
 def flowers102(

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from hgnp import __version__
+from hgnp.errors import first_line
 from hgnp.experiments.download.sources import File
-from hgnp.messages import first_line
 
 CHUNK = 2**18
 CONNECTIONS = 10  # for one file in one call, when they are cut

@@ -17,7 +17,7 @@ from typing import Any
 from hgnp.experiments.download.fetch import DownloadError, Progress, fetch, part_of, unwritable
 from hgnp.experiments.download.sources import File, Source
 from hgnp.experiments.download.unpack import Listing, unpack
-from hgnp.files import alone_in, read_json, write_json
+from hgnp.io.atomic import alone_in, read_json, write_json
 
 FORMAT = 1
 

@@ -8,9 +8,9 @@ import tarfile
 import zlib
 from pathlib import Path, PurePosixPath
 
+from hgnp.errors import first_line
 from hgnp.experiments.download.fetch import CHUNK, DownloadError, Progress, unwritable
 from hgnp.experiments.download.sources import File
-from hgnp.messages import first_line
 
 Listing = dict[str, tuple[int, str]]
 """Path below the folder → size and SHA-256."""

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from hgnp import __version__
-from hgnp.experiments.opcodes import DAMAGED, Name, Persistent, Record, RefusedError, values
-from hgnp.files import check_place
-from hgnp.storage import write_tensors
+from hgnp.experiments.pickle_reader import DAMAGED, Name, Persistent, Record, RefusedError, values
+from hgnp.io.atomic import check_place
+from hgnp.io.weights import write_tensors
 
 LARGEST_PICKLE = 16 * 2**20  # ResNet-18's has 40 KB
 MOST_BYTES = 4  # tensors may share storages; together they may take this many times the file's size

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hgnp.storage import read_tensors
+from hgnp.io.weights import read_tensors
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ A preset may `extend` another: it has the keys of that one with its own in their
 from importlib import resources
 from typing import Any
 
+from hgnp.errors import meant
 from hgnp.experiments import safe_yaml
 from hgnp.experiments.config import Config, extended
-from hgnp.messages import meant
 
 ENDING, EXTENDS = ".yaml", "extends"
 

@@ -3,9 +3,9 @@
 from importlib import resources
 from pathlib import Path
 
+from hgnp.errors import meant
 from hgnp.experiments import safe_yaml
 from hgnp.experiments.study_plan import StudyPlan, read
-from hgnp.messages import meant
 
 ENDING = ".yaml"
 

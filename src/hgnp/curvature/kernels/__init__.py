@@ -1,0 +1,1 @@
+"""Triton kernels, where they work (`support`); PyTorch's own operations do the same elsewhere."""

@@ -1,0 +1,41 @@
+"""CIFAR-10's Python files, which are pickles, read without unpickling them. Nothing in them is imported or called."""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from hgnp.experiments.pickle_reader import DAMAGED, Record, RefusedError, values
+
+LARGEST = 64 * 2**20  # an official file has 31 MB
+ARRAY, KIND, MAKE = "numpy ndarray", "numpy dtype", "numpy.core.multiarray _reconstruct"
+
+
+def read_batch(file: Path, pixels: int) -> tuple[npt.NDArray[np.uint8], list[int]]:
+    """The rows of `pixels` bytes and the labels of one official file."""
+    size = file.stat().st_size
+    if size > LARGEST:
+        raise ValueError(f"{file}: {size:,} bytes; an official CIFAR-10 file has about 31,000,000")
+    try:
+        found = values(file.read_bytes(), (ARRAY, KIND, MAKE), "official CIFAR-10 file")
+    except RefusedError as error:
+        raise ValueError(f"{file}: refused, {error}; nothing in it was run") from None
+    except DAMAGED as error:
+        raise ValueError(
+            f"{file}: damaged or not an official CIFAR-10 file ({' '.join(str(error).split())[:80]})"
+        ) from None
+    problem = f"{file}: not an official CIFAR-10 file, whose 'data' are rows of {pixels:,} bytes, with as many 'labels'"
+    match found:
+        case {
+            "data": Record(name=name, state=(1, (int(count), int(width)), Record(args=("u1", 0, 1)), bool(fortran), str(raw))),
+            "labels": list(labels),
+        } if name == MAKE and width == pixels and count == len(labels) > 0:  # fmt: skip
+            try:
+                data = np.frombuffer(bytearray(raw, "latin-1"), dtype=np.uint8)
+            except UnicodeEncodeError:
+                raise ValueError(problem) from None
+        case _:
+            raise ValueError(problem)
+    if data.size != count * width or not all(type(label) is int for label in labels):
+        raise ValueError(problem)
+    return np.ascontiguousarray(data.reshape((count, width), order="F" if fortran else "C")), labels

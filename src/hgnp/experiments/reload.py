@@ -1,0 +1,66 @@
+"""The network and the data of a run, made again from its folder."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hgnp.experiments.build import Experiment, make_importable, network, prepare
+from hgnp.experiments.config import Config, read
+from hgnp.io import runs
+from hgnp.io.weights import load
+
+
+def config_of(folder: Path) -> Config:
+    runs.read(folder)  # says what is wrong with a folder that is no run
+    file = folder / "config.yaml"
+    if not file.is_file() and folder.resolve().parent.name == "snapshots":  # made with the configuration of their run
+        file = folder.resolve().parents[1] / "config.yaml"
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{folder}: it has no config.yaml, which says how to make its network; hgnp run writes one"
+        )
+    config = read(file)
+    make_importable(config)
+    return config
+
+
+def pruned(folder: Path, net: nn.Module) -> nn.Module:
+    if not (folder / "model.safetensors").is_file():
+        raise FileNotFoundError(
+            f"{folder}: the run is not finished, so there is no pruned network; --resume finishes it"
+        )
+    return load(folder, net)
+
+
+def networks(folder: Path) -> tuple[nn.Module, nn.Module]:
+    """A network of the full size, with random weights, and the pruned one."""
+    config = config_of(folder)
+    return network(config), pruned(folder, network(config))
+
+
+def sample(folder: Path) -> tuple[Tensor, ...]:
+    """Random inputs of one sample, without the batch dimension."""
+    known = runs.read(folder).info.get("input")
+    if not known:
+        raise ValueError(
+            f"{folder}: its inputs are not tensors by position, so none can be made up; use hgnp in Python"
+        )
+    return tuple(_random(each["shape"], getattr(torch, each["dtype"])) for each in known)
+
+
+def _random(shape: list[int], dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+
+
+def experiment(folder: Path, data: str | None, device: str | None) -> Experiment:
+    """The run's data, and its pruned network in place of the one it began with."""
+    config = config_of(folder)
+    if data is not None:
+        config = dataclasses.replace(config, data_args={**config.data_args, "folder": data})
+    if device is not None:
+        config = dataclasses.replace(config, device=device)
+    made = prepare(dataclasses.replace(config, weights=None))
+    pruned(folder, made.net)
+    return made

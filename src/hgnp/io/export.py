@@ -1,0 +1,285 @@
+"""`export`: a network as one file that runs without its Python class, checked against the network before it is kept.
+
+The batch stays free in both formats. It is the first dimension of every input tensor that has as many rows as the first one.
+"""
+
+import copy
+import importlib.util
+import inspect
+import io
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.jit._trace import TracerWarning
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hgnp.errors import brief
+from hgnp.io.atomic import check_place, whole
+from hgnp.pruning.graph import Inputs
+from hgnp.pruning.layers import as_inputs
+from hgnp.pruning.validation import refuse
+
+OPSET = 18
+KINDS = {".onnx": "onnx", ".pt2": "torch.export"}
+TRACED = 2  # rows while recording: torch.export takes a single row for a constant
+CHECKED = (1, 3, 5)  # rows while checking: two of them that the example does not have
+TOLERANCE = 1e-4
+HALF_TOLERANCE = 1e-2
+FIXED = (
+    "net can be exported for one batch size only, as its forward fixes the number of rows; "
+    "sizes taken from the input (x.shape[0], x.flatten(1)) would do"
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The file, and how far what it computes is from the network."""
+
+    path: Path
+    kind: str
+    """"onnx" or "torch.export"."""
+    opset: int | None
+    """ONNX only."""
+    error: float
+    """The largest difference seen, relative to the largest entry of that output."""
+    difference: float
+    """The largest difference seen, absolute."""
+    bytes: int
+
+
+def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> Exported:
+    """Write `net`, in eval mode, to `path`: ONNX if it ends in .onnx, torch.export if in .pt2.
+
+    `example_input` is a tensor, a tuple of positional or a dict of keyword arguments; the file takes any number of rows. It is
+    run on random inputs at two other batch sizes (by ONNX Runtime, or loaded back) and compared with `net`: if the relative
+    difference is above 1e-4 (1e-2 in half precision), ValueError says so and `path` is as it was. `net` is left as found.
+    """
+    path = Path(path)
+    if path.name in KINDS:
+        raise ValueError(f"path: {str(path)!r} was given, without a name before the dot; net{path.name} would do")
+    if path.suffix not in KINDS:
+        raise ValueError(f"path: {str(path)!r} was given; a name that ends in {' or '.join(KINDS)} would do")
+    check_place(path)
+    refuse(net)
+    inputs, arguments = _bound(net, as_inputs(example_input))
+    rows = _rows(inputs)
+    to_onnx = path.suffix == ".onnx"
+    if to_onnx:
+        _need_onnx()
+    subject = _duplicate(net, to_onnx)
+    device = next((tensor.device for tensor in [*subject.parameters(), *subject.buffers()]), torch.device("cpu"))
+    traced = _drawn(inputs, rows, TRACED, device)
+    example = tree_map(lambda leaf: leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf, inputs)
+    if not _run(subject, example, "net cannot run on example_input"):  # a copy: some networks write into their input
+        raise ValueError("net returns no tensors that could be compared; a forward that returns tensors would do")
+    _run(subject, traced, FIXED)
+    with whole(path) as draft, _known_noise():
+        batch = torch.export.Dim("batch")
+        shapes = tree_map(lambda leaf: {0: batch} if _batched(leaf, rows) else None, arguments)
+        program = _program(subject, traced, shapes)
+        if to_onnx:
+            draft.write_bytes(_as_onnx(subject, program, traced, shapes))
+            session = onnx_session(draft)
+            call: Callable[..., Any] = lambda *a, **k: run_onnx(session, _tensors((a, k)))  # noqa: E731
+        else:
+            torch.export.save(program, content := io.BytesIO())  # to a file, it ends the process when the disk is full
+            draft.write_bytes(content.getvalue())
+            call = torch.export.load(draft).module()
+        error, difference = _checked(subject, call, inputs, rows, device)
+    return Exported(path, KINDS[path.suffix], OPSET if to_onnx else None, error, difference, path.stat().st_size)
+
+
+def onnx_session(path: Path, *, threads: int = 0) -> Any:
+    """An ONNX Runtime session on the CPU. Its threads sleep between runs, so that others can be timed beside it."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its errors have no public base class
+        raise ValueError(f"ONNX Runtime cannot run this network: {brief(error)}") from error
+
+
+def run_onnx(session: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """All outputs, for the tensors among the network's arguments, in order."""
+    names = [entry.name for entry in session.get_inputs()]
+    feed = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
+    return [torch.from_numpy(output) for output in session.run(None, feed)]
+
+
+def _need_onnx() -> None:
+    missing = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(f"ONNX needs {', '.join(missing)}, not installed here: pip install 'hgnp[onnx]'")
+
+
+def _duplicate(net: nn.Module, to_onnx: bool) -> nn.Module:
+    """A copy to record, so that modes and buffers of `net` stay. ONNX is recorded and compared on the CPU, where it runs."""
+    for name, tensor in net.named_parameters():
+        if to_onnx and tensor.dtype == torch.bfloat16:
+            raise ValueError(f"net: {name} is bfloat16, which ONNX Runtime cannot run on a CPU; net.float() would do")
+    try:
+        subject = copy.deepcopy(net).eval()
+    except Exception as error:
+        raise ValueError(f"net cannot be copied: {brief(error)}") from error
+    return subject.cpu() if to_onnx else subject
+
+
+def _rows(inputs: Inputs) -> int:
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.numel() > 0:
+            return leaf.shape[0]
+    raise ValueError("example_input: it has no tensor with a batch dimension; a batch of one sample or more would do")
+
+
+def _batched(leaf: Any, rows: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+
+
+def _bound(net: nn.Module, inputs: Inputs) -> tuple[Inputs, dict[str, Any]]:
+    """Keywords in the order of forward's signature, which is that of the file; and parameter of forward → what it gets."""
+    args, kwargs = inputs
+    forward = f"{type(net).__name__}.forward"
+    signature = inspect.signature(net.forward)
+    try:
+        bound = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise ValueError(f"example_input does not fit {forward}: {error}") from None
+    for name in bound:
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            raise ValueError(
+                f"example_input: {forward} takes {', '.join(bound[name])} through **{name}, where torch.export cannot free "
+                "the batch; parameters of those names would do"
+            )
+    return (args, {name: kwargs[name] for name in [*bound, *kwargs] if name in kwargs}), dict(bound)
+
+
+def _drawn(inputs: Inputs, rows: int, n: int, device: torch.device) -> Inputs:
+    """`inputs` at batch size n, each tensor's entries drawn from its own (normal ones where it is constant)."""
+    random = torch.Generator().manual_seed(n)
+
+    def draw(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if not _batched(leaf, rows):
+            return leaf.detach().to(device, copy=True)
+        shape, own = (n, *leaf.shape[1:]), leaf.detach().cpu().flatten()
+        if leaf.is_floating_point() and bool((own == own[0]).all()):
+            return torch.randn(shape, generator=random).to(device, leaf.dtype)
+        return own[torch.randint(len(own), shape, generator=random)].to(device)
+
+    return tree_map(draw, inputs)
+
+
+def _run(call: Callable[..., Any], inputs: Inputs, failure: str) -> list[Tensor]:
+    try:
+        with torch.no_grad():
+            output = call(*inputs[0], **inputs[1])
+    except Exception as error:
+        raise ValueError(f"{failure}: {brief(error)}") from error
+    return _tensors(output)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def _known_noise() -> Iterator[None]:
+    """Without what torch says about itself while it exports."""
+    skipped = logging.getLogger(
+        "torch.onnx._internal.exporter._registration"
+    )  # operators of a torchvision not installed
+    level = skipped.level
+    skipped.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            # torch 2.13's ONNX exporter copies what torch itself deprecates …
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+            # … and does not name the free axis where an argument is not a tensor
+            warnings.filterwarnings("ignore", "# ONNX model has different number of inputs", UserWarning)
+            # … or where several inputs share it
+            warnings.filterwarnings("ignore", "# The axis name: batch will not be used", UserWarning)
+            # recurrent layers keep a list of their own weights
+            warnings.filterwarnings("ignore", r"The tensor attributes? self\.\S*_flat_weights", UserWarning)
+            # the older ONNX exporter; the check sees what its tracing got wrong
+            warnings.filterwarnings("ignore", "You are using the legacy TorchScript-based ONNX", DeprecationWarning)
+            warnings.filterwarnings("ignore", "The feature will be removed", DeprecationWarning, r"torch\.onnx\.")
+            warnings.filterwarnings("ignore", "Exporting a model to ONNX with a batch_size other than 1", UserWarning)
+            warnings.filterwarnings("ignore", category=TracerWarning)
+            yield
+    finally:
+        skipped.setLevel(level)
+
+
+def _program(net: nn.Module, traced: Inputs, shapes: dict[str, Any]) -> torch.export.ExportedProgram:
+    try:
+        return torch.export.export(net, *traced, dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        try:
+            torch.export.export(net, *traced, strict=False)
+        except Exception as again:
+            raise ValueError(f"net cannot be exported: {brief(again)}") from again
+        raise ValueError(f"{FIXED}: {brief(error)}") from error
+
+
+def _as_onnx(net: nn.Module, program: torch.export.ExportedProgram, traced: Inputs, shapes: dict[str, Any]) -> bytes:
+    """The content of an ONNX file."""
+    options: dict[str, Any] = {"opset_version": OPSET, "external_data": False, "verbose": False}
+    try:
+        made = torch.onnx.export(program, (), dynamo=True, dynamic_shapes=shapes, **options)  # names the free axis
+        assert made is not None
+        return made.model_proto.SerializeToString()
+    except Exception as error:
+        # Some torch and onnxscript do not go together, and some operators only the older exporter knows. What it writes
+        # may hold for the traced batch alone; the check tells.
+        names = [name for name in program.graph_signature.user_inputs if isinstance(name, str)]
+        free = {
+            name: {0: "batch"} for name, leaf in zip(names, _tensors(traced), strict=True) if _batched(leaf, TRACED)
+        }
+        content: Any = io.BytesIO()
+        try:
+            torch.onnx.export(
+                net, traced[0], content, kwargs=traced[1], dynamo=False, input_names=names, dynamic_axes=free, **options
+            )
+        except Exception:
+            raise ValueError(f"net cannot be written as ONNX: {brief(error.__cause__ or error)}") from error
+        return content.getvalue()
+
+
+def _checked(
+    net: nn.Module, call: Callable[..., Any], inputs: Inputs, rows: int, device: torch.device
+) -> tuple[float, float]:
+    """The largest relative and absolute difference between `call` and `net`; ValueError if there is too much."""
+    error = difference = 0.0
+    for n in [n for n in CHECKED if n != rows][:2]:
+        drawn = _drawn(inputs, rows, n, device)
+        expected = _run(net, drawn, f"net cannot run at batch size {n}")
+        got = _run(call, drawn, f"the exported network cannot run at batch size {n}")
+        if [tuple(tensor.shape) for tensor in got] != [tuple(tensor.shape) for tensor in expected]:
+            raise ValueError(f"the exported network has other outputs than net at batch size {n}; not written")
+        half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in expected)
+        for there, here in zip(got, expected, strict=True):
+            away = float((there.double() - here.double()).abs().max()) if here.numel() else 0.0
+            size = float(here.double().abs().max()) if here.numel() else 0.0
+            share = away / size if size else math.inf if away else 0.0
+            if not share <= (HALF_TOLERANCE if half else TOLERANCE):
+                raise ValueError(
+                    f"the exported network differs from net by {share:.1e} (relative; {away:.1e} absolute) at batch size "
+                    f"{n}, more than {HALF_TOLERANCE if half else TOLERANCE:.0e}; not written"
+                )
+            error, difference = max(error, share), max(difference, away)
+    return error, difference

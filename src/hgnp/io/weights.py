@@ -1,0 +1,248 @@
+"""Keep a pruned network: `save` writes tensors and widths, `load` shrinks a fresh instance of the class to fit.
+
+One safetensors file holds every parameter and buffer; its metadata holds, as JSON, the format's version, the classes of the
+network and its modules, the attributes that state widths, and a SHA-256 over all of it. Nothing is ever unpickled.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hgnp.errors import first_line
+from hgnp.io.atomic import check_place, whole
+from hgnp.pruning.graph import tensors_of
+from hgnp.pruning.surgery import Change, commit, replace_data, set_attributes
+from hgnp.pruning.validation import refuse
+from hgnp.pruning.widths import stated_widths
+
+FORMAT = 1
+FILE = "model.safetensors"
+OUTPUTS = ("out_features", "out_channels", "num_features", "num_channels")
+PER_OUTPUT = ("weight", "bias", "running_mean", "running_var")
+Net = TypeVar("Net", bound=nn.Module)
+
+
+def save(net: nn.Module, path: str | os.PathLike[str]) -> Path:
+    """Write `net` to `path`: a file if it ends in .safetensors, else a folder, made if need be. Returns the file.
+
+    The file appears whole or not at all. Neither the class nor its code is stored: `load` needs an instance of it.
+    """
+    file = _file(path)
+    check_place(file)
+    tensors, about = described(net)
+    # copies: two tensors may lie in one memory, which safetensors rightly refuses
+    tensors = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    about["sha256"] = digest(tensors, about)
+    write_tensors(file, tensors, {"hgnp": json.dumps(about)})
+    return file
+
+
+def described(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Every tensor of `net`, and what else it takes to shrink a fresh instance to fit."""
+    refuse(net)
+    for name, module in net.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise TypeError(
+                f"layer {name!r} ({type(module).__name__}) keeps extra state, which cannot be saved without pickle"
+            )
+    tensors = {name: tensor.detach() for name, tensor in tensors_of(net).items()}
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.complex128:
+            raise TypeError(f"{name} is {tensor.dtype}, which safetensors cannot hold; complex64 would do")
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on meta, which has no numbers to save; a CPU or a GPU would do")
+    about: dict[str, Any] = {
+        "format": FORMAT,
+        "class": type(net).__qualname__,
+        "modules": {name: [type(m).__qualname__, _widths(m)] for name, m in net.named_modules()},
+        "channels_last": sorted(name for name, tensor in tensors.items() if _is_channels_last(tensor)),
+    }
+    return tensors, about
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """One safetensors file, whole or not at all."""
+    try:
+        with whole(file) as draft:
+            save_file(dict(tensors), draft, metadata)
+    except SafetensorError as error:
+        raise OSError(f"{file} could not be written: {error}") from error
+
+
+def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a safetensors file."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name).clone() for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{file}: not a readable safetensors file: {first_line(error)}") from error
+
+
+def load(path: str | os.PathLike[str], net: Net) -> Net:
+    """Shrink `net`, a fresh instance of the class that was saved, to fit and fill it. Returns it.
+
+    Outputs are then bit-equal to those of the saved network. Device, mode and `requires_grad` are those of `net`; tensors on
+    meta become new ones on the CPU. If the file does not fit or is damaged, ValueError says how, and `net` is untouched.
+    """
+    file = _file(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file; hgnp.save writes it")
+    refuse(net)
+    tensors, metadata = read_tensors(file)
+    try:
+        changes = changes_to_fit(_checked(metadata, tensors), tensors, net)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    commit(changes)
+    return net
+
+
+def changes_to_fit(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> list[Change]:
+    """What turns `net` into the network that `described` tells of; ValueError if it cannot be."""
+    _fits(about, tensors, net)
+    return [*_tensor_changes(about, tensors, net), *_width_changes(about, tensors, net)]
+
+
+def _file(path: str | os.PathLike[str]) -> Path:
+    path = Path(path)
+    return path if path.suffix == ".safetensors" else path / FILE
+
+
+def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    if "hgnp" not in metadata:
+        raise ValueError("not written by hgnp.save: it has no widths")
+    try:
+        about = json.loads(metadata["hgnp"])
+    except (ValueError, RecursionError):
+        about = None
+    if not isinstance(about, dict) or not isinstance(about.get("format"), int):
+        raise ValueError("its description is damaged")
+    if about["format"] > FORMAT:
+        raise ValueError(f"written in format {about['format']} by a newer hgnp; this one reads up to {FORMAT}")
+    expected = about.pop("sha256", None)
+    if expected != digest(tensors, about):
+        raise ValueError("damaged: its content does not match its checksum")
+    well_formed = (
+        isinstance(about.get("class"), str)
+        and isinstance(about.get("channels_last"), list)
+        and isinstance(about.get("modules"), dict)
+        and all(
+            isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and isinstance(entry[1], dict)
+            for entry in about["modules"].values()
+        )
+    )
+    if not well_formed:
+        raise ValueError("its description is damaged")
+    return about
+
+
+def _fits(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> None:
+    if about["class"] != type(net).__qualname__:
+        raise ValueError(f"holds a {about['class']}, not a {type(net).__qualname__}")
+    here = {name: type(module).__qualname__ for name, module in net.named_modules()}
+    there = {name: kind for name, (kind, _) in about["modules"].items()}
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
+            raise ValueError(
+                f"layer {name!r} is {there.get(name, 'missing')} in the file, {here.get(name, 'missing')} in net"
+            )
+    for name, module in net.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ValueError(
+                    f"{key} of layer {name!r} is on meta and never saved, as it is no buffer; a buffer would do"
+                )
+    mine = tensors_of(net)
+    for name in [*mine, *tensors]:
+        if name not in mine or name not in tensors:
+            raise ValueError(f"{name} is only in {'net' if name in mine else 'the file'}")
+        theirs, ours = tuple(tensors[name].shape), tuple(mine[name].shape)
+        if len(theirs) != len(ours) or any(a > b for a, b in zip(theirs, ours, strict=True)):
+            raise ValueError(
+                f"{name} is {theirs} in the file and cannot be cut from {ours}; net must be a fresh instance"
+            )
+        if tensors[name].dtype.is_floating_point != mine[name].dtype.is_floating_point:
+            raise ValueError(f"{name} is {tensors[name].dtype} in the file, {mine[name].dtype} in net")
+
+
+def _tensor_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> list[Change]:
+    last = set(map(str, about["channels_last"]))
+    changes = []
+    for name, tensor in tensors_of(net).items():
+        data = tensors[name].to("cpu" if tensor.is_meta else tensor.device)
+        if name in last and data.dim() in (4, 5):
+            data = data.contiguous(memory_format=torch.channels_last if data.dim() == 4 else torch.channels_last_3d)
+        changes.append(_materialise(net, tensor, data) if tensor.is_meta else replace_data(tensor, data, None))
+    return changes
+
+
+def _materialise(net: nn.Module, old: Tensor, data: Tensor) -> Change:
+    """A tensor on meta takes no data of another device: a new one is put wherever it is."""
+    new = nn.Parameter(data, old.requires_grad) if isinstance(old, nn.Parameter) else data
+    vars(new).update(vars(old))
+    own = [(module, {**module._parameters, **module._buffers}) for module in net.modules()]
+    places = [(module, key) for module, held in own for key, tensor in held.items() if tensor is old]
+
+    def put(tensor: Tensor) -> None:
+        for module, key in places:
+            setattr(module, key, tensor)
+
+    return Change(lambda: put(new), lambda: put(old))
+
+
+def _width_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> list[Change]:
+    names = {id(tensor): name for name, tensor in tensors_of(net).items()}
+    changes = []
+    for name, module in net.named_modules():
+        own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+        stored, current = about["modules"][name][1], _widths(module)
+        if stored.keys() != current.keys() or not all(_shrunk(stored[key], current[key]) for key in current):
+            raise ValueError(f"layer {name!r} cannot have {stored}: it has {current}")
+        shapes = {key: tuple(tensors[names[id(tensor)]].shape) for key, tensor in own.items()}
+        stored = {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
+        due = stated_widths(module, shapes.get, None, stored.get("groups", stored.get("num_groups")))
+        if any(stored[key] != value for key, value in due.items()):
+            raise ValueError(f"layer {name!r} has {stored}, but its tensors say {due}")
+        width = next((stored[out] for out in OUTPUTS if out in stored), None)
+        for key in PER_OUTPUT if width is not None else ():
+            if len(shapes.get(key, ())) == 1 and shapes[key] != (width,):
+                raise ValueError(f"{name}.{key} has {shapes[key][0]} entries, but the layer is {width} wide")
+        changes.append(set_attributes(module, stored))
+    return changes
+
+
+def _shrunk(stored: Any, current: Any) -> bool:
+    if isinstance(current, list):
+        return isinstance(stored, list) and len(stored) == len(current) and all(map(_shrunk, stored, current))
+    return type(stored) is int and 1 <= stored <= current
+
+
+def _widths(module: nn.Module) -> dict[str, Any]:
+    """The attributes of `module` that state widths, as they are."""
+    own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    stated = stated_widths(module, {key: tuple(t.shape) for key, t in own.items()}.get, (1,) * 8, None)
+    values = {key: getattr(module, key) for key in stated}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    if tensor.dim() not in (4, 5) or tensor.is_contiguous():
+        return False
+    return tensor.is_contiguous(memory_format=torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d)
+
+
+def digest(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
+    sha = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()

@@ -1,0 +1,49 @@
+"""What there is in a network, to look at."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hgnp.errors import named
+
+
+@dataclass(frozen=True)
+class Layer:
+    name: str
+    alive: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Neurons that cannot be removed, and why."""
+
+    name: str
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a network comes to."""
+
+    parameters: int
+    neurons: int
+    macs: int
+    kept: float
+
+
+def table(layers: Sequence[Layer], frozen: Sequence[Frozen], state: Preview) -> str:
+    width = max([len(layer.name) for layer in layers] + [5])
+    lines = [f"{'layer':<{width}}  alive  total"]
+    lines += [f"{layer.name:<{width}}  {layer.alive:>5}  {layer.total:>5}" for layer in layers]
+    lines.append(
+        f"{state.neurons} neurons, {state.parameters:,} parameters ({state.kept:.1%} kept), {state.macs:,} MACs"
+    )
+    reasons: dict[str, list[Frozen]] = defaultdict(list)
+    for entry in frozen:
+        reasons[entry.reason].append(entry)
+    for reason, entries in reasons.items():
+        shown = named([entry.name for entry in entries])
+        lines.append(f"frozen: {sum(entry.count for entry in entries)} in {shown}: {reason}")
+    return "\n".join(lines)

@@ -1,0 +1,307 @@
+"""Inference of full, weight-pruned and neuron-pruned networks, timed side by side.
+
+Weight-pruned means, as in the paper: the full-size network with random weights, all but a fraction κ of them zero, on ordinary
+dense kernels. Every network is timed in every variant (a way to run it: eager, compiled, half precision …), all in turns within
+one process, so that all meet the same conditions.
+"""
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hgnp.errors import brief
+from hgnp.pruning import Neurons
+from hgnp.reporting.timings import Bench, conditions
+from hgnp.reporting.variants import DEFAULTS, VARIANTS, Way, compiling, way
+from hgnp.timing import side_by_side
+
+BATCHES = {"cpu": 128, "cuda": 2000}
+WARMUP = 3
+Device = str | torch.device
+Progress = Callable[[str, int, int], object]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A network to time beside the full one: a pruned module, or a fraction of weights that the full one is to keep."""
+
+    label: str
+    what: nn.Module | float
+    accuracy: float | None = None
+
+
+def bench(
+    full: nn.Module,
+    small: nn.Module,
+    sample: Any,
+    *,
+    batches: int | Sequence[int] | None = None,
+    device: Device | Sequence[Device] = "cpu",
+    variants: Sequence[str] | None = None,
+    repeats: int = 15,
+    progress: Progress | None = None,
+) -> Bench:
+    """Time `full`, the same network weight-pruned, and `small`, which keeps the same fraction of parameters.
+
+    `sample` is one input without its batch dimension: a tensor, or a tuple of them. `batches` defaults to the paper's: 128 on
+    a CPU, 2000 on a GPU. `variants` are "eager", "no_tf32" (GPU), "channels_last", "compile", "bf16", "fp16", "onnx" (CPU);
+    by default those that make sense on the device. What cannot be run is a row with its reason. `progress(label, i, n)` is
+    told of every step.
+    """
+    entries = [
+        Entry("weight-pruned", _parameters(small) / _parameters(full)),
+        Entry("neuron-pruned", small),
+    ]
+    return equal_accuracy(
+        full, entries, sample, batches=batches, device=device, variants=variants, repeats=repeats, progress=progress
+    )
+
+
+def equal_accuracy(
+    full: nn.Module,
+    entries: Sequence[Entry],
+    sample: Any,
+    *,
+    batches: int | Sequence[int] | None = None,
+    device: Device | Sequence[Device] = "cpu",
+    variants: Sequence[str] | None = None,
+    repeats: int = 15,
+    progress: Progress | None = None,
+) -> Bench:
+    """Time `full` and any number of pruned networks in one run, such as those that reach the same accuracy.
+
+    The paper's: `[Entry("neuron-pruned", small, 0.92), Entry("weight-pruned", 0.03, 0.92)]`, the first at κ = 14.4 %.
+    """
+    labels = ["full", *(entry.label for entry in entries)]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"entries: labels {labels} were given, 'full' being taken; a label of its own each would do")
+    devices = [_device(each) for each in ([device] if isinstance(device, str | torch.device) else device)]
+    devices = list(dict.fromkeys(devices))
+    places = [(d, _batches(batches, d), _variants(variants, d)) for d in devices]
+    if not isinstance(repeats, int) or repeats < 1:
+        raise ValueError(f"repeats: {repeats!r} was given; a whole number of at least 1 would do")
+    samples = tuple(sample) if isinstance(sample, tuple | list) else (sample,)
+    if not samples or not all(isinstance(each, Tensor) for each in samples):
+        raise ValueError("sample: a tensor without a batch dimension, or a tuple of them, would do")
+
+    contestants = _contestants(full, entries, samples)
+    steps = sum(len(chosen) * len(contestants) + len(sizes) * (WARMUP + repeats) for _, sizes, chosen in places)
+    tick = _ticker(progress, steps)
+    rows: list[dict[str, Any]] = []
+    with compiling():
+        for place, sizes, chosen in places:
+            runners = _runners(contestants, chosen, samples, place, tick)
+            for size in sizes:
+                rows += _timed(runners, samples, place, size, repeats, tick)
+    return Bench(rows, conditions(devices))
+
+
+def weight_pruned(full: nn.Module, kept: float, *, seed: int = 0) -> nn.Module:
+    """A copy of `full` with random weights, all but exactly the fraction `kept` of them zero. Biases and norms stay.
+
+    Weights are those of two or more dimensions. What is left is drawn wide enough for activations to keep their size: numbers
+    next to zero would be slow on a CPU.
+    """
+    if not isinstance(kept, int | float) or not 0 < kept <= 1:
+        raise ValueError(f"kept: {kept!r} was given; a fraction above 0 and up to 1 would do")
+    random = torch.Generator().manual_seed(seed)
+    net = copy.deepcopy(full)
+    weights = [parameter for parameter in net.parameters() if parameter.dim() > 1]
+    total = sum(weight.numel() for weight in weights)
+    mask = torch.zeros(total)
+    mask[torch.randperm(total, generator=random)[: round(kept * total)]] = 1
+    with torch.no_grad():
+        for weight, mine in zip(weights, mask.split([weight.numel() for weight in weights]), strict=True):
+            inputs = weight[0].numel()
+            values = torch.randn(weight.shape, generator=random)
+            values[values == 0] = 1
+            weight.copy_(values * (2 / (kept * inputs)) ** 0.5 * mine.view(weight.shape))
+    return net
+
+
+@dataclass(frozen=True)
+class _Contestant:
+    net: nn.Module
+    label: str
+    parameters: int
+    macs: int
+    kept: float
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class _Runner:
+    """A contestant in one variant, ready to run, or the reason why not."""
+
+    contestant: _Contestant
+    net: nn.Module  # on the device, as it is: what the variant's output is compared with
+    variant: str
+    way: Way | None
+    reason: str | None
+    seconds: float
+
+
+def _contestants(full: nn.Module, entries: Sequence[Entry], samples: Sequence[Tensor]) -> list[_Contestant]:
+    found: list[_Contestant] = []
+    for entry in [Entry("full", full), *entries]:
+        if isinstance(entry.what, nn.Module):
+            net = copy.deepcopy(entry.what).cpu().eval()
+            count = _parameters(net)
+            # two rows: in train mode, which Neurons looks at too, some norms do not take one
+            macs = Neurons(net, _batch(samples, 2, torch.device("cpu"))).macs // 2
+            kept = count / _parameters(full)
+        else:
+            net = weight_pruned(found[0].net, entry.what)
+            count, macs, kept = found[0].parameters, found[0].macs, entry.what
+        found.append(_Contestant(net, entry.label, count, macs, kept, entry.accuracy))
+    return found
+
+
+def _runners(
+    contestants: Sequence[_Contestant],
+    variants: Sequence[str],
+    samples: Sequence[Tensor],
+    device: torch.device,
+    tick: Callable[[str], None],
+) -> list[_Runner]:
+    nets = [copy.deepcopy(contestant.net).to(device) for contestant in contestants]
+    example = _batch(samples, 2, device)
+    runners = []
+    for variant in variants:
+        for contestant, net in zip(contestants, nets, strict=True):
+            tick(f"{contestant.label}, {variant}, {device}")
+            start = time.perf_counter()
+            made, reason = None, None
+            try:
+                made = way(variant, net, example)
+            except Exception as error:
+                reason = _reason(error)
+            runners.append(_Runner(contestant, net, variant, made, reason, time.perf_counter() - start))
+    return runners
+
+
+def _timed(
+    runners: Sequence[_Runner],
+    samples: Sequence[Tensor],
+    device: torch.device,
+    size: int,
+    repeats: int,
+    tick: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    inputs = _batch(samples, size, device)
+    rows = [_row(runner, device, size) for runner in runners]
+    # A step of its own, timed in vain, moves the progress bar outside of everybody's time.
+    calls: list[Callable[[], Any]] = [lambda: tick(f"batch {size}, {device}")]
+    timed = []
+    for runner, row in zip(runners, rows, strict=True):
+        if runner.way is None:
+            continue
+        try:
+            call = _call(runner.way, inputs)
+            start = time.perf_counter()
+            output = tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, call())
+            row["first_s"] = runner.seconds + time.perf_counter() - start
+            row["difference"] = _difference(output, _call(Way(runner.net), inputs)())
+        except Exception as error:
+            row["reason"] = _reason(error)
+        else:
+            calls.append(call)
+            timed.append(row)
+    for row, timing in zip(timed, side_by_side(calls, device=device, repeats=repeats, warmup=WARMUP)[1:], strict=True):
+        row |= {"median_ms": timing.median, "low_ms": timing.low, "high_ms": timing.high, "repeats": timing.repeats}
+    full = {row["variant"]: row["median_ms"] for row in rows if row["network"] == "full"}
+    for row in timed:
+        for key, base in (("speedup", full[row["variant"]]), ("speedup_eager", full.get("eager"))):
+            row[key] = base / row["median_ms"] if base is not None else None
+    return rows
+
+
+def _row(runner: _Runner, device: torch.device, size: int) -> dict[str, Any]:
+    mine = runner.contestant
+    row = {"network": mine.label, "variant": runner.variant, "device": str(device), "batch": size}
+    row |= dict.fromkeys(("median_ms", "low_ms", "high_ms", "repeats"))
+    row |= {"parameters": mine.parameters, "macs": mine.macs, "kept": mine.kept, "accuracy": mine.accuracy}
+    return row | dict.fromkeys(("speedup", "speedup_eager", "difference", "first_s")) | {"reason": runner.reason}
+
+
+def _call(way: Way, inputs: Sequence[Tensor]) -> Callable[[], Any]:
+    ready = [way.convert(tensor) for tensor in inputs]
+
+    def call() -> Any:
+        with torch.inference_mode():
+            return way.call(*ready)
+
+    return call
+
+
+def _difference(output: Any, reference: Any) -> float:
+    """The largest difference between two outputs, relative to the largest entry of the tensor that it is in."""
+    worst = 0.0
+    for there, here in zip(tree_leaves(output), tree_leaves(reference), strict=True):
+        if isinstance(here, Tensor) and here.numel():
+            expected = here.double().cpu()
+            away = (there.double().cpu() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+            worst = max(worst, float(away))
+    return worst
+
+
+def _batch(samples: Sequence[Tensor], size: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Random rows like the samples; integers are the sample's own, whose range is not known."""
+    random = torch.Generator().manual_seed(0)
+    return tuple(
+        torch.randn(size, *sample.shape, generator=random).to(device, sample.dtype)
+        if sample.is_floating_point()
+        else sample.expand(size, *sample.shape).clone().to(device)
+        for sample in samples
+    )
+
+
+def _device(given: Device) -> torch.device:
+    try:
+        device = torch.device(given)
+    except RuntimeError:
+        device = None
+    ready = {"cpu": True, "cuda": torch.cuda.is_available()}
+    if device is None or not ready.get(device.type, False):
+        raise ValueError(f"device: {str(given)!r} was given; {' or '.join(k for k in ready if ready[k])} would do here")
+    return device
+
+
+def _batches(given: int | Sequence[int] | None, device: torch.device) -> list[int]:
+    sizes = [BATCHES[device.type]] if given is None else [given] if isinstance(given, int) else list(given)
+    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ValueError(f"batches: {given!r} was given; whole numbers of at least 1 would do")
+    return list(dict.fromkeys(sizes))
+
+
+def _variants(given: Sequence[str] | None, device: torch.device) -> list[str]:
+    chosen = list(dict.fromkeys(DEFAULTS[device.type] if given is None else given))
+    for name in chosen:
+        if name not in VARIANTS:
+            raise ValueError(f"variants: {name!r} was given; {', '.join(VARIANTS)} would do")
+    return chosen
+
+
+def _ticker(progress: Progress | None, steps: int) -> Callable[[str], None]:
+    done = itertools.count(1)
+
+    def tick(label: str) -> None:
+        if progress is not None:
+            progress(label, next(done), steps)
+
+    return tick
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else brief(error)
+
+
+def _parameters(net: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in net.parameters())

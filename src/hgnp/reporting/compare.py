@@ -1,0 +1,330 @@
+"""Runs side by side: seeds as mean and spread, differences from a baseline, areas, crossings, and the composed hybrid.
+
+Runs on the same data and network with the same metric make up a *study*. Within it, runs that differ in nothing but the seed,
+their name and where they ran are one *group*. Everything is compared over the κ that all runs of a study reach, between their
+points along straight lines, never beyond them.
+"""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hgnp.experiments import config
+from hgnp.io.runs import Run
+from hgnp.reporting import curves, hybrid
+from hgnp.reporting.composed import Choice, Switch, check_choice, compose, lowest_crossing
+from hgnp.reporting.curves import Crossing, Curve
+
+LEVELS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02)  # κ at which a table states the metric
+
+
+@dataclass(frozen=True)
+class SnapshotPoint:
+    """Fine-tuned snapshots of a group's runs at one value: means, and the metric's standard deviation."""
+
+    asked: float
+    kept: float
+    mean: float
+    spread: float | None
+    count: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in the seed alone. `curve` is over the study's range, `mean_metric` its area over the range's length.
+
+    `final` is the metric of the finished runs' own last networks, mean and standard deviation: at the low end of the range
+    the curve is a line between a network just pruned and a fine-tuned one.
+    """
+
+    label: str
+    method: str
+    threshold: float | None
+    """Where runs of method "hybrid" switched."""
+    runs: tuple[str, ...]
+    seeds: tuple[int | None, ...]
+    curve: Curve | None
+    area: float | None
+    mean_metric: float | None
+    final: float | None
+    final_spread: float | None
+    seconds: float
+    """Of training, a run."""
+    hardware: str
+    """The devices that it was trained on."""
+    snapshots: tuple[SnapshotPoint, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A group against the baseline: `relative` in percent of the baseline's metric at each κ of `kept` (None where that is not
+    positive), `gain` the same for the areas, `crossings` from large κ to small."""
+
+    label: str
+    baseline: str
+    kept: tuple[float, ...]
+    relative: tuple[float | None, ...]
+    gain: float | None
+    crossings: tuple[Crossing, ...]
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs that can be compared: one network, one data set, one metric."""
+
+    title: str
+    metric: str
+    features: Mapping[str, Any]
+    range: tuple[float, float] | None
+    baseline: str
+    groups: tuple[Group, ...]
+    pairs: tuple[Pair, ...]
+    switch: Switch | None
+    notes: tuple[str, ...]
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """Both ends of the range and round κ in between."""
+        if self.range is None:
+            return ()
+        low, high = self.range
+        return (high, *(level for level in LEVELS if low + 0.005 < level < high - 0.005), low)
+
+    def composed_at(self, kept: float) -> float | None:
+        """The composed hybrid's metric at κ; None if there is no threshold."""
+        if self.switch is None or self.switch.threshold is None:
+            return None
+        label = self.switch.hgnp if kept <= self.switch.threshold else self.switch.taylor
+        return next(group.curve.at(kept) for group in self.groups if group.label == label and group.curve)
+
+    @property
+    def composed_gain(self) -> float | None:
+        """The composed hybrid's area against the baseline's, in percent."""
+        area = next(group.area for group in self.groups if group.label == self.baseline)
+        if self.switch is None or self.switch.area is None or area is None:
+            return None
+        return curves.gain(self.switch.area, area)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Studies, and the model of the threshold: the Lasso from the paper's experiments and every study with a crossing, or
+    the paper's."""
+
+    studies: tuple[Study, ...]
+    runs: tuple[Run, ...]
+    model: hybrid.Model
+    weakness: tuple[str, ...]
+
+
+def compare_runs(runs: Sequence[Run], *, baseline: str | None = None, threshold: Choice = "fit") -> Comparison:
+    """Compare `runs`. The baseline is the group of that label or method; by default Taylor, else the first group.
+
+    `threshold` is the composed hybrid's: "fit" (a Lasso on the other experiments), "paper" (its two features) or a κ.
+    """
+    check_choice(threshold)
+    if not runs:
+        raise ValueError("runs: none were given; at least one folder would do")
+    members = _by_study(runs)
+    titles = _told_apart([_title(each[0]) for each in members], [_made_from(each) for each in members])
+    drafts = [_study(title, each, baseline) for title, each in zip(titles, members, strict=True)]
+    samples = [_sample(study) for study in drafts]
+    studies = []
+    for number, study in enumerate(drafts):
+        others = [sample for other, sample in enumerate(samples) if other != number and sample is not None]
+        studies.append(_with_switch(study, (*hybrid.PAPER, *others), threshold))
+    if threshold == "paper":
+        model = hybrid.fit(features=hybrid.PAPERS_CHOICE)
+    else:
+        model = hybrid.fit((*hybrid.PAPER, *(sample for sample in samples if sample is not None)))
+    return Comparison(tuple(studies), tuple(runs), model, hybrid.weakness(model))
+
+
+def _by_study(runs: Sequence[Run]) -> list[list[Run]]:
+    """A run without a configuration goes with the first that has one and is the same in all that is known of both."""
+    studies: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        alike = [each for each in runs if _known(each) == _known(run)]
+        studies.setdefault((_known(run), _text(_made_from([run, *alike]))), []).append(run)
+    return list(studies.values())
+
+
+def _known(run: Run) -> str:
+    """What the run itself says of network, data and metric."""
+    info = run.info
+    return _text([info.get("model"), run.metric, info.get("features"), info["at_start"].get("parameters")])
+
+
+def _made_from(runs: Sequence[Run]) -> dict[str, Any]:
+    """Network and data as the first configuration among the runs has them."""
+    settings = next((found for run in runs if (found := configured(run))), {})
+    return {name: value for name, value in settings.items() if _of_study(name)}
+
+
+def _of_study(name: str) -> bool:
+    return name.partition(".")[0] in ("model", "model_args", "data")
+
+
+def _title(run: Run) -> str:
+    return " / ".join(str(part) for part in (run.info.get("name"), run.info.get("model")) if part) or run.title
+
+
+def _study(title: str, runs: Sequence[Run], baseline: str | None) -> Study:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(_text([run.label, run_settings(run)]), []).append(run)
+    members = list(groups.values())
+    called = [group[0].label or _name(group[0]) for group in members]
+    labels = _told_apart(called, [run_settings(group[0]) for group in members])
+
+    notes: list[str] = []
+    for run in runs:
+        if len(run.curve()) < 2:
+            notes.append(
+                f"{run.title} is left out: it has {len(run.curve())} points of accuracy against κ, and 2 are needed."
+            )
+        elif run.result is None:
+            notes.append(f"{run.title} is {run.state}; it is compared as far as it got.")
+    used = [[run for run in group if len(run.curve()) >= 2] for group in members]
+    for label, group in zip(labels, used, strict=True):
+        if len({run.seed for run in group}) < len(group):
+            notes.append(f"{label} holds one seed more than once; its spread may be too small.")
+    grid = curves.common_grid([run.curve() for group in used for run in group])
+    if grid is None:
+        notes.append("There is no range of κ that all runs reach, so nothing is compared.")
+
+    made = [_group(*parts, grid) for parts in zip(labels, members, used, strict=True)]
+    against = _baseline(made, baseline)
+    pairs = tuple(
+        _pair(group, against) for group in made if group is not against and None not in (group.curve, against.curve)
+    )
+    first = runs[0].info
+    features = {name: (first.get("features") or {}).get(name) for name in hybrid.FEATURES}
+    within = None if grid is None else (grid[0], grid[-1])
+    return Study(title, runs[0].metric, features, within, against.label, tuple(made), pairs, None, tuple(notes))
+
+
+def _name(run: Run) -> str:
+    threshold = run.recipe.get("threshold")
+    return run.method if threshold is None else f"{run.method}, threshold={threshold:g}"
+
+
+def run_settings(run: Run) -> dict[str, Any]:
+    """What makes runs of a study repeats of each other when only the seed differs."""
+    recipe = {name: value for name, value in run.recipe.items() if name not in ("seed", "snapshots")}
+    rest = {name: value for name, value in configured(run).items() if not _of_study(name)}
+    return {**recipe, "start": run.info.get("start"), **rest}
+
+
+def configured(run: Run) -> dict[str, Any]:
+    """What the run's configuration sets besides recipe and seed; nothing for a run of `hgnp.prune`, which has none."""
+    file = run.folder / "config.yaml"
+    if run.info.get("name") is None or not file.is_file():
+        return {}
+    settings = config.read(file).settings()
+    return {name: value for name, value in settings.items() if name.partition(".")[0] not in ("recipe", "seed")}
+
+
+def _told_apart(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names; where several are the same, also the settings in which they differ."""
+    labels = []
+    for name, mine in zip(names, settings, strict=True):
+        alike = [other for called, other in zip(names, settings, strict=True) if called == name]
+        given = [key for key in mine if mine[key] is not None]  # None: not set
+        differ = [key for key in given if any(other.get(key) != mine[key] for other in alike)]
+        labels.append(", ".join([name, *(f"{key}={mine[key]}" for key in differ)]))
+    return labels
+
+
+def _text(value: Any) -> str:
+    """Equal for what is equal."""
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _group(label: str, group: Sequence[Run], used: Sequence[Run], grid: Sequence[float] | None) -> Group:
+    curve = curves.mean_curve([run.curve() for run in used], grid) if grid and used else None
+    area = None if curve is None else curves.area(curve)
+    final = [run.curve()[-1][1] for run in used if run.result is not None]
+    return Group(
+        label=label,
+        method=group[0].method,
+        threshold=group[0].recipe.get("threshold"),
+        runs=tuple(run.title for run in group),
+        seeds=tuple(run.seed for run in group),
+        curve=curve,
+        area=area,
+        mean_metric=None if area is None or grid is None else area / (grid[-1] - grid[0]),
+        final=statistics.mean(final) if final else None,
+        final_spread=statistics.stdev(final) if len(final) > 1 else None,
+        seconds=sum(float(row.get("seconds") or 0) for run in group for row in run.rows) / len(group),
+        hardware="; ".join(sorted({run.hardware for run in group})),
+        snapshots=_snapshots(used),
+    )
+
+
+def _snapshots(runs: Sequence[Run]) -> tuple[SnapshotPoint, ...]:
+    """From large κ to small."""
+    found: dict[float, list[tuple[float, float]]] = {}
+    for row in (row for run in runs for row in run.snapshots if row["metric"] is not None):
+        found.setdefault(row["asked"], []).append((row["kept"], row["metric"]))
+    points = []
+    for asked, rows in sorted(found.items(), reverse=True):
+        kept, metrics = zip(*rows, strict=True)
+        spread = statistics.stdev(metrics) if len(rows) > 1 else None
+        points.append(SnapshotPoint(asked, statistics.mean(kept), statistics.mean(metrics), spread, len(rows)))
+    return tuple(points)
+
+
+def _baseline(groups: Sequence[Group], wanted: str | None) -> Group:
+    name = "taylor" if wanted is None else wanted
+    for group in (*(g for g in groups if g.label == name), *(g for g in groups if g.method == name)):
+        return group
+    if wanted is not None:
+        raise ValueError(f"baseline: {wanted!r} was given; {' or '.join(group.label for group in groups)} would do")
+    return groups[0]
+
+
+def _pair(group: Group, baseline: Group) -> Pair:
+    mine, other = group.curve, baseline.curve
+    assert mine is not None
+    assert other is not None
+    return Pair(
+        label=group.label,
+        baseline=baseline.label,
+        kept=mine.kept,
+        relative=tuple(curves.gain(a, b) for a, b in zip(mine.mean, other.mean, strict=True)),
+        gain=curves.gain(curves.area(mine), curves.area(other)),
+        crossings=curves.crossings(mine, other),
+    )
+
+
+def _contestants(study: Study) -> tuple[Group, Group] | None:
+    """The first group of HGNP and the first of Taylor, if both have a curve."""
+    found = [next((g for g in study.groups if g.method == name and g.curve), None) for name in ("hgnp", "taylor")]
+    return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+
+def _sample(study: Study) -> hybrid.Sample | None:
+    both = _contestants(study)
+    if both is None or both[0].curve is None or both[1].curve is None:
+        return None
+    threshold = lowest_crossing(both[0].curve, both[1].curve)
+    if threshold is None:
+        return None
+    sample = hybrid.Sample(study.title, study.features, threshold)
+    return sample if hybrid.usable(sample) is None else None
+
+
+def _with_switch(study: Study, known: Sequence[hybrid.Sample], choice: Choice) -> Study:
+    both = _contestants(study)
+    if both is None or both[0].curve is None or both[1].curve is None:
+        return study
+    parts = [(group.label, group.curve) for group in both if group.curve is not None]
+    switch = compose(parts[0], parts[1], study.features, known, choice)
+    notes = list(study.notes)
+    if switch.hindsight is not None:
+        missing = hybrid.usable(hybrid.Sample(study.title, study.features, switch.hindsight))
+        notes += [f"These runs are no sample for the hybrid's regression: {missing}."] if missing else []
+    return replace(study, switch=switch, notes=tuple(notes))

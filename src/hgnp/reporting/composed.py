@@ -1,0 +1,155 @@
+"""The composed hybrid of a study: Taylor's networks above a threshold κ, HGNP's at and below it, from runs that are done.
+
+This is the paper's hybrid, put together afterwards. A run that switches by itself (`Recipe(method="hybrid")`) is a group of its
+study like any other.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hgnp.reporting import curves, hybrid
+from hgnp.reporting.curves import Curve
+
+Choice = Literal["fit", "paper"] | float
+LABEL = "hybrid (composed)"
+
+
+@dataclass(frozen=True)
+class Switch:
+    """HGNP's networks for κ up to a threshold, Taylor's above; gains of the area in percent.
+
+    `threshold` is None where none is predicted, for `reason`. `hindsight` is the lowest crossing, if HGNP is ahead from there
+    down; None if there is none.
+    """
+
+    hgnp: str
+    taylor: str
+    source: Literal["fit", "paper", "given"]
+    """Where the threshold is from: the Lasso on other experiments, the paper's two features, or the user."""
+    samples: tuple[str, ...]
+    """The experiments that it was fitted on."""
+    left_out: tuple[str, ...]
+    """The known experiments that were not, having the study's own data set and network."""
+    caveats: tuple[str, ...]
+    """What should keep a reader from trusting it, in sentences."""
+    threshold: float | None
+    reason: str | None
+    area: float | None
+    over_taylor: float | None
+    over_hgnp: float | None
+    hindsight: float | None
+    hindsight_over_taylor: float | None
+    hindsight_over_hgnp: float | None
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """All of it in words."""
+        told = []
+        if self.threshold is None:
+            told.append(f"No threshold is predicted: {self.reason}.")
+        else:
+            gains = _gains(self.over_taylor, self.over_hgnp)
+            told.append(
+                f"The composed hybrid is {self.taylor} above κ = {self.threshold:.1%}, {self.hgnp} at and below; {gains}."
+            )
+        told += [self._origin(), *self.caveats]
+        if self.hindsight is None:
+            told.append("In hindsight there is no crossing below which HGNP stays ahead: no sample for the regression.")
+        else:
+            gains = _gains(self.hindsight_over_taylor, self.hindsight_over_hgnp)
+            told.append(f"In hindsight HGNP is ahead below κ = {self.hindsight:.1%}; with that threshold {gains}.")
+        return tuple(told)
+
+    def _origin(self) -> str:
+        """Where the threshold is from, or would have been."""
+        if self.source == "given":
+            return "The threshold is as given."
+        if self.source == "paper":
+            return f"The threshold is the paper's, from two features: {formula(hybrid.fit(features=hybrid.PAPERS_CHOICE))}."
+        own = f" Left out, as this is that experiment: {', '.join(self.left_out)}." if self.left_out else ""
+        return f"The threshold is fitted by a Lasso on {len(self.samples)} other experiments: {', '.join(self.samples)}.{own}"
+
+
+def check_choice(threshold: Any) -> None:
+    number = isinstance(threshold, int | float) and not isinstance(threshold, bool) and 0 <= threshold <= 1
+    if not number and threshold not in ("fit", "paper"):
+        raise ValueError(f"threshold must be 'fit', 'paper' or a κ from 0 to 1, got {threshold!r}")
+
+
+def compose(
+    ours: tuple[str, Curve],
+    theirs: tuple[str, Curve],
+    features: Mapping[str, Any],
+    known: Sequence[hybrid.Sample],
+    choice: Choice,
+) -> Switch:
+    """The composed hybrid of HGNP's and Taylor's curves, each with its label. `known`: the paper's and other experiments."""
+    (hgnp, below), (taylor, above) = ours, theirs
+    threshold: float | None = None
+    reason: str | None = None
+    model: hybrid.Model | None = None
+    caveats: list[str] = []
+    if choice == "fit":
+        model = hybrid.apart(features, known)
+    elif choice == "paper":
+        model = hybrid.fit(features=hybrid.PAPERS_CHOICE)
+    else:
+        threshold = float(choice)
+    if model is not None:
+        caveats.append(hybrid.counted(model))
+        own = [s.name for s in model.samples if hybrid.same_experiment(s.features, features)]
+        if own:
+            caveats.append(
+                f"This experiment is one of them ({', '.join(own)}), so that its threshold is no prediction."
+            )
+        try:
+            threshold = model.predict(features)
+            if (beyond := model.extrapolation(features)) is not None:
+                caveats.append(f"It extrapolates: {beyond}.")
+        except ValueError as error:
+            reason = str(error)
+
+    def gains(threshold: float | None) -> tuple[float | None, float | None, float | None]:
+        if threshold is None:
+            return None, None, None
+        area = curves.switched(below, above, threshold)
+        return area, curves.gain(area, curves.area(above)), curves.gain(area, curves.area(below))
+
+    area, over_taylor, over_hgnp = gains(threshold)
+    hindsight = lowest_crossing(below, above)
+    return Switch(
+        hgnp=hgnp,
+        taylor=taylor,
+        source="given" if model is None else "paper" if choice == "paper" else "fit",
+        samples=() if model is None else tuple(sample.name for sample in model.samples),
+        left_out=() if model is None else tuple(sample.name for sample in model.left_out),
+        caveats=tuple(caveats),
+        threshold=threshold,
+        reason=reason,
+        area=area,
+        over_taylor=over_taylor,
+        over_hgnp=over_hgnp,
+        hindsight=hindsight,
+        hindsight_over_taylor=gains(hindsight)[1],
+        hindsight_over_hgnp=gains(hindsight)[2],
+    )
+
+
+def lowest_crossing(hgnp: Curve, taylor: Curve) -> float | None:
+    """The lowest crossing, if HGNP is ahead from there down to the end."""
+    found = curves.crossings(hgnp, taylor)
+    return found[-1].kept if found and found[-1].ahead_below else None
+
+
+def formula(model: hybrid.Model) -> str:
+    """The threshold in percent, from features in their own units."""
+    terms = "".join(
+        f" {'−' if slope < 0 else '+'} {abs(100 * slope):.5g} · {name}" for name, slope in model.coefficients.items()
+    )
+    return f"{100 * model.intercept:.6g}{terms} (in percent, clipped to [0, 100], refused outside the range of its features)"
+
+
+def _gains(over_taylor: float | None, over_hgnp: float | None) -> str:
+    taylor, hgnp = ("not defined" if gain is None else f"{gain:+.2f} %" for gain in (over_taylor, over_hgnp))
+    return f"its area is {taylor} against Taylor's and {hgnp} against HGNP's".replace("-", "−")

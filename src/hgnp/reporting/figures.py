@@ -1,0 +1,204 @@
+"""Figures for a paper or a README with matplotlib: any chart as PNG, SVG and CSV, and `outcome`, one picture of a run.
+
+Nothing here touches pyplot's global state, so it works in a notebook, a script and a server alike.
+"""
+
+import io
+import os
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from hgnp.io.atomic import write, write_csv
+from hgnp.io.runs import Run
+from hgnp.reporting import charts, run_charts
+from hgnp.reporting.charts import Absent, Axis, Chart, Figure, Heat, Series
+
+INK, SOFT = "#1F2933", "#5B6670"
+STYLE: Any = {  # Any: matplotlib types the keys as literals
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "figure.facecolor": "white",  # opaque: pictures are looked at on dark pages too
+    "axes.facecolor": "white",
+    "savefig.facecolor": "auto",
+    "savefig.transparent": False,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#8A949E",
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "grid.color": "#E6E9EC",
+    "legend.frameon": False,
+    "svg.hashsalt": "hgnp",  # the same figure is the same file
+}
+MARKERS = "osD^vPX*"
+
+
+def draw(figure: Figure, *, titled: bool = True) -> Canvas:
+    """The figure, 6.4 by 3.8 inches; a heat map grows with its layers. Untitled for places that have a heading."""
+    height = 3.8 if isinstance(figure, Chart) else 1.6 + 0.2 * max(len(figure.names), 8)
+    with mpl.rc_context(STYLE):
+        canvas = Canvas(figsize=(6.4, height), layout="constrained")
+        _onto(figure, canvas.add_subplot(), titled)
+    return canvas
+
+
+def outcome(run: Run) -> Canvas:
+    """A run in one picture, 8 by 3.6 inches: in words, metric and parameters kept over the epochs, layers before and after."""
+    with mpl.rc_context(STYLE):
+        canvas = Canvas(figsize=(8, 3.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
+        canvas.suptitle(
+            "\n".join(textwrap.wrap(_plain(run_charts.sentence(run)), 88)), x=0.015, ha="left", fontsize=10.5
+        )
+        left, right = canvas.subplots(1, 2)
+        for figure, axes in ((run_charts.over_epochs(run), left), (run_charts.widths(run), right)):
+            if isinstance(figure, Absent):
+                axes.set_axis_off()
+                axes.set_title(figure.title)
+                axes.text(0.5, 0.5, figure.reason, ha="center", va="center", wrap=True, transform=axes.transAxes)
+            else:
+                _onto(figure, axes)
+    return canvas
+
+
+def image(canvas: Canvas, kind: str) -> bytes:
+    """The bytes of a "png" or "svg"; text in an SVG stays text."""
+    file = io.BytesIO()
+    with mpl.rc_context({**STYLE, "svg.fonttype": "none"}):
+        canvas.savefig(file, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else None)
+    return file.getvalue()
+
+
+def save(figures: Iterable[Figure], folder: str | os.PathLike[str]) -> list[Path]:
+    """Each figure as KEY.png, KEY.svg and KEY.csv."""
+    written = []
+    for figure in figures:
+        canvas = draw(figure)
+        written += [write(Path(folder, f"{figure.key}.{kind}"), image(canvas, kind)) for kind in ("png", "svg")]
+        written.append(write_csv(Path(folder, f"{figure.key}.csv"), *charts.table(figure)))
+    return written
+
+
+def save_outcome(run: Run, file: str | os.PathLike[str]) -> Path:
+    """`outcome` as a .png or .svg file."""
+    kind = Path(file).suffix.lstrip(".")
+    if kind not in ("png", "svg"):
+        raise ValueError(f"file: {os.fspath(file)!r} was given; a name that ends in .png or .svg would do")
+    return write(file, image(outcome(run), kind))
+
+
+def _onto(figure: Figure, axes: Axes, titled: bool = True) -> None:
+    axes.set_title(_plain(figure.title) if titled else "", pad=16)  # above the labels of marks
+    if isinstance(figure, Heat):
+        _heat(figure, axes)
+    else:
+        _chart(figure, axes)
+
+
+def _chart(chart: Chart, axes: Axes) -> None:
+    named = chart.bars and isinstance(chart.series[0].x[0], str)
+    for number, series in enumerate(chart.series):
+        if chart.bars:
+            bars = axes.bar(
+                _labels(series.x), _floats(series), color=series.paint, label=_plain(series.label), width=0.8
+            )
+            if named and len(series.x) <= 12:
+                axes.bar_label(bars, fmt="%g", fontsize=8, padding=1)
+        else:
+            _line(series, number, axes)
+    for mark in chart.marks:
+        line, at = (axes.axvline, "x") if mark.vertical else (axes.axhline, "y")
+        line(mark.value, color="#8A949E", linewidth=0.9, linestyle=":", zorder=1)
+        where: dict[str, Any] = {"xycoords": axes.get_xaxis_transform() if at == "x" else axes.get_yaxis_transform()}
+        spot = (mark.value, 1.0) if at == "x" else (0.0, mark.value)
+        shift = (2, 2) if at == "x" else (4, 3)
+        axes.annotate(
+            _plain(mark.label),
+            spot,
+            xytext=shift,
+            textcoords="offset points",
+            ha="left",
+            fontsize=8,
+            color=SOFT,
+            **where,
+        )
+    _axis(chart.x, axes, "x")
+    _axis(chart.y, axes, "y")
+    if named:
+        axes.grid(visible=False, axis="x")
+        crowded = sum(len(name) for name in chart.series[0].x) > 45
+        axes.tick_params(
+            axis="x", labelrotation=90 if crowded else 0, labelsize=7 if len(chart.series[0].x) > 20 else 8
+        )
+    if len(chart.series) > 1:
+        axes.legend(fontsize=9)
+
+
+def _line(series: Series, number: int, axes: Axes) -> None:
+    many = len(series.x) > 40
+    axes.plot(
+        series.x,
+        _floats(series),
+        color=series.paint,
+        label=_plain(series.label),
+        linestyle="none" if not series.line else "--" if series.dashed else "-",
+        linewidth=1.6,
+        marker=MARKERS[number % len(MARKERS)] if not series.line or (series.markers and not many) else None,
+        markersize=4 if series.line else 7,
+    )
+    if series.low is not None and series.high is not None:
+        axes.fill_between(series.x, series.low, series.high, color=series.paint, alpha=0.15, linewidth=0)
+
+
+def _heat(heat: Heat, axes: Axes) -> None:
+    values = [[float("nan") if share is None else share for share in row] for row in heat.shares]
+    first, last = heat.epochs[0], heat.epochs[-1]
+    extent = (first - 0.5, last + 0.5, len(heat.names) - 0.5, -0.5)
+    axes.grid(visible=False)
+    shown = axes.imshow(values, aspect="auto", cmap="cividis", vmin=0, vmax=1, extent=extent, interpolation="nearest")
+    step = 1 + (len(heat.names) - 1) // 60
+    axes.set_yticks(
+        range(0, len(heat.names), step), [_plain(name) for name in charts.short(heat.names)[::step]], fontsize=7
+    )
+    _axis(run_charts.EPOCH, axes, "x")
+    bar = axes.figure.colorbar(shown, ax=axes, format=PercentFormatter(1.0), pad=0.02)
+    bar.set_label(f"{heat.label} (%)")
+
+
+def _axis(axis: Axis, axes: Axes, which: str) -> None:
+    side = axes.xaxis if which == "x" else axes.yaxis
+    side.set_label_text(_plain(axis.heading))
+    if axis.percent:
+        side.set_major_formatter(PercentFormatter(1.0, symbol=""))
+    if axis.whole:
+        side.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    if axis.log:
+        axes.set_yscale("log")
+    if axis.reverse:
+        axes.invert_xaxis()
+
+
+def _labels(values: Iterable[Any]) -> list[Any]:
+    return [_plain(value) if isinstance(value, str) else value for value in values]
+
+
+def _floats(series: Series) -> list[float]:
+    return [float("nan") if value is None else float(value) for value in series.y]
+
+
+def _plain(text: str) -> str:
+    """Names are text, not matplotlib's mathematics."""
+    return text.replace("$", r"\$")

@@ -1,0 +1,53 @@
+"""One self-contained HTML page: charts by plotly.js, embedded once and compressed, which the browser unpacks; the same charts
+by matplotlib for print, and for a browser that cannot; tables of numbers.
+
+Every text of a run is escaped (jinja2's autoescape), and the page forbids itself any request by its content security policy.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+import hgnp
+from hgnp.io.atomic import write
+from hgnp.io.runs import Run
+from hgnp.reporting.compare import Comparison
+from hgnp.reporting.page import plots
+from hgnp.reporting.page.paper_view import paper_view
+from hgnp.reporting.page.run_view import run_view
+from hgnp.reporting.page.study_view import comparison_view
+from hgnp.reporting.paper.outcome import Outcome
+
+
+def write_report(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
+    """A page about each of `runs` in turn: outcome, charts, before and after, recipe."""
+    if not runs:
+        raise ValueError("runs: none were given; at least one would do")
+    title = runs[0].title if len(runs) == 1 else f"{len(runs)} runs"
+    views = [run_view(run, f"run{number}") for number, run in enumerate(runs, 1)]
+    return _write("report.html", {"title": title, "runs": views}, path)
+
+
+def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
+    """A page about runs side by side: curves, differences, areas, crossings, the hybrid and its weakness."""
+    return _write("comparison.html", comparison_view(comparison), path)
+
+
+def write_paper(outcome: Outcome, path: str | os.PathLike[str]) -> Path:
+    """A page with the paper's numbers, ours beside them, how the runs deviate, and what agrees."""
+    return _write("paper.html", paper_view(outcome), path)
+
+
+def _write(template: str, view: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
+    environment = Environment(
+        loader=PackageLoader("hgnp.reporting.page", "."), autoescape=True, undefined=StrictUndefined
+    )
+    style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
+    text = environment.get_template(template).render(
+        style=Markup(style), library=Markup(plots.library()), version=hgnp.__version__, **view
+    )
+    return write(path, text)

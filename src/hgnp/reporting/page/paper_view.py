@@ -1,0 +1,156 @@
+"""What the page of the paper's rows says."""
+
+import os
+from itertools import groupby
+from typing import Any
+
+from hgnp.reporting.charts import Absent, Chart
+from hgnp.reporting.page.figure_view import figure_view
+from hgnp.reporting.paper import figures
+from hgnp.reporting.paper.deviations import KINDS
+from hgnp.reporting.paper.found import NAMES, Group
+from hgnp.reporting.paper.outcome import JUDGED, Outcome
+from hgnp.reporting.paper.reported import EXPERIMENTS, METHODS, Experiment
+from hgnp.reporting.paper.rows import SECTIONS, Row, study_command
+from hgnp.reporting.paper.verdict import NOT_RUN, RULE
+
+CAPTIONS = {
+    "accuracy": "Lines: the last epoch at each κ; bands are one standard deviation over seeds. Single points: networks that "
+    "were fine-tuned by themselves, and the paper's values.",
+    "relative": "In percent of Taylor's accuracy, over the κ that both reach. Single points are those that the paper's text "
+    "names; the curves of its figures are not in its source.",
+    "ablation": "In percent of Taylor's accuracy.",
+}
+NOTES = {
+    "areas": "Area under accuracy against κ, over the κ that both methods reach, in percent of Taylor's. The fitted threshold "
+    "is the Lasso's on the paper's other three experiments.",
+    "training": "The paper's hours and ours are of different hardware. Ours are without the fine-tuning of snapshots.",
+    "inference": "Milliseconds of one mini-batch in eager mode. Weight-pruned: the full-size network with all but κ of its "
+    "weights zero. Ratios are of times from one file.",
+    "equal": "The paper has 92 % at κ = 14.4 % from its own neuron-pruned VGG-16, and at κ = 3 % from weight pruning by SNIP "
+    "(Lee et al.); it times both.",
+}
+
+
+def paper_view(outcome: Outcome) -> dict[str, Any]:
+    found = outcome.found
+    return {
+        "counts": outcome.counts,
+        "rule": RULE,
+        "conclusions": [
+            (word, [_line(row) for row in outcome.nearest if row.verdict.word == word])
+            for word in JUDGED
+            if word != NOT_RUN and outcome.counts[word]
+        ],
+        "experiments": [_experiment(outcome, experiment) for experiment in EXPERIMENTS],
+        "sections": [
+            {
+                "key": key,
+                "title": title,
+                "note": NOTES.get(key, ""),
+                "figure": _figure(figures.ablation(found), "ablation") if key == "ablation" else None,
+                "groups": _by_experiment([row for row in outcome.rows if row.claim.section == key]),
+            }
+            for key, title in SECTIONS.items()
+            if key != "accuracy"
+        ],
+        "runs": [_run(group, run) for group in found.groups for run in group.members],
+        "others": [os.path.relpath(run.folder, found.folder.resolve()) for run in found.others],
+    }
+
+
+def _experiment(outcome: Outcome, experiment: Experiment) -> dict[str, Any]:
+    found = outcome.found
+    made = [
+        _figure(chart(found, experiment), kind)
+        for kind, chart in (("relative", figures.relative), ("accuracy", figures.accuracy))
+    ]
+    return {
+        "key": experiment.key,
+        "title": experiment.title,
+        "kinds": [kind for kind in KINDS if kind != "seeds"],
+        "groups": [_group(group) for group in found.of(experiment)],
+        "missing": [name for method, name in METHODS.items() if not found.of(experiment, method)],
+        "command": study_command(experiment),
+        "figures": made,
+        "rows": _by_what(
+            [
+                row
+                for row in outcome.rows
+                if row.claim.section == "accuracy" and row.claim.experiment.title == experiment.title
+            ]
+        ),
+    }
+
+
+def _group(group: Group) -> dict[str, Any]:
+    return {
+        "title": group.title,
+        "states": [f"{run.title} is {run.state}" for run in group.unfinished],
+        "cells": [[each for each in group.deviations if each.kind == kind] for kind in KINDS if kind != "seeds"],
+    }
+
+
+def _figure(figure: Chart | Absent, kind: str) -> dict[str, Any]:
+    return figure_view(figure, "paper", CAPTIONS[kind])
+
+
+def _by_experiment(rows: list[Row]) -> list[tuple[str, list[dict[str, Any]]]]:
+    return [(name, _by_what(list(each))) for name, each in groupby(rows, key=lambda row: row.claim.experiment.title)]
+
+
+def _by_what(rows: list[Row]) -> list[dict[str, Any]]:
+    """A number of the paper, with every row of ours for it."""
+    merged: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        merged.setdefault((row.claim.what, row.claim.text), []).append(row)
+    return [
+        {
+            "what": _unbroken(what),
+            "source": each[0].claim.source,
+            "paper": _unbroken(paper),
+            "rows": [_cells(row) for row in each],
+        }
+        for (what, paper), each in merged.items()
+    ]
+
+
+def _cells(row: Row) -> dict[str, Any]:
+    return {
+        "ours": _unbroken(row.text),
+        "word": row.verdict.word,
+        "class": row.verdict.word.replace(" ", "-"),
+        "reason": row.verdict.reason,
+        "runs": row.runs,
+        "deviations": " · ".join(row.deviations),
+        "command": row.command,
+    }
+
+
+def _line(row: Row) -> dict[str, str]:
+    claim = row.claim
+    values = f"{claim.text} in the paper, {row.text} here ({row.verdict.reason})"
+    return {"what": f"{claim.experiment.title}: {claim.what}", "values": _unbroken(values)}
+
+
+def _unbroken(text: str) -> str:
+    """Numbers stay with their units."""
+    return text.replace(" %", "\N{NO-BREAK SPACE}%").replace("κ = ", "κ\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}")
+
+
+def _run(group: Group, run: Any) -> list[str]:
+    kept = f"{100 * run.rows[-1]['kept']:.1f}" if run.rows else "–"
+    metric = f"{100 * run.curve()[-1][1]:.2f}" if run.curve() else "–"
+    seed = "–" if run.seed is None else str(run.seed)
+    name = NAMES.get(group.variant, group.variant)
+    return [
+        run.title,
+        group.experiment.title,
+        name,
+        group.reading or "–",
+        f"{group.schedule} schedule",
+        seed,
+        kept,
+        metric,
+        run.state,
+    ]

@@ -1,0 +1,144 @@
+"""What a page says about runs side by side."""
+
+from typing import Any
+
+from hgnp.reporting import study_charts
+from hgnp.reporting.compare import Comparison, Group, Pair, SnapshotPoint, Study
+from hgnp.reporting.composed import LABEL, formula
+from hgnp.reporting.hybrid import FEATURES
+from hgnp.reporting.page.figure_view import figure_view
+from hgnp.reporting.run_charts import metric_axis
+
+CAPTIONS = {
+    "metric_against_kept": "Bands are one standard deviation between seeds. Single points are snapshots, each fine-tuned by "
+    "itself.",
+    "relative_difference": "Above zero: better than the baseline. Dotted verticals are crossings.",
+}
+
+
+def comparison_view(comparison: Comparison) -> dict[str, Any]:
+    model = comparison.model
+    return {
+        "studies": [_study(study, f"study{number}") for number, study in enumerate(comparison.studies, 1)],
+        "weakness": comparison.weakness,
+        "formula": f"The threshold: {formula(model)}.",
+        "least_squares": model.least_squares,
+        "sample_features": [name.replace("_", " ") for name in FEATURES],
+        "samples": [
+            [
+                sample.name,
+                f"{100 * sample.threshold:.1f}",
+                f"{100 * model.predict(sample.features):.1f}",
+                *(f"{sample.features[name]:,}" for name in FEATURES),
+            ]
+            for sample in model.samples
+        ],
+        "path": [[", ".join(step.features) or "none", f"{step.penalty:.3g}"] for step in model.path],
+        "runs": [
+            [
+                run.title,
+                run.method,
+                "–" if run.seed is None else str(run.seed),
+                f"{100 * run.rows[-1]['kept']:.1f}" if run.rows else "–",
+                metric_axis(run.metric).show(run.curve()[-1][1]) if run.curve() else "–",
+                run.state,
+            ]
+            for run in comparison.runs
+        ],
+    }
+
+
+def _study(study: Study, prefix: str) -> dict[str, Any]:
+    axis = metric_axis(study.metric)
+    unit = " (%)" if axis.percent else ""
+    pairs = {pair.label: pair for pair in study.pairs}
+    return {
+        "title": study.title,
+        "sentences": _sentences(study),
+        "summary_header": [
+            "group",
+            "runs",
+            f"mean {study.metric}{unit}",
+            "area",
+            "gain (%)",
+            "crossings at κ",
+            f"final{unit}",
+            "training time a run (s)",
+            "hardware",
+        ],
+        "summary": [*(_summary(study, group, pairs.get(group.label)) for group in study.groups), *_composed(study)],
+        "figures": [
+            figure_view(figure, prefix, CAPTIONS.get(figure.key, "")) for figure in study_charts.all_charts(study)
+        ],
+        "levels_caption": f"{study.metric.capitalize()}{unit} at κ, mean ± standard deviation over seeds",
+        "levels_header": ["group", *(f"{100 * level:.4g} %" for level in study.levels)],
+        "levels": [
+            *(_levels(study, group) for group in study.groups if group.curve is not None),
+            *([[LABEL, *(axis.show(study.composed_at(level)) for level in study.levels)]] if _composed(study) else []),
+        ],
+        "snapshots_header": ["group", "κ asked (%)", "kept (%)", f"{study.metric}{unit}", "runs"],
+        "snapshots": [_snapshot(study, group, point) for group in study.groups for point in group.snapshots],
+        "switch": study.switch.sentences if study.switch else None,
+        "notes": study.notes,
+    }
+
+
+def _sentences(study: Study) -> list[str]:
+    if study.range is None:
+        return []
+    low, high = study.range
+    sentences = [
+        f"Compared over κ from {low:.1%} to {high:.1%}; the baseline is {study.baseline}. The area is that under "
+        f"{study.metric} against κ (both as fractions, by trapezoids); its gain is in percent of the baseline's."
+    ]
+    return [*sentences, *map(_crossed, study.pairs)]
+
+
+def _crossed(pair: Pair) -> str:
+    """Curves that keep crossing are close to each other; the table has the places."""
+    if not pair.crossings:
+        return f"{pair.label} and {pair.baseline} do not cross."
+    if len(pair.crossings) > 1:
+        return f"{pair.label} and {pair.baseline} cross {len(pair.crossings)} times."
+    side = "ahead of" if pair.crossings[0].ahead_below else "behind"
+    return f"Below κ = {pair.crossings[0].kept:.1%} {pair.label} is {side} {pair.baseline}."
+
+
+def _summary(study: Study, group: Group, pair: Pair | None) -> list[str]:
+    gain = "baseline" if group.label == study.baseline else "–"
+    if pair is not None and pair.gain is not None:
+        gain = f"{pair.gain:+.2f}".replace("-", "−")
+    crossed = ", ".join(f"{crossing.kept:.1%}" for crossing in pair.crossings) if pair else ""
+    used, all_runs = group.curve.count if group.curve else 0, len(group.runs)
+    runs = str(used) if used == all_runs else f"{used} of {all_runs}"
+    area = "–" if group.area is None else f"{group.area:.4f}"
+    mean = metric_axis(study.metric).show(group.mean_metric)
+    final = _spread(study.metric, group.final, group.final_spread)
+    return [group.label, runs, mean, area, gain, crossed or "–", final, f"{group.seconds:,.1f}", group.hardware]
+
+
+def _composed(study: Study) -> list[list[str]]:
+    """The composed hybrid's row of the summary, if there is a threshold."""
+    switch, over = study.switch, study.composed_gain
+    if switch is None or switch.area is None or study.range is None:
+        return []
+    low, high = study.range
+    shown = "–" if over is None else f"{over:+.2f}".replace("-", "−")
+    mean = metric_axis(study.metric).show(switch.area / (high - low))
+    return [[f"{LABEL}, κ ≤ {switch.threshold:.1%}", "–", mean, f"{switch.area:.4f}", shown, *"––––"]]
+
+
+def _levels(study: Study, group: Group) -> list[str]:
+    curve = group.curve
+    assert curve is not None
+    return [group.label, *(_spread(study.metric, curve.at(level), curve.spread_at(level)) for level in study.levels)]
+
+
+def _snapshot(study: Study, group: Group, point: SnapshotPoint) -> list[str]:
+    metric = _spread(study.metric, point.mean, point.spread)
+    return [group.label, f"{100 * point.asked:.4g}", f"{100 * point.kept:.2f}", metric, str(point.count)]
+
+
+def _spread(metric: str, mean: float | None, spread: float | None) -> str:
+    axis = metric_axis(metric)
+    return axis.show(mean) + ("" if spread is None else f" ± {axis.show(spread)}")

@@ -1,0 +1,189 @@
+"""What the paper says about accuracy: in its text, areas and the hybrid (Table 4), the ablation (Figure 5), equal accuracy."""
+
+from collections.abc import Iterator
+
+from hgnp.reporting import curves
+from hgnp.reporting.paper import verdict
+from hgnp.reporting.paper.found import Found, Group, finetuned
+from hgnp.reporting.paper.reported import ABLATION_KEPT, BY_KEY, EQUAL, EXPERIMENTS, METHODS, Accuracy, Experiment
+from hgnp.reporting.paper.rows import Claim, Pair, Row, not_run, pairs, show, study_command
+from hgnp.reporting.paper.verdict import Measured, Verdict
+
+FITTED = "hybrid over Taylor, area, at a threshold fitted on the paper's other experiments"
+
+
+def accuracy_rows(found: Found) -> Iterator[Row]:
+    for experiment in EXPERIMENTS:
+        where = ("accuracy", f"text on {experiment.figure}", experiment)
+        for stated in experiment.accuracies:
+            what = f"{METHODS[stated.method]}'s accuracy at κ = {stated.kept:g} %"
+            claim = Claim(*where, what, "%", stated.value, f"{stated.value:.1f} %")
+            made = [_accuracy(claim, group, stated) for group in found.of(experiment, stated.method)]
+            yield from [row for row in made if row] or [not_run(claim)]
+        matches = pairs(found, experiment)
+        for gap in experiment.gaps:
+            text = f"{'more than ' if gap.at_least else ''}+{gap.value:g} %"
+            claim = Claim(*where, f"HGNP over Taylor at κ = {gap.kept:g} %, relative", "%", gap.value, text)
+            judge = verdict.bound if gap.at_least else verdict.signed
+            gaps = [(pair, ours) for pair in matches if (ours := pair.gap_at(gap.kept / 100))]
+            yield from [_paired(claim, pair, ours, judge(gap.value, ours)) for pair, ours in gaps] or [not_run(claim)]
+        for ahead in experiment.ahead:
+            claim = Claim(*where, ahead.words, "%", ahead.kept, f"κ < {ahead.kept:g} %")
+            yield from [row for pair in matches if (row := _ahead(claim, pair, ahead.kept))] or [not_run(claim)]
+
+
+def areas_rows(found: Found) -> Iterator[Row]:
+    for experiment in EXPERIMENTS:
+        stated, matches = experiment.areas, pairs(found, experiment)
+        where = ("areas", "Table 4", experiment)
+        hgnp = Claim(*where, "HGNP over Taylor, area", "%", stated.hgnp, _signed(stated.hgnp))
+        hybrid = f"hybrid over Taylor, area, at the paper's threshold κ = {stated.threshold:g} %"
+        threshold = Claim(*where, "hybrid's threshold κ", "%", stated.threshold, f"{stated.threshold:.1f} %")
+
+        def hybrids(what: str, experiment: Experiment = experiment) -> Claim:
+            value = experiment.areas.hybrid
+            return Claim("areas", "Table 4", experiment, what, "%", value, _signed(value))
+
+        if not matches:
+            yield from map(not_run, (hgnp, hybrids(hybrid), threshold))
+        for pair in matches:
+            switch = pair.study.switch
+            assert switch is not None
+            yield from _gain(hgnp, pair, None)
+            yield from _gain(hybrids(hybrid), pair, stated.threshold / 100)
+            fitted = f"none predicted ({switch.reason})"
+            if switch.threshold is not None:
+                yield from _gain(hybrids(FITTED), pair, switch.threshold)
+                fitted = f"{100 * switch.threshold:.1f} % fitted"
+            after = "no crossing" if switch.hindsight is None else f"{100 * switch.hindsight:.1f} % in hindsight"
+            ours = None if switch.threshold is None else 100 * switch.threshold
+            yield Row(threshold, f"{fitted}; {after}", ours, None, pair.title, pair.deviations)
+        for pair in pairs(found, experiment, "hybrid"):
+            switched = (
+                f"hybrid over Taylor, area, of runs that switch at κ = {pair.group.runs[0].recipe['threshold']:.1%}"
+            )
+            yield from _gain(hybrids(switched), pair, None)
+
+
+def ablation_groups(found: Found) -> list[Group]:
+    """Full HGNP and its ablations with the same reading and schedule, nearest to the paper first; none without both kinds."""
+    experiment = EXPERIMENTS[0]
+    for full in found.of(experiment, "hgnp"):
+        alike = [
+            group
+            for variant in ("no training term", "no scoring term")
+            for group in found.of(experiment, variant)
+            if (group.reading, group.schedule) == (full.reading, full.schedule)
+        ]
+        if alike:
+            return [full, *alike]
+    return []
+
+
+def ablation_rows(found: Found) -> Iterator[Row]:
+    groups = ablation_groups(found)
+    for variant in ("no training term", "no scoring term"):
+        what = f"full HGNP ahead of HGNP with {variant}"
+        claim = Claim(
+            "ablation", "text on Figure 5", EXPERIMENTS[0], what, "%", ABLATION_KEPT, f"κ < {ABLATION_KEPT:g} %"
+        )
+        made = [_ablated(claim, groups[0], group) for group in groups if group.variant == variant]
+        command = study_command(EXPERIMENTS[0], "hgnp", variant.replace(" ", "-"))
+        yield from [row for row in made if row] or [not_run(claim, command)]
+
+
+def equal_rows(found: Found) -> Iterator[Row]:
+    experiment = BY_KEY[EQUAL.experiment]
+    what = f"κ at which HGNP's networks have {EQUAL.accuracy:g} %"
+    where = ("equal", "text on Table 3", experiment)
+    rows = []
+    for group in found.of(experiment, "hgnp"):
+        fine = [[(kept, metric) for _, kept, metric in finetuned(run)] for run in group.runs]
+        for how, points in (("fine-tuned", fine), ("on the curve", [run.curve() for run in group.runs])):
+            if min(map(len, points)) > 1:
+                claim = Claim(*where, f"{what}, {how}", "%", EQUAL.neurons, f"{EQUAL.neurons:g} %")
+                rows.append(
+                    _equal(claim, group, [curves.smallest_reaching(each, EQUAL.accuracy / 100) for each in points])
+                )
+    yield from rows or [not_run(Claim(*where, what, "%", EQUAL.neurons, f"{EQUAL.neurons:g} %"))]
+
+
+def _accuracy(claim: Claim, group: Group, stated: Accuracy) -> Row | None:
+    """From fine-tuned networks where there are some at this κ, or else from the curve."""
+    kept, curve = stated.kept / 100, group.curve
+    if (fine := group.finetuned_at(kept)) is not None:
+        ours, how = Measured.of([100 * each for each in fine]), "fine-tuned"
+    elif curve is not None and curve.kept[0] <= kept <= curve.kept[-1]:
+        spread = curve.spread_at(kept)
+        ours, how = Measured(100 * curve.at(kept), None if spread is None else 100 * spread), "on the curve"
+    else:
+        return None
+    told = _settled(verdict.value(stated.value, ours), group)
+    return Row(claim, f"{show(ours)}, {how}", ours.mean, ours.spread, group.title, group.short, told)
+
+
+def _paired(claim: Claim, pair: Pair, ours: Measured, told: Verdict, more: str = "") -> Row:
+    told = _settled(told, pair.group, pair.taylor)
+    return Row(claim, show(ours, sign=True) + more, ours.mean, ours.spread, pair.title, pair.deviations, told)
+
+
+def _gain(claim: Claim, pair: Pair, threshold: float | None) -> Iterator[Row]:
+    low, high = pair.curves[0].kept[0], pair.curves[0].kept[-1]
+    if (ours := pair.gain(threshold)) is not None and claim.paper is not None:
+        told = verdict.signed(claim.paper, ours)
+        yield _paired(claim, pair, ours, told, f", κ from {100 * low:.1f} to {100 * high:.1f} %")
+
+
+def _ahead(claim: Claim, pair: Pair, kept: float) -> Row | None:
+    share = curves.share_ahead(*pair.curves, kept / 100)
+    if share is None:
+        return None
+    crossed = ", ".join(f"{100 * each.kept:.1f} %" for each in pair.study.pairs[0].crossings)
+    text = f"{_ahead_on(share, pair.curves[0].kept[0], kept)}; crossings: {crossed or 'none'}"
+    told = _settled(verdict.ahead(share), pair.group, pair.taylor)
+    return Row(claim, text, 100 * share, None, pair.title, pair.deviations, told)
+
+
+def _ablated(claim: Claim, full: Group, other: Group) -> Row | None:
+    each = [[run.curve() for run in group.runs] for group in (full, other)]
+    grid = curves.common_grid([*each[0], *each[1]])
+    if grid is None:
+        return None
+    ours, theirs = (curves.mean_curve(points, grid) for points in each)
+    share = curves.share_ahead(ours, theirs, ABLATION_KEPT / 100)
+    if share is None:
+        return None
+    told = _settled(verdict.ahead(share), full, other)
+    runs = f"{full.title} against {other.title}"
+    return Row(claim, _ahead_on(share, grid[0], ABLATION_KEPT), 100 * share, None, runs, full.short, told)
+
+
+def _equal(claim: Claim, group: Group, reached: list[tuple[float, bool] | None]) -> Row:
+    known = [each for each in reached if each is not None]
+    if not known:
+        told = _settled(Verdict(verdict.DIFFERS, "never reached"), group)
+        return Row(claim, "at no κ", None, None, group.title, group.short, told)
+    ours = Measured.of([100 * kept for kept, _ in known])
+    text, told = show(ours), verdict.value(EQUAL.neurons, ours)
+    if len(known) < len(reached):
+        text, told = f"{text} in {len(known)} of {len(reached)} runs", Verdict(verdict.UNDECIDED, "not in every run")
+    elif any(end for _, end in known):
+        smaller = ours.mean + (ours.spread or 0) < EQUAL.neurons
+        told = (
+            Verdict(verdict.DIFFERS, "at a smaller κ") if smaller else Verdict(verdict.UNDECIDED, "the runs end there")
+        )
+        text = f"at most {text}, where the runs end"
+    return Row(claim, text, ours.mean, ours.spread, group.title, group.short, _settled(told, group))
+
+
+def _settled(told: Verdict, *groups: Group) -> Verdict:
+    """Unfinished runs decide nothing."""
+    return told if all(group.finished for group in groups) else Verdict(verdict.UNDECIDED, "unfinished")
+
+
+def _ahead_on(share: float, low: float, kept: float) -> str:
+    return f"ahead on {100 * share:.0f} % of κ from {100 * low:.1f} to {kept:g} %"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2f} %".replace("-", "−")

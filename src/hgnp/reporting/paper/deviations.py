@@ -1,0 +1,240 @@
+"""How runs differ from what the paper states, from run.json and config.yaml alone."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hgnp.curvature.choices import BUNDLES, Choices, choose
+from hgnp.io.runs import Run
+from hgnp.reporting.compare import configured
+from hgnp.reporting.paper.reported import LEAVES_OPEN, METHODS, Experiment
+
+KINDS = ("data", "start", "reading", "schedule", "hardware", "seeds")
+FAST = choose("default", kfac_approx="expand")
+SCHEDULE = ("warmup_epochs", "prune_every", "prune_unit", "neurons_per_round", "finetune_epochs")
+LABELS = {
+    "keep": "target κ",
+    "target": "target counted in",
+    "warmup_epochs": "E1",
+    "prune_every": "E2",
+    "prune_unit": "E2 in",
+    "neurons_per_round": "N",
+    "finetune_epochs": "E3",
+    "mu": "μ",
+    "bound": "B",
+    "lr": "learning rate",
+    "weight_decay": "weight decay",
+    "schedule": "decay of the learning rate",
+    "mu_warmup_epochs": "warm-up of μ",
+    "score_batches": "batches for the scores",
+    "floor": "least neurons a layer",
+    "round_to": "widths in multiples of",
+    "max_removed": "largest share removed",
+    "clip_norm": "gradient clipping",
+}
+TERM = ("mu", "mu_warmup_epochs", "bound")
+CHOICES = {
+    "curvature": {"ggn": "Gauss–Newton in place of the Hessian"},
+    "scaling": {"scale_invariant": "scale-invariant v"},
+    "direction_from": {"last_batch": "along the last batch's v"},
+    "kfac_approx": {"reduce": "factors reduced over positions"},
+    "fisher_type": {"mc": "labels drawn from the network"},
+    "ranking": {"empirical": "blocks ranked by their own Fisher matrix"},
+    "gamma_from": {"loss": "Γ from C, as from L it would need itself"},
+}
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """`kind` is one of KINDS; `short` is for the cell of a table, `text` says all; `open`: the paper leaves it open."""
+
+    kind: str
+    short: str
+    text: str
+    open: bool = False
+
+
+def deviations(experiment: Experiment, runs: Sequence[Run]) -> tuple[Deviation, ...]:
+    """Of runs that differ in the seed alone."""
+    run = runs[0]
+    config = configured(run)
+    found = [
+        *_data(experiment, run, config),
+        *_start(experiment, run),
+        *_reading(run),
+        *_schedule(experiment, run, config),
+        *_hardware(experiment, runs),
+    ]
+    count = f"{len(runs)} seed{'s' * (len(runs) > 1)}"
+    return (*found, Deviation("seeds", count, f"{count} (the paper does not say how many)", open=True))
+
+
+def variant(run: Run) -> str:
+    """ "hgnp", one of its ablations "no training term" and "no scoring term", or another method's name."""
+    if run.method != "hgnp":
+        return run.method
+    training, scoring = _weights(run)
+    if training == 0 and scoring == 0:
+        return "hgnp with μ = 0"
+    return "no training term" if training == 0 else "no scoring term" if scoring == 0 else "hgnp"
+
+
+def reading(run: Run) -> str:
+    """ "literal", "fast" (as the presets of that name have it) or "other"; "" for a method without the term."""
+    if not _has_term(run):
+        return ""
+    rhythm = (run.recipe.get("refresh_every"), run.recipe.get("skip_inactive"))
+    chosen = _choices(run)
+    if chosen == BUNDLES["paper"] and rhythm == (1, False):
+        return "literal"
+    return "fast" if chosen == FAST and rhythm == (8, True) else "other"
+
+
+def schedule(experiment: Experiment, run: Run) -> str:
+    """ "the paper's", "HGNP's" (of another method than HGNP) or "other"."""
+    own, hgnp = experiment.recipe(run.method), experiment.recipe("hgnp")
+    for name, stated in (("the paper's", own), ("HGNP's", hgnp)):
+        if all(stated[key] is LEAVES_OPEN or run.recipe.get(key) == stated[key] for key in SCHEDULE):
+            return name
+    return "other"
+
+
+def _weights(run: Run) -> tuple[float, float]:
+    mu, scoring = float(run.recipe.get("mu") or 0), run.recipe.get("score_mu")
+    return mu, mu if scoring is None else float(scoring)
+
+
+def _has_term(run: Run) -> bool:
+    return run.method in ("hgnp", "hybrid") and any(_weights(run))
+
+
+def _choices(run: Run) -> Choices:
+    given = run.recipe.get("flatness", "default")
+    named = dict(given) if isinstance(given, Mapping) else {"flatness": given}
+    try:
+        return choose(named.pop("flatness", "default"), **named)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{run.folder / 'run.json'}: recipe.flatness must be choices that hgnp knows, got {given!r}"
+        ) from error
+
+
+def _data(experiment: Experiment, run: Run, config: Mapping[str, Any]) -> list[Deviation]:
+    found = []
+    features = run.info.get("features") or {}
+    for name, stated in experiment.features.items():
+        if (ours := features.get(name)) is not None and ours != stated:
+            words = name.replace("_", " ").replace("val ", "validation ").replace("train ", "training ")
+            found.append(Deviation("data", f"{ours:,} {words}", f"{words}: {ours:,} instead of {stated:,}"))
+    changed = {
+        "flip": ("pictures mirrored", "pictures not mirrored"),
+        "resize": ("pictures scaled", "pictures cropped"),
+        "crop": ("random crops", "no crops"),
+    }
+    for name, stated in experiment.data_args.items():
+        ours = config.get(f"data_args.{name}", stated)
+        if ours == stated:
+            continue
+        if name == "batch":
+            found.append(Deviation("data", f"batch {ours}", f"mini-batches of {ours} instead of {stated}"))
+        else:
+            words = changed[name][0 if ours else 1]
+            found.append(Deviation("data", words, f"{words}, which the paper does not state"))
+    if experiment.picture and not config.get("data_args.resize"):
+        text = experiment.picture.format(side=features.get("image_side") or experiment.features["image_side"])
+        found.append(Deviation("data", "", text, open=True))
+    return found
+
+
+def _start(experiment: Experiment, run: Run) -> list[Deviation]:
+    start = str(run.info.get("start") or "not known")
+    at_random = start.startswith("random")
+    if experiment.start == "random":
+        return [] if at_random else [Deviation("start", "pretrained start", f"{start}, instead of random weights")]
+    stated = f"ImageNet's weights but for {', '.join(experiment.fresh)}"
+    if at_random:
+        return [Deviation("start", "random start", f"random weights instead of {stated}")]
+    fresh = re.search(r"at random: ([^;]*)", start)
+    layers = set(fresh[1].split(", ")) if fresh else set()
+    if not layers - set(experiment.fresh) and start != "not known":
+        return []
+    short = (
+        "pretrained convolutions only"
+        if layers and all(not n.startswith(("features", "conv")) for n in layers)
+        else "other start"
+    )
+    return [Deviation("start", short, f"{start}; the paper: {stated}")]
+
+
+def _reading(run: Run) -> list[Deviation]:
+    name = reading(run)
+    if not name:
+        return []
+    chosen, literal = _choices(run), BUNDLES["paper"]
+    words = [
+        CHOICES[field.name][value]
+        for field in fields(Choices)
+        if (value := getattr(chosen, field.name)) in CHOICES[field.name]
+    ]
+    every, skip = run.recipe.get("refresh_every"), run.recipe.get("skip_inactive")
+    if every != 1:
+        words.append(f"v refreshed every {every} steps")
+    if skip:
+        words.append("skipped while the penalty is inactive")
+    text = f"{name} reading of the penalty: {', '.join(words)}"
+    return [Deviation("reading", f"{name} reading", text, open=name == "literal" and chosen == literal)]
+
+
+def _schedule(experiment: Experiment, run: Run, config: Mapping[str, Any]) -> list[Deviation]:
+    stated, name = experiment.recipe(run.method), schedule(experiment, run)
+    found, rounds = [], []
+    for key, paper in stated.items():
+        ours = run.recipe.get(key, paper)
+        if (
+            ours == paper
+            or (key in TERM and not _has_term(run))
+            or (key == "mu" and variant(run) == "no training term")
+        ):
+            continue
+        label = LABELS.get(key, key.replace("_", " "))
+        if paper is LEAVES_OPEN:
+            how = (
+                f" over the {'whole run' if run.recipe.get('anneal') == 'run' else 'fine-tuning'}"
+                if key == "schedule"
+                else ""
+            )
+            found.append(
+                Deviation("schedule", "", f"{label}: {_shown(key, ours)}{how} (left open by the paper)", open=True)
+            )
+        elif key in SCHEDULE:
+            rounds.append(f"{label} {_shown(key, ours)} instead of {_shown(key, paper)}")
+        else:
+            text = f"{label} {_shown(key, ours)} instead of {_shown(key, paper)}"
+            found.append(Deviation("schedule", f"{label} {_shown(key, ours)}", text))
+    if rounds:
+        short = "HGNP's schedule" if name == "HGNP's" else "other schedule"
+        found.insert(0, Deviation("schedule", short, f"{short}: {', '.join(rounds)}"))
+    own = [key for key in ("optimizer", "scheduler", "loss", "protect") if config.get(key)]
+    return [*found, *(Deviation("schedule", f"own {key}", f"{key} {config[key]}, not the paper's") for key in own)]
+
+
+def _hardware(experiment: Experiment, runs: Sequence[Run]) -> list[Deviation]:
+    ours = "; ".join(sorted({run.hardware for run in runs}))
+    method = "taylor" if runs[0].method == "taylor" else "hgnp"
+    theirs = f"{experiment.training.gpus[method]} × {experiment.training.hardware} for {METHODS[method]}"
+    found = [Deviation("hardware", ours, f"{ours}; the paper: {theirs}")]
+    if any(run.info.get("device") != "cpu" for run in runs) and runs[0].recipe.get("precision") in (
+        "auto",
+        "bf16",
+        "fp16",
+    ):
+        kind = {"auto": "bfloat16 where the GPU has it"}.get(runs[0].recipe["precision"], runs[0].recipe["precision"])
+        found.append(Deviation("hardware", "", f"mixed precision: {kind} (the paper does not speak of it)", open=True))
+    return found
+
+
+def _shown(key: str, value: Any) -> str:
+    if key == "keep":
+        return f"{100 * value:.4g} %"
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,241 @@
+"""Runs and timings below a folder, sorted into the paper's experiments."""
+
+import json
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hgnp.io import runs
+from hgnp.io.atomic import read_json
+from hgnp.io.runs import Run
+from hgnp.reporting import curves, hybrid
+from hgnp.reporting.compare import configured, run_settings
+from hgnp.reporting.curves import Curve
+from hgnp.reporting.paper import deviations as deviate
+from hgnp.reporting.paper.deviations import Deviation
+from hgnp.reporting.paper.reported import EXPERIMENTS, Experiment
+
+VARIANTS = ("hgnp", "taylor", "no training term", "no scoring term", "hybrid")
+NAMES = {"hgnp": "HGNP", "taylor": "Taylor", "no training term": "HGNP without the training term",
+         "no scoring term": "HGNP without the scoring term", "hybrid": "Hybrid that switches"}  # fmt: skip
+NEAR = 0.005
+"""κ within half a point are taken for the same."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of an experiment that differ in the seed alone."""
+
+    experiment: Experiment
+    variant: str
+    reading: str
+    schedule: str
+    runs: tuple[Run, ...]
+    """The finished ones; all of them if none is."""
+    unfinished: tuple[Run, ...]
+    deviations: tuple[Deviation, ...]
+    """Of `runs`."""
+
+    @property
+    def members(self) -> tuple[Run, ...]:
+        """All of them."""
+        return (*self.runs, *self.unfinished) if self.finished else self.runs
+
+    @property
+    def finished(self) -> bool:
+        return self.runs[0].result is not None
+
+    @property
+    def label(self) -> str:
+        parts = [NAMES.get(self.variant, self.variant), f"{self.reading} reading" if self.reading else ""]
+        parts += ["" if self.schedule == "the paper's" else f"{self.schedule} schedule"]
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def title(self) -> str:
+        """The label with the number of seeds, or how far it is."""
+        count = len(self.runs)
+        return f"{self.label} ({f'{count} seed' + 's' * (count > 1) if self.finished else 'unfinished'})"
+
+    @property
+    def short(self) -> tuple[str, ...]:
+        """Deviations for the cell of a table, beyond those that the title names."""
+        named = ("reading", "seeds")
+        shorts = [each.short for each in self.deviations if each.kind not in named and each.short not in self.label]
+        return tuple(dict.fromkeys(shorts))
+
+    @cached_property
+    def curve(self) -> Curve | None:
+        """Over the κ that all of its runs reach."""
+        grid = curves.common_grid([run.curve() for run in self.runs])
+        return None if grid is None else curves.mean_curve([run.curve() for run in self.runs], grid)
+
+    def finetuned(self) -> dict[float, list[float]]:
+        """Mean κ → the seeds' accuracies, of the networks that the runs ended with and of their snapshots."""
+        found: dict[float, list[tuple[float, float]]] = {}
+        for run in self.runs:
+            for asked, kept, metric in finetuned(run):
+                found.setdefault(asked, []).append((kept, metric))
+        return {statistics.mean(kept for kept, _ in each): [metric for _, metric in each] for each in found.values()}
+
+    def finetuned_at(self, kept: float) -> list[float] | None:
+        """The seeds' accuracies of the fine-tuned networks nearest to κ; None if there are none near it."""
+        near = sorted((abs(place - kept), values) for place, values in self.finetuned().items())
+        return near[0][1] if near and near[0][0] <= NEAR else None
+
+    @property
+    def seconds(self) -> float:
+        """Of a run, mean; fine-tuning of snapshots is not counted."""
+        return statistics.mean(sum(float(row.get("seconds") or 0) for row in run.rows) for run in self.runs)
+
+    @property
+    def epoch_seconds(self) -> float | None:
+        """Median time of the steps of an epoch of the full network, without the first epoch, in which things are set up."""
+        times = [
+            row["train_seconds"]
+            for run in self.runs
+            for row in run.rows[1:]
+            if row["phase"] == "warmup" and row.get("train_seconds")
+        ]
+        return statistics.median(times) if times else None
+
+
+def finetuned(run: Run) -> list[tuple[float, float, float]]:
+    """κ as asked for, κ and accuracy of a run's fine-tuned networks: its snapshots, and the one that it ended with."""
+    rows = [(float(row["asked"]), float(row["kept"]), row["metric"]) for row in run.snapshots]
+    if run.result is not None and run.recipe.get("finetune_epochs") and run.curve():
+        rows.append((float(run.recipe["keep"]), *run.curve()[-1]))
+    return [row for row in rows if row[2] is not None]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A row of a bench.json, and where it is from."""
+
+    experiment: Experiment
+    file: Path
+    date: str
+    hardware: str
+    row: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.file.parent.name}/{self.file.name}, {self.date[:10]}"
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Everything below a folder."""
+
+    folder: Path
+    groups: tuple[Group, ...]
+    others: tuple[Run, ...]
+    """Runs that are none of the paper's experiments."""
+    timings: tuple[Timing, ...]
+
+    def of(self, experiment: Experiment, variant: str | None = None) -> list[Group]:
+        """Groups nearest to the paper first."""
+        return [g for g in self.groups if g.experiment is experiment and variant in (None, g.variant)]
+
+
+def scan(folder: Path) -> Found:
+    """Runs and bench files anywhere below `folder`. ValueError if it holds neither; a damaged one is named."""
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder} must be a folder with runs below it, got {'a file' if folder.is_file() else 'no such folder'}"
+        )
+    read, benches = [], []
+    for place, inner, files in os.walk(folder):
+        inner.sort()
+        here = Path(place)
+        if "run.json" in files and not _is_snapshot(here):
+            read.append(runs.read(here))
+        benches += [here / name for name in sorted(files) if name.startswith("bench") and name.endswith(".json")]
+    if not read and not benches:
+        raise ValueError(f"{folder} must hold runs or bench.json files, got none; hgnp run and hgnp study write runs")
+    sorted_out: dict[str, tuple[Experiment, list[Run]]] = {}
+    others = []
+    for run in read:
+        experiment = experiment_of(run)
+        if experiment is None:
+            others.append(run)
+        else:
+            alike = json.dumps([experiment.key, run_settings(run)], sort_keys=True, default=str)
+            sorted_out.setdefault(alike, (experiment, []))[1].append(run)
+    groups = [_group(experiment, members) for experiment, members in sorted_out.values()]
+    groups.sort(key=_distance)
+    timings = [timing for file in benches for timing in _timings(file, read)]
+    return Found(folder, tuple(groups), tuple(others), tuple(timings))
+
+
+def experiment_of(run: Run) -> Experiment | None:
+    """By network and data: those of config.yaml, or else the class and the number of classes."""
+    config, features = configured(run), run.info.get("features") or {}
+    for experiment in EXPERIMENTS:
+        same_data = (
+            config["data"] == experiment.data
+            if "data" in config
+            else features.get("classes") == experiment.features["classes"]
+        )
+        model = str(config.get("model", run.info.get("model"))).rpartition(":")[2]
+        if same_data and model == experiment.model:
+            return experiment
+    return None
+
+
+def _is_snapshot(folder: Path) -> bool:
+    return folder.parent.name == "snapshots" and (folder.parents[1] / "run.json").is_file()
+
+
+def _group(experiment: Experiment, members: Sequence[Run]) -> Group:
+    done = [run for run in members if run.result is not None]
+    used = tuple(sorted(done or members, key=lambda run: (run.seed is None, run.seed or 0)))
+    return Group(
+        experiment,
+        deviate.variant(used[0]),
+        deviate.reading(used[0]),
+        deviate.schedule(experiment, used[0]),
+        used,
+        tuple(run for run in members if run.result is None),
+        deviate.deviations(experiment, used),
+    )
+
+
+def _distance(group: Group) -> tuple[int, int, bool, int, int]:
+    order = VARIANTS.index(group.variant) if group.variant in VARIANTS else len(VARIANTS)
+    stated = sum(not each.open for each in group.deviations)
+    return EXPERIMENTS.index(group.experiment), order, not group.finished, stated, -len(group.runs)
+
+
+def _timings(file: Path, read: Sequence[Run]) -> Iterator[Timing]:
+    """The network of a bench is that of the run it lies in (or of whose snapshot), or is known by its number of parameters."""
+    found = read_json(file)
+    if (
+        not isinstance(found, dict)
+        or not isinstance(found.get("rows"), list)
+        or not isinstance(found.get("devices"), dict)
+    ):
+        raise ValueError(f"{file} must be written by hgnp bench, got another file; rename it, or move it away")
+    rows = found["rows"]
+    for row in rows:
+        if (
+            not isinstance(row, dict)
+            or not {"network", "variant", "device", "batch", "median_ms", "kept", "parameters"} <= row.keys()
+        ):
+            raise ValueError(
+                f"{file}: a row must have network, variant, device, batch, median_ms, kept, parameters; it is damaged"
+            )
+    home = next((run for run in read if file.resolve().is_relative_to(run.folder)), None)
+    experiment = experiment_of(home) if home else None
+    if experiment is None:
+        count = next((row["parameters"] for row in rows if row["network"] == "full"), None)
+        known = [sample.features["parameters"] for sample in hybrid.PAPER]  # in the order of EXPERIMENTS
+        experiment = EXPERIMENTS[known.index(count)] if count in known else None
+    if experiment is not None:
+        for row in rows:
+            hardware = str(found["devices"].get(row["device"], row["device"]))
+            yield Timing(experiment, file, str(found.get("date", "")), hardware, row)

@@ -1,0 +1,45 @@
+"""Everything the paper's page says: rows with their verdicts, and charts."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from hgnp.reporting.paper.claims import ablation_rows, accuracy_rows, areas_rows, equal_rows
+from hgnp.reporting.paper.found import Found
+from hgnp.reporting.paper.rows import Row
+from hgnp.reporting.paper.times import inference_rows, training_rows
+from hgnp.reporting.paper.verdict import AGREES, DIFFERS, DIRECTION, NONE, NOT_RUN, UNDECIDED
+
+JUDGED = (AGREES, DIRECTION, DIFFERS, UNDECIDED, NOT_RUN)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    found: Found
+    rows: tuple[Row, ...]
+
+    @property
+    def nearest(self) -> list[Row]:
+        """One row for each of the paper's numbers: that of the runs nearest to its settings."""
+        first: dict[tuple[str, str, str], Row] = {}
+        for row in self.rows:
+            first.setdefault((row.claim.section, row.claim.experiment.key, row.claim.what), row)
+        return list(first.values())
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many of the paper's numbers agree, differ …, by the runs nearest to its settings."""
+        found = Counter(row.verdict.word for row in self.nearest if row.verdict.word != NONE)
+        return {word: found[word] for word in JUDGED}
+
+
+def outcome(found: Found) -> Outcome:
+    makers = (accuracy_rows, areas_rows, ablation_rows, training_rows, inference_rows, equal_rows)
+    rows = [row for make in makers for row in make(found)]
+    return Outcome(found, tuple(rows))
+
+
+def conclusion(row: Row) -> str:
+    """A row in a line."""
+    reason = f" ({row.verdict.reason})" if row.verdict.reason else ""
+    claim = row.claim
+    return f"{claim.experiment.title}: {claim.what}. Paper: {claim.text}; ours: {row.text}; {row.verdict.word}{reason}."

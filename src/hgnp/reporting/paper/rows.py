@@ -1,0 +1,171 @@
+"""A number of the paper with what runs came to, and pairs of groups that such numbers are taken from."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from hgnp.io.runs import Run
+from hgnp.reporting import curves
+from hgnp.reporting.compare import Study, compare_runs
+from hgnp.reporting.curves import Curve
+from hgnp.reporting.paper.found import Found, Group
+from hgnp.reporting.paper.reported import BY_KEY, METHODS, Experiment
+from hgnp.reporting.paper.verdict import NO_VERDICT, NOT_RUN, Measured, Verdict
+
+SECTIONS = {
+    "accuracy": "Accuracies and differences that the text names",
+    "areas": "Area under the curve, and the hybrid",
+    "ablation": "Ablation",
+    "training": "Training times",
+    "inference": "Inference",
+    "equal": "Equal accuracy",
+}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A number of the paper: where it stands, and as it is shown."""
+
+    section: str
+    source: str
+    experiment: Experiment
+    what: str
+    unit: str
+    paper: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A claim and what runs came to: `ours` and `spread` in the claim's unit, `text` as shown, `runs` the groups it is from."""
+
+    claim: Claim
+    text: str
+    ours: float | None = None
+    spread: float | None = None
+    runs: str = ""
+    deviations: tuple[str, ...] = ()
+    verdict: Verdict = NO_VERDICT
+    command: str = ""
+    """What would give it, where it is not run."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """In types that JSON and CSV have."""
+        claim = self.claim
+        return {
+            "section": claim.section,
+            "source": claim.source,
+            "experiment": claim.experiment.title,
+            "what": claim.what,
+            "unit": claim.unit,
+            "paper": claim.paper,
+            "ours": self.ours,
+            "standard_deviation": self.spread,
+            "paper_text": claim.text,
+            "ours_text": self.text,
+            "verdict": self.verdict.word,
+            "reason": self.verdict.reason,
+            "runs": self.runs,
+            "deviations": "; ".join(self.deviations),
+            "command": self.command,
+        }
+
+
+def not_run(claim: Claim, command: str = "") -> Row:
+    return Row(claim, "–", verdict=Verdict(NOT_RUN), command=command or study_command(claim.experiment))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A group of HGNP or the hybrid against one of Taylor, over the κ that both reach."""
+
+    group: Group
+    taylor: Group
+    study: Study
+
+    @property
+    def title(self) -> str:
+        return f"{self.group.title} against {self.taylor.title}"
+
+    @cached_property
+    def curves(self) -> tuple[Curve, Curve]:
+        found = {group.method: group.curve for group in self.study.groups}
+        ours, theirs = found[self.group.runs[0].method], found["taylor"]
+        assert ours is not None
+        assert theirs is not None
+        return ours, theirs
+
+    @property
+    def deviations(self) -> tuple[str, ...]:
+        """Of both, and those of one alone with its name."""
+        mine, theirs = self.group.short, self.taylor.short
+        name = METHODS.get(self.group.variant, "hybrid")
+        return (
+            *(each for each in mine if each in theirs),
+            *(f"{name}: {each}" for each in mine if each not in theirs),
+            *(f"Taylor: {each}" for each in theirs if each not in mine),
+        )
+
+    def over_seeds(self, number: Callable[[Curve, Curve], float | None]) -> Measured | None:
+        """A number of the mean curves, with its standard deviation over the seeds that both groups have."""
+        mean = number(*self.curves)
+        if mean is None:
+            return None
+        theirs = {run.seed: run for run in self.taylor.runs}
+        grid = self.curves[0].kept
+        each = [
+            number(*(curves.mean_curve([one.curve()], grid) for one in (run, theirs[run.seed])))
+            for run in self.group.runs
+            if run.seed in theirs
+        ]
+        known = [one for one in each if one is not None]
+        return Measured(mean, Measured.of(known).spread if len(known) > 1 else None)
+
+    def gap_at(self, kept: float) -> Measured | None:
+        """In percent of Taylor's accuracy; None where one of them has no value."""
+        low, high = self.curves[0].kept[0], self.curves[0].kept[-1]
+        if not low <= kept <= high:
+            return None
+        return self.over_seeds(lambda ours, theirs: curves.gain(ours.at(kept), theirs.at(kept)))
+
+    def gain(self, threshold: float | None = None) -> Measured | None:
+        """Of the area, in percent of Taylor's; with a threshold, of the hybrid composed at it."""
+
+        def number(ours: Curve, theirs: Curve) -> float | None:
+            area = curves.area(ours) if threshold is None else curves.switched(ours, theirs, threshold)
+            return curves.gain(area, curves.area(theirs))
+
+        return self.over_seeds(number)
+
+
+def pairs(found: Found, experiment: Experiment, variant: str = "hgnp") -> tuple[Pair, ...]:
+    """Each group of `variant` with each of Taylor, nearest to the paper first, as far as they can be compared."""
+    return _pairs(found, experiment.key, variant)
+
+
+@lru_cache(maxsize=16)  # of a folder, tables and figures ask for the same ones
+def _pairs(found: Found, key: str, variant: str) -> tuple[Pair, ...]:
+    made = []
+    for group in found.of(BY_KEY[key], variant):
+        for taylor in found.of(BY_KEY[key], "taylor"):
+            usable: list[Run] = [run for run in (*group.runs, *taylor.runs) if len(run.curve()) > 1]
+            if len(usable) < len(group.runs) + len(taylor.runs):
+                continue
+            studies = compare_runs(usable, baseline="taylor").studies
+            if len(studies) == 1 and studies[0].range is not None:
+                made.append(Pair(group, taylor, studies[0]))
+    return tuple(made)
+
+
+def study_command(experiment: Experiment, *methods: str) -> str:
+    """What runs an experiment, or these of its methods."""
+    only = f" --methods {','.join(methods)}" if methods else ""
+    start = " --set weights=FILE.safetensors" if experiment.start == "ImageNet" else ""
+    return f"hgnp study {experiment.key} --data DIR{only}{start}"
+
+
+def show(measured: Measured, unit: str = " %", *, sign: bool = False) -> str:
+    mean = f"{measured.mean:{'+' if sign else ''}.2f}"
+    spread = "" if measured.spread is None else f" ± {measured.spread:.2f}"
+    return f"{mean}{spread}{unit}".replace("-", "−")

@@ -1,0 +1,144 @@
+"""The paper's times, of training (Table 1) and of inference (Tables 2 and 3), with ours."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from hgnp.progress import duration
+from hgnp.reporting.paper import verdict
+from hgnp.reporting.paper.found import NEAR, Found, Group, Timing
+from hgnp.reporting.paper.reported import (
+    BY_KEY,
+    EXPERIMENTS,
+    FULL,
+    INFERENCE,
+    METHODS,
+    NEURONS,
+    WEIGHTS,
+    Experiment,
+    Inference,
+)
+from hgnp.reporting.paper.rows import Claim, Row, not_run
+
+
+def training_rows(found: Found) -> Iterator[Row]:
+    for experiment in EXPERIMENTS:
+        stated = experiment.training
+        groups = {
+            method: [g for g in found.of(experiment, method) if g.finished and all(r.rows for r in g.runs)]
+            for method in METHODS
+        }
+        for method, name in METHODS.items():
+            hours = stated.hours[method]
+            text = f"{hours:g} h on {stated.gpus[method]} × {stated.hardware}"
+            claim = Claim("training", "Table 1", experiment, f"{name}, to κ = {stated.kept:g} %", "hours", hours, text)
+            yield from [_trained(claim, group) for group in groups[method]] or [not_run(claim)]
+        yield from _ratios(experiment, groups["hgnp"], groups["taylor"])
+
+
+def _trained(claim: Claim, group: Group) -> Row:
+    ended, epochs = (
+        sum(numbers) / len(group.runs)
+        for numbers in ([100 * run.rows[-1]["kept"] for run in group.runs], [len(run.rows) for run in group.runs])
+    )
+    text = f"{group.seconds:,.0f} s ({duration(group.seconds)}) on {_hardware(group)}; "
+    text += f"{epochs:.0f} epochs to κ = {ended:.1f} %"
+    return Row(claim, text, group.seconds / 3600, None, group.title, group.short)
+
+
+def _ratios(experiment: Experiment, ours: Sequence[Group], theirs: Sequence[Group]) -> Iterator[Row]:
+    """Between runs on the same hardware."""
+    hours = experiment.training.hours
+    paper = hours["hgnp"] / hours["taylor"]
+    whole = Claim("training", "Table 1", experiment, "HGNP's time / Taylor's", "×", paper, f"{paper:.2f} ×")
+    step = Claim("training", "not in the paper", experiment, "HGNP's step / plain step, full network", "×", None, "–")
+    for group in ours:
+        for taylor in theirs:
+            if _hardware(group) != _hardware(taylor):
+                continue
+            title = f"{group.title} against {taylor.title}"
+            if group.seconds and taylor.seconds:
+                ratio = group.seconds / taylor.seconds
+                told = verdict.ratio(paper, ratio)
+                yield Row(whole, f"{ratio:.2f} ×", ratio, None, title, group.short, told)
+            if group.epoch_seconds and taylor.epoch_seconds:
+                ratio = group.epoch_seconds / taylor.epoch_seconds
+                yield Row(step, f"{ratio:.2f} ×", ratio, None, title, group.short)
+
+
+def inference_rows(found: Found) -> Iterator[Row]:
+    """Times, and after each device's the ratios that the paper speaks of."""
+    places = dict.fromkeys((row.table, row.experiment, row.device) for row in INFERENCE)
+    for place in places:
+        stated = {row.kind: row for row in INFERENCE if (row.table, row.experiment, row.device) == place}
+        timed = {kind: _nearest(found, row) for kind, row in stated.items()}
+        for kind, row in stated.items():
+            yield _time(row, timed[kind])
+        for slow in (FULL, WEIGHTS):
+            yield from _faster(stated, timed, slow)
+
+
+def _nearest(found: Found, stated: Inference) -> Timing | None:
+    """Eager times at the same κ, the paper's batch size before others, the newest of several."""
+    fits = [
+        timing
+        for timing in found.timings
+        if timing.experiment.key == stated.experiment
+        and timing.row["median_ms"] is not None
+        and timing.row["variant"] == "eager"
+        and str(timing.row["device"]).partition(":")[0] == stated.device
+        and str(timing.row["network"]).startswith(stated.kind)
+        and abs(timing.row["kept"] - stated.kept / 100) <= NEAR
+    ]
+    return max(fits, key=lambda t: (t.row["batch"] == stated.batch, t.date), default=None)
+
+
+def _time(stated: Inference, timing: Timing | None) -> Row:
+    what = f"{stated.kind}, κ = {stated.kept:g} %, {_place(stated)}, batch {stated.batch:,}"
+    claim = _claim(stated, what, "ms", stated.ms, f"{stated.ms:g} ms on {stated.hardware}")
+    if timing is None:
+        return not_run(claim, _bench_command(stated))
+    ms = float(timing.row["median_ms"])
+    return Row(claim, f"{ms:.4g} ms on {timing.hardware}", ms, None, timing.name, _differences(stated, timing))
+
+
+def _faster(stated: Mapping[str, Inference], timed: Mapping[str, Timing | None], slow: str) -> Iterator[Row]:
+    """How many times as fast the neuron-pruned network is; both times from one file, that conditions are the same."""
+    there, here = timed.get(slow), timed.get(NEURONS)
+    if there is None or here is None or (there.file, there.row["batch"]) != (here.file, here.row["batch"]):
+        return
+    row = stated[NEURONS]
+    paper, ours = stated[slow].ms / row.ms, there.row["median_ms"] / here.row["median_ms"]
+    claim = _claim(row, f"time of {slow} / of neuron-pruned, {_place(row)}", "×", paper, f"{paper:.2f} ×")
+    yield Row(claim, f"{ours:.2f} ×", ours, None, here.name, _differences(row, here), verdict.ratio(paper, ours))
+
+
+def _claim(stated: Inference, what: str, unit: str, paper: float, text: str) -> Claim:
+    section = "inference" if stated.table == "Table 2" else "equal"
+    return Claim(section, stated.table, BY_KEY[stated.experiment], what, unit, paper, text)
+
+
+def _place(stated: Inference) -> str:
+    return "CPU" if stated.device == "cpu" else "GPU"
+
+
+def _differences(stated: Inference, timing: Timing) -> tuple[str, ...]:
+    found = [timing.hardware]
+    if timing.row["batch"] != stated.batch:
+        found.append(f"batch {timing.row['batch']:,}")
+    if stated.kind != FULL and f"{100 * timing.row['kept']:.1f}" != f"{stated.kept:.1f}":
+        found.append(f"κ = {100 * timing.row['kept']:.2f} %")
+    return tuple(found)
+
+
+def _bench_command(stated: Inference) -> str:
+    """The paper's batch sizes on CIFAR-10 are the defaults; AlexNet is timed at another κ than its study ends at."""
+    if stated.experiment == "alexnet-flowers":
+        run = (
+            "hgnp run alexnet-flowers-fast --data DIR --set recipe.keep=0.304 --set weights=FILE.safetensors --out RUN"
+        )
+        return f"{run} && hgnp bench RUN --device {stated.device} --batch {stated.batch}"
+    of = "RUN" if stated.table == "Table 2" else "RUN/snapshots/0.144 --weights 0.03"
+    return f"hgnp bench {of} --device {stated.device}"
+
+
+def _hardware(group: Group) -> str:
+    return "; ".join(sorted({run.hardware for run in group.runs}))

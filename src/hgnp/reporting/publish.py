@@ -1,0 +1,232 @@
+"""From run folders to pages, tables and figures on disk: what `hgnp report`, `hgnp compare` and `hgnp paper` do."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hgnp.io import runs
+from hgnp.io.atomic import write_csv, write_json
+from hgnp.reporting import curves, figures, run_charts, study_charts
+from hgnp.reporting.charts import Absent
+from hgnp.reporting.compare import Comparison, Study, compare_runs
+from hgnp.reporting.composed import LABEL, Choice
+from hgnp.reporting.page import write_comparison, write_paper, write_report
+from hgnp.reporting.paper import figures as paper_figures
+from hgnp.reporting.paper.found import scan
+from hgnp.reporting.paper.outcome import Outcome, outcome
+from hgnp.reporting.paper.reported import EXPERIMENTS
+
+Folder = str | os.PathLike[str]
+
+
+def report(folders: Sequence[Folder], out: Folder | None = None) -> Path:
+    """Write `out`/page.html and its figures (PNG, SVG, CSV); for one run `out` is its own folder unless given."""
+    read = _read(folders)
+    if out is None and len(read) > 1:
+        raise ValueError(f"out must be a folder for the page of {len(read)} runs, got none; give --out DIR")
+    out = read[0].folder if out is None else Path(out)
+    if len(read) > 1 or out.resolve() != read[0].folder:
+        _not_a_run(out)
+    page = write_report(read, out / "page.html")
+    for number, run in enumerate(read, 1):
+        folder = out / "figures" / ("" if len(read) == 1 else f"{number}-{_file_name(run.title)}")
+        made = [*run_charts.all_charts(run), run_charts.widths(run)]
+        figures.save([figure for figure in made if not isinstance(figure, Absent)], folder)
+        figures.save_outcome(run, folder / "outcome.png")
+        figures.save_outcome(run, folder / "outcome.svg")
+    return page
+
+
+def compare(
+    folders: Sequence[Folder],
+    out: Folder,
+    *,
+    baseline: str | None = None,
+    threshold: Choice = "fit",
+    names: Sequence[str] | None = None,
+) -> Comparison:
+    """Write `out`/page.html, comparison.json, summary.csv, curves.csv, snapshots.csv (if there are any) and figures; see
+    `compare_runs`. `names`: what the method of each run is called."""
+    _not_a_run(Path(out))
+    read = _read(folders)
+    if names is not None:
+        read = [dataclasses.replace(run, label=name) for run, name in zip(read, names, strict=True)]
+    comparison, out = compare_runs(read, baseline=baseline, threshold=threshold), Path(out)
+    write_comparison(comparison, out / "page.html")
+    write_json(out / "comparison.json", as_dict(comparison, out))
+    _tables(comparison, out)
+    for number, study in enumerate(comparison.studies, 1):
+        folder = out / "figures" / ("" if len(comparison.studies) == 1 else f"{number}-{_file_name(study.title)}")
+        figures.save(study_charts.all_charts(study), folder)
+    return comparison
+
+
+def paper(results: Folder, out: Folder | None = None) -> tuple[Outcome, Path]:
+    """Write page.html, rows.csv, paper.json and figures about what lies below `results` into `out`, by default results/page."""
+    results = Path(results)
+    out = results / "page" if out is None else Path(out)
+    _not_a_run(out)
+    made = outcome(scan(results))
+    write_paper(made, out / "page.html")
+    write_json(out / "paper.json", paper_as_dict(made))
+    rows = [row.as_dict() for row in made.rows]
+    write_csv(out / "rows.csv", list(rows[0]), [list(row.values()) for row in rows])
+    charts = [
+        make(made.found, experiment)
+        for experiment in EXPERIMENTS
+        for make in (paper_figures.relative, paper_figures.accuracy)
+    ]
+    figures.save(
+        [chart for chart in (*charts, paper_figures.ablation(made.found)) if not isinstance(chart, Absent)],
+        out / "figures",
+    )
+    return made, out
+
+
+def paper_as_dict(made: Outcome) -> dict[str, Any]:
+    """Counts, rows and groups with their deviations, in types that JSON has; folders as seen from the results."""
+    root = made.found.folder.resolve()
+    return {
+        "counts": made.counts,
+        "rows": [row.as_dict() | {"deviations": list(row.deviations)} for row in made.rows],
+        "groups": [
+            {
+                "experiment": group.experiment.key,
+                "group": group.title,
+                "runs": [Path(os.path.relpath(run.folder, root)).as_posix() for run in group.runs],
+                "unfinished": [Path(os.path.relpath(run.folder, root)).as_posix() for run in group.unfinished],
+                "deviations": [dataclasses.asdict(each) for each in group.deviations],
+            }
+            for group in made.found.groups
+        ],
+    }
+
+
+def as_dict(comparison: Comparison, out: Folder) -> dict[str, object]:
+    """Everything but the runs themselves, in types that JSON has; κ, metrics and areas as fractions, gains in percent.
+
+    The runs' folders are as seen from `out`, so that what is published does not tell where it was made.
+    """
+    model = comparison.model
+    return {
+        "studies": [dataclasses.asdict(study) for study in comparison.studies],
+        "model": {**dataclasses.asdict(model), "error": model.error, "error_of_mean": model.error_of_mean},
+        "weakness": list(comparison.weakness),
+        "runs": [
+            {
+                "folder": Path(os.path.relpath(run.folder, out)).as_posix(),
+                "method": run.method,
+                "seed": run.seed,
+                "state": run.state,
+            }
+            for run in comparison.runs
+        ],
+    }
+
+
+def _read(folders: Sequence[Folder]) -> list[runs.Run]:
+    if not folders:
+        raise ValueError("folders: none were given; at least one run would do")
+    read = [runs.read(folder) for folder in folders]
+    for number, run in enumerate(read):
+        if any(run.folder == other.folder for other in read[:number]):
+            raise ValueError(f"folders: {run.folder} was given twice; once would do")
+    return read
+
+
+def _not_a_run(out: Path) -> None:
+    """That no run's own page is overwritten, and that a folder can be made."""
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"out must be a folder, got {out}, which is a file; choose another")
+    if (out / "run.json").exists():
+        raise ValueError(f"out must not be the folder of a run, got {out}; choose another")
+
+
+SUMMARY = (
+    "study",
+    "group",
+    "method",
+    "runs",
+    "kept_low",
+    "kept_high",
+    "area",
+    "mean_metric",
+    "gain_percent",
+    "crossings",
+    "final",
+    "final_standard_deviation",
+    "seconds",
+    "hardware",
+    "threshold",
+    "threshold_source",
+    "gain_over_taylor_percent",
+)
+
+
+def _tables(comparison: Comparison, out: Path) -> None:
+    summary, points, snapshots = [], [], []
+    for study in comparison.studies:
+        summary += [[row.get(name) for name in SUMMARY] for row in _summary(study)]
+        for group in study.groups:
+            if group.curve is not None:
+                spread = group.curve.spread or (None,) * len(group.curve.kept)
+                values = zip(group.curve.kept, group.curve.mean, spread, strict=True)
+                points += [[study.title, group.label, group.curve.count, *point] for point in values]
+            snapshots += [
+                [study.title, group.label, each.count, each.asked, each.kept, each.mean, each.spread]
+                for each in group.snapshots
+            ]
+    write_csv(out / "summary.csv", list(SUMMARY), summary)
+    write_csv(out / "curves.csv", ["study", "group", "runs", "kept", "mean", "standard_deviation"], points)
+    if snapshots:
+        columns = ["study", "group", "runs", "asked", "kept", "mean", "standard_deviation"]
+        write_csv(out / "snapshots.csv", columns, snapshots)
+
+
+def _summary(study: Study) -> Iterator[dict[str, Any]]:
+    """A row a group, and one for the composed hybrid."""
+    low, high = study.range or (None, None)
+    common = {"study": study.title, "kept_low": low, "kept_high": high}
+    pairs = {pair.label: pair for pair in study.pairs}
+    taylor = next((group.area for group in study.groups if group.method == "taylor"), None)
+
+    def gain(area: float | None, other: float | None) -> float | None:
+        return None if area is None or other is None else curves.gain(area, other)
+
+    for group in study.groups:
+        pair = pairs.get(group.label)
+        yield common | {
+            "group": group.label,
+            "method": group.method,
+            "runs": len(group.runs),
+            "area": group.area,
+            "mean_metric": group.mean_metric,
+            "gain_percent": pair.gain if pair else None,
+            "crossings": " ".join(f"{crossing.kept:.6g}" for crossing in pair.crossings) if pair else "",
+            "final": group.final,
+            "final_standard_deviation": group.final_spread,
+            "seconds": group.seconds,
+            "hardware": group.hardware,
+            "threshold": group.threshold,
+            "threshold_source": None if group.threshold is None else "recipe",
+            "gain_over_taylor_percent": None if group.method == "taylor" else gain(group.area, taylor),
+        }
+    switch = study.switch
+    if switch is not None and switch.area is not None and low is not None and high is not None:
+        yield common | {
+            "group": LABEL,
+            "method": LABEL,
+            "area": switch.area,
+            "mean_metric": switch.area / (high - low),
+            "gain_percent": study.composed_gain,
+            "threshold": switch.threshold,
+            "threshold_source": switch.source,
+            "gain_over_taylor_percent": switch.over_taylor,
+        }
+
+
+def _file_name(title: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", title).strip("-.") or "run"

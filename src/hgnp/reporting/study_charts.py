@@ -1,0 +1,80 @@
+"""The charts of a comparison."""
+
+from hgnp.reporting.charts import Axis, Chart, Figure, Mark, Series
+from hgnp.reporting.compare import Study
+from hgnp.reporting.run_charts import KEPT, SNAPSHOTS, metric_axis
+
+
+def all_charts(study: Study) -> list[Figure]:
+    made = [against_kept(study), relative_difference(study), switch(study)]
+    return [figure for figure in made if figure is not None]
+
+
+def against_kept(study: Study) -> Chart | None:
+    """Mean curves with a band of one standard deviation between seeds."""
+    series = []
+    for number, group in enumerate(study.groups):
+        if (curve := group.curve) is None:
+            continue
+        low = high = None
+        if curve.spread is not None:
+            low = tuple(mean - spread for mean, spread in zip(curve.mean, curve.spread, strict=True))
+            high = tuple(mean + spread for mean, spread in zip(curve.mean, curve.spread, strict=True))
+        runs = f"{curve.count} runs" if curve.count > 1 else "1 run"
+        label = f"{group.label} ({runs})"
+        series.append(Series(label, curve.kept, curve.mean, number, low, high, dashed=group.label == study.baseline))
+    if not series:
+        return None
+    for number, group in enumerate(study.groups):
+        if group.snapshots:
+            kept, means = zip(*((point.kept, point.mean) for point in group.snapshots), strict=True)
+            series.append(Series(f"{group.label}, {SNAPSHOTS}", kept, means, number, line=False))
+    title = f"{study.metric.capitalize()} against κ"
+    alt = f"{study.metric} of {', '.join(one.label for one in series)} against the parameters kept"
+    return Chart("metric_against_kept", title, alt, KEPT, metric_axis(study.metric), tuple(series))
+
+
+def relative_difference(study: Study) -> Chart | None:
+    """The paper's figure: how far each group is from the baseline, in percent of the baseline's metric."""
+    order = [group.label for group in study.groups]
+    series = tuple(
+        Series(pair.label, pair.kept, pair.relative, order.index(pair.label))
+        for pair in study.pairs
+        if any(value is not None for value in pair.relative)
+    )
+    if not series:
+        return None
+    title = f"Relative difference from {study.baseline}"
+    marks = [Mark(0.0, study.baseline, vertical=False)]
+    if len(study.pairs) == 1:
+        marks += [Mark(crossing.kept, f"{crossing.kept:.1%}") for crossing in study.pairs[0].crossings]
+    alt = f"{study.metric} of {', '.join(one.label for one in series)} relative to {study.baseline}, against κ"
+    axis = Axis("difference (%)")
+    return Chart("relative_difference", title, alt, KEPT, axis, series, tuple(marks))
+
+
+def switch(study: Study) -> Chart | None:
+    """The composed hybrid: which network it takes at each κ, at its threshold, or in hindsight where that is refused."""
+    if study.switch is None:
+        return None
+    threshold = study.switch.threshold if study.switch.threshold is not None else study.switch.hindsight
+    curves = {group.label: group.curve for group in study.groups}
+    hgnp, taylor = curves[study.switch.hgnp], curves[study.switch.taylor]
+    if threshold is None or hgnp is None or taylor is None:
+        return None
+    sources = {"fit": "predicted", "paper": "the paper's", "given": "given"}
+    how = sources[study.switch.source] if study.switch.threshold is not None else "in hindsight"
+    cut = min(max(threshold, hgnp.kept[0]), hgnp.kept[-1])
+    below = (*(kept for kept in hgnp.kept if kept < cut), cut)
+    above = (cut, *(kept for kept in hgnp.kept if kept > cut))
+    order = [group.label for group in study.groups]
+    ours, theirs = order.index(study.switch.hgnp), order.index(study.switch.taylor)
+    series = (
+        Series(study.switch.taylor, taylor.kept, taylor.mean, colour=-1, markers=False),
+        Series(study.switch.hgnp, hgnp.kept, hgnp.mean, colour=-1, markers=False, dashed=True),
+        Series("hybrid: HGNP's part", below, tuple(map(hgnp.at, below)), colour=ours, markers=False),
+        Series("hybrid: Taylor's part", above, tuple(map(taylor.at, above)), colour=theirs, markers=False),
+    )
+    alt = f"the composed hybrid takes HGNP's networks up to κ = {threshold:.1%} ({how}) and Taylor's above"
+    marks = (Mark(threshold, f"{threshold:.1%}, {how}"),)
+    return Chart("hybrid", "The composed hybrid", alt, KEPT, metric_axis(study.metric), series, marks)

@@ -1,0 +1,88 @@
+"""Ways to run one network: as it is, without TF32, in another memory layout, compiled, in half precision, by ONNX Runtime."""
+
+import copy
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hgnp.io.export import export, onnx_session, run_onnx
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+VARIANTS = ("eager", "no_tf32", "channels_last", "compile", *HALVES, "onnx")
+DEFAULTS = {
+    "cpu": ("eager", "channels_last", "compile", "bf16", "onnx"),
+    "cuda": ("eager", "no_tf32", "channels_last", "compile", "fp16", "bf16"),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to call a network in one variant, and what its inputs must first be turned into."""
+
+    call: Callable[..., Any]
+    convert: Callable[[Tensor], Tensor] = lambda tensor: tensor
+
+
+def way(variant: str, net: nn.Module, example: Sequence[Tensor]) -> Way:
+    """`net`, in eval mode on its device, made ready to run as `variant`; ValueError if that makes no sense for it."""
+    if variant == "channels_last":
+        if not any(isinstance(module, nn.Conv2d) for module in net.modules()):
+            raise ValueError("the network has no 2-d convolutions")
+        return Way(_laid_out(copy.deepcopy(net)), _channels_last)
+    if variant == "no_tf32":
+        if example[0].device.type != "cuda":
+            raise ValueError("TF32 is a GPU's")
+        return Way(_without_tf32(net))
+    if variant == "compile":
+        return Way(torch.compile(net, dynamic=False))
+    if variant in HALVES:
+        dtype = HALVES[variant]
+        half = _laid_out(copy.deepcopy(net).to(dtype))  # tensor cores and AMX want channels last
+        return Way(half, lambda tensor: _channels_last(tensor.to(dtype) if tensor.is_floating_point() else tensor))
+    if variant == "onnx":
+        if example[0].device.type != "cpu":
+            raise ValueError("ONNX Runtime is timed on the CPU only")
+        with tempfile.TemporaryDirectory() as folder:
+            exported = export(net, Path(folder) / "net.onnx", tuple(example))
+            session = onnx_session(exported.path, threads=torch.get_num_threads())
+        return Way(lambda *tensors: run_onnx(session, tensors))
+    return Way(net)
+
+
+def _without_tf32(net: nn.Module) -> Callable[..., Any]:
+    """Full float32, as older GPUs compute: cuDNN's convolutions are in TF32 unless told otherwise."""
+
+    def call(*tensors: Tensor) -> Any:
+        before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+        try:
+            return net(*tensors)
+        finally:
+            torch.backends.cudnn.allow_tf32 = before
+
+    return call
+
+
+def _laid_out(net: nn.Module) -> nn.Module:
+    return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in the stubs
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Networks of one class share their code, and torch.compile by default silently gives up on the ninth of them."""
+    import torch._dynamo.config as config
+
+    with warnings.catch_warnings(), config.patch(cache_size_limit=256, fail_on_cache_limit_hit=True):
+        # torch 2.13's compiler imports what torch itself deprecates
+        warnings.filterwarnings("ignore", r"`torch\.jit\.script_method` is deprecated", DeprecationWarning)
+        yield

@@ -1,0 +1,93 @@
+"""Sharpness-aware minimisation (Foret et al. 2021): the gradient at the worst point nearby, w + ρ·∇C/‖∇C‖.
+
+A second way to flat minima, to be compared with the flatness term. It stands in for `Flatness` in a training loop.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hgnp.curvature.autodiff.forward import Output
+from hgnp.curvature.autodiff.rng import undisturbed
+from hgnp.curvature.choices import Choices
+from hgnp.curvature.direction import Direction
+from hgnp.curvature.losses import Loss, weighted
+from hgnp.curvature.step import PLAIN, Plan, Scale, State, Step
+from hgnp.curvature.validation import finite
+from hgnp.execution.eager import Eager
+from hgnp.reducer import LOCAL, Reducer
+
+
+class SAMStep(Step):
+    """SAM's stages: forward, gradient, sum over ranks, perturb, forward, backward, restore. Every step is the same."""
+
+    one_draw = False
+
+    def __init__(
+        self,
+        net: nn.Module,
+        *,
+        loss: Loss = F.cross_entropy,
+        rho: float = 0.05,
+        output: Output | None = None,
+        reducer: Reducer = LOCAL,
+    ) -> None:
+        if not (finite(rho) and rho > 0):
+            raise ValueError(f"rho must be a finite number > 0, got {rho!r}")
+        super().__init__(net, loss=loss, output=output, choices=Choices(), reducer=reducer)
+        self.rho = rho
+
+    def plan(self, state: State) -> Plan:
+        return PLAIN
+
+    def plain(self, state: State, inputs: Any, target: Any, *, scale: Scale = 1.0) -> None:
+        """Dropout masks are the same in both passes, and buffers see the first alone."""
+        parameters = [p for p in self.net.parameters() if p.requires_grad]
+        with undisturbed(*parameters):
+            self.forward(state, PLAIN, inputs, target)
+            self.decide(state)
+            assert state.current is not None
+            found = torch.autograd.grad(state.current.loss, parameters, materialize_grads=True)
+        before = self._perturb(parameters, found)
+        torch.clear_autocast_cache()  # which holds half-precision copies of the parameters as they were
+        try:
+            output = self.passes.run(inputs, self.norms_mode(), traceless=True)
+            (weighted(self.loss(output, target), state.weight) * scale).backward()
+        finally:
+            with torch.no_grad():
+                for p, value in zip(parameters, before, strict=True):
+                    p.copy_(value)
+            torch.clear_autocast_cache()
+
+    @torch.no_grad()
+    def _perturb(self, parameters: list[nn.Parameter], own: Sequence[Tensor]) -> list[Tensor]:
+        """Moves the parameters by ρ along the gradient of all ranks, and returns what they were."""
+        gradients = self.reducer.sum(own)
+        length = torch.stack([g.norm() for g in gradients]).norm()
+        step = self.rho / length.clamp_min(torch.finfo(length.dtype).tiny)
+        before = [p.clone() for p in parameters]
+        for p, g in zip(parameters, gradients, strict=True):
+            p.add_(g * step)
+        return before
+
+
+class SAM:
+    """Leaves the gradient at w + ρ·∇C/‖∇C‖ in `.grad`, in place of `loss.backward()`."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        *,
+        loss: Loss = F.cross_entropy,
+        rho: float = 0.05,
+        output: Output | None = None,
+    ) -> None:
+        step = SAMStep(net, loss=loss, rho=rho, output=output)
+        self._eager = Eager(step, State(0.0, 0.0, Direction(net)))
+
+    def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
+        """Adds scale·∇C(w + ε) to `.grad` and returns C(w)."""
+        return self._eager.backward(inputs, target, scale=scale)

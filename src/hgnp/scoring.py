@@ -1,0 +1,265 @@
+"""Equation 6: how much the loss, with its flatness term, changes when a neuron's output is attenuated.
+
+With a gate γ_j on the output of neuron j (`neurons.gates`: after norm and activation, shared by channels that live and die
+together) and L = C + μ·max(0, q − B) the mean over N samples,
+
+    δ_i^j = N·∂L/∂γ_i^j at γ = 1,     score_j = mean_i |δ_i^j|,     then divided by the L2 norm over its layer.
+
+One backward pass gives δ for all neurons and samples: the gates are (N, neurons) numbers, and autograd does the sums over
+positions and over the primal and tangent activations. It is taken in evaluation mode, where samples do not mix.
+"""
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
+
+from hgnp.curvature.autodiff.forward import Output, run
+from hgnp.curvature.autodiff.operations import tensors_in
+from hgnp.curvature.autodiff.rng import RandomState
+from hgnp.curvature.direction import Direction, KroneckerEigenpair
+from hgnp.curvature.factors import Block
+from hgnp.curvature.losses import Loss
+from hgnp.curvature.step import State, Step, make_step
+from hgnp.execution.graphs import Capture, Replayed
+from hgnp.flatness import Flatness, parts
+from hgnp.pruning import Neurons, Scores
+from hgnp.pruning.gates import Gates, gated
+from hgnp.pruning.importance import WEIGHT_SCORES
+from hgnp.pruning.layers import as_inputs
+from hgnp.pruning.paths import SamplesError
+from hgnp.pruning.selection import Coupling
+from hgnp.state_guards import evaluating
+
+DERIVATIVES = ("taylor", "taylor_sum")
+CRITERIA = (*DERIVATIVES, *WEIGHT_SCORES)
+
+
+def sensitivity(
+    net: nn.Module,
+    neurons: Neurons,
+    batches: Iterable[tuple[Any, Any]],
+    *,
+    loss: Loss = F.cross_entropy,
+    flatness: Flatness | None = None,
+    criterion: str = "taylor",
+    output: Output | None = None,
+    mu: float | None = None,
+    coupling: Coupling = "coupled",
+) -> Scores:
+    """Layer → one number a living neuron, small for those that matter little.
+
+    batches    (inputs, target) pairs; the scores are means over all their samples
+    flatness   scores L = C + μ·g, with its loss and output; None scores C alone
+    criterion  "taylor" is the mean of |δ| over samples, "taylor_sum" |the mean of δ|; "l1", "l2", "bn_scale",
+               "geometric_median" and "random" look at weights alone
+    mu         μ in the scores, if not that of `flatness`
+    coupling   "paper" gives each of the layers that are added together a gate of its own
+
+    The network's mode, buffers, gradients and random state are left as found. A layer is missing if it is read where no gate
+    can sit; `Neurons.least` then leaves it alone.
+    """
+    for name, value, kind in (("neurons", neurons, Neurons), ("flatness", flatness, Flatness)):
+        if not isinstance(value, kind) and not (name == "flatness" and value is None):
+            raise TypeError(f"{name}: a {type(value).__name__} was given; a hgnp.{kind.__name__} of net would do")
+        if value is not None and value.net is not net:
+            raise ValueError(f"{name}: it was made for another network than net")
+    if coupling not in get_args(Coupling):
+        raise ValueError(f"coupling: {coupling!r} was given; 'coupled' or 'paper' would do")
+    if mu is not None and not (isinstance(mu, int | float) and 0 <= mu < math.inf):
+        raise ValueError(f"mu: {mu!r} was given; None or a finite number of at least 0 would do")
+    if criterion not in CRITERIA:
+        raise ValueError(f"criterion: {criterion!r} was given; one of {', '.join(map(repr, CRITERIA))} would do")
+    step, state = make_step(net, loss=loss, mu=0.0, output=output) if flatness is None else parts(flatness)
+    return scored(neurons, batches, step, state, criterion=criterion, mu=mu, coupling=coupling)
+
+
+def scored(
+    neurons: Neurons,
+    batches: Iterable[tuple[Any, Any]],
+    step: Step,
+    state: State,
+    *,
+    criterion: str,
+    mu: float | None,
+    coupling: Coupling,
+    graphs: bool = True,
+) -> Scores:
+    """`sensitivity`, of what is known to be in order. With `graphs`, batches on a GPU come from CUDA graphs where they can."""
+    if criterion in WEIGHT_SCORES:
+        return normalised(WEIGHT_SCORES[criterion](neurons))
+    net, gates = neurons.net, neurons.gates(coupling)
+    capture = _capture(net) if graphs else None
+    with evaluating(net), torch.enable_grad(), RandomState(*net.parameters()):
+        raw = _means(step, state, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture)
+    gated = {layer: (units < gates.count) for layer, units in gates.rows.items()}
+    free = normalised({layer: raw[units[gated[layer]].to(raw.device)] for layer, units in gates.rows.items()})
+    scores = {}
+    for layer, values in free.items():  # those that stay have no gate: they count not, and are never chosen
+        scores[layer] = values.max().repeat(len(gated[layer]))
+        scores[layer][gated[layer].to(raw.device)] = values
+    return scores
+
+
+def normalised(scores: Scores) -> Scores:
+    """Each layer's scores divided by their L2 norm."""
+    return {layer: values / values.norm().clamp_min(torch.finfo(values.dtype).tiny) for layer, values in scores.items()}
+
+
+def _means(
+    step: Step,
+    state: State,
+    gates: Gates,
+    batches: Iterable[tuple[Any, Any]],
+    mu: float | None,
+    *,
+    signed: bool,
+    capture: Capture | None,
+) -> Tensor:
+    """mean_i |δ_i|, or |mean_i δ_i|, of every unit."""
+    pairs = _pairs(batches)
+    inputs, target, x = next(pairs, (None, None, None))
+    if x is None:
+        raise ValueError("batches: there is none; a list with one (inputs, target) pair would do")
+    gates, before = gates.to(x.device), RandomState(*step.net.parameters())
+    apart = _samples_lead(step, gates, inputs, x)
+    mu = state.mu if mu is None else mu
+    if not before.is_now() or (mu and step.choices.fisher_type == "mc"):
+        capture = None  # a graph would draw the same again and again
+    state = dataclasses.replace(state)  # n and w of the batches that are scored
+    work = partial(_sum, step, state, gates, mu, signed, apart)
+    sums = _Sums(work, partial(step.look, state) if mu else None, step.net, capture)
+
+    def summed(inputs: Any, target: Any) -> Tensor:
+        step.share(state, inputs, target)
+        return sums(inputs, target)
+
+    total, samples = summed(inputs, target), state.samples
+    with contextlib.nullcontext() if capture is None else capture.running():
+        for inputs, target, _ in pairs:
+            total = total + summed(inputs, target)
+            samples += state.samples
+    (total,) = step.reducer.sum([total])
+    scores = (total / samples).abs()
+    if not bool(torch.isfinite(scores).all()):
+        raise ValueError("batches: the loss or its derivative is not finite on them")
+    return scores
+
+
+def _sum(
+    step: Step,
+    state: State,
+    gates: Gates,
+    mu: float,
+    signed: bool,
+    apart: bool,
+    block: Block | None,
+    batch: tuple[Any, Any, dict[str, Tensor]],
+) -> Tensor:
+    """Σ_i |δ_i|, or Σ_i δ_i, of every unit over the samples of a batch, along the pair of a block that comes with it."""
+    inputs, target, pair = batch
+    v = None if block is None else Direction.known(step.net, block, KroneckerEigenpair.of_state(pair))
+    x = next(tensors_in(inputs))
+    gamma = _ones(x, x.shape[0] if apart else 1, gates)
+    value = gates.follow(
+        as_inputs(inputs),
+        lambda: step.objective(state, inputs, target, mu=mu, direction=v, within=gated(gates, gamma)),
+    )
+    delta = _slope(value, gamma) * state.samples  # summed over the batch this is N times its mean
+    if not apart:  # of the batch as a whole, whose absolute value is each rank's equal part of the sum over ranks
+        delta = step.reducer.sum([delta])[0] / step.reducer.ranks
+    return (delta if signed else delta.abs()).sum(0)
+
+
+class _Sums:
+    """The `work` above on batch after batch. With `capture`, batches of a shape that was met before come from graphs: with the
+    flatness term one graph finds v, and one for each block that v was in does the rest."""
+
+    def __init__(
+        self,
+        work: Callable[[Block | None, Any], Tensor],
+        look: Callable[[Any, Any], Direction] | None,
+        net: nn.Module,
+        capture: Capture | None,
+    ) -> None:
+        self._work, self._net, self._capture = work, net, capture
+        self._look = None if look is None else self._replayed(lambda batch: look(*batch))
+        self._along: dict[str | None, Callable[[Any], Any]] = {}
+
+    def __call__(self, inputs: Any, target: Any) -> Tensor:
+        v = None if self._look is None else self._look((inputs, target))
+        block = None if v is None else v.block()
+        name = None if block is None else block.name
+        if name not in self._along:
+            self._along[name] = self._replayed(partial(self._work, block))
+        part: Tensor = self._along[name]((inputs, target, {} if v is None else v.pairs[name].state()))
+        return part
+
+    def _replayed(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return function if self._capture is None else Replayed(function, self._net, self._capture)
+
+
+def _capture(net: nn.Module) -> Capture | None:
+    """For a network on a GPU."""
+    device = next(net.parameters()).device
+    return Capture(device) if device.type == "cuda" else None
+
+
+def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Inputs, target, and a tensor of the inputs whose first dimension counts samples."""
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"batches: a {type(batches).__name__} was given; a list of (inputs, target) pairs would do")
+    for batch in batches:
+        x = next(tensors_in(batch[0]), None) if isinstance(batch, tuple | list) and len(batch) == 2 else None
+        if x is None or x.dim() == 0 or len(x) == 0:
+            raise ValueError("batches: one of them is no pair (inputs, target) with samples; [(x, y)] would do")
+        yield batch[0], batch[1], x
+
+
+def _ones(x: Tensor, samples: int, gates: Gates) -> Tensor:
+    exact = torch.float64 in (x.dtype, *(parameter.dtype for parameter in gates.structure.net.parameters()))
+    dtype = torch.float64 if exact else torch.float32  # x may be token numbers
+    return torch.ones(samples, gates.count, dtype=dtype, device=x.device, requires_grad=True)
+
+
+def _slope(value: Tensor, gamma: Tensor) -> Tensor:
+    try:
+        (slope,) = torch.autograd.grad(value, gamma, materialize_grads=True)
+    except CheckpointError as error:
+        raise ValueError(
+            "net: a part of it is checkpointed in evaluation mode, so that it runs again without gates; turn checkpointing off "
+            "while scoring"
+        ) from error
+    return slope
+
+
+def _samples_lead(step: Step, gates: Gates, inputs: Any, x: Tensor) -> bool:
+    """Whether closing a sample's gates changes that sample alone: samples come first in every tensor and do not mix."""
+    n = x.shape[0]
+    gamma = _ones(x, n, gates)
+    lead = 0.0
+
+    def forward() -> Any:
+        with gated(gates, gamma):
+            return run(step.net, inputs, output=step.output)
+
+    try:
+        z = gates.follow(as_inputs(inputs), forward)
+        if isinstance(z, Tensor) and z.shape[:1] == (n,):
+            lead = float(not bool(_slope(z[n // 2 :].sum(), gamma)[: n // 2].any()))
+    except SamplesError:
+        pass
+    (agreed,) = step.reducer.sum([torch.full((), lead, device=x.device)])
+    if agreed == step.reducer.ranks:
+        return True
+    warnings.warn("samples do not lead in all tensors of the network, or mix; scores are |mean of the derivative| over a "
+                  "batch instead of the mean of |derivative| over its samples", stacklevel=5)  # fmt: skip
+    return False

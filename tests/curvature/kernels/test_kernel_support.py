@@ -1,0 +1,28 @@
+"""Whether Triton's kernels are used, and what is said where they fail."""
+
+import importlib.util
+import warnings
+
+import pytest
+import torch
+
+from hgnp.curvature.kernels.support import kernels
+
+CPU = torch.device("cpu")
+
+
+def test_kernels_that_fail_are_told_of_once_with_the_reason() -> None:
+    kernels.cache_clear()
+    with pytest.warns(UserWarning, match=r"Triton kernels \(device, torch.float32\) do not work on cpu.*try_out"):
+        assert kernels("device", torch.float32, CPU) is None  # a module that cannot be tried out
+    assert kernels("device", torch.float32, CPU) is None  # a warning is an error in these tests
+    with pytest.warns(UserWarning, match="hgnp.curvature.missing"):
+        assert kernels("missing", torch.float32, CPU) is None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is there")
+def test_that_there_is_no_triton_needs_no_mention() -> None:
+    kernels.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernels("batch_norm", torch.float32, CPU) is None

@@ -1,0 +1,250 @@
+"""An exported network computes what the network does, at any batch size, or there is no file."""
+
+import builtins
+import copy
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hgnp
+from cases import CASES, conv
+from hgnp.io import export
+from hgnp.io.export import OPSET, Exported, export
+
+SUFFIXES = ("onnx", "pt2")
+
+
+def make(width: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(conv(3, width), nn.BatchNorm2d(width), nn.ReLU(), nn.Flatten(), nn.Linear(width * 64, 4))
+    net[1].running_var.uniform_(0.5, 2)
+    return net
+
+
+def outputs(result: Exported, *inputs: Tensor) -> list[Tensor]:
+    """What the file computes, by nothing of ours."""
+    if result.kind == "torch.export":
+        output = torch.export.load(result.path).module()(*inputs)
+        return list(output) if isinstance(output, tuple) else [output]
+    session = onnxruntime.InferenceSession(result.path, providers=["CPUExecutionProvider"])
+    feed = {entry.name: tensor.numpy() for entry, tensor in zip(session.get_inputs(), inputs, strict=True)}
+    return [torch.from_numpy(output) for output in session.run(None, feed)]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("name", ["residual", "lstm"])
+def test_a_pruned_network_runs_elsewhere_at_any_batch_size(name: str, suffix: str, tmp_path: Path) -> None:
+    net = CASES[name].net().float()
+    (x,), _ = CASES[name].inputs()
+    x = x.float()
+    neurons = hgnp.Neurons(net, x)
+    neurons.remove(neurons.least({layer.name: torch.rand(layer.alive) for layer in neurons.layers}, neurons.count // 2))
+    assert neurons.kept < 1
+    result = export(net, tmp_path / f"small.{suffix}", x)
+    net.eval()
+    for rows in (1, 2, 3, 11):
+        inputs = torch.randn(rows, *x.shape[1:])
+        torch.testing.assert_close(outputs(result, inputs)[0], net(inputs).detach(), rtol=1e-4, atol=1e-5)
+    assert result.error < 1e-5
+    assert result.bytes == result.path.stat().st_size
+    assert [p.name for p in tmp_path.iterdir()] == [f"small.{suffix}"]
+
+
+def test_the_file_says_what_it_is(tmp_path: Path) -> None:
+    result = export(make(), tmp_path / "new" / "net.onnx", torch.zeros(1, 3, 8, 8))
+    model = onnx.load(result.path)
+    onnx.checker.check_model(model)
+    assert (result.kind, result.opset) == ("onnx", OPSET)
+    assert {entry.version for entry in model.opset_import if entry.domain == ""} == {OPSET}
+    shapes = [[d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim] for value in model.graph.input]
+    assert shapes == [["batch", 3, 8, 8]]
+    assert 0 < result.difference < 1e-4
+    again = export(make(), str(tmp_path / "net.pt2"), torch.zeros(1, 3, 8, 8))
+    assert (again.kind, again.opset, again.error) == ("torch.export", None, 0)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(5, 3)
+        self.table = nn.Embedding(9, 3)
+
+    def forward(self, a: Tensor, b: Tensor, words: Tensor, *, negate: bool = False) -> tuple[Tensor, Tensor]:
+        y = self.a(a) - self.b(b) + self.table(words).sum(1)
+        return (-y if negate else y), a.mean(1)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_several_inputs_share_a_free_batch_without_a_word_from_torch(suffix: str, tmp_path: Path) -> None:
+    net, words = Two(), torch.tensor([[1, 8]])
+    result = export(net, tmp_path / f"two.{suffix}", (torch.randn(1, 4), torch.randn(1, 5), words))
+    inputs = torch.randn(6, 4), torch.randn(6, 5), words.expand(6, 2).contiguous()
+    for there, here in zip(outputs(result, *inputs), net(*inputs), strict=True):
+        torch.testing.assert_close(there, here)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_keywords_in_any_order(suffix: str, tmp_path: Path) -> None:
+    net = Two()
+    example = {"negate": True, "words": torch.tensor([[1, 8]]), "b": torch.randn(1, 5), "a": torch.randn(1, 4)}
+    result = export(net, tmp_path / f"two.{suffix}", example)
+    a, b, words = torch.randn(6, 4), torch.randn(6, 5), torch.randint(9, (6, 2))
+    expected = net(a, b, words, negate=True)
+    if suffix == "onnx":
+        got = outputs(result, a, b, words)
+    else:
+        got = torch.export.load(result.path).module()(a=a, b=b, words=words, negate=True)
+    for there, here in zip(got, expected, strict=True):
+        torch.testing.assert_close(there, here)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_the_network_is_left_as_found(suffix: str, tmp_path: Path) -> None:
+    net = make().train()
+    net[1].eval()
+    before, modes = copy.deepcopy(net.state_dict()), [module.training for module in net.modules()]
+    state = torch.get_rng_state()
+    export(net, tmp_path / f"net.{suffix}", torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in net.modules()] == modes
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_a_constant_example_is_checked_with_other_numbers() -> None:
+    (drawn,), _ = deploy._drawn(((torch.zeros(1, 50),), {}), rows=1, n=1, device=torch.device("cpu"))
+    assert drawn.shape == (1, 50)
+    assert 0.5 < float(drawn.std()) < 1.5
+
+
+def test_the_example_is_left_as_found_by_a_network_that_writes_into_it(tmp_path: Path) -> None:
+    example = -torch.ones(2, 4)
+    export(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 2)), tmp_path / "net.pt2", example)
+    assert torch.equal(example, -torch.ones(2, 4))
+
+
+class Fixed(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.layer, self.rows = nn.Linear(4, 2), rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.reshape(self.rows, -1))
+
+
+class Noisy(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.5, True)
+
+
+class Loose(nn.Linear):
+    def forward(self, **inputs: Tensor) -> Tensor:
+        return super().forward(inputs["x"])
+
+
+class Silent(nn.Linear):
+    def forward(self, x: Tensor) -> int:
+        return len(super().forward(x))
+
+
+WRONG: dict[str, tuple[nn.Module, Any, str]] = {
+    "fixed at two": (Fixed(2), torch.randn(2, 4), "net can be exported for one batch size only, as its forward fixes"),
+    "fixed at four": (Fixed(4), torch.randn(4, 4), "net can be exported for one batch size only, as its forward fixes"),
+    "noisy": (
+        Noisy(4, 50),
+        torch.randn(2, 4),
+        r"differs from net by \d\.\de\S\d+ \(relative.* more than 1e-04; not written",
+    ),
+    "loose": (Loose(4, 2), {"x": torch.randn(2, 4)}, r"Loose\.forward takes x through \*\*inputs"),
+    "silent": (Silent(4, 2), torch.randn(2, 4), "net returns no tensors"),
+    "shape": (nn.Linear(4, 2), torch.randn(2, 5), "net cannot run on example_input: RuntimeError: mat1"),
+    "missing": (Two(), torch.randn(2, 4), r"does not fit Two\.forward: missing a required argument: 'b'"),
+    "scalar": (nn.Linear(4, 2), torch.tensor(1.0), "example_input: it has no tensor with a batch dimension"),
+}
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_exported_leaves_no_file(name: str, suffix: str, tmp_path: Path) -> None:
+    net, example, message = WRONG[name]
+    old = tmp_path / f"net.{suffix}"
+    old.write_text("as it was")
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=message) as caught:
+        export(net, old, example)
+    assert "\n" not in str(caught.value)
+    assert old.read_text() == "as it was"
+    assert list(tmp_path.iterdir()) == [old]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_full_disk_is_said_to_be_full(suffix: str, tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the disk: the same error from the same system call, whoever writes."""
+    code = f"""
+import errno, resource, signal, torch, hgnp
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    hgnp.export(torch.nn.Linear(90, 9), "net.{suffix}", torch.zeros(2, 90))
+except OSError as error:
+    assert error.errno == errno.EFBIG, error
+else:
+    raise AssertionError
+"""
+    done = subprocess.run([sys.executable, "-B", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_names_and_number_formats(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"path: '.*net\.pth' was given; a name that ends in \.onnx or \.pt2 would do"):
+        export(make(), tmp_path / "net.pth", torch.zeros(1, 3, 8, 8))
+    with pytest.raises(ValueError, match=r"weight is bfloat16.*net\.float\(\) would do"):
+        export(nn.Linear(4, 2).bfloat16(), tmp_path / "net.onnx", torch.zeros(1, 4).bfloat16())
+    assert export(nn.Linear(4, 2).bfloat16(), tmp_path / "net.pt2", torch.zeros(1, 4).bfloat16()).error == 0
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_place_that_cannot_be_is_refused_at_once(suffix: str, tmp_path: Path) -> None:
+    (tmp_path / f"net.{suffix}").mkdir()
+    (tmp_path / "file").touch()
+    for name, message in {
+        f"net.{suffix}": rf"^path: '\S*/net\.{suffix}' is a folder; the name of a file would do$",
+        f"file/net.{suffix}": r"^path: '\S*/file' is a file where a folder is wanted; another name would do$",
+        f".{suffix}": rf"^path: '\S*\.{suffix}' was given, without a name before the dot; net\.{suffix} would do$",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            export(WRONG["shape"][0], tmp_path / name, WRONG["shape"][1])  # which would be refused later
+
+
+def test_without_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else there(name))
+    with pytest.raises(ModuleNotFoundError, match=r"ONNX needs onnxruntime, .* pip install 'hgnp\[onnx\]'"):
+        export(make(), tmp_path / "net.onnx", torch.zeros(1, 3, 8, 8))
+
+
+def test_without_onnxscript_the_older_exporter_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = builtins.__import__
+
+    def absent(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] == "onnxscript":
+            raise ModuleNotFoundError("No module named 'onnxscript'")
+        return there(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    net = make()
+    result = export(net, tmp_path / "net.onnx", torch.zeros(2, 3, 8, 8))
+    assert onnx.load(result.path).producer_name == "pytorch"
+    inputs = torch.randn(5, 3, 8, 8)
+    torch.testing.assert_close(outputs(result, inputs)[0], net.eval()(inputs).detach(), rtol=1e-4, atol=1e-5)

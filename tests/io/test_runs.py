@@ -1,0 +1,102 @@
+"""Reading run folders: which points make the curve, and one line for each thing that can be wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hgnp.io.runs import read
+from run_cases import FINETUNE, ROUNDS, WARMUP, straight, write_run
+
+
+def test_curve_has_the_last_epoch_of_each_level_and_ends_fine_tuned(tmp_path: Path) -> None:
+    run = read(write_run(tmp_path / "run"))
+    points = run.curve()
+    assert len(run.rows) == WARMUP + ROUNDS + FINETUNE
+    assert len(points) == 1 + ROUNDS
+    for kept, metric in points:
+        assert metric == pytest.approx(straight(kept), abs=1e-12)
+    assert [kept for kept, _ in points] == sorted((kept for kept, _ in points), reverse=True)
+    assert run.rows[WARMUP + ROUNDS]["metric"] < points[-1][1] == run.rows[-1]["metric"]
+    assert run.state == "finished"
+
+
+def test_unfinished_runs_say_where_they_stand(tmp_path: Path) -> None:
+    run = read(write_run(tmp_path / "half", epochs=WARMUP + 2))
+    assert run.result is None
+    assert run.state == f"unfinished: the last complete epoch is {WARMUP + 1} (prune)"
+    assert len(run.curve()) == 3
+    assert read(write_run(tmp_path / "none", epochs=0)).state == "unfinished: no epoch is complete"
+    (tmp_path / "none" / "metrics.jsonl").unlink()
+    assert read(tmp_path / "none").rows == ()
+
+
+def test_early_stop_and_missed_target_are_states(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    for change, state in (
+        ({"stopped": "on_epoch"}, "stopped early: on_epoch"),
+        ({"reached": False}, "target was not reached"),
+    ):
+        result = json.loads((folder / "result.json").read_text()) | {"stopped": None, "reached": True} | change
+        (folder / "result.json").write_text(json.dumps(result))
+        assert state in read(folder).state
+
+
+def test_without_validation_there_is_no_curve(tmp_path: Path) -> None:
+    assert read(write_run(tmp_path / "run", accuracy=None)).curve() == ()
+
+
+def test_numbers_that_are_not_finite_are_missing(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", epochs=1)
+    lines = (folder / "metrics.jsonl").read_text().replace('"loss": 2.2', '"loss": NaN')
+    (folder / "metrics.jsonl").write_text(lines)
+    assert read(folder).rows[0]["loss"] is None
+
+
+def _damage(folder: Path, file: str, old: str, new: str) -> None:
+    text = (folder / file).read_text()
+    assert old in text
+    (folder / file).write_text(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        (
+            "run.json",
+            '"format": 1',
+            '"format": 2',
+            r"run\.json: format 2 was written by a newer hgnp; this one reads up to 1",
+        ),
+        ("run.json", '"format": 1', '"format": "x"', r"format is 'x'; a whole number"),
+        ("run.json", '"method": "hgnp"', '"method": 3', r"run\.json: method is 3; the file is damaged"),
+        ("run.json", "{", "", r"run\.json is damaged: not JSON"),
+        ("metrics.jsonl", '"epoch": 1,', '"epoch": 1', r"metrics\.jsonl line 2 is damaged: not JSON"),
+        ("metrics.jsonl", '"epoch": 1,', '"epoch": 0,', r"metrics\.jsonl line 2: epoch 0 follows epoch 0"),
+        ("metrics.jsonl", '"kept": 1.0', '"kept": null', r"metrics\.jsonl line 1: kept is missing"),
+        ("metrics.jsonl", '"kept": 1.0', '"kept": "all"', r"line 1: kept is 'all'; a number was expected"),
+        ("metrics.jsonl", '"phase": "warmup"', '"phase": 1', r"line 1: phase is 1; a text was expected"),
+        ("metrics.jsonl", '"widths": {', '"widths": 3, "x": {', r"line 1: widths is 3; an object was expected"),
+        ("result.json", "{", "[1]\n", r"result\.json is damaged"),
+    ],
+)
+def test_damage_is_named_in_one_line(tmp_path: Path, file: str, old: str, new: str, message: str) -> None:
+    folder = write_run(tmp_path / "run")
+    _damage(folder, file, old, new)
+    with pytest.raises(ValueError, match=message) as caught:
+        read(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_damage(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "metrics.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="is not text"):
+        read(folder)
+
+
+def test_other_folders_are_not_runs(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no run\.json in it"):
+        read(tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no such folder"):
+        read(tmp_path / "nowhere")

@@ -1,0 +1,95 @@
+"""A gate at 1 changes nothing, a gate at 0 is a removal: on every network of the zoo."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cases import CASES, Case
+from hgnp import Neurons, sensitivity
+from hgnp.experiments.models import ResNet18
+from hgnp.pruning.gates import Gates, gated
+from oracles import flat, run
+
+TRAINING_ALONE = {"auxiliary_head_in_training": {"branch.0"}}
+
+
+def through(net: nn.Module, inputs: object, gates: Gates, gamma: Tensor) -> Tensor:
+    with gated(gates, gamma):
+        return flat(run(net, inputs))
+
+
+def example(case: Case) -> object:
+    args, kwargs = case.inputs()
+    return kwargs or (args if len(args) > 1 else args[0])
+
+
+def units_of(gates: Gates, layer: str) -> list[int]:
+    return gates.rows[layer].tolist()
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.approximate])
+def test_closing_a_gate_equals_removing_the_unit(name: str) -> None:
+    case = CASES[name]
+    net, inputs = case.net().eval(), case.inputs()
+    neurons = Neurons(net, example(case))
+    gates = neurons.gates()
+    whole = flat(run(net, inputs))
+    ones = torch.ones(1, gates.count, dtype=torch.double)
+    torch.testing.assert_close(through(net, inputs, gates, ones), whole, rtol=1e-12, atol=1e-12)
+    missing = {layer.name for layer in neurons.layers} - gates.rows.keys()
+    assert missing == TRAINING_ALONE.get(name, set())
+    for layer in neurons.layers:
+        if layer.name in missing:
+            continue
+        units = [unit for unit in units_of(gates, layer.name) if unit < gates.count]
+        unit = units[len(units) // 2]
+        position = units_of(gates, layer.name).index(unit)
+        small = copy.deepcopy(net)
+        Neurons(small, example(case)).remove({layer.name: [position]})
+        gamma = ones.clone()
+        gamma[0, unit] = 0
+        torch.testing.assert_close(through(net, inputs, gates, gamma), flat(run(small, inputs)), rtol=1e-9, atol=1e-9)
+
+
+def test_lanes_are_followed_through_what_was_recorded_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    neurons = Neurons(ResNet18(num_classes=3), torch.randn(2, 3, 16, 16))
+
+    def again(*_: Any, **__: Any) -> None:
+        raise AssertionError("the network was recorded again")
+
+    monkeypatch.setattr("hgnp.pruning.structure.record", again)
+    assert neurons.gates("paper").count > neurons.gates("coupled").count
+
+
+class Added(nn.Module):
+    """Two layers that are added in several spellings."""
+
+    def __init__(self, spelling: str) -> None:
+        super().__init__()
+        self.a, self.c, self.out, self.spelling = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 3), spelling
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, c = torch.tanh(self.a(x)).clone(), torch.tanh(self.c(x))
+        if self.spelling == "a + c":
+            a = a + c
+        elif self.spelling == "a += c":
+            a += c
+        else:
+            a.add_(c)
+        return self.out(a)
+
+
+@pytest.mark.parametrize("spelling", ["a + c", "a += c", "a.add_(c)"])
+def test_lanes_that_are_added_in_place_have_their_gates(spelling: str) -> None:
+    torch.manual_seed(0)
+    net, (x, y) = Added(spelling).double(), (torch.randn(6, 4).double(), torch.arange(6) % 3)
+    found = sensitivity(net, Neurons(net, x), [(x, y)], coupling="paper")
+    gates = [torch.ones(6, 5, dtype=torch.double, requires_grad=True) for _ in range(2)]
+    z = net.out(torch.tanh(net.a(x)) * gates[0] + torch.tanh(net.c(x)) * gates[1])
+    slopes = torch.autograd.grad(F.cross_entropy(z, y), gates)
+    for layer, slope in zip("ac", slopes, strict=True):
+        torch.testing.assert_close(found[layer], slope.abs().sum(0) / slope.abs().sum(0).norm())

@@ -1,0 +1,277 @@
+"""Runs side by side: known curves in, areas, gains, crossings and the hybrid out."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hgnp.experiments.config import Config
+from hgnp.io.runs import Run, read
+from hgnp.reporting.compare import Comparison, compare_runs
+from hgnp.reporting.hybrid import PAPER
+from hgnp.reporting.page.study_view import comparison_view
+from hgnp.reporting.publish import compare, report
+from run_cases import FEATURES, write_run
+
+
+def gentle(kept: float) -> float:
+    return 0.86 - 0.2 * (1 - kept)
+
+
+def steep(kept: float) -> float:
+    return 0.9 - 0.3 * (1 - kept)  # meets gentle at κ = 0.6
+
+
+def both(folder: Path, **options: object) -> Comparison:
+    runs = [
+        read(write_run(folder / "hgnp", accuracy=gentle, **options)),  # type: ignore[arg-type]
+        read(write_run(folder / "taylor", method="taylor", accuracy=steep, **options)),  # type: ignore[arg-type]
+    ]
+    return compare_runs(runs)
+
+
+def test_lines_give_their_closed_forms(tmp_path: Path) -> None:
+    (study,) = both(tmp_path).studies
+    assert study.range == pytest.approx((0.1, 1.0))
+    assert study.baseline == "taylor"
+    areas = {group.label: group.area for group in study.groups}
+    ours, theirs = 0.9 * (0.86 - 0.2 * 0.45), 0.9 * (0.9 - 0.3 * 0.45)
+    assert areas == pytest.approx({"hgnp": ours, "taylor": theirs})
+    assert study.groups[0].mean_metric == pytest.approx(0.86 - 0.2 * 0.45)
+    (pair,) = study.pairs
+    assert pair.gain == pytest.approx(100 * (ours / theirs - 1))
+    (crossing,) = pair.crossings
+    assert crossing.kept == pytest.approx(0.6)
+    assert crossing.ahead_below
+    for kept, relative in zip(pair.kept, pair.relative, strict=True):
+        assert relative == pytest.approx(100 * (gentle(kept) / steep(kept) - 1))
+
+
+def test_the_hybrid_switches_where_it_should(tmp_path: Path) -> None:
+    comparison = both(tmp_path)
+    switch = comparison.studies[0].switch
+    assert switch is not None
+    assert switch.hindsight == pytest.approx(0.6)
+    above = 0.4 * (0.9 - 0.3 * 0.2)
+    below = 0.5 * (0.86 - 0.2 * 0.65)
+    theirs = 0.9 * (0.9 - 0.3 * 0.45)
+    assert switch.hindsight_over_taylor == pytest.approx(100 * ((above + below) / theirs - 1))
+    assert switch.hindsight_over_hgnp is not None
+    assert switch.hindsight_over_hgnp > 0
+    assert switch.threshold is not None
+    assert switch.over_taylor is not None
+    assert switch.over_taylor < switch.hindsight_over_taylor
+    assert [sample.threshold for sample in comparison.model.samples] == pytest.approx([0.91, 0.878, 0.48, 0.878, 0.6])
+
+
+def test_a_study_is_predicted_from_the_others_alone(tmp_path: Path) -> None:
+    from hgnp.reporting.hybrid import fit
+
+    switch = both(tmp_path).studies[0].switch
+    assert switch is not None
+    assert switch.threshold == fit(PAPER).predict(FEATURES)
+
+
+def test_outside_the_range_the_prediction_is_refused(tmp_path: Path) -> None:
+    switch = both(tmp_path, features={**FEATURES, "classes": 1000}).studies[0].switch
+    assert switch is not None
+    assert switch.threshold is None
+    assert switch.reason is not None
+    assert "classes: 1000 is outside" in switch.reason
+    assert switch.hindsight == pytest.approx(0.6)
+
+
+def test_runs_without_features_are_no_sample_and_it_is_said(tmp_path: Path) -> None:
+    comparison = both(tmp_path, features={**FEATURES, "image_side": None})
+    assert comparison.model.samples == PAPER
+    assert any("image_side not known" in note for note in comparison.studies[0].notes)
+
+
+def test_seeds_become_mean_and_spread(tmp_path: Path) -> None:
+    for seed, shift in enumerate((-0.01, 0.0, 0.01)):
+        write_run(tmp_path / str(seed), seed=seed, accuracy=lambda kept, shift=shift: gentle(kept) + shift)
+    (study,) = compare_runs([read(tmp_path / str(seed)) for seed in range(3)]).studies
+    (group,) = study.groups
+    assert group.seeds == (0, 1, 2)
+    assert group.curve is not None
+    assert group.curve.spread == pytest.approx((0.01,) * len(group.curve.kept))
+    assert group.curve.at(0.5) == pytest.approx(gentle(0.5))
+    assert (group.final, group.final_spread) == pytest.approx((gentle(0.1), 0.01))
+    assert study.pairs == ()
+    assert study.switch is None
+
+
+def test_groups_of_one_method_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+    runs = [read(write_run(tmp_path / f"mu{mu}", mu=mu)) for mu in (0.0, 0.01)]
+    runs.append(read(write_run(tmp_path / "l1", method="l1")))
+    (study,) = compare_runs(runs).studies
+    assert [group.label for group in study.groups] == ["hgnp, mu=0.0", "hgnp, mu=0.01", "l1"]
+    assert study.baseline == "hgnp, mu=0.0"
+    assert compare_runs(runs, baseline="l1").studies[0].baseline == "l1"
+    assert compare_runs(runs, baseline="hgnp, mu=0.01").studies[0].baseline == "hgnp, mu=0.01"
+    with pytest.raises(ValueError, match=r"baseline: 'l3' was given; hgnp, mu=0\.0 or hgnp, mu=0\.01 or l1 would do"):
+        compare_runs(runs, baseline="l3")
+
+
+def configured(folder: Path, seed: int = 0, **settings: Any) -> Run:
+    """A run of the command."""
+    write_run(folder, seed=seed)
+    values = {"model": "nets:Small", "data": "sets:mine", "recipe": {"keep": 0.1}, "seed": seed, **settings}
+    Config.from_dict(values, where="test", name=folder.name).write(folder / "config.yaml")
+    return read(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "label"),
+    [
+        ({"optimizer": "torch.optim:AdamW"}, "optimizer=torch.optim:AdamW"),
+        ({"optimizer": "x:y", "optimizer_args": {"lr": 0.1}}, "optimizer=x:y, optimizer_args.lr=0.1"),
+        ({"scheduler": "x:y"}, "scheduler=x:y"),
+        ({"data_args": {"batch": 32}}, "data_args.batch=32"),
+        ({"protect": ["features.0"]}, "protect=['features.0']"),
+        ({"loss": "x:y"}, "loss=x:y"),
+        ({"weights": "w.safetensors"}, "weights=w.safetensors"),
+    ],
+)
+def test_runs_that_are_configured_otherwise_are_no_seeds_of_one_group(
+    tmp_path: Path, settings: dict[str, Any], label: str
+) -> None:
+    runs = [configured(tmp_path / "a"), configured(tmp_path / "b", 1), configured(tmp_path / "c", 2, **settings)]
+    (study,) = compare_runs(runs).studies
+    assert [(group.label, group.seeds) for group in study.groups] == [("hgnp", (0, 1)), (f"hgnp, {label}", (2,))]
+
+
+def test_where_a_run_was_made_and_what_it_is_called_do_not_tell_groups_apart(tmp_path: Path) -> None:
+    places: list[dict[str, Any]] = [
+        {"device": "cpu", "name": "a", "data_args": {"folder": "/x"}},
+        {"device": "cuda", "about": "again", "import_from": "/y", "data_args": {"folder": "/y"}},
+    ]
+    runs = [configured(tmp_path / str(seed), seed, **place) for seed, place in enumerate(places)]
+    (study,) = compare_runs(runs).studies
+    assert [(group.label, group.seeds) for group in study.groups] == [("hgnp", (0, 1))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "title"),
+    [
+        ({"data": "sets:other"}, "data=sets:other"),
+        ({"model": "nets2:Small"}, "model=nets2:Small"),
+        ({"model_args": {"dropout": 0.5}}, "model_args.dropout=0.5"),
+    ],
+)
+def test_another_network_or_data_set_of_the_same_size_is_another_study(
+    tmp_path: Path, settings: dict[str, Any], title: str
+) -> None:
+    studies = compare_runs([configured(tmp_path / "a"), configured(tmp_path / "b", 1, **settings)]).studies
+    assert [[group.seeds for group in study.groups] for study in studies] == [[(0,)], [(1,)]]
+    assert studies[1].title == f"demo / nets.Small, {title}"
+
+
+def test_a_run_of_prune_goes_by_its_recipe_alone(tmp_path: Path) -> None:
+    runs = [read(write_run(tmp_path / "a", name=None)), configured(tmp_path / "b", 1)]
+    (tmp_path / "a" / "config.yaml").write_text("my own: true")
+    (study,) = compare_runs(runs).studies
+    assert [(group.label, group.seeds) for group in study.groups] == [("hgnp", (0, 1))]
+
+
+def test_a_setting_that_is_not_set_is_not_named(tmp_path: Path) -> None:
+    runs = [read(write_run(tmp_path / f"mu{mu}", score_mu=mu)) for mu in (0.0, None)]
+    (study,) = compare_runs(runs, baseline="hgnp").studies
+    assert [group.label for group in study.groups] == ["hgnp, score_mu=0.0", "hgnp"]
+    assert study.baseline == "hgnp"
+
+
+def test_only_what_all_reach_is_compared(tmp_path: Path) -> None:
+    full = read(write_run(tmp_path / "full", accuracy=gentle))
+    half = read(write_run(tmp_path / "half", method="taylor", accuracy=steep, epochs=7))
+    blind = read(write_run(tmp_path / "blind", method="l1", accuracy=None))
+    (study,) = compare_runs([full, half, blind]).studies
+    assert study.range == pytest.approx((0.6, 1.0))
+    assert any("blind is left out" in note for note in study.notes)
+    assert any("half is unfinished" in note and "as far as it got" in note for note in study.notes)
+    assert {group.label: group.curve is None for group in study.groups} == {"hgnp": False, "taylor": False, "l1": True}
+    (study,) = compare_runs([blind]).studies
+    assert study.range is None
+    assert any("no range of κ" in note for note in study.notes)
+
+
+def test_other_data_is_another_study(tmp_path: Path) -> None:
+    runs = [read(write_run(tmp_path / "a")), read(write_run(tmp_path / "b", features={**FEATURES, "classes": 7}))]
+    assert len(compare_runs(runs).studies) == 2
+
+
+def test_no_crossing_is_no_sample(tmp_path: Path) -> None:
+    runs = [read(write_run(tmp_path / "h", accuracy=lambda k: steep(k) + 0.01))]
+    runs.append(read(write_run(tmp_path / "t", method="taylor", accuracy=steep)))
+    comparison = compare_runs(runs)
+    assert comparison.studies[0].pairs[0].crossings == ()
+    switch = comparison.studies[0].switch
+    assert switch is not None
+    assert switch.hindsight is None
+    assert comparison.model.samples == PAPER
+
+
+def test_compare_writes_tables_that_hold_the_numbers(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / "h", accuracy=gentle), write_run(tmp_path / "=t", method="taylor", accuracy=steep)]
+    comparison = compare(folders, tmp_path / "out")
+    study = comparison.studies[0]
+    stored = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert [run["folder"] for run in stored["runs"]] == ["../h", "../=t"]
+    assert stored["studies"][0]["pairs"][0]["crossings"][0]["kept"] == pytest.approx(0.6)
+    with open(tmp_path / "out" / "summary.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert study.switch is not None
+    assert [float(row["area"]) for row in rows] == [*(group.area for group in study.groups), study.switch.area]
+    assert float(rows[0]["crossings"]) == pytest.approx(0.6)
+    with open(tmp_path / "out" / "curves.csv", encoding="utf-8") as file:
+        assert len(list(csv.DictReader(file))) == 2 * len(study.pairs[0].kept)
+    names = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
+    assert {f"relative_difference.{kind}" for kind in ("png", "svg", "csv")} <= names
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_training_times_name_the_hardware(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / f"h{seed}", seed=seed) for seed in range(2)]
+    info = json.loads((folders[1] / "run.json").read_text())
+    (folders[1] / "run.json").write_text(json.dumps({**info, "device": "NVIDIA H200", "shared_by": 3}))
+    named = "NVIDIA H200 shared by 3 runs; cpu, 2 threads"
+    assert compare(folders, tmp_path / "out").studies[0].groups[0].hardware == named
+    with open(tmp_path / "out" / "summary.csv", encoding="utf-8") as file:
+        assert [row["hardware"] for row in csv.DictReader(file)] == [named]
+    page = (tmp_path / "out" / "page.html").read_text()
+    assert "hardware" in page
+    assert named in page
+
+
+def test_rows_of_the_summary_are_as_long_as_its_header(tmp_path: Path) -> None:
+    """That of the composed hybrid too, which was trained on nothing."""
+    runs = [read(write_run(tmp_path / "h", accuracy=gentle))]
+    runs.append(read(write_run(tmp_path / "t", method="taylor", accuracy=steep)))
+    study = comparison_view(compare_runs(runs))["studies"][0]
+    assert len(study["summary"]) == 3
+    assert {len(row) for row in study["summary"]} == {len(study["summary_header"])}
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with pytest.raises(ValueError, match="was given twice"):
+        compare([folder, tmp_path / "." / "run"], tmp_path / "out")
+    with pytest.raises(ValueError, match="none were given"):
+        compare([], tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match="is not a run"):
+        compare([tmp_path / "nowhere"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_page_replaces_that_of_a_run(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", seed=1)
+    for folder in (a, b):
+        (folder / "page.html").write_text("its own")
+    calls = (lambda: report([a], b), lambda: report([a, b], a), lambda: compare([a, b], a), lambda: compare([a], a))
+    for call in calls:
+        with pytest.raises(ValueError, match=r"out must not be the folder of a run, got .*[ab]; choose another"):
+            call()
+        assert (a / "page.html").read_text() == (b / "page.html").read_text() == "its own"
+    assert report([a], tmp_path / "b" / ".." / "a").read_text(encoding="utf-8") != "its own"

@@ -1,0 +1,145 @@
+"""Figures say what the run says, and are real pictures."""
+
+import csv
+import io
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from PIL import Image
+
+from hgnp.io.runs import Run, read
+from hgnp.reporting import figures, run_charts
+from hgnp.reporting.charts import Absent, Chart, Heat, short
+from run_cases import FINETUNE, LAYERS, ROUNDS, WARMUP, straight, write_run
+
+EPOCHS = WARMUP + ROUNDS + FINETUNE
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return read(write_run(tmp_path_factory.mktemp("runs") / "run"))
+
+
+def test_every_chart_is_there_for_a_whole_run(run: Run) -> None:
+    keys = [figure.key for figure in run_charts.all_charts(run) if not isinstance(figure, Absent)]
+    assert keys == [
+        "metric_against_kept", "metric_over_epochs", "loss_over_epochs", "layer_widths", "radius_curvature",
+        "penalised_blocks", "seconds",
+    ]  # fmt: skip
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    flat = read(write_run(tmp_path / "mu0", mu=0.0))
+    for chart in (run_charts.radius_and_curvature, run_charts.penalised_blocks):
+        absent = chart(flat)
+        assert isinstance(absent, Absent)
+        assert "no flatness term" in absent.reason
+    blind = read(write_run(tmp_path / "blind", accuracy=None))
+    for chart in (run_charts.against_kept, run_charts.over_epochs):
+        absent = chart(blind)
+        assert isinstance(absent, Absent)
+        assert "no validation data" in absent.reason
+    empty = read(write_run(tmp_path / "empty", epochs=0))
+    assert all(isinstance(figure, Absent) for figure in [*run_charts.all_charts(empty), run_charts.widths(empty)])
+
+
+def test_shares_of_widths_and_of_steps(run: Run) -> None:
+    heat = run_charts.widths_over_time(run)
+    assert isinstance(heat, Heat)
+    assert heat.names == tuple(LAYERS)
+    assert heat.shares[0][0] == 1.0
+    assert heat.shares[0][-1] == pytest.approx(0.5)
+    assert heat.notes[0][-1] == "32 of 64 neurons"
+    blocks = run_charts.penalised_blocks(run)
+    assert isinstance(blocks, Heat)
+    assert blocks.names == tuple(LAYERS)
+    assert [row[0] for row in blocks.shares] == [0.75, 0.0, 0.0, 0.25]
+
+
+def test_phases_and_time(run: Run) -> None:
+    chart = run_charts.over_epochs(run)
+    assert isinstance(chart, Chart)
+    assert [(mark.value, mark.label) for mark in chart.marks] == [
+        (WARMUP - 0.5, "pruning"),
+        (WARMUP + ROUNDS - 0.5, "fine-tuning"),
+    ]
+    time = run_charts.time(run)
+    assert isinstance(time, Chart)
+    assert [len(series.x) for series in time.series] == [WARMUP, ROUNDS, FINETUNE]
+
+
+def test_a_metric_that_is_no_percentage_stays_as_it_is(tmp_path: Path) -> None:
+    run = read(write_run(tmp_path / "run", metric="psnr", accuracy=lambda kept: 30 * kept))
+    chart = run_charts.over_epochs(run)
+    assert isinstance(chart, Chart)
+    assert [series.label for series in chart.series] == ["psnr"]
+    assert not chart.y.percent
+
+
+def test_negative_curvature_is_not_put_on_a_log_axis(run: Run) -> None:
+    chart = run_charts.radius_and_curvature(run)
+    assert isinstance(chart, Chart)
+    assert chart.y.log
+    below = Run(run.folder, run.info, ({**run.rows[0], "curvature": -0.5}, *run.rows[1:]), run.result)
+    chart = run_charts.radius_and_curvature(below)
+    assert isinstance(chart, Chart)
+    assert not chart.y.log
+
+
+def test_png_svg_and_csv_are_written(run: Run, tmp_path: Path) -> None:
+    chart, heat = run_charts.against_kept(run), run_charts.widths_over_time(run)
+    assert not isinstance(chart, Absent)
+    assert not isinstance(heat, Absent)
+    written = figures.save([chart, heat], tmp_path)
+    assert len(written) == 6
+    with Image.open(tmp_path / "metric_against_kept.png") as picture:
+        assert picture.size == (1280, 760)
+        assert len(picture.getcolors(1_000_000) or []) > 20
+    text = " ".join(ElementTree.parse(tmp_path / "metric_against_kept.svg").getroot().itertext())
+    assert "parameters kept, κ (%)" in text
+    with open(tmp_path / "metric_against_kept.csv", encoding="utf-8") as file:
+        points = [(float(kept), float(value)) for _, kept, value in list(csv.reader(file))[1:]]
+    assert len(points) == 1 + ROUNDS
+    assert all(value == pytest.approx(straight(kept)) for kept, value in points)
+    with open(tmp_path / "layer_widths.csv", encoding="utf-8") as file:
+        assert len(list(csv.reader(file))) == 1 + len(LAYERS) * EPOCHS
+
+
+def test_the_same_figure_is_the_same_file(run: Run) -> None:
+    chart = run_charts.time(run)
+    assert not isinstance(chart, Absent)
+    for kind in ("svg", "png"):
+        assert figures.image(figures.draw(chart), kind) == figures.image(figures.draw(chart), kind)
+
+
+def test_outcome_is_one_picture_even_of_little(run: Run, tmp_path: Path) -> None:
+    with Image.open(figures.save_outcome(run, tmp_path / "outcome.png")) as picture:
+        assert picture.size == (1600, 720)
+        assert picture.convert("RGBA").getpixel((2, 2)) == (255, 255, 255, 255)  # on a dark page too
+    words = " ".join(ElementTree.fromstring(figures.image(figures.outcome(run), "svg")).itertext())
+    assert "accuracy went from 90.00% to 72.00%" in " ".join(words.split())
+    assert {"512", "128"} <= set(words.split())  # the layers' widths, at the start
+    empty = read(write_run(tmp_path / "empty", epochs=0))
+    image = figures.image(figures.outcome(empty), "svg")
+    assert b"no epoch is complete" in image
+    with pytest.raises(ValueError, match=r"a name that ends in \.png or \.svg would do"):
+        figures.save_outcome(run, tmp_path / "outcome.gif")
+
+
+def test_ticks_are_short_and_still_tell_layers_apart() -> None:
+    assert short(["net.layer1.conv", "net.layer2.conv"]) == ["layer1.conv", "layer2.conv"]
+    assert short(["net.features.0", "net.features.3"]) == ["features.0", "features.3"]
+    assert short(["features.0"]) == ["features.0"]
+    assert short(["a", "a.b"]) == ["a", "a.b"]
+    assert short(["x." + "y" * 30 + ".conv1", "z.conv2"]) == ["…" + "y" * 11 + ".conv1", "z.conv2"]
+    same_end = ["first." + "y" * 20, "second." + "y" * 20]
+    assert short(same_end) == same_end
+
+
+def test_names_are_not_mathematics(tmp_path: Path) -> None:
+    run = read(write_run(tmp_path / "run", metric="$score_$"))
+    chart = run_charts.against_kept(run)
+    assert not isinstance(chart, Absent)
+    svg = ElementTree.parse(io.BytesIO(figures.image(figures.draw(chart), "svg")))
+    assert "$score_$" in " ".join(svg.getroot().itertext())

@@ -1,0 +1,159 @@
+"""How runs are sorted into the paper's experiments, and what is said to deviate, from their own files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hgnp.reporting.paper.found import Group, scan
+from paper_cases import write_bench, write_paper_run
+from run_cases import write_run
+
+
+def only(folder: Path) -> Group:
+    (group,) = scan(folder).groups
+    return group
+
+
+def told(group: Group, kind: str) -> list[str]:
+    return [each.text for each in group.deviations if each.kind == kind and not each.open]
+
+
+def left_open(group: Group) -> str:
+    return "; ".join(each.text for each in group.deviations if each.open)
+
+
+@pytest.mark.parametrize("experiment", ["alexnet-flowers", "resnet18-cifar10", "resnet18-birds", "vgg16-cifar10"])
+@pytest.mark.parametrize("method", [None, "taylor"])
+def test_a_literal_run_deviates_in_hardware_alone(experiment: str, method: str | None, tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "run", experiment, method=method)
+    group = only(tmp_path)
+    assert (group.experiment.key, group.variant) == (experiment, method or "hgnp")
+    assert (group.reading, group.schedule) == ("" if method else "literal", "the paper's")
+    assert {each.kind for each in group.deviations if not each.open} == {"hardware"}
+
+
+def test_the_fast_reading_is_told_choice_by_choice(tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "run", "vgg16-cifar10", of="vgg16-cifar10-fast")
+    group = only(tmp_path)
+    assert group.reading == "fast"
+    assert told(group, "reading") == [
+        "fast reading of the penalty: Gauss–Newton in place of the Hessian, along the last batch's v, Γ from C, as from L it "
+        "would need itself, v refreshed every 8 steps, skipped while the penalty is inactive"
+    ]
+    assert told(group, "hardware") == ["NVIDIA H200; the paper: 4 × GeForce RTX 2080 for HGNP"]
+    assert "decay of the learning rate: steps over the whole run (left open by the paper)" in left_open(group)
+    assert "1 seed (the paper does not say how many)" in left_open(group)
+
+
+def test_taylor_by_hgnps_schedule_is_told(tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "run", "vgg16-cifar10", method="taylor", own_schedule=False)
+    group = only(tmp_path)
+    assert group.schedule == "HGNP's"
+    assert told(group, "schedule") == ["HGNP's schedule: E2 5 instead of 1, N 100 instead of 1, E1 50 instead of 200"]
+    assert told(group, "reading") == []
+
+
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        ("random weights", ["random weights instead of ImageNet's weights but for classifier.6"]),
+        (
+            "10 of 16 tensors from a.safetensors; at random: classifier.1, classifier.4, classifier.6",
+            [
+                "10 of 16 tensors from a.safetensors; at random: classifier.1, classifier.4, classifier.6; "
+                "the paper: ImageNet's weights but for classifier.6"
+            ],
+        ),
+        ("14 of 16 tensors from a.safetensors; at random: classifier.6; not used: classifier.6", []),
+    ],
+)
+def test_the_start_is_told_where_it_is_not_the_papers(start: str, words: list[str], tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "run", "alexnet-flowers", start=start)
+    assert told(only(tmp_path), "start") == words
+
+
+def test_changed_data_and_settings_are_told(tmp_path: Path) -> None:
+    changes = ["data_args.batch=64", "data_args.flip=true", "data_args.resize=true", "recipe.mu=0.01", "recipe.lr=0.005",
+               "recipe.finetune_epochs=3", "recipe.coupling=coupled"]  # fmt: skip
+    folder = write_paper_run(tmp_path / "run", "resnet18-birds", changes=changes)
+    info = json.loads((folder / "run.json").read_text())
+    info["features"]["train_samples"] = 1000
+    (folder / "run.json").write_text(json.dumps(info))
+    group = only(tmp_path)
+    assert told(group, "data") == [
+        "training samples: 1,000 instead of 5,994",
+        "mini-batches of 64 instead of 32",
+        "pictures mirrored, which the paper does not state",
+        "pictures scaled, which the paper does not state",
+    ]
+    assert told(group, "schedule") == [
+        "other schedule: E3 3 instead of 20",
+        "μ 0.01 instead of 0.001",
+        "learning rate 0.005 instead of 0.001",
+        "coupling coupled instead of paper",
+    ]
+    assert group.schedule == "other"
+
+
+def test_what_the_paper_leaves_open_about_pictures_is_told(tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "run", "resnet18-birds")
+    assert "which part of a picture is cropped to 160 px is left open by the paper: the centre" in left_open(
+        only(tmp_path)
+    )
+
+
+@pytest.mark.parametrize("which", ["no training term", "no scoring term"])
+def test_ablations_are_recognised_and_do_not_deviate_in_mu(which: str, tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "run", "alexnet-flowers", of=f"alexnet-flowers-{which.replace(' ', '-')}")
+    group = only(tmp_path)
+    assert group.variant == which
+    assert told(group, "schedule") == []
+
+
+def test_seeds_are_one_group_and_snapshots_no_runs_of_their_own(tmp_path: Path) -> None:
+    for seed in range(3):
+        write_paper_run(
+            tmp_path / "deep" / "er" / str(seed), "vgg16-cifar10", seed=seed, epochs=7 if seed == 2 else None
+        )
+    write_paper_run(tmp_path / "deep" / "er" / "0" / "snapshots" / "0.144", "vgg16-cifar10")
+    group = only(tmp_path)
+    assert [run.seed for run in group.runs] == [0, 1]
+    assert [run.seed for run in group.unfinished] == [2]
+    assert group.title == "HGNP, literal reading (2 seeds)"
+
+
+def test_other_runs_are_left_aside_and_one_without_a_configuration_is_known_by_its_classes(tmp_path: Path) -> None:
+    write_run(tmp_path / "digits")
+    write_run(tmp_path / "plain", model="VGG16", name=None, features={"classes": 10})
+    found = scan(tmp_path)
+    assert [run.title for run in found.others] == ["digits"]
+    assert [group.experiment.key for group in found.groups] == ["vgg16-cifar10"]
+
+
+def test_a_bench_is_known_by_its_run_or_its_parameters(tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "run", "vgg16-cifar10")
+    write_bench(tmp_path / "run" / "snapshots" / "0.1" / "bench.json", "alexnet-flowers", {("full", 1.0): 1.0})
+    write_bench(tmp_path / "bench-2.json", "resnet18-cifar10", {("full", 1.0): 2.0})
+    keys = {timing.row["median_ms"]: timing.experiment.key for timing in scan(tmp_path).timings}
+    assert keys == {1.0: "vgg16-cifar10", 2.0: "resnet18-cifar10"}
+
+
+def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="must be a folder with runs below it"):
+        scan(tmp_path / "missing")
+    with pytest.raises(ValueError, match=r"must hold runs or bench\.json files, got none"):
+        scan(tmp_path)
+    (tmp_path / "bench.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"bench\.json must be written by hgnp bench"):
+        scan(tmp_path)
+    (tmp_path / "bench.json").write_text('{"rows": [{}], "devices": {}}')
+    with pytest.raises(ValueError, match=r"bench\.json: a row must have network"):
+        scan(tmp_path)
+    (tmp_path / "bench.json").unlink()
+    folder = write_paper_run(tmp_path / "run", "vgg16-cifar10")
+    info = json.loads((folder / "run.json").read_text())
+    info["recipe"]["flatness"] = {"convention": "expand"}
+    (folder / "run.json").write_text(json.dumps(info))
+    with pytest.raises(ValueError, match=r"recipe\.flatness must be choices that hgnp knows"):
+        scan(tmp_path)

@@ -1,0 +1,233 @@
+"""The paper's rows with numbers from runs whose curves are straight lines, computed by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hgnp.reporting.paper import verdict
+from hgnp.reporting.paper.found import scan
+from hgnp.reporting.paper.outcome import outcome
+from hgnp.reporting.paper.rows import Row
+from hgnp.reporting.paper.verdict import Measured
+from paper_cases import write_bench, write_paper_run
+
+
+def rows(folder: Path, section: str, what: str) -> list[Row]:
+    return [row for row in outcome(scan(folder)).rows if row.claim.section == section and what in row.claim.what]
+
+
+def row(folder: Path, section: str, what: str, experiment: str = "AlexNet / Flowers-102") -> Row:
+    (found,) = [each for each in rows(folder, section, what) if each.claim.experiment.title == experiment]
+    return found
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """HGNP 80 % at every κ, Taylor from 80 % at κ = 1 down to 67 % at 0.35, on a line."""
+    write_paper_run(tmp_path / "h", "alexnet-flowers", accuracy=lambda k: 0.8)
+    write_paper_run(tmp_path / "t", "alexnet-flowers", method="taylor", accuracy=lambda k: 0.6 + 0.2 * k)
+    return tmp_path
+
+
+def test_accuracies_and_gaps_are_those_of_the_curves(lines: Path) -> None:
+    found = row(lines, "accuracy", "Taylor's accuracy at κ = 50 %")
+    assert found.ours == pytest.approx(70.0)
+    assert found.text == "70.00 %, on the curve"
+    assert found.verdict == verdict.Verdict("undecided", "one seed")
+    found = row(lines, "accuracy", "HGNP's accuracy at κ = 35 %")
+    assert found.text == "80.00 %, fine-tuned"
+    found = row(lines, "accuracy", "HGNP over Taylor at κ = 35 %")
+    assert found.ours == pytest.approx(100 * (0.8 / 0.67 - 1))
+    assert found.verdict.word == "agrees in direction"
+    found = row(lines, "accuracy", "around κ = 91 %")
+    assert found.ours == pytest.approx(100)
+    assert found.verdict.word == "agrees"
+
+
+def test_a_curve_that_is_behind_somewhere_differs(tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "h", "alexnet-flowers", accuracy=lambda k: 0.8)
+    write_paper_run(tmp_path / "t", "alexnet-flowers", method="taylor", accuracy=lambda k: 0.6 + 0.4 * k)
+    found = row(tmp_path, "accuracy", "around κ = 91 %")
+    assert found.ours == pytest.approx(100 * (0.5 - 0.35) / (0.91 - 0.35))
+    assert found.verdict.word == "differs"
+    assert "crossings: 50.0 %" in found.text
+
+
+def test_areas_and_the_hybrid_are_integrals(lines: Path) -> None:
+    def taylor(low: float, high: float) -> float:
+        return 0.6 * (high - low) + 0.1 * (high**2 - low**2)
+
+    area = taylor(0.35, 1)
+    found = row(lines, "areas", "HGNP over Taylor")
+    assert found.ours == pytest.approx(100 * (0.8 * 0.65 / area - 1))
+    assert found.verdict.word == "agrees in direction"
+    found = row(lines, "areas", "at the paper's threshold κ = 91 %")
+    assert found.ours == pytest.approx(100 * ((0.8 * (0.91 - 0.35) + taylor(0.91, 1)) / area - 1))
+    threshold = row(lines, "areas", "hybrid's threshold κ")
+    assert threshold.ours == pytest.approx(44.8, abs=0.05)  # from the other three alone
+    assert threshold.verdict.word == ""
+    found = row(lines, "areas", "fitted on the paper's other experiments")
+    assert threshold.ours is not None
+    cut = threshold.ours / 100
+    assert found.ours == pytest.approx(100 * ((0.8 * (cut - 0.35) + taylor(cut, 1)) / area - 1))
+
+
+def test_seeds_give_a_standard_deviation_and_decide(tmp_path: Path) -> None:
+    for seed, off in enumerate((-0.01, 0.0, 0.01)):
+        write_paper_run(tmp_path / f"h{seed}", "alexnet-flowers", seed=seed, accuracy=lambda k, o=off: 0.785 + o)
+        write_paper_run(
+            tmp_path / f"t{seed}",
+            "alexnet-flowers",
+            method="taylor",
+            seed=seed,
+            accuracy=lambda k: 0.785 * (1 + 0.0092),
+        )
+    found = row(tmp_path, "accuracy", "HGNP's accuracy at κ = 50 %")
+    assert (found.ours, found.spread) == (pytest.approx(78.5), pytest.approx(1.0))
+    assert found.verdict.word == "agrees"  # 78.9
+    found = row(tmp_path, "accuracy", "HGNP's accuracy at κ = 35 %")
+    assert found.verdict == verdict.Verdict("differs", "3.0 standard deviations apart")  # 75.5
+    found = row(tmp_path, "areas", "HGNP over Taylor")
+    assert found.ours == pytest.approx(100 * (1 / 1.0092 - 1))
+    assert found.spread == pytest.approx(100 * 0.01 / (0.785 * 1.0092))
+    assert found.verdict == verdict.Verdict("undecided", "smaller than its standard deviation")
+
+
+def test_unfinished_runs_decide_nothing(tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "h", "alexnet-flowers", epochs=9)
+    write_paper_run(tmp_path / "t", "alexnet-flowers", method="taylor")
+    found = row(tmp_path, "areas", "HGNP over Taylor")
+    assert found.verdict == verdict.Verdict("undecided", "unfinished")
+    assert "unfinished" in found.runs
+    assert row(tmp_path, "training", "HGNP, to κ = 35.1 %").verdict.word == "not run"
+
+
+def test_fine_tuned_snapshots_are_taken_where_there_are_some(tmp_path: Path) -> None:
+    write_paper_run(
+        tmp_path / "h", "vgg16-cifar10", accuracy=lambda k: 0.5, snapshots=[(0.3, 0.29, 0.94), (0.1, 0.098, 0.915)]
+    )
+    vgg = "VGG-16 / CIFAR-10"
+    found = row(tmp_path, "accuracy", "HGNP's accuracy at κ = 10 %", vgg)
+    assert found.text == "91.50 %, fine-tuned"
+    found = row(tmp_path, "equal", "fine-tuned", vgg)
+    assert found.ours == pytest.approx(100 * (0.098 + (0.29 - 0.098) * (0.92 - 0.915) / (0.94 - 0.915)))
+    assert found.verdict == verdict.Verdict("undecided", "one seed")
+    found = row(tmp_path, "equal", "on the curve", vgg)
+    assert (found.text, found.verdict.word) == ("at no κ", "differs")
+
+
+def test_a_smaller_network_that_is_good_enough_differs_for_the_better(tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "h", "vgg16-cifar10", accuracy=lambda k: 0.93)
+    found = row(tmp_path, "equal", "on the curve", "VGG-16 / CIFAR-10")
+    assert found.text == "at most 4.50 %, where the runs end"
+    assert found.verdict == verdict.Verdict("differs", "at a smaller κ")
+
+
+def test_ablations_are_compared_with_full_hgnp_below_58_percent(tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "h", "alexnet-flowers", accuracy=lambda k: 0.8)
+    parts = {"no-training-term": lambda k: 0.7, "no-scoring-term": lambda k: 0.8 + (0.5 - k) / 10}
+    for name, accuracy in parts.items():
+        write_paper_run(tmp_path / name, "alexnet-flowers", of=f"alexnet-flowers-{name}", accuracy=accuracy)
+    assert row(tmp_path, "ablation", "no training term").verdict.word == "agrees"
+    found = row(tmp_path, "ablation", "no scoring term")
+    assert found.ours == pytest.approx(100 * (0.58 - 0.5) / (0.58 - 0.35))
+    assert found.verdict.word == "differs"
+
+
+def test_an_ablation_of_another_reading_is_not_compared(tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "h", "alexnet-flowers")
+    write_paper_run(tmp_path / "a", "alexnet-flowers", of="alexnet-flowers-no-training-term-fast")
+    assert row(tmp_path, "ablation", "no training term").verdict.word == "not run"
+
+
+def test_training_times_name_the_hardware_and_are_not_judged(tmp_path: Path) -> None:
+    hgnp = write_paper_run(tmp_path / "h", "alexnet-flowers", train_seconds=30.0)
+    write_paper_run(tmp_path / "t", "alexnet-flowers", method="taylor", train_seconds=12.0)
+    lines = [json.loads(line) for line in (hgnp / "metrics.jsonl").read_text().splitlines()]
+    seconds = sum(line["seconds"] for line in lines)
+    found = row(tmp_path, "training", "HGNP, to κ = 35.1 %")
+    assert found.claim.text == "57.3 h on 1 × Tesla K80"
+    assert found.ours == pytest.approx(seconds / 3600)
+    assert found.text == f"{seconds:,.0f} s (2 min {seconds - 120:02.0f} s) on NVIDIA H200; 16 epochs to κ = 35.0 %"
+    assert found.verdict.word == ""
+    found = row(tmp_path, "training", "HGNP's time / Taylor's")
+    assert found.claim.paper == pytest.approx(57.3 / 3.8)
+    assert (found.ours, found.verdict.word) == (pytest.approx(1.0), "differs")
+    assert row(tmp_path, "training", "HGNP's step / plain step").ours == pytest.approx(2.5)
+
+
+def test_times_on_different_hardware_are_not_divided(tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "h", "alexnet-flowers")
+    write_paper_run(tmp_path / "t", "alexnet-flowers", method="taylor", device="cpu")
+    assert rows(tmp_path, "training", "HGNP's time / Taylor's") == []
+
+
+def test_inference_is_matched_by_network_device_and_kept(tmp_path: Path) -> None:
+    times = {
+        ("full", 1.0): 30.0,
+        ("weight-pruned", 0.045): 33.0,
+        ("neuron-pruned", 0.0448): 10.0,
+        ("neuron-pruned", 0.2): 1.0,
+    }
+    write_bench(tmp_path / "bench.json", "resnet18-cifar10", times)
+    write_bench(tmp_path / "bench-old.json", "resnet18-cifar10", {("full", 1.0): 99.0}, date="2026-01-01")
+    write_bench(tmp_path / "bench-small.json", "resnet18-cifar10", {("full", 1.0): 7.0}, device="cpu", batch=16)
+    r18 = "ResNet-18 / CIFAR-10"
+    found = row(tmp_path, "inference", "full, κ = 100 %, GPU", r18)
+    assert (found.claim.paper, found.ours) == (192, 30.0)
+    found = row(tmp_path, "inference", "neuron-pruned, κ = 4.5 %, GPU", r18)
+    assert (found.ours, found.text) == (10.0, "10 ms on NVIDIA H200")
+    found = row(tmp_path, "inference", "full, κ = 100 %, CPU", r18)
+    assert (found.ours, found.deviations) == (7.0, ("Some CPU", "batch 16"))
+    found = row(tmp_path, "inference", "time of weight-pruned / of neuron-pruned, GPU", r18)
+    assert (found.claim.paper, found.ours) == (pytest.approx(206 / 90), pytest.approx(3.3))
+    assert found.verdict.word == "agrees in direction"
+    found = row(tmp_path, "inference", "neuron-pruned, κ = 30.4 %, GPU, batch 5,000")
+    assert found.verdict.word == "not run"
+    assert "--set recipe.keep=0.304" in found.command
+    assert found.command.endswith("hgnp bench RUN --device cuda --batch 5000")
+
+
+def test_a_slower_network_differs(tmp_path: Path) -> None:
+    write_bench(
+        tmp_path / "bench.json", "alexnet-flowers", {("full", 1.0): 9.0, ("neuron-pruned", 0.304): 10.0}, batch=5000
+    )
+    found = row(tmp_path, "inference", "time of full / of neuron-pruned, GPU")
+    assert (found.ours, found.verdict.word) == (pytest.approx(0.9), "differs")
+
+
+def test_runs_without_epochs_or_validation_data_give_no_rows(tmp_path: Path) -> None:
+    """As when metrics.jsonl was not copied along."""
+    (write_paper_run(tmp_path / "h", "vgg16-cifar10") / "metrics.jsonl").unlink()
+    blind = write_paper_run(tmp_path / "t", "vgg16-cifar10", method="taylor")
+    lines = [json.loads(line) | {"metric": None} for line in (blind / "metrics.jsonl").read_text().splitlines()]
+    (blind / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    judged = {each.verdict.word for each in outcome(scan(tmp_path)).rows if each.claim.section != "training"}
+    assert judged == {"not run"}
+    assert row(tmp_path, "training", "HGNP, to κ", "VGG-16 / CIFAR-10").verdict.word == "not run"
+    assert row(tmp_path, "training", "Taylor, to κ", "VGG-16 / CIFAR-10").ours is not None
+
+
+@pytest.mark.parametrize(
+    ("told", "word"),
+    [
+        (verdict.value(1.0, Measured(1.4, 0.5)), "agrees"),
+        (verdict.value(1.0, Measured(1.6, 0.5)), "differs"),
+        (verdict.value(1.0, Measured(1.0)), "undecided"),
+        (verdict.value(1.0, Measured(2.0, 0.0)), "differs"),
+        (verdict.signed(-0.3, Measured(0.1, 0.5)), "agrees"),
+        (verdict.signed(5.0, Measured(0.1, 0.5)), "undecided"),
+        (verdict.signed(5.0, Measured(0.1)), "agrees in direction"),
+        (verdict.signed(5.0, Measured(-0.1)), "differs"),
+        (verdict.signed(5.0, Measured(0.0)), "differs"),
+        (verdict.bound(8.0, Measured(8.1)), "agrees"),
+        (verdict.bound(8.0, Measured(7.9)), "differs"),
+        (verdict.ratio(0.9, 0.5), "agrees in direction"),
+        (verdict.ratio(1.1, 0.5), "differs"),
+        (verdict.ahead(1.0), "agrees"),
+        (verdict.ahead(0.99), "differs"),
+    ],
+)
+def test_the_rule(told: verdict.Verdict, word: str) -> None:
+    assert told.word == word

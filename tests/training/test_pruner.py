@@ -1,0 +1,281 @@
+"""A round of pruning, and a run that runs out of neurons."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hgnp
+from hgnp.curvature.step import make_step
+from hgnp.experiments.models import DigitsNet
+from hgnp.progress import Lines
+from hgnp.pruning.structure import Structure
+from hgnp.pruning.summary import Frozen
+from hgnp.training.measure import Measurements
+from hgnp.training.pruner import Pruner
+from hgnp.training.trainer import Epochs
+from train_cases import loaders, made, recipe
+
+
+def test_a_target_that_the_method_cannot_meet_is_refused_before_training() -> None:
+    """The norms' scales say nothing of the linear layer, and what they speak of is not enough for the target."""
+    net = made()
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(
+        ValueError, match=r"got 0\.03: .* 20 neurons \(c\) have no bn_scale score and 3 neurons are frozen"
+    ):
+        hgnp.prune(net, *loaders(), recipe=recipe(method="bn_scale", keep=0.03))
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    bare = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.raises(ValueError, match="no layer with neurons is followed by a norm"):
+        hgnp.prune(bare, *loaders(), recipe=recipe(method="bn_scale", keep=0.5))
+
+
+@pytest.mark.parametrize("coupling", ["coupled", "paper"])
+def test_what_can_be_reached_is_asked_of_the_coupling_that_the_run_has(
+    coupling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Residual()
+    neurons = hgnp.Neurons(net, torch.zeros(2, 1, 6, 6))
+    pruner = Pruner(
+        neurons, *make_step(net, mu=0.0), recipe(keep=0.001, coupling=coupling),
+        torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({}),
+    )  # fmt: skip
+    asked, least = [], hgnp.Neurons.least
+
+    def seen(*args: Any, **given: Any) -> Any:
+        asked.append(given.get("coupling", "coupled"))
+        return least(*args, **given)
+
+    monkeypatch.setattr(hgnp.Neurons, "least", seen)
+    with pytest.raises(ValueError, match=r"got 0\.001"):
+        pruner.check_reachable()
+    assert asked == [coupling]
+
+
+class Side(nn.Module):
+    """Most of its neurons are in a branch that only training runs, so that scores, taken in evaluation mode, do not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.out = nn.Linear(36, 6), nn.Linear(6, 3)
+        self.branch, self.side = nn.Linear(6, 64), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.a(x.flatten(1)))
+        return self.out(x) + self.side(torch.relu(self.branch(x))) if self.training else self.out(x)
+
+
+@pytest.mark.parametrize("method", ["taylor", "hgnp"])
+def test_a_target_that_derivatives_cannot_meet_is_refused_before_training(method: str) -> None:
+    with pytest.raises(ValueError, match=r"got 0\.2: .* 64 neurons \(branch\) have no taylor score") as caught:
+        hgnp.prune(Side(), *loaders(), recipe=recipe(method=method, keep=0.2, target="neurons"))
+    assert "\n" not in str(caught.value)
+    result = hgnp.prune(
+        Side(), *loaders(), recipe=recipe(method="l2", keep=0.2, target="neurons", neurons_per_round=60)
+    )
+    assert result.reached  # weights are there in every mode
+
+
+def test_a_network_of_which_nothing_can_go_says_why() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.raises(
+        ValueError, match=r"keep must be 1 .*, got 0\.3: no neuron can be removed \(1: it is protected; 3: "
+    ) as caught:
+        hgnp.prune(net, *loaders(), recipe=recipe(), protect=["1"])
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="it has no linear or convolutional layer"):
+        hgnp.prune(_Bias(), *loaders(), recipe=recipe(method="taylor"))
+
+
+class _Bias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[:, :3] + self.bias
+
+
+def test_a_run_that_can_remove_no_more_says_so_however_often_it_was_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As what its scores speak of is not enough for the target, which is not looked at here."""
+    monkeypatch.setattr(Pruner, "check_reachable", lambda self: None)
+
+    class StopError(Exception):
+        pass
+
+    def stop(state: Any) -> None:
+        if state.epoch == 3:
+            raise StopError
+
+    r = recipe(method="bn_scale", keep=0.03, warmup_epochs=0, neurons_per_round=20, finetune_epochs=3)
+    whole = hgnp.prune(made(), *loaders(), recipe=r, out=tmp_path / "whole")
+    assert whole.history[-1]["widths"] == {"a": 1, "b": 1, "c": 20}
+    assert [row["removed"] for row in whole.history[:4]] == [20, 6, 0, 0]  # the third round finds nothing
+    assert whole.epochs == 6
+    assert whole.stopped == "no more neurons could be removed"
+    with pytest.raises(StopError):
+        hgnp.prune(made(), *loaders(), recipe=r, out=tmp_path / "pieces", on_epoch=stop)
+    pieces = hgnp.prune(made(), *loaders(), recipe=r, out=tmp_path / "pieces", resume=True)
+    assert (pieces.stopped, pieces.epochs, pieces.kept) == (whole.stopped, whole.epochs, whole.kept)
+
+
+class Residual(nn.Module):
+    """Groups of two and three neurons: what fits into a number and what does not takes turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 10, 3, padding=1), nn.Conv2d(10, 8, 3, padding=1)
+        self.d, self.out = nn.Conv2d(8, 8, 1), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.a(x))
+        x = torch.relu(self.c(torch.relu(self.b(x))) + x)
+        return self.out(torch.relu(self.d(x) + x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("keep", [0.8, 0.6, 0.5, 0.35])
+def test_the_last_round_takes_no_more_than_it_must(keep: float) -> None:
+    torch.manual_seed(0)
+    net = Residual()
+    x = loaders()[0].dataset[0][0].unsqueeze(0).repeat(2, 1, 1, 1)
+    neurons = hgnp.Neurons(net, x)
+    pruner = Pruner(
+        neurons, *make_step(net, mu=0.0), recipe(keep=keep, method="l2", neurons_per_round=neurons.count),
+        torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({}),
+    )  # fmt: skip
+    scores = hgnp.sensitivity(net, neurons, [], criterion="l2")
+    possible = [neurons.preview(neurons.least(scores, n)).kept for n in range(1, neurons.count)]
+    pruner.round([])
+    assert neurons.kept == max(kept for kept in possible if kept <= keep)
+
+
+def test_a_network_is_left_in_the_mode_it_came_in() -> None:
+    net = made().eval()
+    hgnp.prune(net, *loaders(), recipe=recipe())
+    assert not any(module.training for module in net.modules())
+
+
+@pytest.mark.parametrize("given", [{}, {"coupling": "paper"}, {"target": "macs"}, {"neurons_per_round": 1}], ids=str)
+def test_a_run_in_multiples_reaches_its_target(given: dict[str, Any]) -> None:
+    result = hgnp.prune(
+        made(), *loaders(), recipe=recipe(**({"keep": 0.35, "round_to": 4, "warmup_epochs": 1} | given))
+    )
+    assert result.stopped is None
+    assert result.target.got <= 0.35
+    rows = [row["widths"] for row in result.history]
+    assert all(width % 4 == 0 for row in rows for width in row.values())
+    assert rows[-1] != {"a": 12, "b": 16, "c": 20}
+
+
+@pytest.mark.parametrize("keep", [0.8, 0.6, 0.5])
+def test_the_last_round_takes_no_more_than_bundles_must_and_tries_its_best_cut_alone(
+    keep: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    net = Residual()
+    neurons = hgnp.Neurons(net, torch.zeros(2, 1, 6, 6))
+    pruner = Pruner(
+        neurons, *make_step(net, mu=0.0), recipe(keep=keep, method="l2", neurons_per_round=neurons.count, round_to=2),
+        torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({}),
+    )  # fmt: skip
+    scores = hgnp.sensitivity(net, neurons, [], criterion="l2")
+    possible = [neurons.preview(neurons.least(scores, n, round_to=2)).kept for n in range(1, neurons.count)]
+    tried, misfit = [], Structure.misfit
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        tried.append(args)
+        return misfit(*args, **kwargs)
+
+    monkeypatch.setattr(Structure, "misfit", counted)
+    pruner.round([])
+    assert max(kept for kept in possible if kept <= keep) <= neurons.kept <= keep
+    assert all(layer.alive % 2 == 0 for layer in neurons.layers)
+    assert len(tried) == 2  # the round's own cut, and the one that is just enough
+
+
+def test_a_bundle_that_later_ones_made_needless_stays() -> None:
+    """By importance the first layer's bundle goes first, then two of the second's, which alone meet the target."""
+    net = DigitsNet()
+    neurons = hgnp.Neurons(net, torch.zeros(2, 1, 8, 8))
+    small = dict(zip(["features.0", "features.3", "features.7", "features.10"], [40, 40, 8, 16], strict=True))
+    neurons.remove({layer.name: list(range(layer.alive - small[layer.name])) for layer in neurons.layers})
+    for name, width in small.items():
+        sizes = torch.full((width,), 9.0)
+        if name == "features.0":
+            sizes[:8] = 0.1
+        elif name == "features.3":
+            sizes[:16] = torch.tensor([1.0, 2.0]).repeat(8)
+        weight = net.get_parameter(f"{name}.weight")
+        with torch.no_grad():
+            weight *= (sizes / weight.flatten(1).norm(dim=1)).view(-1, 1, 1, 1)
+    r = recipe(keep=0.05, method="l2", neurons_per_round=40, round_to=8)
+    pruner = Pruner(neurons, *make_step(net, mu=0.0), r, torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({}))
+    scores = hgnp.sensitivity(net, neurons, [], criterion="l2")
+    kept = [neurons.preview(neurons.least(scores, n, round_to=8)).kept for n in (8, 16, 24)]
+    assert kept[1] > 0.05 > kept[2]
+    assert pruner.round([]) == 16
+    assert {layer.name: layer.alive for layer in neurons.layers} == small | {"features.3": 24}
+    assert kept[2] < neurons.kept <= 0.05
+
+
+class Moody(nn.Module):
+    """Its code does something else with three to five channels: cuts down to there do not fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Conv2d(1, 12, 3), nn.Conv2d(12, 12, 1), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        x = torch.relu(x) if 3 <= x.size(1) <= 5 else torch.tanh(x)
+        return self.out(torch.relu(self.b(x)).mean((2, 3)))
+
+
+def test_the_last_round_tries_every_cut_where_the_best_does_not_fit() -> None:
+    torch.manual_seed(0)
+    net = Moody()
+    neurons = hgnp.Neurons(net, torch.zeros(2, 1, 6, 6))
+    with torch.no_grad():
+        net.a.weight *= 1e-3  # a's neurons are the first to go
+    r = recipe(keep=0.45, method="l2", neurons_per_round=neurons.count)
+    pruner = Pruner(neurons, *make_step(net, mu=0.0), r, torch.optim.SGD(net.parameters(), lr=0.1), neurons.preview({}))
+    assert pruner.round([])
+    assert neurons.kept <= 0.45
+    assert not 3 <= net.a.out_channels <= 5
+
+
+def test_what_is_frozen_by_a_removal_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = Frozen("late", "it is tired", 7)
+    monkeypatch.setattr(hgnp.Neurons, "frozen", property(lambda self: (late,) if self.version else ()))
+    hgnp.prune(made(), *loaders(), recipe=recipe(), _progress=Lines())
+    assert capsys.readouterr().out.count("late: its 7 neurons can no longer be removed: it is tired") == 1
+
+
+def test_rounds_and_steps_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[bool] = []
+    now = [0]
+
+    @contextmanager
+    def running(self: Epochs) -> Iterator[None]:
+        now[0] += 1
+        yield
+        now[0] -= 1
+
+    score, sharpness = Pruner.round, Measurements.with_sharpness
+    monkeypatch.setattr(Epochs, "running", running)
+    monkeypatch.setattr(Pruner, "round", lambda *args: inside.append(bool(now[0])) or score(*args))
+    monkeypatch.setattr(Measurements, "with_sharpness", lambda *args: inside.append(bool(now[0])) or sharpness(*args))
+    hgnp.prune(made(), *loaders(), recipe=recipe())
+    assert len(inside) > 3  # rounds, and curvature before and after
+    assert all(inside)
+    assert now == [0]
