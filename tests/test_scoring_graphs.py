@@ -96,7 +96,7 @@ def block_of(flat: hgnp.Flatness, inputs: Tensor, target: Tensor) -> str | None:
 @pytest.fixture
 def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
     stand = Stand()
-    monkeypatch.setattr(scores, "_capture", lambda net: stand)
+    monkeypatch.setattr(scoring, "_capture", lambda net: stand)
     return stand
 
 
@@ -104,7 +104,7 @@ def operation_by_operation(
     neurons: hgnp.Neurons, data: Batches, flat: hgnp.Flatness | None, criterion: str = "taylor", **given: Any
 ) -> Scores:
     flat = hgnp.Flatness(neurons.net, mu=0.0, **given) if flat is None else flat
-    return scores.scored(neurons, data, *parts(flat), criterion=criterion, mu=None, coupling="coupled", graphs=False)
+    return scoring.scored(neurons, data, *parts(flat), criterion=criterion, mu=None, coupling="coupled", graphs=False)
 
 
 @pytest.mark.parametrize("criterion", ["taylor", "taylor_sum"])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hgnp
 from cases import CASES, conv
-from hgnp.io import export
+from hgnp.io import export as export_module
 from hgnp.io.export import OPSET, Exported, export
 
 SUFFIXES = ("onnx", "pt2")
@@ -122,7 +122,7 @@ def test_the_network_is_left_as_found(suffix: str, tmp_path: Path) -> None:
 
 
 def test_a_constant_example_is_checked_with_other_numbers() -> None:
-    (drawn,), _ = deploy._drawn(((torch.zeros(1, 50),), {}), rows=1, n=1, device=torch.device("cpu"))
+    (drawn,), _ = export_module._drawn(((torch.zeros(1, 50),), {}), rows=1, n=1, device=torch.device("cpu"))
     assert drawn.shape == (1, 50)
     assert 0.5 < float(drawn.std()) < 1.5
 

@@ -32,7 +32,7 @@ def test_scores_without_a_flatness_leave_no_listener_behind() -> None:
 
 
 def test_rounds_do_not_fill_pytorch_s_cache_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "MOST_CACHED", 300)  # 1990 are made below
+    monkeypatch.setattr(trace, "MOST_CACHED", 300)  # 1990 are made below
     model, x, y = net(), torch.randn(6, 4), torch.arange(6) % 3
     neurons = hgnp.Neurons(model, x)
     FakeTensorMode.cache_clear()

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from hgnp.pruning.neurons import Neurons, Scores
+from hgnp.pruning.neurons import Neurons
+from hgnp.pruning.selection import Scores
 
 
 def l1(neurons: Neurons) -> Scores:
@@ -36,8 +37,8 @@ def bn_scale(neurons: Neurons) -> Scores:
 
 
 def geometric_median(neurons: Neurons) -> Scores:
-    """The sum of the distances to all others is smallest near the layer's geometric median: such a neuron is the easiest for the
-    others to replace."""
+    """The sum of the distances to all others is smallest near the layer's geometric median: such a neuron is the easiest to
+    replace by the others."""
     scores = {}
     for layer in neurons.layers:
         weights = neurons.weights(layer.name).flatten(1)
@@ -46,8 +47,8 @@ def geometric_median(neurons: Neurons) -> Scores:
 
 
 def random(neurons: Neurons) -> Scores:
-    """Seeded by the state of PyTorch's generator, which is left as it is, and by the number of removals: the same after the same
-    seed, and others in every round."""
+    """Seeded by the state of PyTorch's generator, which is left as it is, and by the number of removals: the same after the
+    same seed, and others in every round."""
     state = torch.get_rng_state().numpy().tobytes() + str(neurons.version).encode()
     draw = torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "big") >> 1)
     return {layer.name: torch.rand(layer.alive, generator=draw) for layer in neurons.layers}
