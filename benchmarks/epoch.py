@@ -4,7 +4,8 @@
                                [--only epochs memory naive] [--seconds 3] [--batch 128] [--device cuda]
 
 Steps are those of a run (`hgnp.training.trainer`), with its precision, its loader and its flips, on random pictures of
-CIFAR-10's shape and number; the report says how they are counted. It is written anew after every measurement. A CPU runs steps eagerly.
+CIFAR-10's shape and number; the report says how they are counted. It is written anew after every measurement. A CPU runs
+steps eagerly.
 """
 
 import argparse

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hgnp
+from hgnp import scoring
 from hgnp.curvature.direction import Direction
 from hgnp.execution.graphs import RefusedError
 from hgnp.flatness import parts

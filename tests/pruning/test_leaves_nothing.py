@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hgnp
 from hgnp import removal
+from hgnp.pruning import trace
 
 
 def net() -> nn.Sequential:
