@@ -15,13 +15,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hgnp.curvature.autodiff.norms import batch_norm, synchronised_batch_norm
-from hgnp.curvature.autodiff.operations import CONVOLUTIONS, name_of, tensors_in
+from hgnp.curvature.autodiff.operations import (
+    CONVOLUTIONS,
+    Func,
+    batch_norm_options,
+    name_of,
+    tensors_in,
+    uses_batch_statistics,
+)
 from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.autodiff.tape import Tape
 from hgnp.curvature.device import capturing
 from hgnp.reducer import LOCAL, Reducer
 
-Func = Callable[..., Any]
 Output = Callable[[Any], Any]
 """Picks what the loss takes from what the network returns."""
 # the same norms by names beneath torch.nn.functional, where fused third derivatives would slip in unseen
@@ -129,29 +135,6 @@ def _drop_rate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     options = dict(zip(("p", "training", "inplace"), args[1:], strict=False)) | kwargs
     draws = options.get("training", options.get("train", True)) and not options.get("inplace", False)
     return float(options.get("p", 0.5)) if args and draws else 0.0
-
-
-_BATCH = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-_INSTANCE = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
-
-
-def batch_norm_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    defaults = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
-    return defaults | dict(zip(_BATCH, args, strict=False)) | kwargs
-
-
-def uses_batch_statistics(options: dict[str, Any]) -> bool:
-    """Whether a batch norm takes mean and variance from its batch: not in evaluation mode."""
-    return options["training"] or options["running_mean"] is None
-
-
-def untracked(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call; of a norm that goes by its batch, without the running statistics that it would update."""
-    names, switch = (_BATCH, "training") if func is F.batch_norm else (_INSTANCE, "use_input_stats")
-    options = dict(zip(names, args, strict=False)) | kwargs
-    if func not in (F.batch_norm, F.instance_norm) or not options.get(switch, func is F.instance_norm):
-        return args, kwargs
-    return (), options | {"running_mean": None, "running_var": None}
 
 
 def run(

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hgnp.curvature.autodiff.forward import Forward, Func, Watch
+from hgnp.curvature.autodiff.forward import Forward, Watch
 from hgnp.curvature.autodiff.norms import PRIMITIVE
-from hgnp.curvature.autodiff.operations import name_of, tensors_in
+from hgnp.curvature.autodiff.operations import Func, name_of, tensors_in
 from hgnp.curvature.autodiff.tangent import FUSED
 from hgnp.reducer import LOCAL, Reducer
 

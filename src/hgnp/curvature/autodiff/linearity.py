@@ -16,8 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from hgnp.curvature.autodiff.forward import Forward, Func, batch_norm_options, layer_options
-from hgnp.curvature.autodiff.operations import BILINEAR, CONVOLUTIONS, LINEAR, PASSIVE, name_of, tensors_in
+from hgnp.curvature.autodiff.forward import Forward, layer_options
+from hgnp.curvature.autodiff.operations import (
+    BILINEAR,
+    CONVOLUTIONS,
+    LINEAR,
+    PASSIVE,
+    Func,
+    batch_norm_options,
+    name_of,
+    tensors_in,
+)
 from hgnp.curvature.factors import Block
 from hgnp.reducer import LOCAL, Reducer
 

@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+Func = Callable[..., Any]
 
 # T(x) is the same operation on the tangent of the first argument
 SAME = frozenset(
@@ -81,3 +84,26 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Any]) -> Any:
 
 def differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or torch.is_complex(value))
+
+
+_BATCH = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_INSTANCE = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
+
+
+def batch_norm_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    defaults = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+    return defaults | dict(zip(_BATCH, args, strict=False)) | kwargs
+
+
+def uses_batch_statistics(options: dict[str, Any]) -> bool:
+    """Whether a batch norm takes mean and variance from its batch: not in evaluation mode."""
+    return options["training"] or options["running_mean"] is None
+
+
+def untracked(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call; of a norm that goes by its batch, without the running statistics that it would update."""
+    names, switch = (_BATCH, "training") if func is F.batch_norm else (_INSTANCE, "use_input_stats")
+    options = dict(zip(names, args, strict=False)) | kwargs
+    if func not in (F.batch_norm, F.instance_norm) or not options.get(switch, func is F.instance_norm):
+        return args, kwargs
+    return (), options | {"running_mean": None, "running_var": None}

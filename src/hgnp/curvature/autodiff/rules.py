@@ -13,9 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hgnp.curvature.autodiff.forward import Func, batch_norm_options, layer_options, uses_batch_statistics
+from hgnp.curvature.autodiff.forward import layer_options
 from hgnp.curvature.autodiff.norms import BatchNormDual, synchronised_batch_norm
-from hgnp.curvature.autodiff.operations import SAME, name_of, tensors_in
+from hgnp.curvature.autodiff.operations import (
+    SAME,
+    Func,
+    batch_norm_options,
+    name_of,
+    tensors_in,
+    uses_batch_statistics,
+)
 from hgnp.curvature.autodiff.rng import RandomState
 
 if TYPE_CHECKING:

@@ -19,9 +19,17 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hgnp.curvature.autodiff.forward import Forward, Func, UnfitError, Watch, untracked
+from hgnp.curvature.autodiff.forward import Forward, UnfitError, Watch
 from hgnp.curvature.autodiff.norms import PRIMITIVE
-from hgnp.curvature.autodiff.operations import PASSIVE, differentiable, map_tensors, name_of, tensors_in
+from hgnp.curvature.autodiff.operations import (
+    PASSIVE,
+    Func,
+    differentiable,
+    map_tensors,
+    name_of,
+    tensors_in,
+    untracked,
+)
 from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.autodiff.rules import RULES
 from hgnp.curvature.autodiff.tape import Call

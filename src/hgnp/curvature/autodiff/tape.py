@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hgnp.curvature.autodiff.operations import CONVOLUTIONS, map_tensors, name_of, tensors_in
+from hgnp.curvature.autodiff.operations import CONVOLUTIONS, Func, map_tensors, name_of, tensors_in, untracked
 
 if TYPE_CHECKING:
-    from hgnp.curvature.autodiff.forward import Forward, Func
+    from hgnp.curvature.autodiff.forward import Forward
     from hgnp.curvature.autodiff.tangent import Tangent
 
 Given = list[tuple[Tensor, int]]
@@ -68,7 +68,6 @@ class Tape:
     def along(self, mode: "Tangent", z: Any) -> Tensor | None:
         """The tangent of z along `mode`'s seeds, by the rules alone: values are those of the pass, to be differentiated with
         it. None where that cannot be."""
-        from hgnp.curvature.autodiff.forward import untracked  # forward writes tapes
 
         if not self._whole:
             return None
@@ -89,7 +88,6 @@ class Tape:
 
     def again(self, mode: "Forward", parameters: list[Tensor], z: Any) -> Tensor | None:
         """z by running again, in `mode`, all that depends on the parameters; None where that cannot be."""
-        from hgnp.curvature.autodiff.forward import untracked
 
         if not self._whole:
             return None
