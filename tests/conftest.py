@@ -55,7 +55,8 @@ def _global_state() -> Iterator[None]:
     found = [get() for get, _ in GLOBAL_STATE]
     yield
     for (get, put), value in zip(GLOBAL_STATE, found, strict=True):
-        if get() != value:
+        now = get()
+        if (now is None) != (value is None) or now != value:  # a stream compared with None is never unequal
             put(value)
 
 

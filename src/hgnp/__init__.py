@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hgnp.curvature.sharpness import Sharpness, sharpness
+    from hgnp.errors import DivergedError, HgnpError
     from hgnp.flatness import Flatness
     from hgnp.io.export import Exported, export
     from hgnp.io.weights import load, save
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from hgnp.result import Result
     from hgnp.scoring import sensitivity
     from hgnp.train import prune
-    from hgnp.training.trainer import DivergedError
 
 __version__ = "0.1.0"
 
@@ -22,6 +22,7 @@ __all__ = [
     "DivergedError",
     "Exported",
     "Flatness",
+    "HgnpError",
     "Neurons",
     "Recipe",
     "Removal",
@@ -48,7 +49,7 @@ _HOMES = {
     "hgnp.scoring": ("sensitivity",),
     "hgnp.io.weights": ("load", "save"),
     "hgnp.train": ("prune",),
-    "hgnp.training.trainer": ("DivergedError",),
+    "hgnp.errors": ("DivergedError", "HgnpError"),
 }
 
 
@@ -61,4 +62,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return [*__all__, "__version__"]

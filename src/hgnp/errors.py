@@ -1,4 +1,8 @@
-"""What error messages have in common: the name that was perhaps meant, and what another error said, on one line."""
+"""hgnp's errors, and what their messages have in common.
+
+Every error that hgnp raises about what it was given is an `HgnpError`, and also the built-in error that users expect. A message
+is one line: what must hold, what was given, what to do.
+"""
 
 import difflib
 import functools
@@ -8,6 +12,27 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class HgnpError(Exception):
+    """The base class of hgnp's errors."""
+
+
+class InputError(HgnpError, ValueError):
+    """An argument, a file or a network that hgnp cannot work with."""
+
+
+class InputTypeError(HgnpError, TypeError):
+    """An argument of the wrong type."""
+
+
+class MissingPackageError(HgnpError, ModuleNotFoundError):
+    """An optional package that is not installed."""
+
+
+class DivergedError(HgnpError, ArithmeticError):
+    """The loss is no longer a finite number."""
+
 
 MOST_NAMES = 50
 RENAMED = {
@@ -31,9 +56,9 @@ def check_renamed(names: Iterable[object], known: Collection[str], where: str) -
     """Refuses a former name of one of the options that are known here, and an option that is no more."""
     for name in names:
         if name in REMOVED and name not in known:
-            raise ValueError(f"{where}: {name} was removed: {REMOVED[str(name)]}; leave it out")
+            raise InputError(f"{where}: {name} was removed: {REMOVED[str(name)]}; leave it out")
         if RENAMED.get(str(name)) in known:
-            raise ValueError(f"{where}: {name} is now called {RENAMED[str(name)]}; rename it")
+            raise InputError(f"{where}: {name} is now called {RENAMED[str(name)]}; rename it")
 
 
 def refuse_renamed(function: Callable[P, T]) -> Callable[P, T]:

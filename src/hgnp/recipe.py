@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hgnp.curvature.choices import ALLOWED, choose
-from hgnp.errors import check_renamed, meant, refuse_renamed
+from hgnp.errors import InputError, check_renamed, meant, refuse_renamed
 
 Target = Literal["params", "neurons", "macs"]
 Method = Literal["hgnp", "taylor", "hybrid", "l1", "l2", "bn_scale", "geometric_median", "random", "sam"]
@@ -144,10 +144,10 @@ class Recipe:
             if field.name in _CHECKS:
                 expected, fits = _CHECKS[field.name]
                 if not fits(value):
-                    raise ValueError(f"{field.name} must be {expected}, got {value!r}")
+                    raise InputError(f"{field.name} must be {expected}, got {value!r}")
         if not _distinct_between(self.keep, self.snapshots):
             got = list(self.snapshots) if isinstance(self.snapshots, tuple) else self.snapshots
-            raise ValueError(
+            raise InputError(
                 f"snapshots must be a list of distinct fractions above keep ({self.keep:g}) and below 1, got {got!r}; the run "
                 "itself ends fine-tuned at keep"
             )
@@ -158,17 +158,17 @@ class Recipe:
         try:
             choose(bundle, **{name: choices.get(name) for name in ALLOWED})
         except ValueError as error:
-            raise ValueError(str(error) if str(error).startswith("flatness") else f"flatness.{error}") from None
+            raise InputError(str(error) if str(error).startswith("flatness") else f"flatness.{error}") from None
         if self.method == "hybrid" and self.threshold is None:
-            raise ValueError(
+            raise InputError(
                 "threshold must be a fraction from 0 to 1 with method 'hybrid', got None; set it, such as 0.48"
             )
         if self.method != "hybrid" and self.threshold is not None:
-            raise ValueError(
+            raise InputError(
                 f"threshold must be None with method {self.method!r}, got {self.threshold!r}; only 'hybrid' switches"
             )
         if self.precision == "fp16" and self.method == "sam":
-            raise ValueError(
+            raise InputError(
                 "precision must be 'bf16', 'float32' or 'auto' with method 'sam', whose step needs unscaled gradients, "
                 "got 'fp16'"
             )
@@ -199,7 +199,7 @@ class Recipe:
         check_renamed(choices, ALLOWED, "flatness")
         for name in choices:
             if name not in ALLOWED:
-                raise ValueError(f"flatness: it has no choice {name!r}{meant(name, ALLOWED)}")
+                raise InputError(f"flatness: it has no choice {name!r}{meant(name, ALLOWED)}")
         return bundle, choices
 
     def resolved(self, *, scheduler: bool = False) -> "Recipe":
@@ -225,9 +225,9 @@ class Recipe:
         check_renamed(values, names, "recipe")
         for name in values:
             if name not in names:
-                raise ValueError(f"recipe: there is no field {name!r}{meant(name, names)}")
+                raise InputError(f"recipe: there is no field {name!r}{meant(name, names)}")
         if "keep" not in values:
-            raise ValueError("recipe: keep is missing; it says what fraction of the parameters is to be left")
+            raise InputError("recipe: keep is missing; it says what fraction of the parameters is to be left")
         return cls(**values)
 
 

@@ -17,6 +17,7 @@ from hgnp.curvature.direction import Direction
 from hgnp.curvature.losses import Loss, weighted
 from hgnp.curvature.step import PLAIN, Plan, Scale, State, Step
 from hgnp.curvature.validation import finite
+from hgnp.errors import InputError
 from hgnp.execution.eager import Eager
 from hgnp.reducer import LOCAL, Reducer
 
@@ -36,7 +37,7 @@ class SAMStep(Step):
         reducer: Reducer = LOCAL,
     ) -> None:
         if not (finite(rho) and rho > 0):
-            raise ValueError(f"rho must be a finite number > 0, got {rho!r}")
+            raise InputError(f"rho must be a finite number > 0, got {rho!r}")
         super().__init__(net, loss=loss, output=output, choices=Choices(), reducer=reducer)
         self.rho = rho
 

@@ -29,6 +29,7 @@ from hgnp.curvature.direction import Direction, KroneckerEigenpair
 from hgnp.curvature.factors import Block
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.step import State, Step, make_step
+from hgnp.errors import InputError, InputTypeError
 from hgnp.execution.graphs import Capture, Replayed
 from hgnp.flatness import Flatness, parts
 from hgnp.pruning import Neurons, Scores
@@ -69,15 +70,15 @@ def sensitivity(
     """
     for name, value, kind in (("neurons", neurons, Neurons), ("flatness", flatness, Flatness)):
         if not isinstance(value, kind) and not (name == "flatness" and value is None):
-            raise TypeError(f"{name}: a {type(value).__name__} was given; a hgnp.{kind.__name__} of net would do")
+            raise InputTypeError(f"{name}: a {type(value).__name__} was given; a hgnp.{kind.__name__} of net would do")
         if value is not None and value.net is not net:
-            raise ValueError(f"{name}: it was made for another network than net")
+            raise InputError(f"{name}: it was made for another network than net")
     if coupling not in get_args(Coupling):
-        raise ValueError(f"coupling: {coupling!r} was given; 'coupled' or 'paper' would do")
+        raise InputError(f"coupling: {coupling!r} was given; 'coupled' or 'paper' would do")
     if mu is not None and not (isinstance(mu, int | float) and 0 <= mu < math.inf):
-        raise ValueError(f"mu: {mu!r} was given; None or a finite number of at least 0 would do")
+        raise InputError(f"mu: {mu!r} was given; None or a finite number of at least 0 would do")
     if criterion not in CRITERIA:
-        raise ValueError(f"criterion: {criterion!r} was given; one of {', '.join(map(repr, CRITERIA))} would do")
+        raise InputError(f"criterion: {criterion!r} was given; one of {', '.join(map(repr, CRITERIA))} would do")
     step, state = make_step(net, loss=loss, mu=0.0, output=output) if flatness is None else parts(flatness)
     return scored(neurons, batches, step, state, criterion=criterion, mu=mu, coupling=coupling)
 
@@ -128,7 +129,7 @@ def _means(
     pairs = _pairs(batches)
     inputs, target, x = next(pairs, (None, None, None))
     if x is None:
-        raise ValueError("batches: there is none; a list with one (inputs, target) pair would do")
+        raise InputError("batches: there is none; a list with one (inputs, target) pair would do")
     gates, before = gates.to(x.device), RandomState(*step.net.parameters())
     apart = _samples_lead(step, gates, inputs, x)
     mu = state.mu if mu is None else mu
@@ -150,7 +151,7 @@ def _means(
     (total,) = step.reducer.sum([total])
     scores = (total / samples).abs()
     if not bool(torch.isfinite(scores).all()):
-        raise ValueError("batches: the loss or its derivative is not finite on them")
+        raise InputError("batches: the loss or its derivative is not finite on them")
     return scores
 
 
@@ -216,11 +217,13 @@ def _capture(net: nn.Module) -> Capture | None:
 def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
     """Inputs, target, and a tensor of the inputs whose first dimension counts samples."""
     if not isinstance(batches, Iterable):
-        raise TypeError(f"batches: a {type(batches).__name__} was given; a list of (inputs, target) pairs would do")
+        raise InputTypeError(
+            f"batches: a {type(batches).__name__} was given; a list of (inputs, target) pairs would do"
+        )
     for batch in batches:
         x = next(tensors_in(batch[0]), None) if isinstance(batch, tuple | list) and len(batch) == 2 else None
         if x is None or x.dim() == 0 or len(x) == 0:
-            raise ValueError("batches: one of them is no pair (inputs, target) with samples; [(x, y)] would do")
+            raise InputError("batches: one of them is no pair (inputs, target) with samples; [(x, y)] would do")
         yield batch[0], batch[1], x
 
 
@@ -234,7 +237,7 @@ def _slope(value: Tensor, gamma: Tensor) -> Tensor:
     try:
         (slope,) = torch.autograd.grad(value, gamma, materialize_grads=True)
     except CheckpointError as error:
-        raise ValueError(
+        raise InputError(
             "net: a part of it is checkpointed in evaluation mode, so that it runs again without gates; turn checkpointing off "
             "while scoring"
         ) from error

@@ -13,7 +13,7 @@ from torch import nn
 from hgnp.curvature.autodiff.forward import Output, check_gradients
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.validation import check_functions
-from hgnp.errors import first_line
+from hgnp.errors import InputError, InputTypeError, first_line
 from hgnp.io import runs
 from hgnp.io.atomic import read_json
 from hgnp.io.weights import load
@@ -78,10 +78,10 @@ def prune(
         The pruned network, one row per epoch, and what is known of the network before and after.
     """
     if not isinstance(net, nn.Module):
-        raise TypeError(f"net: a {type(net).__name__} was given; an nn.Module would do")
+        raise InputTypeError(f"net: a {type(net).__name__} was given; an nn.Module would do")
     check_one_process(net)
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe: a {type(recipe).__name__} was given; hgnp.Recipe(keep=0.1) would do")
+        raise InputTypeError(f"recipe: a {type(recipe).__name__} was given; hgnp.Recipe(keep=0.1) would do")
     check_functions(
         loss=loss,
         metric=None if isinstance(metric, Accumulator) else metric,
@@ -91,14 +91,14 @@ def prune(
     )
     for name, made in (("optimizer", optimizer), ("scheduler", scheduler)):
         if made is not None and not callable(made) and not hasattr(made, "step"):
-            raise ValueError(f"{name}: {made!r} was given; one, or its maker, would do")
+            raise InputError(f"{name}: {made!r} was given; one, or its maker, would do")
     check_gradients()
     if device is not None:
         as_device(device)
     if next(net.parameters(), None) is None:
-        raise ValueError("net: it has no parameters")
+        raise InputError("net: it has no parameters")
     if resume and out is None:
-        raise ValueError("resume: True was given without out, the folder of the run to resume")
+        raise InputError("resume: True was given without out, the folder of the run to resume")
     recipe = recipe.resolved(scheduler=scheduler is not None)
     folder = None if out is None else Folder(out)
     with contextlib.nullcontext() if folder is None else folder.claimed(resume=resume):
@@ -139,14 +139,14 @@ def check_one_process(net: nn.Module | None = None) -> None:
     """ValueError where several processes train together: each would prune other neurons than the rest."""
     for module in () if net is None else net.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise ValueError("net must be a plain module, got one wrapped in DistributedDataParallel; give net.module")
+            raise InputError("net must be a plain module, got one wrapped in DistributedDataParallel; give net.module")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         processes = torch.distributed.get_world_size()
     else:  # torchrun's, before a group is made
         given = os.environ.get("WORLD_SIZE", "")
         processes = int(given) if given.isdecimal() else 1
     if processes > 1:
-        raise ValueError(
+        raise InputError(
             f"hgnp.prune must run in one process, got a world size of {processes}: data-parallel training is not supported "
             "yet; start it without torchrun"
         )
@@ -167,7 +167,7 @@ def finished(folder: Folder, net: nn.Module, recipe: Recipe) -> Result:
             snapshots=tuple(Snapshot(**each | {"path": folder.path / each["path"]}) for each in stored.get("snapshots", ())),
         )  # fmt: skip
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{folder.result}: damaged: {error}; without it, resume makes it anew") from None
+        raise InputError(f"{folder.result}: damaged: {error}; without it, resume makes it anew") from None
     load(folder.model, net)
     return result
 
@@ -178,5 +178,5 @@ def as_device(device: str | torch.device) -> torch.device:
         found = torch.device(device)
         torch.empty(1, device=found).cpu()  # a meta tensor has nothing to copy
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise ValueError(f"device: {device!s} was given; {first_line(error)}") from None
+        raise InputError(f"device: {device!s} was given; {first_line(error)}") from None
     return found

@@ -126,7 +126,7 @@ def test_a_step_whose_piece_cannot_be_captured_is_made_once(refused: str, monkey
 
 
 def test_what_was_made_in_a_capture_that_failed_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = 17, torch.double, torch.device("cpu")
+    size = 1237, torch.double, torch.device("cpu")  # of no other test: the cache is the process's
 
     class Unable(Stand):
         def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:

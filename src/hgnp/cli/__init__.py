@@ -4,17 +4,16 @@
 its traceback. torch is imported only by commands that need it.
 """
 
-import dis
 import errno
 import io
 import sys
 from collections.abc import Sequence
-from types import TracebackType
 
 import typer
 
 from hgnp import __version__
 from hgnp.cli import bench, compare, data, export, paper, presets, report, run, sharpness, study, weights
+from hgnp.errors import DivergedError, HgnpError
 
 BAD_INPUT, STOPPED = 2, 1
 
@@ -81,19 +80,6 @@ def exit_code(error: Exception) -> tuple[int, str] | None:
             return BAD_INPUT, line
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return STOPPED, f"the disk is full: {line}" if full else line
-    if isinstance(error, ValueError | TypeError | ModuleNotFoundError) and _on_purpose(error.__traceback__):
-        return BAD_INPUT, line
-    if isinstance(error, ArithmeticError) and _on_purpose(error.__traceback__):  # the run diverged
+    if isinstance(error, DivergedError):
         return STOPPED, line
-    return None
-
-
-def _on_purpose(trace: TracebackType | None) -> bool:
-    """Whether an error was raised by a `raise` of hgnp itself. The same types come out of bugs, ours and others'."""
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return False
-    frame = trace.tb_frame
-    ours = str(frame.f_globals.get("__name__", "")).partition(".")[0] == "hgnp"
-    return ours and dis.opname[frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+    return (BAD_INPUT, line) if isinstance(error, HgnpError) else None

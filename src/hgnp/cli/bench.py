@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hgnp.errors import InputError
+
 if TYPE_CHECKING:
     from hgnp.io.runs import Run
 
@@ -46,9 +48,9 @@ def bench(
     entries, made_of = [], [_full_network(folders.read(run)) for run in runs]
     for number, run in enumerate(runs):
         if run.resolve() in [each.resolve() for each in runs[:number]]:
-            raise ValueError(f"{run}: given twice; once would do")
+            raise InputError(f"{run}: given twice; once would do")
         if made_of[number] != made_of[0]:
-            raise ValueError(
+            raise InputError(
                 f"{run}: its full network is not that of {runs[0]}; runs of one network can be timed together"
             )
         small = networks(run)[1]

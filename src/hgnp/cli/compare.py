@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from hgnp.errors import InputError
+
 if TYPE_CHECKING:
     from hgnp.reporting.compare import Comparison, Study
     from hgnp.reporting.composed import Choice
@@ -74,15 +76,15 @@ def _features(given: list[str]) -> dict[str, float]:
     for each in given:
         name, equals, value = each.partition("=")
         if name not in FEATURES:
-            raise ValueError(f"--new must be FEATURE=NUMBER, such as classes=10, got {each!r}{meant(name, FEATURES)}")
+            raise InputError(f"--new must be FEATURE=NUMBER, such as classes=10, got {each!r}{meant(name, FEATURES)}")
         if not equals:
-            raise ValueError(f"--new must be FEATURE=NUMBER, such as classes=10, got {each!r}")
+            raise InputError(f"--new must be FEATURE=NUMBER, such as classes=10, got {each!r}")
         try:
             found[name] = float(value)
         except ValueError:
             found[name] = math.nan
         if not math.isfinite(found[name]):
-            raise ValueError(f"--new {name} must be a finite number, got {value!r}")
+            raise InputError(f"--new {name} must be a finite number, got {value!r}")
     return found
 
 

@@ -6,6 +6,8 @@ from typing import Annotated, TextIO
 
 import typer
 
+from hgnp.errors import InputError
+
 
 def data(
     name: Annotated[str, typer.Argument(metavar="cifar10|flowers102|cub200", help="The data set.")],
@@ -22,7 +24,7 @@ def data(
     from hgnp.io.atomic import as_json as text
 
     if name not in OFFICIAL:
-        raise ValueError(f"there is no data set {name!r}{meant(name, OFFICIAL)}")
+        raise InputError(f"there is no data set {name!r}{meant(name, OFFICIAL)}")
     source = OFFICIAL[name] if mirror is None else OFFICIAL[name].at(mirror)
     say = sys.stderr if as_json else sys.stdout
     with Shown(say) as shown:

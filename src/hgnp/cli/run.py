@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hgnp.errors import InputError
+
 if TYPE_CHECKING:
     from hgnp.experiments.config import Config
 
@@ -151,7 +153,7 @@ def same_run(config: "Config", folder: Path) -> None:
     found = difference(config, folder) if (folder / "config.yaml").exists() else None
     if found is not None:
         key, now, before = found
-        raise ValueError(
+        raise InputError(
             f"{key} must be {before!r} to resume the run in {folder}, got {now!r}; "
             "resume it with that, or start anew in another folder"
         )

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, fields, replace
 
+from hgnp.errors import InputError
+
 ALLOWED = {
     "curvature": ("ggn", "hessian"),
     "scaling": ("plain", "scale_invariant"),
@@ -34,7 +36,7 @@ class Choices:
         for field in fields(self):
             given = getattr(self, field.name)
             if given not in ALLOWED[field.name]:
-                raise ValueError(
+                raise InputError(
                     f"{field.name}: {given!r} was given; one of {', '.join(map(repr, ALLOWED[field.name]))} would do"
                 )
         if self.gamma_from == "penalized_loss":
@@ -43,7 +45,7 @@ class Choices:
                 ("fisher_type", "empirical", "labels are drawn for C alone"),
             ):
                 if (given := getattr(self, name)) != needed:
-                    raise ValueError(
+                    raise InputError(
                         f"gamma_from='penalized_loss' must come with {name}={needed!r}, got {given!r}: {why}"
                     )
 
@@ -57,5 +59,5 @@ BUNDLES = {
 def choose(bundle: str, **given: str | None) -> Choices:
     """The bundle's choices with those given by name in their place."""
     if bundle not in BUNDLES:
-        raise ValueError(f"flatness: {bundle!r} was given; one of {', '.join(map(repr, BUNDLES))} would do")
+        raise InputError(f"flatness: {bundle!r} was given; one of {', '.join(map(repr, BUNDLES))} would do")
     return replace(BUNDLES[bundle], **{name: value for name, value in given.items() if value is not None})

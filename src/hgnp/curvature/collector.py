@@ -16,6 +16,7 @@ from torch import Tensor
 from hgnp.curvature.autodiff.forward import autocast_off
 from hgnp.curvature.device import HALF, Branches, constant, wide, wide_bmm
 from hgnp.curvature.factors import Block, Dense, Factor, Patches, Rows
+from hgnp.errors import InputError
 
 
 class _Probe(torch.autograd.Function):
@@ -258,7 +259,7 @@ def wide_sum(x: Tensor, dim: int) -> Tensor:
 
 def _leading(x: Tensor, samples: int, block: Block) -> int:
     if x.shape[0] % samples:
-        raise ValueError(
+        raise InputError(
             f"layer {block.name!r} was called on {x.shape[0]} rows, no multiple of the batch's {samples} samples: "
             "its factors cannot be formed; freeze it (requires_grad_(False)) to leave it out"
         )

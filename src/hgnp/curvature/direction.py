@@ -20,6 +20,7 @@ from hgnp.curvature.collector import FactorCollector
 from hgnp.curvature.device import Branches, Late, wide
 from hgnp.curvature.eigen import Eigenpair, arbitrary, top_of_each
 from hgnp.curvature.factors import Block, find_blocks, unit
+from hgnp.errors import InputError
 from hgnp.reducer import LOCAL, Reducer
 
 
@@ -171,7 +172,7 @@ class Direction:
         empirical  ranks blocks by the quotient of their own Fisher matrix along v_l instead of λ_l
         """
         if not collector.psi:
-            raise ValueError("net: none of its Linear and convolution layers was called in a way that can be seen; "
+            raise InputError("net: none of its Linear and convolution layers was called in a way that can be seen; "
                              "a scripted or compiled network must be given as the plain module")  # fmt: skip
         branches = Branches()
         blocks = [block for block in find_blocks(self.net) if block.name in collector.psi]
@@ -236,17 +237,17 @@ class Direction:
         pairs = {}
         for name, tensors in state["pairs"].items():
             if name not in blocks:
-                raise ValueError(f"state: it has an eigenpair for {name!r}, which is no block of this network")
+                raise InputError(f"state: it has an eigenpair for {name!r}, which is no block of this network")
             block = blocks[name]
             pair = KroneckerEigenpair.of_state({key: value.to(block.weight.device) for key, value in tensors.items()})
             if not pair.fits(block):
-                raise ValueError(
+                raise InputError(
                     f"state: layer {name!r} has factors of shapes {block.psi_shape} and {block.gamma_shape}, "
                     f"the state's are {tuple(pair.psi.vector.shape)} and {tuple(pair.gamma.vector.shape)}"
                 )
             pairs[name] = pair
         if state["block"] is not None and state["block"] not in pairs:
-            raise ValueError(f"state: its block is {state['block']!r}, for which it has no eigenpair")
+            raise InputError(f"state: its block is {state['block']!r}, for which it has no eigenpair")
         self.pairs = pairs
         self.choice = None if state["block"] is None else BlockChoice.known(blocks[state["block"]])
 

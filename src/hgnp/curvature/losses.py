@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hgnp.curvature.device import wide
+from hgnp.errors import InputError
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -180,7 +181,7 @@ def loss_curvature(loss: Loss) -> LossCurvature | None:
     if not isinstance(func, Hashable) or func not in known:
         return None
     if (reduction := options.pop("reduction", "mean")) != "mean":
-        raise ValueError(
+        raise InputError(
             f"loss: reduction={reduction!r} was given; 'mean' would do, as curvature and bound refer to the mean loss"
         )
     make, allowed = known[func]

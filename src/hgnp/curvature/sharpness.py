@@ -22,6 +22,7 @@ from hgnp.curvature.autodiff.forward import Output, check_gradients, run, sample
 from hgnp.curvature.factors import find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature
 from hgnp.curvature.validation import check_functions
+from hgnp.errors import InputError
 from hgnp.state_guards import evaluating
 
 TOLERANCE = 1e-4
@@ -60,18 +61,18 @@ def sharpness(
     check_functions(loss=loss, output=output)
     for name, value in (("tolerance", tolerance), ("max_seconds", max_seconds)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ValueError(f"{name} must be a number > 0, got {value!r}")
+            raise InputError(f"{name} must be a number > 0, got {value!r}")
     check_gradients()
     loss_curvature(loss)  # refuses one that is no mean
     if iter(data) is data:
-        raise ValueError("data: a generator can be gone through once only; a list or a DataLoader would do")
+        raise InputError("data: a generator can be gone through once only; a list or a DataLoader would do")
     parameters: list[Tensor] = [p for p in net.parameters() if p.requires_grad]
     size = sum(p.numel() for p in parameters)
     if not size:
-        raise ValueError("net: it has no trained parameter")
+        raise InputError("net: it has no trained parameter")
     most = max(min(size, MAX_STEPS, MAX_BYTES // (size * parameters[0].element_size())), 1)
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
-        raise ValueError(f"k: {k!r} was given; a whole number from 1 to {most} would do for {size} parameters")
+        raise InputError(f"k: {k!r} was given; a whole number from 1 to {most} would do for {size} parameters")
     metric = _metric(net, parameters) if scale_invariant else None
     with evaluating(net), sdpa_kernel(SDPBackend.MATH):
         product = partial(_product, net, data, loss, output, parameters, metric)
@@ -112,7 +113,7 @@ def _product(
         total += n * torch.cat([p.flatten() for p in products])
         samples += n
     if not samples:
-        raise ValueError("data: it has no batch")
+        raise InputError("data: it has no batch")
     if metric is not None:
         scale = torch.cat([d.expand_as(p).flatten() for d, p in zip(metric, parameters, strict=True)])
         total = total * scale
@@ -136,7 +137,7 @@ def _lanczos(
                 w.sub_(v * (v @ w))
         beta = w.norm().item()
         if not math.isfinite(beta):
-            raise ValueError(
+            raise InputError(
                 "data: the Hessian of the loss over it is not finite; finite inputs, targets and weights would do"
             )
         T = torch.diag(torch.tensor(alphas, dtype=torch.float64))

@@ -47,7 +47,7 @@ from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.factors import Block, find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature, normaliser, weighted
 from hgnp.curvature.validation import check_functions, finite, hooked, refuse_unseen
-from hgnp.errors import refuse_renamed
+from hgnp.errors import InputError, refuse_renamed
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import Removal, listen
 
@@ -195,7 +195,7 @@ class Step:
         """n and w of this rank's batch."""
         samples = samples_in(inputs)
         if not samples:
-            raise ValueError("inputs: the batch has no sample; at least one would do")
+            raise InputError("inputs: the batch has no sample; at least one would do")
         state.samples, state.weight = samples, None
         if self.reducer.ranks > 1:
             own = normaliser(self.loss, target, target) if isinstance(target, Tensor) else None
@@ -451,7 +451,7 @@ class Step:
                 total.backward(retain_graph=retain_graph)
         except RuntimeError as error:
             if "is not implemented" in str(error):
-                raise ValueError(
+                raise InputError(
                     f"net: PyTorch has no further derivative of one of its operations ({error})"
                 ) from error
             raise
@@ -471,6 +471,8 @@ class Step:
         return state.direction.state_dict() | {"generator": generator, "age": state.age, "skipping": state.skipping}
 
     def load_state_dict(self, state: State, stored: Mapping[str, Any]) -> None:
+        if missing := self.state_dict(state).keys() - (stored if isinstance(stored, Mapping) else {}):
+            raise InputError(f"state must come from state_dict(), got one without {', '.join(sorted(missing))}")
         state.direction.load_state_dict(stored)
         state.age, state.skipping, state.first_q, state.generator = stored["age"], stored["skipping"], None, None
         if stored["generator"] is not None:
@@ -495,12 +497,12 @@ def make_step(
     """A step and the state it begins with, from the arguments of `Flatness`."""
     check_functions(loss=loss, output=output)
     if not (finite(mu) and mu >= 0):
-        raise ValueError(f"mu must be a finite number ≥ 0, got {mu!r}")
+        raise InputError(f"mu must be a finite number ≥ 0, got {mu!r}")
     if not finite(bound):
-        raise ValueError(f"bound must be a finite number, got {bound!r}")
+        raise InputError(f"bound must be a finite number, got {bound!r}")
     if loss_curvature(loss) is None:
         if curvature == "ggn" or choices.get("fisher_type") == "mc":
-            raise ValueError("loss: only cross-entropy, MSE and BCE-with-logits (means) have a Gauss–Newton route "
+            raise InputError("loss: only cross-entropy, MSE and BCE-with-logits (means) have a Gauss–Newton route "
                              "and labels to sample; use curvature='hessian' and fisher_type='empirical'")  # fmt: skip
         curvature = "hessian"
     chosen = choose(flatness, curvature=curvature, **choices)
@@ -521,14 +523,14 @@ def _hinge(own: Tensor, q: Tensor, bound: float) -> Tensor:
 
 def _check_schedule(refresh_every: int, skip_inactive: bool, *, lagged: bool) -> None:
     if isinstance(refresh_every, bool) or not isinstance(refresh_every, int) or refresh_every < 1:
-        raise ValueError(f"refresh_every must be a whole number ≥ 1, got {refresh_every!r}")
+        raise InputError(f"refresh_every must be a whole number ≥ 1, got {refresh_every!r}")
     if not isinstance(skip_inactive, bool):
-        raise ValueError(f"skip_inactive must be True or False, got {skip_inactive!r}")
+        raise InputError(f"skip_inactive must be True or False, got {skip_inactive!r}")
     if refresh_every > 1 and not lagged:
-        raise ValueError(
+        raise InputError(
             f"refresh_every must be 1 with direction_from='this_batch', which refreshes v in every step, got {refresh_every}"
         )
     if skip_inactive and not lagged:
-        raise ValueError(
+        raise InputError(
             "skip_inactive must be False with direction_from='this_batch', which looks at the penalty in every step, got True"
         )

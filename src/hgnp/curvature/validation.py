@@ -8,15 +8,16 @@ import torch
 from torch import nn
 
 from hgnp.curvature.factors import find_blocks
+from hgnp.errors import InputError
 
 
 def check_functions(**given: Any) -> None:
     """That each can be called, or is None; the loss cannot be left out, nor be a class."""
     for name, value in given.items():
         if not callable(value) and (value is not None or name == "loss"):
-            raise ValueError(f"{name}: {value!r} was given; a function would do")
+            raise InputError(f"{name}: {value!r} was given; a function would do")
         if name == "loss" and isinstance(value, type):
-            raise ValueError(f"loss: the class {value.__name__} was given; {value.__name__}() would do")
+            raise InputError(f"loss: the class {value.__name__} was given; {value.__name__}() would do")
 
 
 def finite(value: Any) -> bool:
@@ -25,12 +26,12 @@ def finite(value: Any) -> bool:
 
 def refuse_unseen(net: nn.Module, *, flatten: bool) -> None:
     if not isinstance(net, nn.Module):
-        raise ValueError(f"net: a {type(net).__name__} was given; an nn.Module would do")
+        raise InputError(f"net: a {type(net).__name__} was given; an nn.Module would do")
     if flatten and not find_blocks(net):
-        raise ValueError("net: it has no Linear or Conv1d/2d/3d layer with a trained weight, so no block to flatten")
+        raise InputError("net: it has no Linear or Conv1d/2d/3d layer with a trained weight, so no block to flatten")
     for name, layer in net.named_modules():
         if isinstance(layer, torch.jit.ScriptModule) or hasattr(layer, "_orig_mod"):
-            raise ValueError(f"layer {name!r}: it is scripted or compiled, so that its operations cannot be seen and "
+            raise InputError(f"layer {name!r}: it is scripted or compiled, so that its operations cannot be seen and "
                              "neither route would be right; give the plain module")  # fmt: skip
 
 

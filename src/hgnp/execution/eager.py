@@ -6,6 +6,7 @@ from torch import Tensor
 
 from hgnp.curvature.autodiff.forward import check_gradients
 from hgnp.curvature.step import PLAIN, Scale, State, Step
+from hgnp.errors import InputError
 
 
 class Eager:
@@ -50,7 +51,7 @@ class Eager:
         check_gradients()
         step, state = self.step, self.state
         if not step.lagged:
-            raise ValueError(
+            raise InputError(
                 "loss needs direction_from='last_batch', got 'this_batch', which differentiates C before q is known; "
                 "call backward(inputs, target) instead"
             )

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from hgnp.errors import brief, meant, one_line
+from hgnp.errors import InputError, brief, meant, one_line
 from hgnp.experiments.config import Config
 from hgnp.experiments.models import load_weights
 from hgnp.experiments.overrides import completed, recipe_of
@@ -96,7 +96,7 @@ def network(config: Config) -> nn.Module:
     _check_args("model_args", model, config.model_args)
     net = _make("model", model, **config.model_args)
     if not isinstance(net, nn.Module):
-        raise ValueError(f"model: {config.model} makes a {type(net).__name__}; an nn.Module would do")
+        raise InputError(f"model: {config.model} makes a {type(net).__name__}; an nn.Module would do")
     return net
 
 
@@ -104,29 +104,29 @@ def find(key: str, path: str) -> Any:
     """What an import path names."""
     module_name, colon, name = path.partition(":")
     if not colon or not module_name or not name or module_name.startswith("."):
-        raise ValueError(f"{key}: {path!r} was given; an import path such as package.module:name would do")
+        raise InputError(f"{key}: {path!r} was given; an import path such as package.module:name would do")
     try:
         found = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise ValueError(f"{key}: {module_name} needs the module {error.name}, which is not installed") from error
-        raise ValueError(f"{key}: there is no module {error.name} for {path!r}; it is looked for in the current folder, "
+            raise InputError(f"{key}: {module_name} needs the module {error.name}, which is not installed") from error
+        raise InputError(f"{key}: there is no module {error.name} for {path!r}; it is looked for in the current folder, "
                          "beside the configuration and among installed packages") from error  # fmt: skip
     except SyntaxError as error:
-        raise ValueError(f"{key}: {error.filename} line {error.lineno} is not Python: {error.msg}") from error
+        raise InputError(f"{key}: {error.filename} line {error.lineno} is not Python: {error.msg}") from error
     for part in name.split("."):
         if not hasattr(found, part):
             known = [each for each in dir(found) if not each.startswith("_")]
-            raise ValueError(f"{key}: {module_name} has no {name!r}{meant(part, known) if known else ''}")
+            raise InputError(f"{key}: {module_name} has no {name!r}{meant(part, known) if known else ''}")
         found = getattr(found, part)
     if not callable(found):
-        raise ValueError(f"{key}: {path} is a {type(found).__name__}; something that can be called would do")
+        raise InputError(f"{key}: {path} is a {type(found).__name__}; something that can be called would do")
     return found
 
 
 def _named(key: str, name: str, built_in: Mapping[str, str]) -> Any:
     if ":" not in name and name not in built_in:
-        raise ValueError(
+        raise InputError(
             f"{key}: there is no built-in {name!r}{meant(name, built_in)}; or an import path, package.module:name"
         )
     return find(key, built_in.get(name, name))
@@ -152,7 +152,7 @@ def _options(config: Config) -> dict[str, Any]:
             options[key] = partial(_make, key, maker, **args)
     for key in ("loss", "optimizer", "scheduler"):
         if not getattr(config, key) and getattr(config, f"{key}_args"):
-            raise ValueError(f"{key}_args: they were given without {key}; an import path as {key} would do")
+            raise InputError(f"{key}_args: they were given without {key}; an import path as {key} would do")
     return options
 
 
@@ -175,25 +175,25 @@ def _check_args(key: str, maker: Callable[..., Any], args: Mapping[str, Any], be
     if not any(each.kind == each.VAR_KEYWORD for each in parameters):
         for name in args:
             if (key, name) == ("data_args", "folder") and name not in known:
-                raise ValueError(f"--data: {_title(maker)} takes no folder; leave it out")
+                raise InputError(f"--data: {_title(maker)} takes no folder; leave it out")
             if name not in known:
                 what = meant(name, known) if known else "; it takes none"
-                raise ValueError(f"{key}: {_title(maker)} takes no {name!r}{what}")
+                raise InputError(f"{key}: {_title(maker)} takes no {name!r}{what}")
     for each in named:
         if each.default is each.empty and each.name not in args:
             how = "--data DIR" if (key, each.name) == ("data_args", "folder") else f"--set {key}.{each.name}=…"
-            raise ValueError(f"{key}: {_title(maker)} needs {each.name!r}; {how} gives it")
+            raise InputError(f"{key}: {_title(maker)} needs {each.name!r}; {how} gives it")
 
 
 def _make(key: str, maker: Callable[..., Any], /, *before: Any, **args: Any) -> Any:
     try:
         return maker(*before, **args)
     except (TypeError, ValueError, RuntimeError) as error:  # torch raises the last for a width of -1
-        raise ValueError(f"{key}: {_title(maker)} refused its arguments: {one_line(error)}") from error
+        raise InputError(f"{key}: {_title(maker)} refused its arguments: {one_line(error)}") from error
     except OSError as error:
         if str(maker.__module__).startswith("hgnp."):
             raise  # our own loaders say what is missing
-        raise ValueError(f"{key}: {_title(maker)} failed: {brief(error)}") from error
+        raise InputError(f"{key}: {_title(maker)} failed: {brief(error)}") from error
 
 
 def _title(maker: Callable[..., Any]) -> str:
@@ -205,7 +205,7 @@ def _pair(name: str, made: Any) -> tuple[Any, Any]:
         return made.train, getattr(made, "val", None)
     if isinstance(made, tuple | list) and len(made) == 2:
         return made[0], made[1]
-    raise ValueError(
+    raise InputError(
         f"data: {name} returns a {type(made).__name__}; (train, val) or an object with .train and .val would do"
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from hgnp.errors import meant
+from hgnp.errors import InputError, meant
 from hgnp.experiments import safe_yaml
 from hgnp.io.atomic import write
 
@@ -63,24 +63,24 @@ class Config:
     @classmethod
     def from_dict(cls, values: Any, *, where: str, name: str) -> "Config":
         if not isinstance(values, Mapping):
-            raise ValueError(f"{where}: {values!r} was given; a mapping with model, data and recipe would do")
+            raise InputError(f"{where}: {values!r} was given; a mapping with model, data and recipe would do")
         for key in values:
             if key not in KEYS:
-                raise ValueError(f"{where}: there is no key {key!r}{meant(key, KEYS)}")
+                raise InputError(f"{where}: there is no key {key!r}{meant(key, KEYS)}")
         for key in ("model", "data", "recipe"):
             if values.get(key) is None:
-                raise ValueError(f"{where}: {key} is missing; {_EXPECTED[key]} would do")
+                raise InputError(f"{where}: {key} is missing; {_EXPECTED[key]} would do")
         given = {key: value for key, value in values.items() if value is not None}
         for key, value in given.items():
             if not _fits(key, value):
-                raise ValueError(f"{where}: {key}: {value!r} was given; {_EXPECTED[key]} would do")
+                raise InputError(f"{where}: {key}: {value!r} was given; {_EXPECTED[key]} would do")
         for method, changes in given.get("methods", {}).items():
             if (
                 not isinstance(changes, Mapping)
                 or list(changes) != ["recipe"]
                 or not isinstance(changes["recipe"], Mapping)
             ):
-                raise ValueError(f"{where}: methods.{method}: {changes!r} was given; recipe: {{field: value}} would do")
+                raise InputError(f"{where}: methods.{method}: {changes!r} was given; recipe: {{field: value}} would do")
         if "protect" in given:
             given["protect"] = tuple(given["protect"])
         return cls(**{"name": name, **given})
@@ -114,7 +114,7 @@ class Config:
         for setting in settings:
             path, equals, text = setting.partition("=")
             if not equals or not path:
-                raise ValueError(f"--set must be KEY=VALUE, such as recipe.mu=0.01, got {setting!r}")
+                raise InputError(f"--set must be KEY=VALUE, such as recipe.mu=0.01, got {setting!r}")
             _set(values, path.split("."), safe_yaml.load(text, where=f"--set {path}: {text[:100]!r}"))
         return Config.from_dict(values, where="command line", name=self.name)
 
@@ -173,18 +173,18 @@ def _set(values: dict[str, Any], path: list[str], value: Any) -> None:
     """Put `value` in place without touching the mappings that are shared with other configurations."""
     head, *rest = path
     if head not in KEYS:
-        raise ValueError(f"--set: there is no key {head!r}{meant(head, KEYS)}")
+        raise InputError(f"--set: there is no key {head!r}{meant(head, KEYS)}")
     if not rest:
         values[head] = value
         return
     if head not in _MAPPINGS:
-        raise ValueError(f"--set: {head} is {_EXPECTED[head]}; it holds no {'.'.join(rest)!r}")
+        raise InputError(f"--set: {head} is {_EXPECTED[head]}; it holds no {'.'.join(rest)!r}")
     inner = values[head] = dict(values.get(head, {}))
     for depth, part in enumerate(rest[:-1], start=2):
         below = inner.get(part, {})
         if not isinstance(below, Mapping):
             where = ".".join(path[:depth])
-            raise ValueError(f"--set: {where} is {below!r}, not a mapping; {where}={{{rest[-1]}: …}} would do")
+            raise InputError(f"--set: {where} is {below!r}, not a mapping; {where}={{{rest[-1]}: …}} would do")
         inner[part] = dict(below)
         inner = inner[part]
     inner[rest[-1]] = value

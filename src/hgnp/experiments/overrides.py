@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hgnp.errors import meant, one_line
+from hgnp.errors import InputError, meant, one_line
 from hgnp.experiments import presets
 from hgnp.experiments.config import Config, read
 from hgnp.recipe import Recipe
@@ -23,7 +23,7 @@ def effective(
     elif what.endswith((".yaml", ".yml")):
         raise FileNotFoundError(f"{what}: there is no such file")
     else:
-        raise ValueError(f"{what!r} is neither a file nor a preset{meant(what, presets.names())}")
+        raise InputError(f"{what!r} is neither a file nor a preset{meant(what, presets.names())}")
     if method is not None:
         config = config.with_method(method)
     if data is not None:
@@ -36,14 +36,14 @@ def effective(
 def recipe_of(config: Config) -> Recipe:
     """The configuration's recipe, checked."""
     if config.recipe.get("seed", config.seed) != config.seed:
-        raise ValueError(
+        raise InputError(
             f"recipe.seed must equal seed or be left out, got {config.recipe['seed']!r}; set seed, which seeds the whole run"
         )
     try:
         return Recipe.from_dict({**config.recipe, "seed": config.seed})
     except ValueError as error:
         message = one_line(error)
-        raise ValueError(message if message.startswith("recipe") else f"recipe.{message}") from error
+        raise InputError(message if message.startswith("recipe") else f"recipe.{message}") from error
 
 
 def completed(config: Config) -> Config:
@@ -60,7 +60,7 @@ def difference(config: Config, folder: Path) -> tuple[str, Any, Any] | None:
     try:
         before, now = completed(read(file)).settings(), completed(config).settings()
     except ValueError as error:
-        raise ValueError(f"{file}: {one_line(error)}") from error
+        raise InputError(f"{file}: {one_line(error)}") from error
     for key in [*now, *before]:
         if before.get(key) != now.get(key):
             return key, now.get(key), before.get(key)

@@ -10,6 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
+from hgnp.errors import InputError
+
 LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINSTRING", "SHORT_BINSTRING", "BINUNICODE"}
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
@@ -110,4 +112,4 @@ def values(pickled: bytes | BinaryIO, names: Collection[str], what: str) -> Any:
                 stack[-1].state = state
             case _:
                 raise RefusedError(f"its opcode {opcode.name} is in no {what}")
-    raise ValueError("it has no end")
+    raise InputError("it has no end")

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hgnp.errors import InputError
 from hgnp.experiments.build import Experiment, make_importable, network, prepare
 from hgnp.experiments.config import Config, read
 from hgnp.io import runs
@@ -44,7 +45,7 @@ def sample(folder: Path) -> tuple[Tensor, ...]:
     """Random inputs of one sample, without the batch dimension."""
     known = runs.read(folder).info.get("input")
     if not known:
-        raise ValueError(
+        raise InputError(
             f"{folder}: its inputs are not tensors by position, so none can be made up; use hgnp in Python"
         )
     return tuple(_random(each["shape"], getattr(torch, each["dtype"])) for each in known)

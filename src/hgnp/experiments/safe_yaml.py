@@ -10,14 +10,14 @@ from typing import Any
 
 import yaml
 
-from hgnp.errors import one_line
+from hgnp.errors import InputError, one_line
 
 MAX_CHARACTERS = 100_000
 MAX_NODES = 10_000
 MAX_DEPTH = 50
 
 
-class TooLargeError(ValueError):
+class TooLargeError(InputError):
     pass
 
 
@@ -27,20 +27,20 @@ def read(file: Path) -> Any:
         with file.open(encoding="utf-8") as stream:
             text = stream.read(MAX_CHARACTERS + 1)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not text in UTF-8: {error}") from error
+        raise InputError(f"{file} is not text in UTF-8: {error}") from error
     return load(text, where=str(file))
 
 
 def load(text: str, *, where: str) -> Any:
     """The value that `text` stands for; ValueError, in one line that begins with `where`, if it stands for none or too much."""
     if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"{where} must have at most {MAX_CHARACTERS:,} characters, got more")
+        raise InputError(f"{where} must have at most {MAX_CHARACTERS:,} characters, got more")
     try:
         return yaml.load(text, Loader=_Loader)
     except TooLargeError as error:
-        raise ValueError(f"{where} {error}") from None
+        raise InputError(f"{where} {error}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, a number of thousands of digits
-        raise ValueError(f"{where} is not YAML: {one_line(error)}") from error
+        raise InputError(f"{where} is not YAML: {one_line(error)}") from error
 
 
 @dataclass(frozen=True)

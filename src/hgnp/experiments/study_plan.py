@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hgnp.errors import meant, one_line
+from hgnp.errors import InputError, meant, one_line
 from hgnp.experiments import presets, safe_yaml
 from hgnp.experiments.config import Config
 from hgnp.experiments.overrides import completed, difference, effective
@@ -72,13 +72,13 @@ class PlannedRun:
         if not (folder / "run.json").exists():
             return "new"
         if not (folder / "config.yaml").exists():
-            raise ValueError(
+            raise InputError(
                 f"{folder} must hold a run of hgnp run, got one without config.yaml; choose another --out or move it away"
             )
         found = difference(self.config, folder)
         if found is not None:
             key, now, before = found
-            raise ValueError(
+            raise InputError(
                 f"{folder} must have been run with {key}={now!r} as the study has it, got {before!r}; "
                 f"choose another --out, or move it away to run it anew"
             )
@@ -103,14 +103,14 @@ class StudyPlan:
     def from_dict(cls, values: Any, *, where: str, name: str, folder: Path | None = None) -> "StudyPlan":
         """`where` it stands is named in messages; configuration files are looked for from `folder`."""
         if not isinstance(values, Mapping):
-            raise ValueError(f"{where} must be a mapping with networks and methods, got {values!r}")
+            raise InputError(f"{where} must be a mapping with networks and methods, got {values!r}")
         _known(values, KEYS, where)
         for key in ("networks", "methods"):
             if not values.get(key):
-                raise ValueError(f"{where}: {key} is missing; such as {_EXAMPLES[key]}")
+                raise InputError(f"{where}: {key} is missing; such as {_EXAMPLES[key]}")
         for key in ("name", "about", "baseline", "out"):
             if not isinstance(values.get(key), str | None):
-                raise ValueError(f"{where}: {key} must be text, got {values[key]!r}")
+                raise InputError(f"{where}: {key} must be text, got {values[key]!r}")
         given = values["networks"]
         networks = given if isinstance(given, list) else [given]
         plan = cls(
@@ -126,7 +126,7 @@ class StudyPlan:
         names = [method.name for method in plan.methods]
         if plan.baseline is not None and plan.baseline not in names:
             known = meant(plan.baseline, names)
-            raise ValueError(f"{where}: baseline must be one of the methods, got {plan.baseline!r}{known}")
+            raise InputError(f"{where}: baseline must be one of the methods, got {plan.baseline!r}{known}")
         return plan
 
     def runs(
@@ -141,23 +141,23 @@ class StudyPlan:
         """Every run, the methods of a seed one after the other; `settings` come last and win. `seeds` and `methods` replace
         and choose from those of the file."""
         if data is not None and all(network.data is not None for network in self.networks):
-            raise ValueError(f"--data must be left out, got {data!r}: each network of the study has its own data")
+            raise InputError(f"--data must be left out, got {data!r}: each network of the study has its own data")
         names = [method.name for method in self.methods]
         for name in methods or ():
             if name not in names:
-                raise ValueError(f"--methods must be methods of the study, got {name!r}{meant(name, names)}")
+                raise InputError(f"--methods must be methods of the study, got {name!r}{meant(name, names)}")
         chosen = [method for method in self.methods if methods is None or method.name in methods]
         seeds = self.seeds if seeds is None else seeds
         count = len(self.networks) * len(seeds) * len(chosen)
         if count > MOST_RUNS:
-            raise ValueError(f"{self.name}: a study must have at most {MOST_RUNS:,} runs, got {count:,}")
+            raise InputError(f"{self.name}: a study must have at most {MOST_RUNS:,} runs, got {count:,}")
         made = [
             self._run(network, method, seed, data, device, settings)
             for network, seed, method in itertools.product(self.networks, seeds, chosen)
         ]
         for number, run in enumerate(made):
             if any(run.name == other.name for other in made[:number]):
-                raise ValueError(
+                raise InputError(
                     f"{self.name}: runs must have names of their own, got {run.name} twice; "
                     "give networks a name (networks: [{config: …, name: …}])"
                 )
@@ -173,7 +173,7 @@ class StudyPlan:
                 effective(network.config, data=folder, method=method.method, settings=changes, seed=seed, device=device)
             )
         except ValueError as error:
-            raise ValueError(f"{self.name}: {method.name} on {network.config}: {one_line(error)}") from error
+            raise InputError(f"{self.name}: {method.name} on {network.config}: {one_line(error)}") from error
         options = {"--data": folder, "--method": method.method, "--seed": str(seed), "--device": device}
         arguments = [network.config]
         for option, value in options.items():
@@ -202,24 +202,24 @@ def check_seeds(text: str) -> tuple[int, ...]:
 def _known(values: Mapping[Any, Any], keys: Sequence[str], where: str) -> None:
     for key in values:
         if key not in keys:
-            raise ValueError(f"{where}: there is no key {key!r}{meant(key, keys)}")
+            raise InputError(f"{where}: there is no key {key!r}{meant(key, keys)}")
 
 
 def _name(name: Any, where: str) -> str:
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}", name):
-        raise ValueError(f"{where} must be letters, digits and . _ + -, as it names folders, got {name!r}")
+        raise InputError(f"{where} must be letters, digits and . _ + -, as it names folders, got {name!r}")
     return name
 
 
 def _network(given: Any, where: str, folder: Path | None) -> Network:
     values = {"config": given} if isinstance(given, str) else given
     if not isinstance(values, Mapping) or not isinstance(values.get("config"), str):
-        raise ValueError(
+        raise InputError(
             f"{where}: a network must be a preset, a file or {{config: …, name: …, data: …, set: …}}, got {given!r}"
         )
     _known(values, NETWORK_KEYS, f"{where}: networks")
     if not isinstance(values.get("data"), str | None):
-        raise ValueError(f"{where}: networks: data must be a folder, got {values['data']!r}")
+        raise InputError(f"{where}: networks: data must be a folder, got {values['data']!r}")
     name = None if values.get("name") is None else _name(values["name"], f"{where}: networks: name")
     config = values["config"]
     if folder is not None and config not in presets.names() and (folder / config).is_file():
@@ -232,10 +232,10 @@ def _methods(given: Any, where: str) -> tuple[Method, ...]:
         given = [given]
     if isinstance(given, list):
         if len({str(each) for each in given}) < len(given):
-            raise ValueError(f"{where}: methods must differ, got {given!r}")
+            raise InputError(f"{where}: methods must differ, got {given!r}")
         given = {each if isinstance(each, str) else str(each): {"method": each} for each in given}
     if not isinstance(given, Mapping):
-        raise ValueError(
+        raise InputError(
             f"{where}: methods must be a list or a mapping of names to {{method: …, set: …}}, got {given!r}"
         )
     made = []
@@ -244,10 +244,10 @@ def _methods(given: Any, where: str) -> tuple[Method, ...]:
         _name(name, f"{place}: the name")
         values = {} if values is None else values
         if not isinstance(values, Mapping):
-            raise ValueError(f"{place} must be {{method: …, set: …}}, got {values!r}")
+            raise InputError(f"{place} must be {{method: …, set: …}}, got {values!r}")
         _known(values, METHOD_KEYS, place)
         if not isinstance(values.get("method"), str | None):
-            raise ValueError(f"{place}: method must be text, got {values['method']!r}")
+            raise InputError(f"{place}: method must be text, got {values['method']!r}")
         made.append(Method(name, values.get("method"), _settings(values.get("set"), f"{place}: set")))
     return tuple(made)
 
@@ -261,7 +261,7 @@ def _seeds(given: Any, where: str) -> tuple[int, ...]:
         kind = "a list of different whole numbers from 0 to 4294967295"
         also = "" if where.startswith("--") else f", or how many from 1 to {MOST_RUNS}"
         shown = ",".join(map(str, given)) if also == "" else given
-        raise ValueError(f"{where} must be {kind}{also}, got {shown!r}")
+        raise InputError(f"{where} must be {kind}{also}, got {shown!r}")
     return tuple(given)
 
 
@@ -270,18 +270,18 @@ def _settings(given: Any, where: str) -> tuple[str, ...]:
     if given is None:
         return ()
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-        raise ValueError(f"{where} must be a mapping such as {{recipe.mu: 0.01}}, got {given!r}")
+        raise InputError(f"{where} must be a mapping such as {{recipe.mu: 0.01}}, got {given!r}")
     try:
         return tuple(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items())
     except TypeError:
-        raise ValueError(f"{where} must hold numbers, texts, lists and mappings, got {given!r}") from None
+        raise InputError(f"{where} must hold numbers, texts, lists and mappings, got {given!r}") from None
 
 
 def check_states(planned: Iterable[PlannedRun], out: Path) -> dict[str, str]:
     """Each run's name and state; ValueError, before anything is run, for one that is another's."""
     for name in ("run.json", "config.yaml"):
         if (out / name).exists():
-            raise ValueError(f"--out must be a folder for a study's runs, got {out}, which holds a run; choose another")
+            raise InputError(f"--out must be a folder for a study's runs, got {out}, which holds a run; choose another")
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"--out must be a folder, got {out}, which is a file; choose another")
     return {run.name: run.state(out) for run in planned}

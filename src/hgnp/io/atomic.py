@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from hgnp.errors import InputError
+
 try:
     import fcntl
 except ImportError:  # Windows: nobody is kept out
@@ -70,10 +72,10 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 def check_place(path: Path) -> None:
     """ValueError unless a file can be made at `path`, with the folders above it, as far as names go."""
     if path.is_dir():
-        raise ValueError(f"path: {str(path)!r} is a folder; the name of a file would do")
+        raise InputError(f"path: {str(path)!r} is a folder; the name of a file would do")
     for above in path.parents:
         if above.is_file():
-            raise ValueError(f"path: {str(above)!r} is a file where a folder is wanted; another name would do")
+            raise InputError(f"path: {str(above)!r} is a file where a folder is wanted; another name would do")
 
 
 def sweep(path: Path, *, older_than: float) -> None:
@@ -97,7 +99,7 @@ def read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file}: damaged: {error}") from None
+        raise InputError(f"{file}: damaged: {error}") from None
 
 
 def as_json(value: Any, indent: int | None = None) -> str:

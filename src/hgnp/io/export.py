@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hgnp.errors import brief
+from hgnp.errors import InputError, MissingPackageError, brief
 from hgnp.io.atomic import check_place, whole
 from hgnp.pruning.graph import Inputs
 from hgnp.pruning.layers import as_inputs
@@ -65,9 +65,9 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
     """
     path = Path(path)
     if path.name in KINDS:
-        raise ValueError(f"path: {str(path)!r} was given, without a name before the dot; net{path.name} would do")
+        raise InputError(f"path: {str(path)!r} was given, without a name before the dot; net{path.name} would do")
     if path.suffix not in KINDS:
-        raise ValueError(f"path: {str(path)!r} was given; a name that ends in {' or '.join(KINDS)} would do")
+        raise InputError(f"path: {str(path)!r} was given; a name that ends in {' or '.join(KINDS)} would do")
     check_place(path)
     refuse(net)
     inputs, arguments = _bound(net, as_inputs(example_input))
@@ -80,7 +80,7 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
     traced = _drawn(inputs, rows, TRACED, device)
     example = tree_map(lambda leaf: leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf, inputs)
     if not _run(subject, example, "net cannot run on example_input"):  # a copy: some networks write into their input
-        raise ValueError("net returns no tensors that could be compared; a forward that returns tensors would do")
+        raise InputError("net returns no tensors that could be compared; a forward that returns tensors would do")
     _run(subject, traced, FIXED)
     with whole(path) as draft, _known_noise():
         batch = torch.export.Dim("batch")
@@ -110,7 +110,7 @@ def onnx_session(path: Path, *, threads: int = 0) -> Any:
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # its errors have no public base class
-        raise ValueError(f"ONNX Runtime cannot run this network: {brief(error)}") from error
+        raise InputError(f"ONNX Runtime cannot run this network: {brief(error)}") from error
 
 
 def run_onnx(session: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -123,18 +123,18 @@ def run_onnx(session: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _need_onnx() -> None:
     missing = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ModuleNotFoundError(f"ONNX needs {', '.join(missing)}, not installed here: pip install 'hgnp[onnx]'")
+        raise MissingPackageError(f"ONNX needs {', '.join(missing)}, not installed here: pip install 'hgnp[onnx]'")
 
 
 def _duplicate(net: nn.Module, to_onnx: bool) -> nn.Module:
     """A copy to record, so that modes and buffers of `net` stay. ONNX is recorded and compared on the CPU, where it runs."""
     for name, tensor in net.named_parameters():
         if to_onnx and tensor.dtype == torch.bfloat16:
-            raise ValueError(f"net: {name} is bfloat16, which ONNX Runtime cannot run on a CPU; net.float() would do")
+            raise InputError(f"net: {name} is bfloat16, which ONNX Runtime cannot run on a CPU; net.float() would do")
     try:
         subject = copy.deepcopy(net).eval()
     except Exception as error:
-        raise ValueError(f"net cannot be copied: {brief(error)}") from error
+        raise InputError(f"net cannot be copied: {brief(error)}") from error
     return subject.cpu() if to_onnx else subject
 
 
@@ -142,7 +142,7 @@ def _rows(inputs: Inputs) -> int:
     for leaf in tree_leaves(inputs):
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.numel() > 0:
             return leaf.shape[0]
-    raise ValueError("example_input: it has no tensor with a batch dimension; a batch of one sample or more would do")
+    raise InputError("example_input: it has no tensor with a batch dimension; a batch of one sample or more would do")
 
 
 def _batched(leaf: Any, rows: int) -> bool:
@@ -157,10 +157,10 @@ def _bound(net: nn.Module, inputs: Inputs) -> tuple[Inputs, dict[str, Any]]:
     try:
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
-        raise ValueError(f"example_input does not fit {forward}: {error}") from None
+        raise InputError(f"example_input does not fit {forward}: {error}") from None
     for name in bound:
         if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            raise ValueError(
+            raise InputError(
                 f"example_input: {forward} takes {', '.join(bound[name])} through **{name}, where torch.export cannot free "
                 "the batch; parameters of those names would do"
             )
@@ -189,7 +189,7 @@ def _run(call: Callable[..., Any], inputs: Inputs, failure: str) -> list[Tensor]
         with torch.no_grad():
             output = call(*inputs[0], **inputs[1])
     except Exception as error:
-        raise ValueError(f"{failure}: {brief(error)}") from error
+        raise InputError(f"{failure}: {brief(error)}") from error
     return _tensors(output)
 
 
@@ -232,8 +232,8 @@ def _program(net: nn.Module, traced: Inputs, shapes: dict[str, Any]) -> torch.ex
         try:
             torch.export.export(net, *traced, strict=False)
         except Exception as again:
-            raise ValueError(f"net cannot be exported: {brief(again)}") from again
-        raise ValueError(f"{FIXED}: {brief(error)}") from error
+            raise InputError(f"net cannot be exported: {brief(again)}") from again
+        raise InputError(f"{FIXED}: {brief(error)}") from error
 
 
 def _as_onnx(net: nn.Module, program: torch.export.ExportedProgram, traced: Inputs, shapes: dict[str, Any]) -> bytes:
@@ -256,7 +256,7 @@ def _as_onnx(net: nn.Module, program: torch.export.ExportedProgram, traced: Inpu
                 net, traced[0], content, kwargs=traced[1], dynamo=False, input_names=names, dynamic_axes=free, **options
             )
         except Exception:
-            raise ValueError(f"net cannot be written as ONNX: {brief(error.__cause__ or error)}") from error
+            raise InputError(f"net cannot be written as ONNX: {brief(error.__cause__ or error)}") from error
         return content.getvalue()
 
 
@@ -270,14 +270,14 @@ def _checked(
         expected = _run(net, drawn, f"net cannot run at batch size {n}")
         got = _run(call, drawn, f"the exported network cannot run at batch size {n}")
         if [tuple(tensor.shape) for tensor in got] != [tuple(tensor.shape) for tensor in expected]:
-            raise ValueError(f"the exported network has other outputs than net at batch size {n}; not written")
+            raise InputError(f"the exported network has other outputs than net at batch size {n}; not written")
         half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in expected)
         for there, here in zip(got, expected, strict=True):
             away = float((there.double() - here.double()).abs().max()) if here.numel() else 0.0
             size = float(here.double().abs().max()) if here.numel() else 0.0
             share = away / size if size else math.inf if away else 0.0
             if not share <= (HALF_TOLERANCE if half else TOLERANCE):
-                raise ValueError(
+                raise InputError(
                     f"the exported network differs from net by {share:.1e} (relative; {away:.1e} absolute) at batch size "
                     f"{n}, more than {HALF_TOLERANCE if half else TOLERANCE:.0e}; not written"
                 )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hgnp.errors import InputError
+
 FORMAT = 1
 NUMBERS = (
     "epoch",
@@ -126,14 +128,14 @@ def read(folder: str | os.PathLike[str]) -> Run:
     info = _object(folder / "run.json")
     version = info.get("format")
     if not isinstance(version, int):
-        raise ValueError(f"{folder / 'run.json'}: format is {version!r}; a whole number was expected")
+        raise InputError(f"{folder / 'run.json'}: format is {version!r}; a whole number was expected")
     if version > FORMAT:
-        raise ValueError(
+        raise InputError(
             f"{folder / 'run.json'}: format {version} was written by a newer hgnp; this one reads up to {FORMAT}"
         )
     for key, kind in (("method", str), ("recipe", dict), ("at_start", dict)):
         if not isinstance(info.get(key), kind):
-            raise ValueError(f"{folder / 'run.json'}: {key} is {info.get(key)!r}; the file is damaged")
+            raise InputError(f"{folder / 'run.json'}: {key} is {info.get(key)!r}; the file is damaged")
     result = _object(folder / "result.json") if (folder / "result.json").is_file() else None
     _check_snapshots(result or {}, folder / "result.json")
     return Run(folder.resolve(), info, _rows(folder / "metrics.jsonl"), result)
@@ -142,11 +144,11 @@ def read(folder: str | os.PathLike[str]) -> Run:
 def _check_snapshots(result: Mapping[str, Any], file: Path) -> None:
     rows = result.get("snapshots") or []
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{file}: snapshots is {rows!r}; the file is damaged")
+        raise InputError(f"{file}: snapshots is {rows!r}; the file is damaged")
     for row in rows:
         for key in ("asked", "kept", "metric"):
             if not isinstance(row.get(key), int | float) and (key != "metric" or row.get(key, 0) is not None):
-                raise ValueError(f"{file}: {key} of a snapshot is {row.get(key)!r}; the file is damaged")
+                raise InputError(f"{file}: {key} of a snapshot is {row.get(key)!r}; the file is damaged")
 
 
 def _rows(file: Path) -> tuple[Row, ...]:
@@ -159,12 +161,12 @@ def _rows(file: Path) -> tuple[Row, ...]:
         for expected, (kind, keys) in KINDS.items():
             for key in keys:
                 if row.get(key) is not None and not isinstance(row[key], kind):
-                    raise ValueError(f"{where}: {key} is {row[key]!r}; {expected} was expected")
+                    raise InputError(f"{where}: {key} is {row[key]!r}; {expected} was expected")
         for key in ("epoch", "kept", "phase"):
             if row.get(key) is None:
-                raise ValueError(f"{where}: {key} is missing")
+                raise InputError(f"{where}: {key} is missing")
         if rows and row["epoch"] <= rows[-1]["epoch"]:
-            raise ValueError(f"{where}: epoch {row['epoch']} follows epoch {rows[-1]['epoch']}")
+            raise InputError(f"{where}: epoch {row['epoch']} follows epoch {rows[-1]['epoch']}")
         rows.append(row)
     return tuple(rows)
 
@@ -177,7 +179,7 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is damaged: it is not text ({error.reason} at byte {error.start})") from error
+        raise InputError(f"{file} is damaged: it is not text ({error.reason} at byte {error.start})") from error
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:
@@ -185,7 +187,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         value = json.loads(text, parse_constant=lambda _: None)
     except (json.JSONDecodeError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "too deeply nested"
-        raise ValueError(f"{where} is damaged: not JSON ({reason})") from error
+        raise InputError(f"{where} is damaged: not JSON ({reason})") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{where} is damaged: an object was expected, not {type(value).__name__}")
+        raise InputError(f"{where} is damaged: an object was expected, not {type(value).__name__}")
     return value

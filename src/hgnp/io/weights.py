@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hgnp.errors import first_line
+from hgnp.errors import InputError, InputTypeError, first_line
 from hgnp.io.atomic import check_place, whole
 from hgnp.pruning.graph import tensors_of
 from hgnp.pruning.surgery import Change, commit, replace_data, set_attributes
@@ -50,15 +50,15 @@ def described(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     refuse(net)
     for name, module in net.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise TypeError(
+            raise InputTypeError(
                 f"layer {name!r} ({type(module).__name__}) keeps extra state, which cannot be saved without pickle"
             )
     tensors = {name: tensor.detach() for name, tensor in tensors_of(net).items()}
     for name, tensor in tensors.items():
         if tensor.dtype == torch.complex128:
-            raise TypeError(f"{name} is {tensor.dtype}, which safetensors cannot hold; complex64 would do")
+            raise InputTypeError(f"{name} is {tensor.dtype}, which safetensors cannot hold; complex64 would do")
         if tensor.is_meta:
-            raise ValueError(f"{name} is on meta, which has no numbers to save; a CPU or a GPU would do")
+            raise InputError(f"{name} is on meta, which has no numbers to save; a CPU or a GPU would do")
     about: dict[str, Any] = {
         "format": FORMAT,
         "class": type(net).__qualname__,
@@ -83,7 +83,7 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name).clone() for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{file}: not a readable safetensors file: {first_line(error)}") from error
+        raise InputError(f"{file}: not a readable safetensors file: {first_line(error)}") from error
 
 
 def load(path: str | os.PathLike[str], net: Net) -> Net:
@@ -100,7 +100,7 @@ def load(path: str | os.PathLike[str], net: Net) -> Net:
     try:
         changes = changes_to_fit(_checked(metadata, tensors), tensors, net)
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+        raise InputError(f"{file}: {error}") from None
     commit(changes)
     return net
 
@@ -118,18 +118,18 @@ def _file(path: str | os.PathLike[str]) -> Path:
 
 def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if "hgnp" not in metadata:
-        raise ValueError("not written by hgnp.save: it has no widths")
+        raise InputError("not written by hgnp.save: it has no widths")
     try:
         about = json.loads(metadata["hgnp"])
     except (ValueError, RecursionError):
         about = None
     if not isinstance(about, dict) or not isinstance(about.get("format"), int):
-        raise ValueError("its description is damaged")
+        raise InputError("its description is damaged")
     if about["format"] > FORMAT:
-        raise ValueError(f"written in format {about['format']} by a newer hgnp; this one reads up to {FORMAT}")
+        raise InputError(f"written in format {about['format']} by a newer hgnp; this one reads up to {FORMAT}")
     expected = about.pop("sha256", None)
     if expected != digest(tensors, about):
-        raise ValueError("damaged: its content does not match its checksum")
+        raise InputError("damaged: its content does not match its checksum")
     well_formed = (
         isinstance(about.get("class"), str)
         and isinstance(about.get("channels_last"), list)
@@ -140,37 +140,37 @@ def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict
         )
     )
     if not well_formed:
-        raise ValueError("its description is damaged")
+        raise InputError("its description is damaged")
     return about
 
 
 def _fits(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> None:
     if about["class"] != type(net).__qualname__:
-        raise ValueError(f"holds a {about['class']}, not a {type(net).__qualname__}")
+        raise InputError(f"holds a {about['class']}, not a {type(net).__qualname__}")
     here = {name: type(module).__qualname__ for name, module in net.named_modules()}
     there = {name: kind for name, (kind, _) in about["modules"].items()}
     for name in [*here, *there]:
         if here.get(name) != there.get(name):
-            raise ValueError(
+            raise InputError(
                 f"layer {name!r} is {there.get(name, 'missing')} in the file, {here.get(name, 'missing')} in net"
             )
     for name, module in net.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
-                raise ValueError(
+                raise InputError(
                     f"{key} of layer {name!r} is on meta and never saved, as it is no buffer; a buffer would do"
                 )
     mine = tensors_of(net)
     for name in [*mine, *tensors]:
         if name not in mine or name not in tensors:
-            raise ValueError(f"{name} is only in {'net' if name in mine else 'the file'}")
+            raise InputError(f"{name} is only in {'net' if name in mine else 'the file'}")
         theirs, ours = tuple(tensors[name].shape), tuple(mine[name].shape)
         if len(theirs) != len(ours) or any(a > b for a, b in zip(theirs, ours, strict=True)):
-            raise ValueError(
+            raise InputError(
                 f"{name} is {theirs} in the file and cannot be cut from {ours}; net must be a fresh instance"
             )
         if tensors[name].dtype.is_floating_point != mine[name].dtype.is_floating_point:
-            raise ValueError(f"{name} is {tensors[name].dtype} in the file, {mine[name].dtype} in net")
+            raise InputError(f"{name} is {tensors[name].dtype} in the file, {mine[name].dtype} in net")
 
 
 def _tensor_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> list[Change]:
@@ -205,16 +205,16 @@ def _width_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net:
         own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
         stored, current = about["modules"][name][1], _widths(module)
         if stored.keys() != current.keys() or not all(_shrunk(stored[key], current[key]) for key in current):
-            raise ValueError(f"layer {name!r} cannot have {stored}: it has {current}")
+            raise InputError(f"layer {name!r} cannot have {stored}: it has {current}")
         shapes = {key: tuple(tensors[names[id(tensor)]].shape) for key, tensor in own.items()}
         stored = {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
         due = stated_widths(module, shapes.get, None, stored.get("groups", stored.get("num_groups")))
         if any(stored[key] != value for key, value in due.items()):
-            raise ValueError(f"layer {name!r} has {stored}, but its tensors say {due}")
+            raise InputError(f"layer {name!r} has {stored}, but its tensors say {due}")
         width = next((stored[out] for out in OUTPUTS if out in stored), None)
         for key in PER_OUTPUT if width is not None else ():
             if len(shapes.get(key, ())) == 1 and shapes[key] != (width,):
-                raise ValueError(f"{name}.{key} has {shapes[key][0]} entries, but the layer is {width} wide")
+                raise InputError(f"{name}.{key} has {shapes[key][0]} entries, but the layer is {width} wide")
         changes.append(set_attributes(module, stored))
     return changes
 

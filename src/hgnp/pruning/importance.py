@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from hgnp.errors import InputError
 from hgnp.pruning.neurons import Neurons
 from hgnp.pruning.selection import Scores
 
@@ -30,7 +31,7 @@ def bn_scale(neurons: Neurons) -> Scores:
     scales = {layer.name: neurons.norm_scale(layer.name) for layer in neurons.layers}
     scores = {name: scale.abs() for name, scale in scales.items() if scale is not None}
     if not scores:
-        raise ValueError(
+        raise InputError(
             "criterion 'bn_scale' needs a layer with neurons that is followed by a norm with a scale, got none"
         )
     return scores

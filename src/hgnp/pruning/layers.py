@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from hgnp.errors import meant
+from hgnp.errors import InputError, InputTypeError, meant
 from hgnp.pruning.graph import Inputs
 from hgnp.pruning.structure import Structure
 from hgnp.pruning.widths import weight_name
@@ -21,7 +21,7 @@ def as_inputs(example: Any) -> Inputs:
         return tuple(example), {}
     if isinstance(example, Mapping):
         return (), dict(example)
-    raise TypeError(
+    raise InputTypeError(
         f"example_input must be a tensor, a tuple or a dict of keyword arguments, not {type(example).__name__}"
     )
 
@@ -29,15 +29,15 @@ def as_inputs(example: Any) -> Inputs:
 def inside(net: nn.Module, protect: Iterable[str]) -> set[str]:
     """The names of all modules in the modules named."""
     if isinstance(protect, str):
-        raise TypeError(f"protect must be a list of names: protect=[{protect!r}]")
+        raise InputTypeError(f"protect must be a list of names: protect=[{protect!r}]")
     if not isinstance(protect, Iterable):
-        raise TypeError(f"protect must be a list of names, not {type(protect).__name__}; [] protects nothing")
+        raise InputTypeError(f"protect must be a list of names, not {type(protect).__name__}; [] protects nothing")
     names = [name for name, _ in net.named_modules()]
     protected = set()
     for entry in protect:
         inside = {name for name in names if name == entry or name.startswith(f"{entry}.")}
         if not inside:
-            raise ValueError(f"protect: no module {entry!r}{meant(entry, [name for name in names if name])}")
+            raise InputError(f"protect: no module {entry!r}{meant(entry, [name for name in names if name])}")
         protected |= inside
     return protected
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from hgnp.errors import refuse_renamed
+from hgnp.errors import InputError, refuse_renamed
 from hgnp.pruning.branch_coupling import Lanes, least_paper, side_by_side
 from hgnp.pruning.gates import Gates, find_gates
 from hgnp.pruning.graph import tensors_of
@@ -162,7 +162,7 @@ class Neurons:
         """
         n, round_to = as_count(n), as_round_to(round_to)
         if coupling not in ("coupled", "paper"):
-            raise ValueError(f"coupling must be 'coupled' or 'paper', not {coupling!r}")
+            raise InputError(f"coupling must be 'coupled' or 'paper', not {coupling!r}")
         alive = {layer.name: layer.alive for layer in self.layers}
         values = as_lists(scores, alive)
         floors = floors_of(floor, max_removed, alive, self._totals)
@@ -289,14 +289,14 @@ class Neurons:
         """ValueError if tensors do not have the shapes that this object knows of."""
         for name, tensor in tensors_of(self.net).items():
             if tensor.shape != self._living.shapes.get(name):
-                raise ValueError(
+                raise InputError(
                     f"{name} has shape {tuple(tensor.shape)}; the network was changed after Neurons was made"
                 )
 
     def _after(self, selection: Mapping[str, Sequence[int]]) -> Living:
         self._check()
         if isinstance(selection, Selection) and selection.version != self.version:
-            raise ValueError("this selection was made before the last removal: positions have moved; select again")
+            raise InputError("this selection was made before the last removal: positions have moved; select again")
         return self._living.without(selection, self._structure_of(coupling_of(selection)).roots)
 
     def _gone(self, left: Living, selection: Mapping[str, Sequence[int]]) -> Selection:
@@ -312,7 +312,7 @@ class Neurons:
             None if known else self._structure_of(gone.coupling).misfit(left.alive, aligned=gone.coupling == "coupled")
         )
         if found is not None:
-            raise ValueError(f"these neurons cannot be removed together ({', '.join(gone)}): {found.reason}")
+            raise InputError(f"these neurons cannot be removed together ({', '.join(gone)}): {found.reason}")
         return self._structure.removal(before, left.alive)
 
     # To go on elsewhere
@@ -329,7 +329,7 @@ class Neurons:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["alive"].shape != self._living.alive.shape:
-            raise ValueError("state: it is of another network, or of this one at another size")
+            raise InputError("state: it is of another network, or of this one at another size")
         self._living = Living(self._structure, self._rows, state["alive"].clone())
         self._tried = None
         self._totals = dict(state["totals"])

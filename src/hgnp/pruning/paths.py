@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from hgnp.errors import InputError
 from hgnp.pruning.graph import function_name, is_invocation, numbers_of, tensors_of
 from hgnp.pruning.module_calls import Frame, ModuleCalls
 from hgnp.pruning.structure import PathError
@@ -152,7 +153,7 @@ class _Gated(TorchFunctionMode):
         self._done[frame] += 1
         self._history = longer(self._history, frame.module, name)
         if call.reads and self._gamma.requires_grad and not torch.is_grad_enabled():
-            raise ValueError(
+            raise InputError(
                 f"net: {frame.module or 'its own forward'} runs without gradients (torch.no_grad or a reentrant checkpoint), "
                 "so that the neurons it reads cannot be scored; let it have them while scoring, or protect those layers"
             )

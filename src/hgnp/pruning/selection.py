@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hgnp.errors import InputError, InputTypeError
+
 Scores = Mapping[str, Tensor]
 """Layer → one number a living neuron."""
 Values = Mapping[str, list[float]]
@@ -94,18 +96,18 @@ def coupling_of(selection: Mapping[str, Sequence[int]]) -> Coupling:
 def as_lists(scores: Scores, alive: Mapping[str, int]) -> dict[str, list[float]]:
     """Checked scores, as Python numbers."""
     if not isinstance(scores, Mapping):
-        raise TypeError(f"scores must map layer names to one number a neuron, not {type(scores).__name__}")
+        raise InputTypeError(f"scores must map layer names to one number a neuron, not {type(scores).__name__}")
     result = {}
     for layer, values in scores.items():
         if layer not in alive:
-            raise ValueError(f"scores: {layer!r} has no prunable neurons; those that do: {', '.join(alive) or 'none'}")
+            raise InputError(f"scores: {layer!r} has no prunable neurons; those that do: {', '.join(alive) or 'none'}")
         values = torch.as_tensor(values).detach()
         if values.shape != (alive[layer],):
-            raise ValueError(
+            raise InputError(
                 f"scores[{layer!r}] has shape {tuple(values.shape)}; {alive[layer]} living neurons want ({alive[layer]},)"
             )
         if not bool(torch.isfinite(values).all()):
-            raise ValueError(f"scores[{layer!r}] has values that are not finite")
+            raise InputError(f"scores[{layer!r}] has values that are not finite")
         result[layer] = values.tolist()
     return result
 
@@ -113,14 +115,14 @@ def as_lists(scores: Scores, alive: Mapping[str, int]) -> dict[str, list[float]]
 def as_count(n: int) -> int:
     """How many neurons to take, checked."""
     if isinstance(n, bool) or not hasattr(n, "__index__") or operator.index(n) < 0:
-        raise ValueError(f"n must be a whole number of neurons, 0 or more, not {n!r}")
+        raise InputError(f"n must be a whole number of neurons, 0 or more, not {n!r}")
     return operator.index(n)
 
 
 def as_round_to(round_to: int) -> int:
     """What widths are to be multiples of, checked."""
     if isinstance(round_to, bool) or not hasattr(round_to, "__index__") or operator.index(round_to) < 1:
-        raise ValueError(f"round_to must be a whole number ≥ 1, such as 8, got {round_to!r}")
+        raise InputError(f"round_to must be a whole number ≥ 1, such as 8, got {round_to!r}")
     return operator.index(round_to)
 
 
@@ -129,13 +131,13 @@ def as_positions(layer: str, positions: Sequence[int], alive: int) -> Tensor:
     try:
         chosen = torch.as_tensor(list(positions))
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{layer}: positions must be a list of whole numbers, not {positions!r}") from None
+        raise InputError(f"{layer}: positions must be a list of whole numbers, not {positions!r}") from None
     if chosen.dim() != 1 or (len(chosen) and (chosen.is_floating_point() or chosen.dtype == torch.bool)):
-        raise ValueError(f"{layer}: positions must be a list of whole numbers, not {positions!r}")
+        raise InputError(f"{layer}: positions must be a list of whole numbers, not {positions!r}")
     chosen = chosen.long().cpu()
     wrong = chosen[(chosen < 0) | (chosen >= alive)]
     if len(wrong):
-        raise ValueError(f"{layer}: no neuron {int(wrong[0])}; it has {alive} living ones, 0 to {alive - 1}")
+        raise InputError(f"{layer}: no neuron {int(wrong[0])}; it has {alive} living ones, 0 to {alive - 1}")
     return chosen
 
 
@@ -144,12 +146,12 @@ def floors_of(
 ) -> dict[str, int]:
     """How many neurons each layer keeps, checked: `floor`, and all but the share `max_removed` of its total at the start."""
     if isinstance(max_removed, bool) or not isinstance(max_removed, int | float) or not 0 <= max_removed <= 1:
-        raise ValueError(f"max_removed must be a share between 0 and 1, got {max_removed!r}")
+        raise InputError(f"max_removed must be a share between 0 and 1, got {max_removed!r}")
     for name in floor if isinstance(floor, Mapping) else ():
         if name not in alive:
-            raise ValueError(f"floor: {name!r} has no prunable neurons; those that do: {', '.join(alive) or 'none'}")
+            raise InputError(f"floor: {name!r} has no prunable neurons; those that do: {', '.join(alive) or 'none'}")
     floors = {name: floor.get(name, 1) if isinstance(floor, Mapping) else floor for name in alive}
     for name, least in floors.items():
         if isinstance(least, bool) or not isinstance(least, int) or least < 1:
-            raise ValueError(f"floor must be at least 1, a whole number: no layer is emptied; got {least!r} for {name}")
+            raise InputError(f"floor must be at least 1, a whole number: no layer is emptied; got {least!r} for {name}")
     return {name: max(least, totals[name] - int(max_removed * totals[name] + 1e-9)) for name, least in floors.items()}

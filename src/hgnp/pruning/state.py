@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hgnp.errors import meant
+from hgnp.errors import InputError, meant
 from hgnp.pruning.selection import Unit, as_positions
 from hgnp.pruning.structure import Structure
 from hgnp.pruning.widths import Shape
@@ -51,25 +51,25 @@ class Living:
     def without(self, selection: Mapping[str, Sequence[int]], roots: Tensor) -> "Living":
         """Who is left once the selection, and what hangs on it by `roots`, is gone. Names what is wrong with it."""
         if not isinstance(selection, Mapping):
-            raise ValueError(f"selection: {selection!r} was given; a dict such as {{'layer': [0, 1]}} would do")
+            raise InputError(f"selection: {selection!r} was given; a dict such as {{'layer': [0, 1]}} would do")
         structure = self.structure
         dead = torch.zeros(len(roots), dtype=torch.bool)
         for layer, positions in selection.items():
             if layer not in self.rows:
-                raise ValueError(f"selection: no layer {layer!r} with neurons{meant(layer, self.rows)}")
+                raise InputError(f"selection: no layer {layer!r} with neurons{meant(layer, self.rows)}")
             living = self.of(layer)
             slots = living[as_positions(layer, positions, len(living))]
             frozen = slots[structure.fixed[slots]]
             if len(frozen):
-                raise ValueError(f"{layer}: neurons cannot be removed: {structure.ties.reason(int(frozen[0]))}")
+                raise InputError(f"{layer}: neurons cannot be removed: {structure.ties.reason(int(frozen[0]))}")
             dead[roots[slots]] = True
         left = Living(structure, self.rows, self.alive & ~dead[roots])
         for layer in selection:
             if not len(left.of(layer)):
-                raise ValueError(f"{layer}: the selection would leave it without neurons")
+                raise InputError(f"{layer}: the selection would leave it without neurons")
         for (name, _), slots in structure.ties.slots.items():
             if not bool(left.alive[slots].any()):
-                raise ValueError(f"{name}: the selection, with what hangs on it, would leave nothing of it")
+                raise InputError(f"{name}: the selection, with what hangs on it, would leave nothing of it")
         return left
 
     def gone(self, left: "Living") -> dict[str, list[int]]:

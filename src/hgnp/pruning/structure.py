@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hgnp.errors import first_line
+from hgnp.errors import InputError, first_line
 from hgnp.pruning.coupling import Settled, Ties, UnsettledError
 from hgnp.pruning.graph import Graph, Inputs, kind_of, tensors_of
 from hgnp.pruning.labels import compact, varies
@@ -36,7 +36,7 @@ class Recorded:
     """Whether batch norms had to be in eval mode for it, as each sees one value a channel."""
 
 
-class PathError(ValueError):
+class PathError(InputError):
     """The forward takes a path that is not known."""
 
     def __init__(self, module: str, reason: str) -> None:
@@ -95,7 +95,7 @@ class Structure:
         if graph.error is not None and not isinstance(graph.error, UNSEEN):
             where = f" in {graph.where}" if graph.where else ""
             mode = "train" if training else "eval"
-            raise ValueError(
+            raise InputError(
                 f"net(example_input) failed{where} ({mode} mode): {first_line(graph.error)}"
             ) from graph.error
         return graph

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hgnp.errors import InputError
 from hgnp.pruning.graph import tensors_of
 from hgnp.removal import Removal, Slices, cut
 
@@ -40,11 +41,11 @@ def changes_to_net(net: nn.Module, removal: Removal) -> list[Change]:
 
 def changes_to_optimizer(net: nn.Module, optimizer: torch.optim.Optimizer, removal: Removal) -> list[Change]:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer: {optimizer!r} was given; a torch.optim.Optimizer of the network would do")
+        raise InputError(f"optimizer: {optimizer!r} was given; a torch.optim.Optimizer of the network would do")
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(id(parameter) in names for parameter in held):
-        raise ValueError("optimizer holds none of the network's parameters")
+        raise InputError("optimizer holds none of the network's parameters")
     changes = []
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter))
@@ -62,14 +63,14 @@ def _cut_state(value: Any, parameter: Tensor, slices: Slices, what: str) -> Any:
     if isinstance(value, list | tuple | dict) and any(
         isinstance(v, Tensor) for v in (value.values() if isinstance(value, dict) else value)
     ):
-        raise ValueError(f"{what} is a collection of tensors, which cannot be cut with the neurons")
+        raise InputError(f"{what} is a collection of tensors, which cannot be cut with the neurons")
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     fits = value.dim() == parameter.dim() and all(
         mine in (1, full) for mine, full in zip(value.shape, parameter.shape, strict=True)
     )
     if not fits:
-        raise ValueError(
+        raise InputError(
             f"{what} has shape {tuple(value.shape)} and cannot be cut with a parameter of shape {tuple(parameter.shape)}"
         )
     if not slices:
@@ -80,7 +81,7 @@ def _cut_state(value: Any, parameter: Tensor, slices: Slices, what: str) -> Any:
 def twins_of(net: nn.Module, also: Iterable[nn.Module]) -> list[nn.Module]:
     """A list of networks that have the same tensors in the same shapes as `net`; ValueError if one has not."""
     if isinstance(also, nn.Module) or not isinstance(also, Iterable):
-        raise ValueError(f"also: a {type(also).__name__} was given; a list of networks would do")
+        raise InputError(f"also: a {type(also).__name__} was given; a list of networks would do")
     twins = list(also)
     for place, twin in enumerate(twins):
         _check_twin(net, twin, place)
@@ -89,14 +90,14 @@ def twins_of(net: nn.Module, also: Iterable[nn.Module]) -> list[nn.Module]:
 
 def _check_twin(net: nn.Module, twin: nn.Module, place: int) -> None:
     if not isinstance(twin, nn.Module):
-        raise ValueError(f"also[{place}]: a {type(twin).__name__} was given; a network would do")
+        raise InputError(f"also[{place}]: a {type(twin).__name__} was given; a network would do")
     hint = "; pass its .module" if isinstance(getattr(twin, "module", None), nn.Module) else ""
     mine, its = tensors_of(net), tensors_of(twin)
     for name in [*mine, *its]:
         if name not in mine or name not in its or mine[name].shape != its[name].shape:
             found = tuple(its[name].shape) if name in its else "missing"
             due = tuple(mine[name].shape) if name in mine else "absent"
-            raise ValueError(f"also[{place}] is not a network of the same shape: {name} is {found}, here {due}{hint}")
+            raise InputError(f"also[{place}] is not a network of the same shape: {name} is {found}, here {due}{hint}")
 
 
 def commit(changes: Iterable[Change]) -> None:

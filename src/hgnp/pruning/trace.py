@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from hgnp.errors import InputTypeError
 from hgnp.pruning.as_found import chance, left_as_found
 from hgnp.pruning.graph import (
     Graph,
@@ -264,7 +265,7 @@ def _record(
             if chance() != before:
                 raise UnseenError("it draws from Python's or NumPy's random numbers")
             if not graph.outputs:
-                raise TypeError(f"its output, a {type(output).__name__}, holds no tensor that can be found")
+                raise InputTypeError(f"its output, a {type(output).__name__}, holds no tensor that can be found")
         except Exception as error:
             graph.error, graph.where = error, layer_of(net, error)
     return graph, recorder.made()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hgnp.errors import first_line
+from hgnp.errors import InputError, first_line
 from hgnp.pruning.graph import Graph, Step, Value
 from hgnp.pruning.labels import Labelled, compact, varies
 from hgnp.pruning.propagation import Followed, Follower
@@ -38,7 +38,7 @@ def keep_masks(labelled: Labelled, alive: Tensor) -> list[Tensor | None]:
         left = compact(alive[label])
         if left.numel() == 1:
             if not bool(left):
-                raise ValueError("nothing is left of a tensor")
+                raise InputError("nothing is left of a tensor")
             continue
         dims = varies(left)
         outer = torch.ones((1,) * left.dim(), dtype=torch.bool)
@@ -50,7 +50,7 @@ def keep_masks(labelled: Labelled, alive: Tensor) -> list[Tensor | None]:
             current = masks[dim]
             masks[dim] = mask if current is None else current & mask
         if not torch.equal(outer.expand(left.shape), left):
-            raise ValueError("what is left of a tensor is no rectangle")
+            raise InputError("what is left of a tensor is no rectangle")
     return masks
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hgnp.errors import brief
+from hgnp.errors import InputError, brief
 from hgnp.pruning import Neurons
 from hgnp.reporting.timings import Bench, conditions
 from hgnp.reporting.variants import DEFAULTS, VARIANTS, Way, compiling, way
@@ -81,15 +81,15 @@ def equal_accuracy(
     """
     labels = ["full", *(entry.label for entry in entries)]
     if len(set(labels)) < len(labels):
-        raise ValueError(f"entries: labels {labels} were given, 'full' being taken; a label of its own each would do")
+        raise InputError(f"entries: labels {labels} were given, 'full' being taken; a label of its own each would do")
     devices = [_device(each) for each in ([device] if isinstance(device, str | torch.device) else device)]
     devices = list(dict.fromkeys(devices))
     places = [(d, _batches(batches, d), _variants(variants, d)) for d in devices]
     if not isinstance(repeats, int) or repeats < 1:
-        raise ValueError(f"repeats: {repeats!r} was given; a whole number of at least 1 would do")
+        raise InputError(f"repeats: {repeats!r} was given; a whole number of at least 1 would do")
     samples = tuple(sample) if isinstance(sample, tuple | list) else (sample,)
     if not samples or not all(isinstance(each, Tensor) for each in samples):
-        raise ValueError("sample: a tensor without a batch dimension, or a tuple of them, would do")
+        raise InputError("sample: a tensor without a batch dimension, or a tuple of them, would do")
 
     contestants = _contestants(full, entries, samples)
     steps = sum(len(chosen) * len(contestants) + len(sizes) * (WARMUP + repeats) for _, sizes, chosen in places)
@@ -110,7 +110,7 @@ def weight_pruned(full: nn.Module, kept: float, *, seed: int = 0) -> nn.Module:
     next to zero would be slow on a CPU.
     """
     if not isinstance(kept, int | float) or not 0 < kept <= 1:
-        raise ValueError(f"kept: {kept!r} was given; a fraction above 0 and up to 1 would do")
+        raise InputError(f"kept: {kept!r} was given; a fraction above 0 and up to 1 would do")
     random = torch.Generator().manual_seed(seed)
     net = copy.deepcopy(full)
     weights = [parameter for parameter in net.parameters() if parameter.dim() > 1]
@@ -270,14 +270,14 @@ def _device(given: Device) -> torch.device:
         device = None
     ready = {"cpu": True, "cuda": torch.cuda.is_available()}
     if device is None or not ready.get(device.type, False):
-        raise ValueError(f"device: {str(given)!r} was given; {' or '.join(k for k in ready if ready[k])} would do here")
+        raise InputError(f"device: {str(given)!r} was given; {' or '.join(k for k in ready if ready[k])} would do here")
     return device
 
 
 def _batches(given: int | Sequence[int] | None, device: torch.device) -> list[int]:
     sizes = [BATCHES[device.type]] if given is None else [given] if isinstance(given, int) else list(given)
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ValueError(f"batches: {given!r} was given; whole numbers of at least 1 would do")
+        raise InputError(f"batches: {given!r} was given; whole numbers of at least 1 would do")
     return list(dict.fromkeys(sizes))
 
 
@@ -285,7 +285,7 @@ def _variants(given: Sequence[str] | None, device: torch.device) -> list[str]:
     chosen = list(dict.fromkeys(DEFAULTS[device.type] if given is None else given))
     for name in chosen:
         if name not in VARIANTS:
-            raise ValueError(f"variants: {name!r} was given; {', '.join(VARIANTS)} would do")
+            raise InputError(f"variants: {name!r} was given; {', '.join(VARIANTS)} would do")
     return chosen
 
 

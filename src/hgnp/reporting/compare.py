@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hgnp.errors import InputError
 from hgnp.experiments import config
 from hgnp.io.runs import Run
 from hgnp.reporting import curves, hybrid
@@ -126,7 +127,7 @@ def compare_runs(runs: Sequence[Run], *, baseline: str | None = None, threshold:
     """
     check_choice(threshold)
     if not runs:
-        raise ValueError("runs: none were given; at least one folder would do")
+        raise InputError("runs: none were given; at least one folder would do")
     members = _by_study(runs)
     titles = _told_apart([_title(each[0]) for each in members], [_made_from(each) for each in members])
     drafts = [_study(title, each, baseline) for title, each in zip(titles, members, strict=True)]
@@ -282,7 +283,7 @@ def _baseline(groups: Sequence[Group], wanted: str | None) -> Group:
     for group in (*(g for g in groups if g.label == name), *(g for g in groups if g.method == name)):
         return group
     if wanted is not None:
-        raise ValueError(f"baseline: {wanted!r} was given; {' or '.join(group.label for group in groups)} would do")
+        raise InputError(f"baseline: {wanted!r} was given; {' or '.join(group.label for group in groups)} would do")
     return groups[0]
 
 

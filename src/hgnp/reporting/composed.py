@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hgnp.errors import InputError
 from hgnp.reporting import curves, hybrid
 from hgnp.reporting.curves import Curve
 
@@ -74,7 +75,7 @@ class Switch:
 def check_choice(threshold: Any) -> None:
     number = isinstance(threshold, int | float) and not isinstance(threshold, bool) and 0 <= threshold <= 1
     if not number and threshold not in ("fit", "paper"):
-        raise ValueError(f"threshold must be 'fit', 'paper' or a κ from 0 to 1, got {threshold!r}")
+        raise InputError(f"threshold must be 'fit', 'paper' or a κ from 0 to 1, got {threshold!r}")
 
 
 def compose(

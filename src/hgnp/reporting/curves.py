@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hgnp.errors import InputError
+
 Points = Sequence[tuple[float, float]]
 
 
@@ -25,7 +27,7 @@ class Curve:
     def at(self, kept: float) -> float:
         """The mean at κ, which must be on the curve."""
         if not self.kept[0] <= kept <= self.kept[-1]:
-            raise ValueError(f"kept: {kept:g} was given; the curve goes from {self.kept[0]:g} to {self.kept[-1]:g}")
+            raise InputError(f"kept: {kept:g} was given; the curve goes from {self.kept[0]:g} to {self.kept[-1]:g}")
         return float(np.interp(kept, self.kept, self.mean))
 
     def spread_at(self, kept: float) -> float | None:

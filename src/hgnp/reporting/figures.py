@@ -16,6 +16,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from hgnp.errors import InputError
 from hgnp.io.atomic import write, write_csv
 from hgnp.io.runs import Run
 from hgnp.reporting import charts, run_charts
@@ -96,7 +97,7 @@ def save_outcome(run: Run, file: str | os.PathLike[str]) -> Path:
     """`outcome` as a .png or .svg file."""
     kind = Path(file).suffix.lstrip(".")
     if kind not in ("png", "svg"):
-        raise ValueError(f"file: {os.fspath(file)!r} was given; a name that ends in .png or .svg would do")
+        raise InputError(f"file: {os.fspath(file)!r} was given; a name that ends in .png or .svg would do")
     return write(file, image(outcome(run), kind))
 
 

@@ -18,6 +18,8 @@ from sklearn.linear_model import LassoCV, LinearRegression, lasso_path
 from sklearn.model_selection import LeaveOneOut
 from sklearn.preprocessing import StandardScaler
 
+from hgnp.errors import InputError
+
 FEATURES = (
     "train_samples",
     "val_samples",
@@ -104,9 +106,9 @@ class Model:
         for name, coefficient in self.coefficients.items():
             value, (low, high) = features.get(name), self.ranges[name]
             if value is None:
-                raise ValueError(f"{name} is not known; the prediction needs {', '.join(self.coefficients)}")
+                raise InputError(f"{name} is not known; the prediction needs {', '.join(self.coefficients)}")
             if not low <= value <= high:
-                raise ValueError(
+                raise InputError(
                     f"{name}: {value:g} is outside what past experiments cover ({low:g} to {high:g}); no extrapolation"
                 )
             total += coefficient * value
@@ -156,10 +158,10 @@ def fit(
     `left_out` are experiments to be predicted rather than learned from: they widen the range that is not refused.
     """
     if len(samples) < 3:
-        raise ValueError(f"samples must be at least 3 experiments, got {len(samples)}")
+        raise InputError(f"samples must be at least 3 experiments, got {len(samples)}")
     for sample in (*samples, *left_out):
         if (reason := usable(sample)) is not None:
-            raise ValueError(f"sample {sample.name!r}: {reason}")
+            raise InputError(f"sample {sample.name!r}: {reason}")
     names = FEATURES if features is None else tuple(features)
     inputs, thresholds = _arrays(samples, names)
     intercept, slopes, penalty = (_lasso if features is None else _least_squares)(inputs, thresholds)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hgnp.errors import InputError
 from hgnp.io import runs
 from hgnp.io.atomic import write_csv, write_json
 from hgnp.reporting import curves, figures, run_charts, study_charts
@@ -26,7 +27,7 @@ def report(folders: Sequence[Folder], out: Folder | None = None) -> Path:
     """Write `out`/page.html and its figures (PNG, SVG, CSV); for one run `out` is its own folder unless given."""
     read = _read(folders)
     if out is None and len(read) > 1:
-        raise ValueError(f"out must be a folder for the page of {len(read)} runs, got none; give --out DIR")
+        raise InputError(f"out must be a folder for the page of {len(read)} runs, got none; give --out DIR")
     out = read[0].folder if out is None else Path(out)
     if len(read) > 1 or out.resolve() != read[0].folder:
         _not_a_run(out)
@@ -129,11 +130,11 @@ def as_dict(comparison: Comparison, out: Folder) -> dict[str, object]:
 
 def _read(folders: Sequence[Folder]) -> list[runs.Run]:
     if not folders:
-        raise ValueError("folders: none were given; at least one run would do")
+        raise InputError("folders: none were given; at least one run would do")
     read = [runs.read(folder) for folder in folders]
     for number, run in enumerate(read):
         if any(run.folder == other.folder for other in read[:number]):
-            raise ValueError(f"folders: {run.folder} was given twice; once would do")
+            raise InputError(f"folders: {run.folder} was given twice; once would do")
     return read
 
 
@@ -142,7 +143,7 @@ def _not_a_run(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"out must be a folder, got {out}, which is a file; choose another")
     if (out / "run.json").exists():
-        raise ValueError(f"out must not be the folder of a run, got {out}; choose another")
+        raise InputError(f"out must not be the folder of a run, got {out}; choose another")
 
 
 SUMMARY = (

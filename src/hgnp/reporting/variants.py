@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hgnp.errors import InputError
 from hgnp.io.export import export, onnx_session, run_onnx
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,11 +35,11 @@ def way(variant: str, net: nn.Module, example: Sequence[Tensor]) -> Way:
     """`net`, in eval mode on its device, made ready to run as `variant`; ValueError if that makes no sense for it."""
     if variant == "channels_last":
         if not any(isinstance(module, nn.Conv2d) for module in net.modules()):
-            raise ValueError("the network has no 2-d convolutions")
+            raise InputError("the network has no 2-d convolutions")
         return Way(_laid_out(copy.deepcopy(net)), _channels_last)
     if variant == "no_tf32":
         if example[0].device.type != "cuda":
-            raise ValueError("TF32 is a GPU's")
+            raise InputError("TF32 is a GPU's")
         return Way(_without_tf32(net))
     if variant == "compile":
         return Way(torch.compile(net, dynamic=False))
@@ -48,7 +49,7 @@ def way(variant: str, net: nn.Module, example: Sequence[Tensor]) -> Way:
         return Way(half, lambda tensor: _channels_last(tensor.to(dtype) if tensor.is_floating_point() else tensor))
     if variant == "onnx":
         if example[0].device.type != "cpu":
-            raise ValueError("ONNX Runtime is timed on the CPU only")
+            raise InputError("ONNX Runtime is timed on the CPU only")
         with tempfile.TemporaryDirectory() as folder:
             exported = export(net, Path(folder) / "net.onnx", tuple(example))
             session = onnx_session(exported.path, threads=torch.get_num_threads())

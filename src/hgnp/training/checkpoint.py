@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hgnp.errors import InputError, InputTypeError
 from hgnp.io.weights import digest, read_tensors, write_tensors
 
 FORMAT = 1
@@ -49,11 +50,11 @@ def read(file: Path) -> dict[str, Any]:
         version = content["format"]
         if version == FORMAT:
             if content.pop("sha256", None) != digest(tensors, content):
-                raise ValueError("its content does not match its checksum")
+                raise InputError("its content does not match its checksum")
             return unpacked(Packed(tensors, content))
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ValueError(f"{file}: not a checkpoint of hgnp, or a damaged one") from error
-    raise ValueError(f"{file}: written in format {version} by another hgnp; this one reads {FORMAT}")
+        raise InputError(f"{file}: not a checkpoint of hgnp, or a damaged one") from error
+    raise InputError(f"{file}: written in format {version} by another hgnp; this one reads {FORMAT}")
 
 
 def _packed(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
@@ -74,7 +75,7 @@ def _packed(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_packed(v, tensors, f"{where}[{i}]") for i, v in enumerate(value)]}
-    raise TypeError(f"{where.lstrip('.')}: a {type(value).__name__} cannot be kept in a checkpoint without pickle")
+    raise InputTypeError(f"{where.lstrip('.')}: a {type(value).__name__} cannot be kept in a checkpoint without pickle")
 
 
 def _unpacked(value: Any, tensors: dict[str, Tensor]) -> Any:

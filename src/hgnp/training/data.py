@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 
 from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.losses import CrossEntropy, Loss, loss_curvature
-from hgnp.errors import brief, first_line
+from hgnp.errors import InputError, InputTypeError, brief, first_line
 from hgnp.state_guards import evaluating, layer_of
 
 Unpack = Callable[[Any], tuple[Any, Any]]
@@ -19,12 +19,12 @@ def unpack(batch: Any, name: str = "train") -> tuple[Any, Any]:
     """(x, y) as it is; of a mapping, `labels` and the rest."""
     if isinstance(batch, Mapping):
         if "labels" not in batch:
-            raise ValueError(f"{name}: a batch has {', '.join(map(str, batch))} but no 'labels'; give unpack")
+            raise InputError(f"{name}: a batch has {', '.join(map(str, batch))} but no 'labels'; give unpack")
         return {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     kind = _kind(batch)
-    raise ValueError(f"{name}: a batch is {kind}; (x, y) or a mapping with 'labels' would do, or give unpack")
+    raise InputError(f"{name}: a batch is {kind}; (x, y) or a mapping with 'labels' would do, or give unpack")
 
 
 class Batches:
@@ -32,10 +32,10 @@ class Batches:
 
     def __init__(self, loader: Any, name: str, own_unpack: Unpack | None, device: torch.device) -> None:
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-            raise TypeError(f"{name}: {_kind(loader)} was given; a DataLoader or a list of batches would do")
+            raise InputTypeError(f"{name}: {_kind(loader)} was given; a DataLoader or a list of batches would do")
         # loaders of one's own may be their own iterators and start anew; these cannot
         if isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools"):
-            raise ValueError(
+            raise InputError(
                 f"{name}: {_kind(loader)} was given, which is used up after an epoch; a DataLoader or a list would do"
             )
         self.loader, self.name, self.device = loader, name, device
@@ -48,10 +48,10 @@ class Batches:
         for number, batch in enumerate(self.loader, 1):  # noqa: B007
             pair = self._pair(batch)
             if not isinstance(pair, tuple | list) or len(pair) != 2:
-                raise ValueError(f"unpack: it returned {_kind(pair)}; (inputs, target) would do")
+                raise InputError(f"unpack: it returned {_kind(pair)}; (inputs, target) would do")
             yield self._moved(pair[0]), self._moved(pair[1])
         if number == 0:
-            raise ValueError(f"{self.name}: the loader yields nothing; it must yield batches anew every epoch, as a DataLoader does")  # fmt: skip # noqa: E501
+            raise InputError(f"{self.name}: the loader yields nothing; it must yield batches anew every epoch, as a DataLoader does")  # fmt: skip # noqa: E501
         self.count = number
 
     def _pair(self, batch: Any) -> Any:
@@ -60,7 +60,7 @@ class Batches:
         try:
             return self._own(batch)
         except Exception as error:
-            raise ValueError(f"unpack: it failed on a batch of {self.name}: {brief(error)}") from error
+            raise InputError(f"unpack: it failed on a batch of {self.name}: {brief(error)}") from error
 
     def _moved(self, value: Any) -> Any:
         return tree_map(lambda x: x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x, value)
@@ -118,34 +118,34 @@ def check_first(net: nn.Module, loss: Loss, output: Output | None, batch: tuple[
             out = run(net, inputs)
     except Exception as error:
         layer = layer_of(net, error)
-        raise ValueError(
+        raise InputError(
             f"net: its forward failed on the first batch of {name}{f' in {layer}' if layer else ''}: {first_line(error)}"
         ) from error
     try:
         out = out if output is None else output(out)
     except Exception as error:
         what = f"a mapping with {', '.join(map(str, out))}" if isinstance(out, Mapping) else f"a {type(out).__name__}"
-        raise ValueError(f"output: it failed on what net returns, {what}: {brief(error)}") from error
+        raise InputError(f"output: it failed on what net returns, {what}: {brief(error)}") from error
     if is_classification(loss, target):
         check_classes(loss, out, target, name)
     try:
         with torch.no_grad():
             value = loss(out, target)
     except Exception as error:
-        raise ValueError(
+        raise InputError(
             f"loss: it failed on the first batch of {name}, output {_shape(out)} and target {_shape(target)}: "
             f"{first_line(error)}"
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
-        raise ValueError(f"loss: it returned {_shape(value)}; a mean over the batch, one number, would do")
+        raise InputError(f"loss: it returned {_shape(value)}; a mean over the batch, one number, would do")
     return out
 
 
 def check_classes(loss: Loss, out: Any, target: Tensor, name: str) -> None:
     if not isinstance(out, Tensor):
-        raise ValueError(f"net: it returned a {type(out).__name__}; output=lambda o: o.logits, or the like, would do")
+        raise InputError(f"net: it returned a {type(out).__name__}; output=lambda o: o.logits, or the like, would do")
     if out.dim() < 2 or out.shape[0] != target.shape[0] or out.shape[2:] != target.shape[1:]:
-        raise ValueError(
+        raise InputError(
             f"net: its output {_shape(out)} does not fit {name}'s labels {_shape(target)}; (samples, classes, …) would do"
         )
     check_labels(loss, target, out.shape[1], name)
@@ -159,7 +159,7 @@ def ignored_label(loss: Loss) -> int | None:
 def check_labels(loss: Loss, target: Tensor, classes: int, name: str) -> None:
     wrong = target[((target < 0) | (target >= classes)) & (target != ignored_label(loss))]
     if wrong.numel():
-        raise ValueError(f"{name}: label {int(wrong.flatten()[0])} is out of range; the network has {classes} outputs, "
+        raise InputError(f"{name}: label {int(wrong.flatten()[0])} is out of range; the network has {classes} outputs, "
                          f"0 to {classes - 1}")  # fmt: skip
 
 

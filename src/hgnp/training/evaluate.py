@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.losses import Loss, normaliser, total
-from hgnp.errors import brief
+from hgnp.errors import InputError, brief
 from hgnp.execution.graphs import Capture, Replayed, built_of
 from hgnp.removal import Removal, listen
 from hgnp.state_guards import evaluating
@@ -142,7 +142,7 @@ def check_metric(
             except MetricError:
                 raise
             except Exception as error:
-                raise ValueError(
+                raise InputError(
                     "metric must take all outputs and targets and return one number, or have update, compute and reset; "
                     f"it failed on the validation data: {brief(error)}"
                 ) from error
@@ -162,7 +162,7 @@ def measured(metric: Metric, pairs: Iterable[Pair]) -> float:
         metric.reset()
 
 
-class MetricError(ValueError):
+class MetricError(InputError):
     """What a metric returned is no number, or it cannot be given what the network returns."""
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from hgnp.curvature.autodiff.forward import samples_in
+from hgnp.errors import DivergedError, InputError
 from hgnp.execution.graphed import Graphed
 from hgnp.io.weights import changes_to_fit, described
 from hgnp.progress import Progress
@@ -36,7 +37,7 @@ from hgnp.training.plan import Plan
 from hgnp.training.pruner import Pruner
 from hgnp.training.run_folder import Folder, versions
 from hgnp.training.task import State, Task
-from hgnp.training.trainer import DivergedError, Epochs, make_steps
+from hgnp.training.trainer import Epochs, make_steps
 
 Batch = tuple[Any, Any]
 
@@ -337,7 +338,7 @@ class Run:
         try:
             changes = changes_to_fit(stored["net"]["widths"], stored["net"]["tensors"], self.net)
         except ValueError as error:
-            raise ValueError(f"resume: the run's checkpoint does not fit net: {error}") from None
+            raise InputError(f"resume: the run's checkpoint does not fit net: {error}") from None
         commit(changes)
         self._filled = changes
 
@@ -345,7 +346,7 @@ class Run:
         for name, now in self.made_with.items():
             was = stored["made_with"][name]
             if was != now:
-                raise ValueError(f"resume: the run began with {name} {was!r}, not {now!r}, and goes on only with that")
+                raise InputError(f"resume: the run began with {name} {was!r}, not {now!r}, and goes on only with that")
         if self.recipe.coupling == "coupled":
             self._fill(stored)
         for name in ("neurons", "plan", "optimizer"):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hgnp.errors import InputError, InputTypeError
 from hgnp.recipe import Recipe
 
 OptimizerOrMaker = torch.optim.Optimizer | Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -20,12 +21,12 @@ def make_optimizer(net: nn.Module, recipe: Recipe, given: OptimizerOrMaker | Non
         ))  # fmt: skip
     made = given if isinstance(given, torch.optim.Optimizer) else given(net.parameters())
     if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(f"optimizer: it made a {type(made).__name__}; an optimizer or its maker would do")
+        raise InputTypeError(f"optimizer: it made a {type(made).__name__}; an optimizer or its maker would do")
     if isinstance(made, torch.optim.LBFGS):
-        raise ValueError("optimizer: LBFGS evaluates the loss several times a step; SGD, AdamW and the like would do")
+        raise InputError("optimizer: LBFGS evaluates the loss several times a step; SGD, AdamW and the like would do")
     mine = {id(p) for p in net.parameters()}
     if not all(id(p) in mine for group in made.param_groups for p in group["params"]):
-        raise ValueError(
+        raise InputError(
             "optimizer must hold the network's parameters alone, got others; a maker uses those that it is given"
         )
     return made
@@ -45,14 +46,14 @@ def make_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, given: Any,
     if given is None:
         return None
     if recipe.schedule != "constant":
-        raise ValueError(f"scheduler: it was given beside schedule={recipe.schedule!r}; one of the two would do")
+        raise InputError(f"scheduler: it was given beside schedule={recipe.schedule!r}; one of the two would do")
     made = given(optimizer) if isinstance(given, type) or not hasattr(given, "step") else given
     if not hasattr(made, "step"):
-        raise TypeError(f"scheduler: it made a {type(made).__name__}; a scheduler or its maker would do")
+        raise InputTypeError(f"scheduler: it made a {type(made).__name__}; a scheduler or its maker would do")
     if getattr(made, "optimizer", optimizer) is not optimizer:
-        raise ValueError("scheduler: it is that of another optimizer; one of the optimizer that is given would do")
+        raise InputError("scheduler: it is that of another optimizer; one of the optimizer that is given would do")
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau) and not validated:
-        raise ValueError("scheduler: ReduceLROnPlateau needs the loss on validation data, and val was not given")
+        raise InputError("scheduler: ReduceLROnPlateau needs the loss on validation data, and val was not given")
     return made
 
 
@@ -68,5 +69,5 @@ def step_scheduler(scheduler: Any, val_loss: float | None) -> str | None:
         elif scheduler is not None:
             scheduler.step()
     except ValueError as error:  # OneCycleLR after its last step
-        raise ValueError(f"scheduler: it is stepped once an epoch, and refused: {error}") from error
+        raise InputError(f"scheduler: it is stepped once an epoch, and refused: {error}") from error
     return None

@@ -8,7 +8,7 @@ import torch
 
 from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.step import State, Step
-from hgnp.errors import named
+from hgnp.errors import InputError, named
 from hgnp.pruning import Neurons, Preview, Scores, Selection
 from hgnp.pruning.importance import WEIGHT_SCORES
 from hgnp.recipe import Recipe
@@ -52,7 +52,7 @@ class Pruner:
         if self.recipe.keep >= 1:
             return
         if not self.neurons.count:
-            raise ValueError(
+            raise InputError(
                 f"keep must be 1 for this network, got {self.recipe.keep:g}: no neuron can be removed ({self._why_frozen()})"
             )
         able = self._scored_layers()
@@ -68,7 +68,7 @@ class Pruner:
             unscored = sum(alive[name] for name in without)
             others = f", {unscored} neurons ({named(without)}) have no {self._criterion} score" if without else ""
             reachable = math.ceil(least * 1e4) / 1e4  # rounded to what can be met
-            raise ValueError(
+            raise InputError(
                 f"keep must be at least {reachable:g} of the {self.recipe.target}, got {self.recipe.keep:g}: every layer keeps "
                 f"{keeps}{others} and {frozen} neurons are frozen (print(hgnp.Neurons(net, x)) says why)"
             )

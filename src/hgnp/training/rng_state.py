@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from hgnp.errors import InputError
+
 
 def seed(value: int) -> None:
     random.seed(value)
@@ -39,7 +41,7 @@ def take(*loaders: Any) -> dict[str, Any]:
 def put_back(state: dict[str, Any], *loaders: Any) -> None:
     generators, stateful = _generators(loaders), _stateful(loaders)
     if len(generators) != len(state["generators"]) or len(stateful) != len(state["stateful"]):
-        raise ValueError("train or val: the loaders are others than those of the run that is resumed")
+        raise InputError("train or val: the loaders are others than those of the run that is resumed")
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["cpu"])

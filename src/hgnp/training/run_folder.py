@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hgnp.errors import check_renamed
+from hgnp.errors import InputError, InputTypeError, check_renamed
 from hgnp.io.atomic import alone_in, as_json, read_json, sweep, write, write_json
 from hgnp.io.weights import save
 from hgnp.recipe import Recipe
@@ -30,7 +30,7 @@ class Folder:
         try:
             self.path = Path(path)
         except TypeError:
-            raise TypeError(f"out: a {type(path).__name__} was given; a path would do") from None
+            raise InputTypeError(f"out: a {type(path).__name__} was given; a path would do") from None
         self.info = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoint = self.path / "checkpoint.safetensors"
@@ -95,16 +95,16 @@ class Folder:
         """A run goes on with the recipe it began with."""
         info = read_json(self.info)
         if not isinstance(info, dict) or not isinstance(info.get("recipe"), dict):
-            raise ValueError(f"{self.info}: damaged: it has no recipe")
+            raise InputError(f"{self.info}: damaged: it has no recipe")
         if info.get("format") != FORMAT:
-            raise ValueError(
+            raise InputError(
                 f"{self.info}: written in format {info.get('format')} by another hgnp; this one reads {FORMAT}"
             )
         was, now = info["recipe"], recipe.as_dict()
         check_renamed(was, now, str(self.info))
         for name, value in now.items():
             if was.get(name) != value:
-                raise ValueError(f"resume: the run in {self.path} has {name}={was.get(name)!r}, not {value!r}; "
+                raise InputError(f"resume: the run in {self.path} has {name}={was.get(name)!r}, not {value!r}; "
                                  "it goes on only with the recipe it began with")  # fmt: skip
 
     def write_info(self, info: dict[str, Any]) -> None:

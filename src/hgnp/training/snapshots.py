@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hgnp.errors import brief
+from hgnp.errors import DivergedError, InputError, brief
 from hgnp.io.atomic import read_json
 from hgnp.progress import Progress
 from hgnp.recipe import Recipe
@@ -22,7 +22,6 @@ from hgnp.state_guards import as_found
 from hgnp.training import checkpoint, rng_state
 from hgnp.training.loop import Run
 from hgnp.training.optimizers import OptimizerOrMaker, make_optimizer, make_scheduler
-from hgnp.training.trainer import DivergedError
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Spare:
         try:
             net, ours, theirs = copy.deepcopy((net, ours, theirs))
         except Exception as error:
-            raise ValueError(
+            raise InputError(
                 f"snapshots need a network, optimizer and scheduler that copy.deepcopy can copy: {brief(error)}"
             ) from error
         made = make_optimizer(net, recipe, optimizer if ours is None else ours)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hgnp.curvature.step import State, Step, make_step
+from hgnp.errors import DivergedError, InputError
 from hgnp.execution.eager import Eager
 from hgnp.execution.graphed import Graphed
 from hgnp.recipe import Recipe
@@ -21,10 +22,6 @@ from hgnp.training.task import Task
 
 CHECK_EVERY = 32  # steps; a look at the losses waits for the device
 SHOW_EVERY = 0.2  # seconds
-
-
-class DivergedError(ArithmeticError):
-    """The loss is no longer a finite number."""
 
 
 @dataclass
@@ -160,7 +157,7 @@ class Epochs:
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
-            raise ValueError(
+            raise InputError(
                 f"train: batch {len(seen.losses)} has a single sample, which a batch norm cannot learn from; "
                 "drop_last=True or another batch size would do"
             ) from error

@@ -26,6 +26,7 @@ from hgnp.curvature.autodiff.operations import (
 from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.autodiff.tape import Tape
 from hgnp.curvature.device import capturing
+from hgnp.errors import InputError
 from hgnp.reducer import LOCAL, Reducer
 
 Output = Callable[[Any], Any]
@@ -40,7 +41,7 @@ _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
 
-class UnfitError(ValueError):
+class UnfitError(InputError):
     """An operation that the chosen route cannot carry."""
 
 
@@ -51,7 +52,7 @@ class Watch(Protocol):
 
 def check_gradients() -> None:
     if not torch.is_grad_enabled():
-        raise ValueError("gradients: they are off, as under torch.no_grad(); a call outside of it would do")
+        raise InputError("gradients: they are off, as under torch.no_grad(); a call outside of it would do")
 
 
 def layer_options(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +160,7 @@ def run(
 def samples_in(inputs: Any) -> int:
     first = next(tensors_in(inputs), None)
     if first is None or first.dim() == 0:
-        raise ValueError("inputs: a batch holds no tensor whose first dimension counts samples")
+        raise InputError("inputs: a batch holds no tensor whose first dimension counts samples")
     return first.shape[0]
 
 

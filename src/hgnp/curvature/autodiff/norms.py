@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from hgnp.curvature.device import constant, wide
 from hgnp.curvature.kernels.support import kernels
+from hgnp.errors import InputError
 from hgnp.reducer import Reducer
 
 
@@ -72,7 +73,7 @@ def batch_norm(
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     count = input.numel() // input.shape[1]
     if count == 1:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
+        raise InputError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
     n, mean, var = _normalise(input, tuple(d for d in range(input.dim()) if d != 1), eps)
     _track(running_mean, mean.flatten(), momentum)
     _track(running_var, var.flatten() * (count / max(count - 1, 1)), momentum)

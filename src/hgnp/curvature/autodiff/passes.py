@@ -22,6 +22,7 @@ from hgnp.curvature.device import capturing
 from hgnp.curvature.factors import Block, find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature, weighted
 from hgnp.curvature.validation import tracked
+from hgnp.errors import InputError
 from hgnp.reducer import Reducer
 from hgnp.removal import Removal, listen
 from hgnp.state_guards import layer_of
@@ -155,7 +156,7 @@ class Passes:
                 raise mode.unfit  # the network's own code has caught it and taken another path
             return output
         except UnfitError as error:
-            raise ValueError(f"layer {layer_of(self.net, error)!r}: {error}") from error
+            raise InputError(f"layer {layer_of(self.net, error)!r}: {error}") from error
         finally:
             if mode is not None:
                 mode.unfit = None  # they would hold each other

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hgnp.errors import InputError
 from hgnp.experiments.data.cifar_pickle import read_batch
 from hgnp.experiments.data.loader import Data, Loader, Memory, chosen
 from hgnp.train import as_device
@@ -72,7 +73,7 @@ def _read_binary(file: Path) -> tuple[Tensor, Tensor]:
         raise FileNotFoundError(f"{file}: missing; CIFAR-10 has five data_batch files and test_batch")
     size, record = file.stat().st_size, 1 + PIXELS
     if size == 0 or size % record:
-        raise ValueError(
+        raise InputError(
             f"{file}: {size:,} bytes; a multiple of {record:,} was expected, 30,730,000 in the official file"
         )
     rows = torch.from_numpy(np.fromfile(file, dtype=np.uint8)).view(-1, record)
@@ -89,5 +90,5 @@ def _read_python(file: Path) -> tuple[Tensor, Tensor]:
 def _checked(file: Path, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if int(labels.max()) > 9 or int(labels.min()) < 0:
         wrong = int(labels[(labels > 9) | (labels < 0)][0])
-        raise ValueError(f"{file}: a label is {wrong}; 0 to 9 were expected, so this is damaged or not CIFAR-10")
+        raise InputError(f"{file}: a label is {wrong}; 0 to 9 were expected, so this is damaged or not CIFAR-10")
     return rows.reshape(-1, 3, 32, 32), labels

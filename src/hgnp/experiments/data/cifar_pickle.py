@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from hgnp.errors import InputError
 from hgnp.experiments.pickle_reader import DAMAGED, Record, RefusedError, values
 
 LARGEST = 64 * 2**20  # an official file has 31 MB
@@ -15,13 +16,13 @@ def read_batch(file: Path, pixels: int) -> tuple[npt.NDArray[np.uint8], list[int
     """The rows of `pixels` bytes and the labels of one official file."""
     size = file.stat().st_size
     if size > LARGEST:
-        raise ValueError(f"{file}: {size:,} bytes; an official CIFAR-10 file has about 31,000,000")
+        raise InputError(f"{file}: {size:,} bytes; an official CIFAR-10 file has about 31,000,000")
     try:
         found = values(file.read_bytes(), (ARRAY, KIND, MAKE), "official CIFAR-10 file")
     except RefusedError as error:
-        raise ValueError(f"{file}: refused, {error}; nothing in it was run") from None
+        raise InputError(f"{file}: refused, {error}; nothing in it was run") from None
     except DAMAGED as error:
-        raise ValueError(
+        raise InputError(
             f"{file}: damaged or not an official CIFAR-10 file ({' '.join(str(error).split())[:80]})"
         ) from None
     problem = f"{file}: not an official CIFAR-10 file, whose 'data' are rows of {pixels:,} bytes, with as many 'labels'"
@@ -33,9 +34,9 @@ def read_batch(file: Path, pixels: int) -> tuple[npt.NDArray[np.uint8], list[int
             try:
                 data = np.frombuffer(bytearray(raw, "latin-1"), dtype=np.uint8)
             except UnicodeEncodeError:
-                raise ValueError(problem) from None
+                raise InputError(problem) from None
         case _:
-            raise ValueError(problem)
+            raise InputError(problem)
     if data.size != count * width or not all(type(label) is int for label in labels):
-        raise ValueError(problem)
+        raise InputError(problem)
     return np.ascontiguousarray(data.reshape((count, width), order="F" if fortran else "C")), labels

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from hgnp.errors import InputError
 from hgnp.experiments.data.images import MEMORY, Files, from_files
 from hgnp.experiments.data.loader import Data
 
@@ -36,14 +37,14 @@ def cub200(
     labels, split = (_whole(home / name, paths) for name in ("image_class_labels.txt", "train_test_split.txt"))
     classes = max(labels.values())
     if min(labels.values()) < 1:
-        raise ValueError(
+        raise InputError(
             f"{home / 'image_class_labels.txt'}: a class is {min(labels.values())}; they are expected to start at 1"
         )
 
     def of(part: int) -> Files:
         ids = [name for name in paths if split[name] == part]
         if not ids:
-            raise ValueError(
+            raise InputError(
                 f"{home / 'train_test_split.txt'}: no picture has {part}; 1 is for training, 0 for validation"
             )
         return Files([home / "images" / paths[name] for name in ids], torch.tensor([labels[name] - 1 for name in ids]))
@@ -65,12 +66,12 @@ def _table(file: Path) -> dict[str, str]:
     for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         name, _, value = line.partition(" ")
         if not name.isdecimal() or not value or name in table:
-            raise ValueError(
+            raise InputError(
                 f"{file}: line {number} is {line[:40]!r}; the number of a picture, once, and a value were expected"
             )
         table[name] = value
     if not table:
-        raise ValueError(f"{file}: empty")
+        raise InputError(f"{file}: empty")
     return table
 
 
@@ -78,5 +79,5 @@ def _whole(file: Path, paths: dict[str, str]) -> dict[str, int]:
     table = _table(file)
     for name in paths:
         if not table.get(name, "").isdecimal():
-            raise ValueError(f"{file}: picture {name} has {table.get(name)!r}; a whole number was expected")
+            raise InputError(f"{file}: picture {name} has {table.get(name)!r}; a whole number was expected")
     return {name: int(table[name]) for name in paths}

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from scipy.io import loadmat
 
+from hgnp.errors import InputError
 from hgnp.experiments.data.images import MEMORY, Files, from_files
 from hgnp.experiments.data.loader import Data
 
@@ -35,9 +36,9 @@ def flowers102(
     for name, numbers in ids.items():
         if numbers.min() < 1 or numbers.max() > len(labels):
             low, high = numbers.min(), numbers.max()
-            raise ValueError(f"{home / 'setid.mat'}: {name} has {low} to {high}; 1 to {len(labels)} were expected")
+            raise InputError(f"{home / 'setid.mat'}: {name} has {low} to {high}; 1 to {len(labels)} were expected")
     if labels.min() < 1:
-        raise ValueError(f"{home / 'imagelabels.mat'}: a label is {labels.min()}; they are expected to start at 1")
+        raise InputError(f"{home / 'imagelabels.mat'}: a label is {labels.min()}; they are expected to start at 1")
 
     def of(numbers: np.ndarray) -> Files:
         files = [home / "jpg" / f"image_{number:05}.jpg" for number in numbers]
@@ -58,7 +59,7 @@ def _numbers(file: Path, name: str) -> np.ndarray:
         numbers = np.asarray(values, dtype=np.int64).reshape(-1)
     # a damaged file can fail anywhere in scipy's reader
     except Exception as error:
-        raise ValueError(f"{file}: damaged, or without whole numbers named {name!r} ({type(error).__name__})") from None
+        raise InputError(f"{file}: damaged, or without whole numbers named {name!r} ({type(error).__name__})") from None
     if not len(numbers):
-        raise ValueError(f"{file}: {name!r} is empty")
+        raise InputError(f"{file}: {name!r} is empty")
     return numbers

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from hgnp.errors import InputError
 from hgnp.experiments.data.images import MEMORY, Files, from_files
 from hgnp.experiments.data.loader import Data
 
@@ -32,7 +33,7 @@ def image_folder(
     classes = _classes(home / "train")
     extra = [name for name in _classes(home / "val") if name not in classes]
     if extra:
-        raise ValueError(f"{home / 'val' / extra[0]}: a class that is not in {home / 'train'}")
+        raise InputError(f"{home / 'val' / extra[0]}: a class that is not in {home / 'train'}")
 
     def of(part: str) -> Files:
         files, labels = [], []
@@ -41,11 +42,11 @@ def image_folder(
             found = sorted(inside.iterdir()) if inside.is_dir() else []
             pictures = [file for file in found if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
             if part == "train" and not pictures:
-                raise ValueError(f"{inside}: no pictures; {', '.join(sorted(ENDINGS))} would do")
+                raise InputError(f"{inside}: no pictures; {', '.join(sorted(ENDINGS))} would do")
             files += pictures
             labels += [label] * len(pictures)
         if not files:
-            raise ValueError(f"{home / part}: no pictures; {', '.join(sorted(ENDINGS))} would do")
+            raise InputError(f"{home / part}: no pictures; {', '.join(sorted(ENDINGS))} would do")
         return Files(files, torch.tensor(labels))
 
     return from_files(
@@ -62,5 +63,5 @@ def _classes(part: Path) -> list[str]:
         )
     names = sorted(inside.name for inside in part.iterdir() if inside.is_dir() and not inside.name.startswith("."))
     if not names:
-        raise ValueError(f"{part}: no folders in it; one for each class was expected")
+        raise InputError(f"{part}: no folders in it; one for each class was expected")
     return names

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hgnp.errors import InputError
 from hgnp.experiments.data.decode import decoded
 from hgnp.experiments.data.loader import Data, Loader, Memory, Source, chosen
 from hgnp.experiments.data.streaming import Stream
@@ -47,7 +48,7 @@ def from_files(
         workers = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     for field, value in (("side", side), ("batch", batch), ("memory", memory), ("workers", workers)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{field}: {value!r} was given; a whole number of at least 1 would do")
+            raise InputError(f"{field}: {value!r} was given; a whole number of at least 1 would do")
     keep = chosen(train.labels, limit)
     train = Files([train.files[number] for number in keep.tolist()], train.labels[keep])
     every = [*train.files, *val.files]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from hgnp import __version__
-from hgnp.errors import first_line
+from hgnp.errors import InputError, first_line
 from hgnp.experiments.download.sources import File
 
 CHUNK = 2**18
@@ -23,7 +23,7 @@ SILENCE = 60.0  # seconds without a byte
 LARGEST = 16 * 2**20  # of a file whose size is not known
 
 
-class DownloadError(ValueError):
+class DownloadError(InputError):
     """Data that could not be downloaded, checked or unpacked. The message says what to do."""
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from hgnp.errors import InputError
+
 
 @dataclass(frozen=True)
 class File:
@@ -43,7 +45,7 @@ class Source:
     def at(self, mirror: str) -> "Source":
         """The same files, with the same checksums, below another address."""
         if not mirror.startswith(("http://", "https://")):
-            raise ValueError(f"mirror must be an http:// or https:// address, got {mirror!r}")
+            raise InputError(f"mirror must be an http:// or https:// address, got {mirror!r}")
         moved = tuple(replace(file, url=f"{mirror.rstrip('/')}/{file.name}") for file in self.files)
         return replace(self, files=moved)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hgnp import __version__
+from hgnp.errors import InputError
 from hgnp.experiments.pickle_reader import DAMAGED, Name, Persistent, Record, RefusedError, values
 from hgnp.io.atomic import check_place
 from hgnp.io.weights import write_tensors
@@ -100,7 +101,7 @@ def convert(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Conv
     """
     file, path = Path(source), Path(out)
     if path.suffix != ".safetensors":
-        raise ValueError(f"the output must be named *.safetensors, got {str(path)!r}")
+        raise InputError(f"the output must be named *.safetensors, got {str(path)!r}")
     check_place(path)
     tensors = read_state_dict(file)
     with file.open("rb") as stream:
@@ -120,11 +121,11 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
             stream.seek(0)
             return read(stream, file.stat().st_size)
         except RefusedError as error:
-            raise ValueError(f"{file}: refused, {error}; nothing in it was run") from None
+            raise InputError(f"{file}: refused, {error}; nothing in it was run") from None
         # OSError: a damaged zip file has its records at negative places
         except (*DAMAGED, struct.error, zipfile.BadZipFile, EOFError, RuntimeError, OSError) as error:
             reason = " ".join(str(error).split())[:100] or type(error).__name__
-            raise ValueError(f"{file}: damaged or not a {KIND} ({reason})") from None
+            raise InputError(f"{file}: damaged or not a {KIND} ({reason})") from None
 
 
 def _read_zip(stream: BinaryIO, size: int) -> dict[str, Tensor]:
@@ -133,19 +134,19 @@ def _read_zip(stream: BinaryIO, size: int) -> dict[str, Tensor]:
             name.removesuffix("/data.pkl") for name in archive.namelist() if re.fullmatch(r"[^/]+/data\.pkl", name)
         ]
         if len(roots) != 1:
-            raise ValueError(f"the zip file has {len(roots)} records named data.pkl")
+            raise InputError(f"the zip file has {len(roots)} records named data.pkl")
 
         def record(name: str, expected: int | None = None) -> bytearray:
             info = archive.getinfo(f"{roots[0]}/{name}")
             # PyTorch does not compress: what is read is never larger than the file
             if info.compress_type != zipfile.ZIP_STORED or info.file_size > size:
-                raise ValueError(f"record {name} is compressed")
+                raise InputError(f"record {name} is compressed")
             if info.file_size > LARGEST_PICKLE if expected is None else info.file_size != expected:
-                raise ValueError(f"record {name} has {info.file_size:,} bytes")
+                raise InputError(f"record {name} has {info.file_size:,} bytes")
             return bytearray(archive.read(info))
 
         if f"{roots[0]}/byteorder" in archive.namelist() and record("byteorder") != b"little":
-            raise ValueError("its numbers are big-endian")
+            raise InputError("its numbers are big-endian")
 
         def load(wanted: dict[str, Storage]) -> Iterator[tuple[str, Tensor]]:
             for key, storage in wanted.items():
@@ -157,14 +158,14 @@ def _read_zip(stream: BinaryIO, size: int) -> dict[str, Tensor]:
 def _read_legacy(stream: BinaryIO, size: int) -> dict[str, Tensor]:
     head = io.BytesIO(stream.read(LARGEST_PICKLE))  # the pickles, and as much of the storages as is in it
     if type(magic := values(head, (), KIND)) is not int or magic != MAGIC:
-        raise ValueError("its magic number is not PyTorch's")
+        raise InputError("its magic number is not PyTorch's")
     if type(protocol := values(head, (), KIND)) is not int or protocol != PROTOCOL:
-        raise ValueError("it is in an unknown version of PyTorch's format")
+        raise InputError("it is in an unknown version of PyTorch's format")
     match values(head, (), KIND):
         case {"little_endian": True}:
             pass
         case _:
-            raise ValueError("its numbers are not said to be little-endian")
+            raise InputError("its numbers are not said to be little-endian")
     described = values(head, NAMES, KIND)
     keys = values(head, (), KIND)
     stream.seek(head.tell())
@@ -175,12 +176,12 @@ def _read_legacy(stream: BinaryIO, size: int) -> dict[str, Tensor]:
             or not all(isinstance(key, str) for key in keys)
             or sorted(keys) != sorted(wanted)
         ):
-            raise ValueError("its list of storages does not match its tensors")
+            raise InputError("its list of storages does not match its tensors")
         for key in keys:
             storage = wanted[key]
             (numel,) = struct.unpack("<q", stream.read(8))
             if numel != storage.numel:
-                raise ValueError(f"storage {key} has {numel:,} entries where {storage.numel:,} are described")
+                raise InputError(f"storage {key} has {numel:,} entries where {storage.numel:,} are described")
             yield key, _numbers(bytearray(stream.read(numel * storage.dtype.itemsize)), storage)
 
     return _tensors(described, load, size)
@@ -188,23 +189,23 @@ def _read_legacy(stream: BinaryIO, size: int) -> dict[str, Tensor]:
 
 def _numbers(raw: bytearray, storage: Storage) -> Tensor:
     if len(raw) != storage.numel * storage.dtype.itemsize:
-        raise ValueError("it ends within a storage")
+        raise InputError("it ends within a storage")
     return torch.frombuffer(raw, dtype=storage.dtype) if raw else torch.empty(0, dtype=storage.dtype)
 
 
 def _tensors(described: Any, load: Load, size: int) -> dict[str, Tensor]:
     layouts = {name: _layout(name, value) for name, value in _mapping(described).items()}
     if not layouts:
-        raise ValueError("it has no tensors")
+        raise InputError("it has no tensors")
     wanted: dict[str, Storage] = {}
     for layout in layouts.values():
         known = wanted.setdefault(layout.storage.key, layout.storage)
         if (known.dtype, known.numel) != (layout.storage.dtype, layout.storage.numel):
-            raise ValueError(f"storage {known.key} is described in two ways")
+            raise InputError(f"storage {known.key} is described in two ways")
     stored = sum(storage.numel * storage.dtype.itemsize for storage in wanted.values())
     total = sum(layout.bytes for layout in layouts.values())
     if stored > size or total > MOST_BYTES * size:
-        raise ValueError(f"its tensors would take {max(stored, total):,} bytes, the file has {size:,}")
+        raise InputError(f"its tensors would take {max(stored, total):,} bytes, the file has {size:,}")
     storages = dict(load(wanted))
     # copies: tensors that share a storage are refused by safetensors
     return {
@@ -238,11 +239,11 @@ def _layout(name: str, value: Any) -> Layout:
         case _:
             raise RefusedError(f"{name!r} is {_kind(value)}, not a tensor; a state dict has only tensors")
     if not all(type(number) is int and number >= 0 for number in (offset, *size, *stride)) or len(size) != len(stride):
-        raise ValueError(f"{name!r} has no valid size, stride and offset")
+        raise InputError(f"{name!r} has no valid size, stride and offset")
     available, entries = layout.storage.view[1], math.prod(size)
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if entries else offset - 1
     if last >= available or entries > available or len(size) > 64:
-        raise ValueError(f"{name!r} reaches beyond its storage of {available:,} entries")
+        raise InputError(f"{name!r} reaches beyond its storage of {available:,} entries")
     return layout
 
 

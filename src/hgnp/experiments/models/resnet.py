@@ -3,6 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hgnp.errors import InputError
+
 
 class ResNet18(nn.Module):
     """Four stages of two residual blocks: 4,800 filters.
@@ -14,7 +16,7 @@ class ResNet18(nn.Module):
     def __init__(self, num_classes: int = 10, *, stem: str = "cifar") -> None:
         super().__init__()
         if stem not in ("cifar", "imagenet"):
-            raise ValueError(f"stem: {stem!r} was given; 'cifar' or 'imagenet' would do")
+            raise InputError(f"stem: {stem!r} was given; 'cifar' or 'imagenet' would do")
         small = stem == "cifar"
         self.conv1 = nn.Conv2d(
             3, 64, 3 if small else 7, stride=1 if small else 2, padding=1 if small else 3, bias=False

@@ -2,6 +2,8 @@
 
 from torch import Tensor, nn
 
+from hgnp.errors import InputError
+
 STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 
@@ -15,7 +17,7 @@ class VGG16(nn.Module):
     def __init__(self, num_classes: int = 10, *, form: str = "cifar", dropout: float = 0.5) -> None:
         super().__init__()
         if form not in ("cifar", "imagenet"):
-            raise ValueError(f"form: {form!r} was given; 'cifar' or 'imagenet' would do")
+            raise InputError(f"form: {form!r} was given; 'cifar' or 'imagenet' would do")
         layers: list[nn.Module] = []
         width = 3
         for stage in STAGES:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hgnp.errors import InputError
 from hgnp.io.weights import read_tensors
 
 
@@ -41,7 +42,7 @@ def load_weights(net: nn.Module, path: str | os.PathLike[str]) -> Loaded:
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; weights must be a .safetensors file")
     if file.suffix != ".safetensors":
-        raise ValueError(
+        raise InputError(
             f"weights must be a .safetensors file, got {str(file)!r}; "
             f"`hgnp weights {file.name} {file.stem}.safetensors` converts it"
         )
@@ -58,7 +59,7 @@ def load_weights(net: nn.Module, path: str | os.PathLike[str]) -> Loaded:
     weights = [name for name in own if not name.endswith("num_batches_tracked")]
     loaded = tuple(name for name in weights if name in fits)
     if not loaded:
-        raise ValueError(
+        raise InputError(
             f"{file}: none of its {len(stored)} tensors fits {type(net).__name__}; it has {_layers(stored)}, "
             f"the network {_layers(weights)}"
         )

@@ -3,7 +3,7 @@
 from importlib import resources
 from pathlib import Path
 
-from hgnp.errors import meant
+from hgnp.errors import InputError, meant
 from hgnp.experiments import safe_yaml
 from hgnp.experiments.study_plan import StudyPlan, read
 
@@ -31,4 +31,4 @@ def find(what: str) -> StudyPlan:
         return read(Path(what))
     if what.endswith((".yaml", ".yml")):
         raise FileNotFoundError(f"{what}: there is no such file")
-    raise ValueError(f"{what!r} is neither a file nor a study{meant(what, names())}")
+    raise InputError(f"{what!r} is neither a file nor a study{meant(what, names())}")

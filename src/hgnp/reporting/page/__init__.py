@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import hgnp
+from hgnp.errors import InputError
 from hgnp.io.atomic import write
 from hgnp.io.runs import Run
 from hgnp.reporting.compare import Comparison
@@ -26,7 +27,7 @@ from hgnp.reporting.paper.outcome import Outcome
 def write_report(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
     """A page about each of `runs` in turn: outcome, charts, before and after, recipe."""
     if not runs:
-        raise ValueError("runs: none were given; at least one would do")
+        raise InputError("runs: none were given; at least one would do")
     title = runs[0].title if len(runs) == 1 else f"{len(runs)} runs"
     views = [run_view(run, f"run{number}") for number, run in enumerate(runs, 1)]
     return _write("report.html", {"title": title, "runs": views}, path)

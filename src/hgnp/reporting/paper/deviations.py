@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hgnp.curvature.choices import BUNDLES, Choices, choose
+from hgnp.errors import InputError
 from hgnp.io.runs import Run
 from hgnp.reporting.compare import configured
 from hgnp.reporting.paper.reported import LEAVES_OPEN, METHODS, Experiment
@@ -115,7 +116,7 @@ def _choices(run: Run) -> Choices:
     try:
         return choose(named.pop("flatness", "default"), **named)
     except (TypeError, ValueError) as error:
-        raise ValueError(
+        raise InputError(
             f"{run.folder / 'run.json'}: recipe.flatness must be choices that hgnp knows, got {given!r}"
         ) from error
 

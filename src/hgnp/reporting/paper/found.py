@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hgnp.errors import InputError
 from hgnp.io import runs
 from hgnp.io.atomic import read_json
 from hgnp.io.runs import Run
@@ -156,7 +157,7 @@ def scan(folder: Path) -> Found:
             read.append(runs.read(here))
         benches += [here / name for name in sorted(files) if name.startswith("bench") and name.endswith(".json")]
     if not read and not benches:
-        raise ValueError(f"{folder} must hold runs or bench.json files, got none; hgnp run and hgnp study write runs")
+        raise InputError(f"{folder} must hold runs or bench.json files, got none; hgnp run and hgnp study write runs")
     sorted_out: dict[str, tuple[Experiment, list[Run]]] = {}
     others = []
     for run in read:
@@ -219,14 +220,14 @@ def _timings(file: Path, read: Sequence[Run]) -> Iterator[Timing]:
         or not isinstance(found.get("rows"), list)
         or not isinstance(found.get("devices"), dict)
     ):
-        raise ValueError(f"{file} must be written by hgnp bench, got another file; rename it, or move it away")
+        raise InputError(f"{file} must be written by hgnp bench, got another file; rename it, or move it away")
     rows = found["rows"]
     for row in rows:
         if (
             not isinstance(row, dict)
             or not {"network", "variant", "device", "batch", "median_ms", "kept", "parameters"} <= row.keys()
         ):
-            raise ValueError(
+            raise InputError(
                 f"{file}: a row must have network, variant, device, batch, median_ms, kept, parameters; it is damaged"
             )
     home = next((run for run in read if file.resolve().is_relative_to(run.folder)), None)
