@@ -39,7 +39,7 @@ from hgnp.experiments.presets import preset
 from hgnp.reference import penalized_loss
 from hgnp.sam import SAMStep
 from hgnp.training.optimizers import make_optimizer
-from hgnp.training.trainer import Epochs, Steps
+from hgnp.training.trainer import EpochStatistics, Trainer
 
 NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "resnet18": (ResNet18, "resnet18-cifar10-fast"),
@@ -75,15 +75,15 @@ class Bench:
         self.batches = itertools.chain.from_iterable(itertools.repeat(loader))
         self.known: dict[Key, Measured] = {}
 
-    def trainer(self, net: nn.Module, name: str, method: str, *, graphs: bool) -> Epochs:
+    def trainer(self, net: nn.Module, name: str, method: str, *, graphs: bool) -> Trainer:
         """A copy of `net`, trained as a run would."""
         own = copy.deepcopy(net).to(memory_format=torch.channels_last)
         step, state = make_step(own, **options(name, method))
         recipe = hgnp.Recipe(keep=1.0, lr=1e-3, execution="auto" if graphs else "eager")
         step = SAMStep(own) if method == "SAM" else step
-        return Epochs(step, state, make_optimizer(own, recipe, None), recipe, self.device)
+        return Trainer(step, state, make_optimizer(own, recipe, None), recipe, self.device)
 
-    def warm(self, epochs: Epochs, *, first: bool = False) -> None:
+    def warm(self, epochs: Trainer, *, first: bool = False) -> None:
         steps(epochs, self.batches, 40 if isinstance(epochs.executor, Graphed) else 5, first=first)
 
     def measured(self, net: nn.Module, name: str, kept: float, method: str, *, graphs: bool) -> Measured:
@@ -111,7 +111,7 @@ class Bench:
         block = [f"{name} {times / count:.0%}" for name, times in seen.blocks.most_common(1)]
         return Measured(step, step * self.epoch_steps, how, block[0] if block else "–")
 
-    def _round(self, epochs: Epochs) -> float:
+    def _round(self, epochs: Trainer) -> float:
         """Seconds of a round of pruning and of the steps after it."""
         batch = next(self.batches)
         neurons = hgnp.Neurons(epochs.net, batch[0][:2])
@@ -196,7 +196,7 @@ class Bench:
             torch.cuda.empty_cache()
 
 
-def steps(epochs: Epochs, batches: Iterable[tuple[Any, Any]], count: int, *, first: bool = False) -> Steps:
+def steps(epochs: Trainer, batches: Iterable[tuple[Any, Any]], count: int, *, first: bool = False) -> EpochStatistics:
     """The next `count` steps of a run's training, with `first` along the first block's v whichever was chosen; `seconds` of
     what is returned are all that they took."""
     mu, direction = epochs.state.mu, epochs.state.direction

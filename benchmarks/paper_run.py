@@ -37,7 +37,7 @@ from hgnp.training import rng_state
 from hgnp.training.data import Batches
 from hgnp.training.optimizers import make_optimizer
 from hgnp.training.task import State
-from hgnp.training.trainer import Epochs
+from hgnp.training.trainer import Trainer
 
 WARMUP, TIMED = 8, 60  # plain steps
 PHASES = {"warmup": "warm-up", "prune": "pruning", "finetune": "fine-tuning"}
@@ -99,7 +99,7 @@ def plain_epoch(net: nn.Module, experiment: Experiment, lr: float) -> float:
         for group in optimizer.param_groups:
             group["lr"] = lr
         step, state = make_step(own, mu=0.0, **task)
-        epochs = Epochs(step, state, optimizer, experiment.recipe, device)
+        epochs = Trainer(step, state, optimizer, experiment.recipe, device)
         loader = Batches(experiment.train, "train", options.get("unpack"), device)
         batches = itertools.chain.from_iterable(itertools.repeat(loader))
         steps(epochs, batches, WARMUP)

@@ -34,7 +34,7 @@ from hgnp.io.atomic import write
 from hgnp.reporting.bench import Entry, equal_accuracy
 from hgnp.timing import side_by_side
 from hgnp.training.optimizers import make_optimizer
-from hgnp.training.trainer import Epochs
+from hgnp.training.trainer import Trainer
 
 STEP_BATCH, STEPS = 128, 8
 STEP = {"a step": 1e-3, "a plain step": 0.0}
@@ -93,7 +93,7 @@ def steps(nets: Sequence[nn.Module], picture: Tensor, arguments: argparse.Namesp
         with torch.no_grad():
             batch = x, net.eval()(x).argmax(1)
         step, state = make_step(net, mu=mu, bound=-1.0)
-        epochs = Epochs(step, state, make_optimizer(net, recipe, None), recipe, device)
+        epochs = Trainer(step, state, make_optimizer(net, recipe, None), recipe, device)
         call = partial(train, epochs, itertools.repeat(batch), STEPS)
         call()  # graphs are captured
         calls.append(call)

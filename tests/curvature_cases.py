@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hgnp import Flatness
 from hgnp.curvature.direction import BlockChoice
-from hgnp.curvature.factors import find_blocks
+from hgnp.curvature.eigen import Eigenpair
+from hgnp.curvature.factors import Factor, find_blocks
 from hgnp.curvature.step import Plan
 from hgnp.flatness import parts
 
@@ -79,11 +80,11 @@ def images(n: int = 5) -> tuple[Tensor, Tensor]:
 def begin_step(flat: Flatness, inputs: Tensor, target: Tensor, block: str | None = None) -> None:
     """The stages of a step before q: v is that of this batch, in `block`, whichever block has the largest λ."""
     step, state = parts(flat)
-    plan = step.plan(state)
+    step.plan(state)
     step.share(state, inputs, target)
     step.prepare(state, inputs, target)
     if not step.lagged:
-        step.forward(state, plan, inputs, target)
+        step.forward(state, inputs, target)
         step.backward_loss(state, target)
     if block is not None:
         state.direction.choice = BlockChoice.known(next(b for b in find_blocks(flat.net) if b.name == block))
@@ -94,7 +95,8 @@ def finish_step(flat: Flatness, inputs: Tensor, target: Tensor) -> Tensor:
     step, state = parts(flat)
     try:
         if step.lagged:
-            step.forward(state, Plan(penalty=True, refresh=False), inputs, target)
+            state.plan = Plan(penalty=True, refresh=False)
+            step.forward(state, inputs, target)
             step.decide(state)
             step.backward(state, target, mu=state.mu, active=state.active())
         else:
@@ -105,6 +107,12 @@ def finish_step(flat: Flatness, inputs: Tensor, target: Tensor) -> Tensor:
         return state.loss
     finally:
         state.release()
+
+
+def top_dense(factor: Factor) -> Eigenpair:
+    """The top eigenpair by a full decomposition of the dense factor."""
+    values, vectors = torch.linalg.eigh(factor.dense())
+    return Eigenpair(values[:, -1], vectors[..., -1], torch.zeros_like(values[:, -1]))
 
 
 def gradients(net: nn.Module) -> dict[str, Tensor]:

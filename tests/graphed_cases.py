@@ -46,7 +46,7 @@ class Again:
 
     def _under_way(self) -> tuple[Any, ...]:
         state = self.graphed.state
-        return state.current, state.collector, state.along, state.went_back
+        return state.current, state.collector, state.penalized, state.loss_differentiated
 
     def _work(self) -> Any:
         Stand.capturing = True
@@ -61,7 +61,7 @@ class Again:
         held = state.statistics, direction.choice, state.loss, self._under_way()
         grads = [p.grad for p in net.parameters()]
         direction.choice, direction.pairs = self.choice, self.graphed._static
-        state.current, state.collector, state.along, state.went_back = (
+        state.current, state.collector, state.penalized, state.loss_differentiated = (
             (None, None, None, False) if self.reads is None else self.reads.left
         )
         net.zero_grad(set_to_none=True)
@@ -81,15 +81,15 @@ class Again:
             self.next.index.number.copy_(direction.choice.index.number)  # type: ignore[union-attr]
         direction.pairs = self.graphed._static
         state.statistics, direction.choice, state.loss, under_way = held
-        state.current, state.collector, state.along, state.went_back = under_way
+        state.current, state.collector, state.penalized, state.loss_differentiated = under_way
         for parameter, grad in zip(net.parameters(), grads, strict=True):
             parameter.grad = grad
 
 
 def _tensors(statistics: Statistics | None) -> list[Tensor]:
     assert statistics is not None
-    along = statistics.along
-    return [statistics.curvature, along.radius, along.residuals, *along.direction]
+    penalized = statistics.penalized
+    return [statistics.curvature, penalized.radius, penalized.residuals, *penalized.vectors]
 
 
 def _maker(given: Pass | None, *, again: bool) -> Again | None:

@@ -112,7 +112,7 @@ def test_a_batch_too_small_for_its_norm_is_pytorchs_to_refuse(curvature):
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_a_step_without_gradients_says_so(options, off):
     x, y = images()
-    with off(), pytest.raises(ValueError, match=r"gradients: they are off, as under torch.no_grad\(\)"):
+    with off(), pytest.raises(ValueError, match=r"gradients must be enabled, got torch.no_grad\(\)"):
         Flatness(convnet(), **options).backward(x, y)
 
 
@@ -121,7 +121,7 @@ def test_an_empty_batch_is_refused_in_every_step(options):
     x, y = images()
     flat = Flatness(convnet(), **options)
     for _ in range(2):
-        with pytest.raises(ValueError, match="inputs: the batch has no sample"):
+        with pytest.raises(ValueError, match="inputs must hold at least one sample, got an empty batch"):
             flat.backward(x[:0], y[:0])
         flat.backward(x, y)
 

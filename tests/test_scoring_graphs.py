@@ -91,7 +91,7 @@ def block_of(flat: hgnp.Flatness, inputs: Tensor, target: Tensor) -> str | None:
     """The block that the batch's own v lies in."""
     step, state = parts(flat)
     step.share(state, inputs, target)
-    return step.look(state, inputs, target).name()
+    return step.direction_of(state, inputs, target).name()
 
 
 @pytest.fixture

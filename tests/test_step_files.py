@@ -13,7 +13,7 @@ from torch import nn
 import hgnp
 from hgnp.training.data import Batches
 from hgnp.training.task import Task
-from hgnp.training.trainer import Epochs, make_steps
+from hgnp.training.trainer import Trainer, make_steps
 
 PACKAGE = Path(hgnp.__file__).parent
 AUTODIFF = "curvature/autodiff/"
@@ -43,7 +43,7 @@ def test_a_default_step_enters_the_files_that_contributing_lists() -> None:
     step, _, state = make_steps(
         net, Task(Batches(data, "train", None, device), None, F.cross_entropy, None, None), recipe
     )
-    epochs = Epochs(step, state, torch.optim.SGD(net.parameters(), lr=0.01), recipe, device)
+    epochs = Trainer(step, state, torch.optim.SGD(net.parameters(), lr=0.01), recipe, device)
     entered: dict[str, None] = {}
 
     def note(frame: FrameType, event: str, arg: Any) -> None:

@@ -67,8 +67,8 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     refused("loss: None was given", loss=None)
     for off in (torch.no_grad(), torch.inference_mode()):
         with off:
-            refused(r"gradients: they are off, as under torch.no_grad\(\)")
-    refused("inputs: the batch has no sample", train=[(x, y), (x[:0], y[:0])])
+            refused(r"gradients must be enabled, got torch.no_grad\(\)")
+    refused("inputs must hold at least one sample, got an empty batch", train=[(x, y), (x[:0], y[:0])])
     refused("unpack: it returned a Tensor", unpack=lambda batch: batch[0])
     refused("metric must return one number, higher is better, got a tensor of shape", metric=lambda out, target: out)
     refused("device: abacus was given", device="abacus")
@@ -100,7 +100,11 @@ def test_what_is_wrong_with_the_validation_is_said_before_the_training() -> None
 def test_a_single_sample_that_a_batch_norm_cannot_learn_from() -> None:
     x, y = stripes()
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    refused("train: batch 1 has a single sample, .* drop_last=True", net=net, train=[(x, y), (x[:1], y[:1])])
+    refused(
+        "train must have batches of at least two samples .* got a single one in batch 1; use drop_last=True",
+        net=net,
+        train=[(x, y), (x[:1], y[:1])],
+    )
 
 
 def test_schedulers_that_cannot_follow() -> None:

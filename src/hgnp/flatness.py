@@ -42,7 +42,8 @@ class Flatness:
         fisher_type: "empirical" or "mc" (labels drawn from the output).
         ranking: "kfac" or "empirical".
         gamma_from: "loss" or "penalized_loss".
-        refresh_every: with direction_from "last_batch", v is solved for in every so many steps and kept in between.
+        refresh_every: with direction_from "last_batch", v is refreshed every so many steps and kept in between. Each call of
+            `backward` or `loss` is a step: with gradient accumulation they are micro-batches.
         skip_inactive: if the penalty is inactive in the first step along a new v, the steps until the next refresh are plain.
     """
 
@@ -77,13 +78,14 @@ class Flatness:
         """Adds scale·∇(C + μ·max(0, q − B)) to `.grad` and returns C, which is not scaled."""
         return self._eager.backward(inputs, target, scale=scale)
 
-    def loss(self, inputs: Any, target: Any) -> Tensor:
+    def loss(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
         """C + μ·max(0, q − B) of a training batch along the v of the batch before, for a trainer that calls `backward` itself.
 
         One forward pass. Every call is a step: where a refresh is due it solves for the next v, by a backward pass for
-        activations alone.
+        activations alone. `scale` multiplies that pass alone, and is divided out again: under float16 pass the gradient
+        scaler's scale, or small derivatives underflow. The returned loss is not scaled.
         """
-        return self._eager.loss(inputs, target)
+        return self._eager.loss(inputs, target, scale=scale)
 
     @property
     def net(self) -> nn.Module:
@@ -114,19 +116,19 @@ class Flatness:
 
     @property
     def radius(self) -> float:
-        """λ of the pair that the last step penalised; not a number before the first. Waits for the device."""
+        """λ of the eigenpair that the last step penalised; NaN before the first. Waits for the device."""
         found = self._state.statistics
-        return math.nan if found is None else found.along.radius.item()
+        return math.nan if found is None else found.penalized.radius.item()
 
     @property
     def curvature(self) -> float:
         """q = vᵀHv of the last step. Waits for the device."""
         found = self._state.statistics
-        return math.nan if found is None else found.curvature.item()
+        return math.nan if found is None else found.q
 
     @property
     def residual(self) -> float:
-        """‖(Ψ ⊗ Γ)v − λv‖/λ of that pair. Waits for the device."""
+        """‖(Ψ ⊗ Γ)v − λv‖/λ of that eigenpair. Waits for the device."""
         found = self._state.statistics
         return math.nan if found is None else found.residual.item()
 
@@ -134,7 +136,7 @@ class Flatness:
     def block(self) -> str | None:
         """Name of the layer that the last step penalised."""
         found = self._state.statistics
-        return None if found is None else found.along.block.name
+        return None if found is None else found.penalized.block.name
 
     @property
     def direction(self) -> dict[str, Tensor]:
@@ -142,12 +144,12 @@ class Flatness:
         found = self._state.statistics
         if found is None:
             return {}
-        names = [f"{found.along.block.name}.{kind}".lstrip(".") for kind in ("weight", "bias")]
-        return dict(zip(names, found.along.direction, strict=False))
+        names = [f"{found.penalized.block.name}.{kind}".lstrip(".") for kind in ("weight", "bias")]
+        return dict(zip(names, found.penalized.vectors, strict=False))
 
     @property
     def routes(self) -> dict[str, str]:
-        """What q is for each block, in the mode last seen: exact (Gauss–Newton and Hessian agree), or which of the two
+        """What q is for each block, in the network's present mode: exact (Gauss–Newton and Hessian agree), or which of the two
         and why they differ."""
         return self._step.passes.routes
 

@@ -12,8 +12,9 @@ The rest of hgnp computes the same numbers faster, for more networks and with mo
     m         masks: m_l^j is 1 while neuron j of layer l lives and 0 once it is pruned (the paper's M_B)
     κ         fraction of the parameters that is left
 
-Algorithm 1 is `train`, with `penalized_loss` at its heart, for any network of Linear and Conv2d without groups whose only norms
-are BatchNorm. Algorithm 2 is `prune`, for an nn.Sequential of these, elementwise activations, pooling and Flatten.
+Algorithm 1 is `train`, with `penalized_loss` at its heart, for any network of Linear and Conv2d without groups, each called
+once in a forward pass, whose only norms are BatchNorm. Algorithm 2 is `prune`, for an nn.Sequential of these, elementwise
+activations, pooling and Flatten.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -84,6 +85,10 @@ def penalized_loss(
     layers = {name: module for name, module in net.named_modules() if isinstance(module, Layer)}
     with recorded(layers) as (inputs, outputs), PrimitiveBatchNorm():
         loss = F.cross_entropy(net(x), y)
+    if missing := sorted(layers.keys() - inputs.keys()):
+        raise ValueError(
+            f"layers must be called once in a forward pass, got {missing[0]!r} without a call; use hgnp.Flatness"
+        )
     # of C alone: those of L would feed the penalty back into its own direction
     gradients = torch.autograd.grad(loss, [outputs[name] for name in layers], retain_graph=True)
 
@@ -140,21 +145,27 @@ def dot(left: Iterable[Tensor], right: Iterable[Tensor]) -> Tensor:
 
 @contextmanager
 def recorded(layers: Mapping[str, Layer]) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Inside the block a forward pass leaves the inputs a and the outputs s of all layers here."""
+    """Inside the block a forward pass, which calls each layer once, leaves the inputs a and the outputs s of all layers
+    here."""
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
     names = {layer: name for name, layer in layers.items()}
 
     def hook(layer: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
-        inputs[names[layer]], outputs[names[layer]] = args[0].detach(), output
+        name = names[layer]
+        if name in inputs:
+            raise ValueError(
+                f"layers must be called once in a forward pass, got {name!r} called again; use hgnp.Flatness"
+            )
+        inputs[name], outputs[name] = args[0].detach(), output
         return output.clone()  # an in-place activation after the layer must not change s
 
-    with hooked(layer.register_forward_hook(hook) for layer in layers.values()):
+    with removing_hooks(layer.register_forward_hook(hook) for layer in layers.values()):
         yield inputs, outputs
 
 
 @contextmanager
-def hooked(handles: Iterable[Any]) -> Iterator[None]:
+def removing_hooks(handles: Iterable[Any]) -> Iterator[None]:
     """Removes the hooks at the end of the block."""
     handles = list(handles)
     try:
@@ -261,7 +272,8 @@ def sensitivity(net: nn.Sequential, x: Tensor, y: Tensor, masks: Masks, **penalt
         net.train(training)
     deltas = torch.autograd.grad(objective, list(gates.values()))
     scores = {name: (len(x) * d).abs().mean(0) * masks[name] for name, d in zip(gates, deltas, strict=True)}
-    return {name: score / score.norm() for name, score in scores.items()}
+    smallest = torch.finfo(x.dtype).tiny  # the scores of a layer without influence are zero
+    return {name: score / score.norm().clamp_min(smallest) for name, score in scores.items()}
 
 
 def least_important_first(scores: Mapping[str, Tensor], masks: Masks) -> list[tuple[str, int]]:
@@ -295,7 +307,9 @@ def gated(layers: Mapping[str, Layer], gates: Mapping[str, Tensor]) -> AbstractC
 
         return multiply
 
-    return hooked([layers[reader].register_forward_pre_hook(hook(gates[name])) for name, reader in pairwise(layers)])
+    return removing_hooks(
+        [layers[reader].register_forward_pre_hook(hook(gates[name])) for name, reader in pairwise(layers)]
+    )
 
 
 @torch.no_grad()

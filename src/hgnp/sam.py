@@ -1,6 +1,6 @@
 """Sharpness-aware minimisation (Foret et al. 2021): the gradient at the worst point nearby, w + ρ·∇C/‖∇C‖.
 
-A second way to flat minima, to be compared with the flatness term. It stands in for `Flatness` in a training loop.
+A second way to flat minima, to be compared with the flatness term. It replaces `Flatness` in a training loop.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from hgnp.curvature.choices import Choices
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.losses import Loss, weighted
 from hgnp.curvature.step import PLAIN, Plan, Scale, State, Step
-from hgnp.curvature.validation import finite
+from hgnp.curvature.validation import finite, without_tensor_hooks
 from hgnp.errors import InputError
 from hgnp.execution.eager import Eager
 from hgnp.reducer import LOCAL, Reducer
@@ -42,13 +42,17 @@ class SAMStep(Step):
         self.rho = rho
 
     def plan(self, state: State) -> Plan:
+        state.plan = PLAIN
         return PLAIN
+
+    def captured_numbers(self) -> dict[str, float]:
+        return {"rho": self.rho}
 
     def plain(self, state: State, inputs: Any, target: Any, *, scale: Scale = 1.0) -> None:
         """Dropout masks are the same in both passes, and buffers see the first alone."""
         parameters = [p for p in self.net.parameters() if p.requires_grad]
-        with undisturbed(*parameters):
-            self.forward(state, PLAIN, inputs, target)
+        with undisturbed(*parameters), without_tensor_hooks(parameters):  # hooks get the gradient that is left in .grad
+            self.forward(state, inputs, target)
             self.decide(state)
             assert state.current is not None
             found = torch.autograd.grad(state.current.loss, parameters, materialize_grads=True)
@@ -76,7 +80,16 @@ class SAMStep(Step):
 
 
 class SAM:
-    """Leaves the gradient at w + ρ·∇C/‖∇C‖ in `.grad`, in place of `loss.backward()`."""
+    """Leaves the gradient at w + ρ·∇C/‖∇C‖ in `.grad`, in place of `loss.backward()`.
+
+    Example::
+
+        sam = SAM(net, rho=0.05)
+        for inputs, target in loader:
+            optimizer.zero_grad()
+            sam.backward(inputs, target)
+            optimizer.step()
+    """
 
     def __init__(
         self,

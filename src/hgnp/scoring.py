@@ -56,12 +56,12 @@ def sensitivity(
     mu: float | None = None,
     coupling: Coupling = "coupled",
 ) -> Scores:
-    """Layer → one number a living neuron, small for those that matter little.
+    """Layer → one number per remaining neuron, small for those that matter little.
 
     batches    (inputs, target) pairs; the scores are means over all their samples
     flatness   scores L = C + μ·g, with its loss and output; None scores C alone
     criterion  "taylor" is the mean of |δ| over samples, "taylor_sum" |the mean of δ|; "l1", "l2", "bn_scale",
-               "geometric_median" and "random" look at weights alone
+               "geometric_median" and "random" depend on weights alone
     mu         μ in the scores, if not that of `flatness`
     coupling   "paper" gives each of the layers that are added together a gate of its own
 
@@ -70,15 +70,15 @@ def sensitivity(
     """
     for name, value, kind in (("neurons", neurons, Neurons), ("flatness", flatness, Flatness)):
         if not isinstance(value, kind) and not (name == "flatness" and value is None):
-            raise InputTypeError(f"{name}: a {type(value).__name__} was given; a hgnp.{kind.__name__} of net would do")
+            raise InputTypeError(f"{name} must be a hgnp.{kind.__name__} of net, got a {type(value).__name__}")
         if value is not None and value.net is not net:
-            raise InputError(f"{name}: it was made for another network than net")
+            raise InputError(f"{name} must be of the same network as net, got one of another")
     if coupling not in get_args(Coupling):
-        raise InputError(f"coupling: {coupling!r} was given; 'coupled' or 'paper' would do")
+        raise InputError(f"coupling must be 'coupled' or 'paper', got {coupling!r}")
     if mu is not None and not (isinstance(mu, int | float) and 0 <= mu < math.inf):
-        raise InputError(f"mu: {mu!r} was given; None or a finite number of at least 0 would do")
+        raise InputError(f"mu must be None or a finite number ≥ 0, got {mu!r}")
     if criterion not in CRITERIA:
-        raise InputError(f"criterion: {criterion!r} was given; one of {', '.join(map(repr, CRITERIA))} would do")
+        raise InputError(f"criterion must be one of {', '.join(map(repr, CRITERIA))}, got {criterion!r}")
     step, state = make_step(net, loss=loss, mu=0.0, output=output) if flatness is None else parts(flatness)
     return scored(neurons, batches, step, state, criterion=criterion, mu=mu, coupling=coupling)
 
@@ -129,15 +129,15 @@ def _means(
     pairs = _pairs(batches)
     inputs, target, x = next(pairs, (None, None, None))
     if x is None:
-        raise InputError("batches: there is none; a list with one (inputs, target) pair would do")
+        raise InputError("batches must have at least one (inputs, target) pair, got none")
     gates, before = gates.to(x.device), RandomState(*step.net.parameters())
     apart = _samples_lead(step, gates, inputs, x)
     mu = state.mu if mu is None else mu
     if not before.is_now() or (mu and step.choices.fisher_type == "mc"):
-        capture = None  # a graph would draw the same again and again
+        capture = None  # a graph would draw the same at every replay
     state = dataclasses.replace(state)  # n and w of the batches that are scored
     work = partial(_sum, step, state, gates, mu, signed, apart)
-    sums = _Sums(work, partial(step.look, state) if mu else None, step.net, capture)
+    sums = _Sums(work, partial(step.direction_of, state) if mu else None, step.net, capture)
 
     def summed(inputs: Any, target: Any) -> Tensor:
         step.share(state, inputs, target)
@@ -151,7 +151,7 @@ def _means(
     (total,) = step.reducer.sum([total])
     scores = (total / samples).abs()
     if not bool(torch.isfinite(scores).all()):
-        raise InputError("batches: the loss or its derivative is not finite on them")
+        raise InputError("the loss and its derivative must be finite on batches, got some that are not")
     return scores
 
 
@@ -187,21 +187,21 @@ class _Sums:
     def __init__(
         self,
         work: Callable[[Block | None, Any], Tensor],
-        look: Callable[[Any, Any], Direction] | None,
+        direction_of: Callable[[Any, Any], Direction] | None,
         net: nn.Module,
         capture: Capture | None,
     ) -> None:
         self._work, self._net, self._capture = work, net, capture
-        self._look = None if look is None else self._replayed(lambda batch: look(*batch))
-        self._along: dict[str | None, Callable[[Any], Any]] = {}
+        self._direction_of = None if direction_of is None else self._replayed(lambda batch: direction_of(*batch))
+        self._by_block: dict[str | None, Callable[[Any], Any]] = {}
 
     def __call__(self, inputs: Any, target: Any) -> Tensor:
-        v = None if self._look is None else self._look((inputs, target))
+        v = None if self._direction_of is None else self._direction_of((inputs, target))
         block = None if v is None else v.block()
         name = None if block is None else block.name
-        if name not in self._along:
-            self._along[name] = self._replayed(partial(self._work, block))
-        part: Tensor = self._along[name]((inputs, target, {} if v is None else v.pairs[name].state()))
+        if name not in self._by_block:
+            self._by_block[name] = self._replayed(partial(self._work, block))
+        part: Tensor = self._by_block[name]((inputs, target, {} if v is None else v.pairs[name].state()))
         return part
 
     def _replayed(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -217,13 +217,11 @@ def _capture(net: nn.Module) -> Capture | None:
 def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
     """Inputs, target, and a tensor of the inputs whose first dimension counts samples."""
     if not isinstance(batches, Iterable):
-        raise InputTypeError(
-            f"batches: a {type(batches).__name__} was given; a list of (inputs, target) pairs would do"
-        )
+        raise InputTypeError(f"batches must be a list of (inputs, target) pairs, got a {type(batches).__name__}")
     for batch in batches:
         x = next(tensors_in(batch[0]), None) if isinstance(batch, tuple | list) and len(batch) == 2 else None
         if x is None or x.dim() == 0 or len(x) == 0:
-            raise InputError("batches: one of them is no pair (inputs, target) with samples; [(x, y)] would do")
+            raise InputError("batches must be (inputs, target) pairs with samples, got one that is not; use [(x, y)]")
         yield batch[0], batch[1], x
 
 
@@ -238,8 +236,8 @@ def _slope(value: Tensor, gamma: Tensor) -> Tensor:
         (slope,) = torch.autograd.grad(value, gamma, materialize_grads=True)
     except CheckpointError as error:
         raise InputError(
-            "net: a part of it is checkpointed in evaluation mode, so that it runs again without gates; turn checkpointing off "
-            "while scoring"
+            "net must run without activation checkpointing in evaluation mode, got a checkpointed part, which would run again "
+            "without gates; turn it off while scoring"
         ) from error
     return slope
 

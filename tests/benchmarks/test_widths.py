@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hgnp.training.trainer import Steps
+from hgnp.training.trainer import EpochStatistics
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import widths
@@ -27,7 +27,7 @@ def net(width: int) -> nn.Module:
 def test_a_step_is_a_share_of_the_steps_that_were_timed(mu: float, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    def timed(calls: list[Callable[[], Steps]], **_: Any) -> list[Any]:
+    def timed(calls: list[Callable[[], EpochStatistics]], **_: Any) -> list[Any]:
         made.extend(len(call().losses) for call in calls)
         return [SimpleNamespace(median=3.0 * steps) for steps in made]
 

@@ -1,4 +1,4 @@
-"""Branches of a captured step share no memory that one may write while another reads it.
+"""SideStreams of a captured step share no memory that one may write while another reads it.
 
 Without a GPU: streams are stood in for by clocks, and every operation is noted on the one that is current. A stream may get the
 memory of a tensor that was made on it as soon as nobody holds the tensor; whoever has used it must be done by then.
@@ -132,7 +132,7 @@ def test_what_a_capture_reads_is_kept_with_it_whatever_the_cache_evicts(monkeypa
 
     for side in (1, 2):
         ones(side)
-    with monkeypatch.context() as patch, device.keeping() as kept, device.keeping() as other:
+    with monkeypatch.context() as patch, device.holding_constants() as kept, device.holding_constants() as other:
         patch.setattr(device, "capturing", lambda: True)
         read = ones(2)
         assert kept[0] is other[0] is read

@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from curvature_cases import CHOICES, convnet, gradients, images
+from curvature_cases import CHOICES, convnet, gradients, images, top_dense
 from hgnp import Flatness, Neurons
 from hgnp.curvature import direction
 from hgnp.curvature.autodiff.forward import Forward
 from hgnp.curvature.collector import FactorCollector
-from hgnp.curvature.eigen import top_dense
 from hgnp.curvature.factors import find_blocks
 from hgnp.flatness import parts
 
@@ -236,7 +235,7 @@ def test_a_net_changed_without_a_word_is_met_with_a_fresh_start():
     assert flat.block != frozen
 
 
-class Branches(nn.Module):
+class SideStreams(nn.Module):
     def __init__(self):
         super().__init__()
         self.left, self.right, self.head, self.which = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 3), "left"
@@ -248,7 +247,7 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("curvature", ["ggn", "hessian"])
 def test_a_block_that_this_batch_does_not_use_has_no_curvature(curvature):
     torch.manual_seed(0)
-    net = Branches().double()
+    net = SideStreams().double()
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
     flat = Flatness(net, bound=-1.0, curvature=curvature)
     flat.backward(x, y)

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvature_cases import Siamese, convnet, images
+from curvature_cases import Siamese, convnet, images, top_dense
 from hgnp.curvature.autodiff.forward import Forward
 from hgnp.curvature.collector import FactorCollector
-from hgnp.curvature.eigen import kronecker_residual, top_dense, top_of_each
+from hgnp.curvature.eigen import kronecker_residual, top_of_each
 from hgnp.curvature.factors import Rows, find_blocks, unit
 
 with warnings.catch_warnings():

@@ -69,7 +69,7 @@ def measured(
         with Forward(tape=tape, reducer=reducer):
             z = net(x)
         if isinstance(mode, GaussNewton):
-            assert tape.along(mode, z) is not None
+            assert tape.tangent(mode, z) is not None
         else:
             again = tape.again(mode, [parameter for parameter, _ in seeds], z)
             assert again is not None

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from curvature_cases import top_dense
 from hgnp import Flatness
 from hgnp.curvature.autodiff.forward import Forward
 from hgnp.curvature.collector import FactorCollector
-from hgnp.curvature.eigen import top_dense
 from hgnp.curvature.factors import Patches, find_blocks
 
 SHAPES = {"mlp": (8,), "cnn": (2, 6, 6)}

@@ -13,7 +13,7 @@ import hgnp
 from graphed_cases import Again, Net, Stand, prepared, stand_in
 from hgnp.curvature import eigen
 from hgnp.execution.graphed import Graphed
-from hgnp.execution.graphs import Capture, RefusedError, Replayed, kind_of
+from hgnp.execution.graphs import Capture, RefusedError, Replayed, shape_key
 from hgnp.flatness import parts
 
 
@@ -151,7 +151,7 @@ def test_what_was_seen_outlasts_other_graphs(monkeypatch: pytest.MonkeyPatch) ->
     before = flat.residual, {name: part.clone() for name, part in flat.direction.items()}
     for captured in graphed._graphs.values():
         if captured.statistics is not None:
-            for tensor in (captured.statistics.along.residuals, *captured.statistics.along.direction):
+            for tensor in (captured.statistics.penalized.residuals, *captured.statistics.penalized.vectors):
                 tensor.fill_(torch.nan)
     torch.testing.assert_close((flat.residual, flat.direction), before, rtol=0, atol=0)
 
@@ -181,7 +181,7 @@ def test_nothing_of_a_graph_s_memory_is_kept_in_the_state(
         theirs = [captured.loss] if captured.statistics is None else [captured.loss, captured.statistics.curvature]
         pointers = {x.data_ptr() for x in theirs if x is not None}
         assert not pointers & {x.data_ptr() for x in held if x is not None}
-    assert (state.current, state.collector, state.along) == (None, None, None)
+    assert (state.current, state.collector, state.penalized) == (None, None, None)
 
 
 def test_a_plain_step_that_fails_lets_its_pass_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,5 +191,5 @@ def test_a_plain_step_that_fails_lets_its_pass_go(monkeypatch: pytest.MonkeyPatc
     _, graphed, _ = prepared(net, mu=0.0)
     monkeypatch.setattr(graphed.step, "backward", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        graphed._step(kind_of(batch(), graphed.device), batch())
+        graphed._step(shape_key(batch(), graphed.device), batch())
     assert graphed.state.current is None

@@ -9,7 +9,7 @@ import hgnp
 from graphed_cases import Again, Net, Stand, prepared, stand_in
 from hgnp.curvature.step import Statistics
 from hgnp.execution.graphed import Graphed
-from hgnp.execution.graphs import kind_of
+from hgnp.execution.graphs import shape_key
 from hgnp.flatness import parts
 from hgnp.training.data import Ahead
 
@@ -52,7 +52,6 @@ def test_pieces_are_captured_at_their_second_time_and_q_before_its_block_is_know
 @pytest.mark.parametrize("direction_from", ["last_batch", "this_batch"])
 def test_the_next_batch_is_fetched_before_the_host_waits(direction_from: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
-    monkeypatch.setattr("hgnp.execution.eager.may_be_active", lambda *_: True)  # as on a GPU, where nobody knows
     torch.manual_seed(0)
     batches = [(torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))) for _ in range(6)]
     _, graphed, _ = prepared(Net().double(), bound=-1.0, direction_from=direction_from)
@@ -69,7 +68,7 @@ def test_the_next_batch_is_fetched_before_the_host_waits(direction_from: str, mo
     graphed.fetch = fetch
     kinds = []
     monkeypatch.setattr(
-        "hgnp.execution.graphed.kind_of", lambda batch, _: kinds.append(batch[0]) or kind_of(batch, graphed.device)
+        "hgnp.execution.graphed.shape_key", lambda batch, _: kinds.append(batch[0]) or shape_key(batch, graphed.device)
     )
     for x, y in ahead:
         order.append("step")

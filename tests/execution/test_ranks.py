@@ -84,8 +84,8 @@ def trained(
         found["plans"].append(state.plan)
         if state.statistics is not None:
             found["q"].append(state.statistics.curvature)
-            found["radius"].append(state.statistics.along.radius)
-            found["blocks"].append(state.statistics.along.block.name)
+            found["radius"].append(state.statistics.penalized.radius)
+            found["blocks"].append(state.statistics.penalized.block.name)
         found["gradients"].append(
             {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()}
         )

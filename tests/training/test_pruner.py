@@ -18,7 +18,7 @@ from hgnp.pruning.structure import Structure
 from hgnp.pruning.summary import Frozen
 from hgnp.training.measure import Measurements
 from hgnp.training.pruner import Pruner
-from hgnp.training.trainer import Epochs
+from hgnp.training.trainer import Trainer
 from train_cases import loaders, made, recipe
 
 
@@ -266,13 +266,13 @@ def test_rounds_and_steps_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> Non
     now = [0]
 
     @contextmanager
-    def running(self: Epochs) -> Iterator[None]:
+    def running(self: Trainer) -> Iterator[None]:
         now[0] += 1
         yield
         now[0] -= 1
 
     score, sharpness = Pruner.round, Measurements.with_sharpness
-    monkeypatch.setattr(Epochs, "running", running)
+    monkeypatch.setattr(Trainer, "running", running)
     monkeypatch.setattr(Pruner, "round", lambda *args: inside.append(bool(now[0])) or score(*args))
     monkeypatch.setattr(Measurements, "with_sharpness", lambda *args: inside.append(bool(now[0])) or sharpness(*args))
     hgnp.prune(made(), *loaders(), recipe=recipe())

@@ -13,7 +13,7 @@ import torch
 import hgnp
 from hgnp.training.data import Ahead
 from hgnp.training.optimizers import begun
-from hgnp.training.trainer import Steps
+from hgnp.training.trainer import EpochStatistics
 from train_cases import loaders, made, recipe, stripes
 
 
@@ -147,7 +147,7 @@ def test_bfloat16() -> None:
 
 
 def test_an_epoch_at_rest_has_its_hinge_closed() -> None:
-    resting, plain = (Steps(losses=[torch.tensor(1.0)] * 2, skipped=rested).summary(0.5) for rested in (2, 0))
+    resting, plain = (EpochStatistics(losses=[torch.tensor(1.0)] * 2, skipped=rested).summary(0.5) for rested in (2, 0))
     assert (resting["active"], resting["penalty"], resting["radius"]) == (0.0, 0.0, None)
     assert plain["active"] is None  # there was no term
 

@@ -37,7 +37,7 @@ class Choices:
             given = getattr(self, field.name)
             if given not in ALLOWED[field.name]:
                 raise InputError(
-                    f"{field.name}: {given!r} was given; one of {', '.join(map(repr, ALLOWED[field.name]))} would do"
+                    f"{field.name} must be one of {', '.join(map(repr, ALLOWED[field.name]))}, got {given!r}"
                 )
         if self.gamma_from == "penalized_loss":
             for name, needed, why in (
@@ -59,5 +59,5 @@ BUNDLES = {
 def choose(bundle: str, **given: str | None) -> Choices:
     """The bundle's choices with those given by name in their place."""
     if bundle not in BUNDLES:
-        raise InputError(f"flatness: {bundle!r} was given; one of {', '.join(map(repr, BUNDLES))} would do")
+        raise InputError(f"flatness must be one of {', '.join(map(repr, BUNDLES))}, got {bundle!r}")
     return replace(BUNDLES[bundle], **{name: value for name, value in given.items() if value is not None})

@@ -1,8 +1,8 @@
 """Collects a step's Kronecker factors: Ψ from the inputs of each block's calls, Γ from the loss's derivatives at their outputs.
 
-`FactorCollector` watches a forward pass: it sums Ψ on the way and ties a probe to the output of each call, whose backward shows
-the derivative there. Sums are taken in float32 at least; activations of half precision are read as they are. With several ranks
-each has its share of every sum, divided by the number of samples of all.
+`FactorCollector` observes a forward pass: it sums Ψ during it and attaches a probe to the output of each call, whose backward
+gets the derivative there. Sums are taken in float32 at least; activations of half precision are read as they are. With several
+ranks each has its share of every sum, divided by the number of samples of all.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hgnp.curvature.autodiff.forward import autocast_off
-from hgnp.curvature.device import HALF, Branches, constant, wide, wide_bmm
+from hgnp.curvature.device import HALF, SideStreams, constant, upcast, upcast_bmm
 from hgnp.curvature.factors import Block, Dense, Factor, Patches, Rows
 from hgnp.errors import InputError
 
 
 class _Probe(torch.autograd.Function):
-    """The identity on a layer's output; its backward shows the derivative there. `anchor` makes autograd go by it."""
+    """The identity on a layer's output; its backward gets the derivative there. `anchor` makes autograd run it."""
 
     @staticmethod
     def forward(ctx: Any, s: Tensor, anchor: Tensor, sink: Any) -> Tensor:
@@ -59,12 +59,12 @@ class FactorCollector:
         self.gamma: dict[str, GammaMoments] = {}
         self.calls: dict[str, list[tuple[dict[str, Any], Tensor]]] = {}
         self.when_complete: Callable[[], None] | None = None
-        """Called once a backward pass has shown the derivatives of all calls."""
+        """Called once a backward pass has reached all calls."""
         self._anchor: Tensor | None = None
         self._factor: float | Tensor | None = None  # N / scale while Γ is being collected
-        self._probes = self._unseen = 0
-        self._branches = Branches(lane=True)
-        self._read: Tensor | None = None  # by the branch that is open
+        self._probes = self._missing = 0
+        self._side = SideStreams(serial=True)
+        self._read: Tensor | None = None  # by the open side stream
 
     def layer(self, options: dict[str, Any], out: Tensor) -> Tensor:
         block = self._blocks.get(id(options["weight"]))
@@ -74,10 +74,7 @@ class FactorCollector:
         with autocast_off(out):
             a = a.to(out.dtype) if out.dtype in HALF else a  # as autocast has the layer read it
             options = options | {"input": a}
-            if block.name not in self.psi:
-                scale = wide(block.filter_norms().detach()) if self.scale_invariant else None
-                self.psi[block.name] = PsiMoments(block, self.samples, self.total, self.kfac_approx)
-                self.gamma[block.name] = GammaMoments(block, self.samples, self.total, self.kfac_approx, scale)
+            self.include(block)
             self.psi[block.name].add(options)
         if self._anchor is None:
             self._anchor = torch.zeros((), device=out.device, requires_grad=True)
@@ -88,29 +85,40 @@ class FactorCollector:
             if self._factor is None:
                 return
             self.join()  # of the derivative before
-            self._unseen -= 1
-            with self._branches.branch():
+            self._missing -= 1
+            with self._side.fork():
                 self.gamma[block.name].add(g, self._factor)
                 if self.keep:
-                    self.calls.setdefault(block.name, []).append((options, wide(g) * self._factor))
-                if self._unseen == 0 and self.when_complete is not None:
+                    self.calls.setdefault(block.name, []).append((options, upcast(g) * self._factor))
+                if self._missing == 0 and self.when_complete is not None:
                     self.when_complete()
             self._read = g
 
         probed: Tensor = _Probe.apply(out, self._anchor, sink)
         return probed
 
+    def include(self, block: Block) -> None:
+        """Moments for a block, zero while the pass has not called it: it may be called on another rank alone."""
+        if block.name not in self.psi:
+            scale = upcast(block.filter_norms().detach()) if self.scale_invariant else None
+            self.psi[block.name] = PsiMoments(block, self.samples, self.total, self.kfac_approx)
+            self.gamma[block.name] = GammaMoments(block, self.samples, self.total, self.kfac_approx, scale)
+
+    def release(self) -> None:
+        """Drops all moments. The autograd graph holds the collector for as long as a caller holds the loss."""
+        self.psi, self.gamma, self.calls = {}, {}, {}
+
     def restart(self) -> None:
-        """Drops what another backward pass has shown."""
+        """Drops what another backward pass has collected."""
         for moments in self.gamma.values():
             moments.restart()
         self.calls = {}
 
     @contextlib.contextmanager
     def collecting(self, scale: float | Tensor) -> Iterator[None]:
-        """Γ from the derivatives that a backward pass inside the block shows, of scale·C: the scale is divided out again."""
-        self._factor = self.total / (wide(scale) if isinstance(scale, Tensor) else scale)
-        self._unseen = self._probes
+        """Γ from the derivatives of scale·C in a backward pass inside the context: the scale is divided out again."""
+        self._factor = self.total / (upcast(scale) if isinstance(scale, Tensor) else scale)
+        self._missing = self._probes
         try:
             yield
         finally:
@@ -118,13 +126,14 @@ class FactorCollector:
 
     def join(self) -> None:
         """What follows runs after all that has been collected."""
-        self._branches.join()
+        self._side.join()
         self._read = None
 
     def collect(self, output: Tensor, cotangent: Tensor | None, scale: float | Tensor) -> None:
         """Γ from the derivatives of `output` (C itself, or the logits with a drawn cotangent): a backward pass for
         activations alone. `scale` keeps them in a half-precision range."""
-        assert self._anchor is not None
+        if self._anchor is None:  # no block was called on this rank
+            return
         cotangent = torch.ones_like(output) if cotangent is None else cotangent.to(output.dtype)
         with self.collecting(scale):
             torch.autograd.grad(output, self._anchor, cotangent * scale, retain_graph=True, allow_unused=True)
@@ -136,7 +145,7 @@ class FactorCollector:
         d = block.weight[0].numel()
         shift = psi[:, d] if block.bias is not None else None
         for options, g in self.calls.get(block.name, []):
-            a = wide(options["input"].detach())
+            a = upcast(options["input"].detach())
             if "stride" in options:
                 a, conv = plain_convolution(a, options, block.weight.dim() - 2)
                 filters = psi[:, :d].reshape(groups, *block.weight.shape[1:])
@@ -166,11 +175,11 @@ class PsiMoments:
     def add(self, options: dict[str, Any]) -> None:
         a = options["input"].detach()
         if "stride" not in options:
-            a = a if self.reduce else wide(a)  # sums of half precision need no copy of it all
+            a = a if self.reduce else upcast(a)  # sums of half precision need no copy of it all
             a = a.reshape(_leading(a, self.samples, self.block), -1, a.shape[-1])  # (N, T, d)
             self.positions += a.shape[1]
             if self.reduce:
-                self._sum(wide_sum(a, 1).unsqueeze(1))
+                self._sum(upcast_sum(a, 1).unsqueeze(1))
             else:
                 self.inputs.append(a)
             return
@@ -183,19 +192,21 @@ class PsiMoments:
             sums = sums.reshape(self.samples, -1, self.block.groups, self.block.weight[0].numel())
             self._sum(sums.squeeze(1) if sums.shape[1] == 1 else sums.sum(1))
         else:
-            self.inputs.append(a if a.dtype == torch.bfloat16 and a.is_cuda else wide(a))
+            self.inputs.append(a if a.dtype == torch.bfloat16 and a.is_cuda else upcast(a))
             self.options.append(conv)
 
     def _sum(self, sums: Tensor) -> None:
         self.sums = sums if self.sums is None else self.sums + sums
 
     def factor(self) -> Factor:
-        bias = self.block.bias is not None
+        """Ψ, zero without a call."""
+        bias, weight = self.block.bias is not None, self.block.weight
         if self.sums is not None:
             return Rows((self.sums / self.positions).transpose(0, 1), self.total, bias)
-        if self.options:
-            weight = self.block.weight
+        if weight.dim() > 2 and not self.reduce:
             return Patches(self.inputs, self.options, weight.shape, self.block.groups, self.total, bias)
+        if not self.inputs:
+            return Rows(upcast(weight.detach()).new_zeros(self.block.groups, 0, weight[0].numel()), self.total, bias)
         rows = torch.cat([a.flatten(0, 1) for a in self.inputs]).unsqueeze(0)
         return Rows(rows, self.total, bias)
 
@@ -222,13 +233,13 @@ class GammaMoments:
         groups, side = self.block.gamma_shape
         factor = factor if self.scale is None else factor * self.scale
         if self.reduce:
-            self.rows.append(wide_sum(g, 1) * factor)
+            self.rows.append(upcast_sum(g, 1) * factor)
             return
         flat = g.reshape(-1, groups, side).transpose(0, 1)  # (G, N·T, side)
         if flat.shape[1] <= side:
-            self.rows.append(wide(g.reshape(-1, groups * side)) * factor)
+            self.rows.append(upcast(g.reshape(-1, groups * side)) * factor)
             return
-        outer = wide_bmm(flat.mT, flat)
+        outer = upcast_bmm(flat.mT, flat)
         if not isinstance(factor, Tensor):
             self.unit = factor**2
         elif factor.dim():
@@ -239,7 +250,10 @@ class GammaMoments:
         self.matrix = outer if self.matrix is None else self.matrix + outer
 
     def factor(self) -> Factor:
+        """Γ, zero without a call."""
         groups, side = self.block.gamma_shape
+        if not self.positions:
+            return Rows(upcast(self.block.weight.detach()).new_zeros(groups, 0, side), self.total)
         count = float(self.total if self.reduce else self.total * self.positions)
         if self.reduce:
             rows = self.rows[0] if len(self.rows) == 1 else torch.stack(self.rows).sum(0)
@@ -252,7 +266,7 @@ class GammaMoments:
         return matrix if kept is None else Dense(matrix.dense() + kept.dense())
 
 
-def wide_sum(x: Tensor, dim: int) -> Tensor:
+def upcast_sum(x: Tensor, dim: int) -> Tensor:
     """The sum along a dimension, in a precision that can hold it."""
     return x.sum(dim, dtype=torch.float32 if x.dtype in HALF else None)
 
@@ -260,8 +274,8 @@ def wide_sum(x: Tensor, dim: int) -> Tensor:
 def _leading(x: Tensor, samples: int, block: Block) -> int:
     if x.shape[0] % samples:
         raise InputError(
-            f"layer {block.name!r} was called on {x.shape[0]} rows, no multiple of the batch's {samples} samples: "
-            "its factors cannot be formed; freeze it (requires_grad_(False)) to leave it out"
+            f"layer {block.name!r} must be called on a multiple of the batch's {samples} samples, got {x.shape[0]} rows; "
+            "freeze it (requires_grad_(False)) to leave it out"
         )
     return samples
 
@@ -295,12 +309,12 @@ def output_lengths(a: Tensor, conv: dict[str, Any], weight: Tensor) -> torch.Siz
 
 def patch_sums(a: Tensor, conv: dict[str, Any], weight: Tensor, lengths: torch.Size) -> Tensor:
     """Σ_t of the patches, (N, C_in, taps): what each tap of the kernel meets is a sum over some of the positions."""
-    dtype = a.dtype if a.dtype in HALF and a.is_cuda else wide(a[:0]).dtype
+    dtype = a.dtype if a.dtype in HALF and a.is_cuda else upcast(a[:0]).dtype
     sizes = tuple(
         zip(a.shape[2:], weight.shape[2:], lengths, conv["stride"], conv["padding"], conv["dilation"], strict=True)
     )
     meets = _meets(sizes, dtype, a.device)
-    return wide_bmm(meets.expand(a.shape[0], -1, -1), a.flatten(2).transpose(1, 2)).transpose(1, 2)
+    return upcast_bmm(meets.expand(a.shape[0], -1, -1), a.flatten(2).transpose(1, 2)).transpose(1, 2)
 
 
 @constant

@@ -1,7 +1,7 @@
-"""What depends on the device: the precision of sums, scalars on their way to the host, and side streams.
+"""What depends on the device: the precision of sums, scalars copied to the host asynchronously, and side streams.
 
 In a step that is being captured into a CUDA graph, work on side streams becomes branches of the graph: the small kernels of
-many blocks run beside each other and beside the large ones of the main stream. Elsewhere it simply runs where it is called.
+many blocks run beside each other and beside the large ones of the main stream. Elsewhere it runs on the current stream.
 What a graph reads must stay where it is for as long as the graph is replayed: see `constant`.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 HALF = (torch.float16, torch.bfloat16)
 STREAMS = 12
 CONSTANTS = 256
-"""Tensors that each function keeps."""
+"""Tensors that each function caches."""
 _holders: dict[int, list[object]] = {}
 _turns = itertools.count()
 P = ParamSpec("P")
@@ -31,29 +31,29 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def wide(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """Half precision as float32, in which it is summed."""
     return x.float() if x.dtype in HALF else x
 
 
-def wide_bmm(x: Tensor, y: Tensor) -> Tensor:
+def upcast_bmm(x: Tensor, y: Tensor) -> Tensor:
     """x @ y, (B, n, k) and (B, k, m), to float32 if they are of half precision; on a GPU without copies of them."""
     if x.dtype in HALF and x.is_cuda and hasattr(torch.ops.aten.bmm, "dtype"):  # torch 2.8
         product: Tensor = torch.ops.aten.bmm.dtype(x, y.to(x.dtype), torch.float32)
         return product
-    return wide(x) @ wide(y)
+    return upcast(x) @ upcast(y)
 
 
 @dataclass(frozen=True)
-class Late:
-    """A number on its way from the device to the host."""
+class HostScalar:
+    """A number that is copied from the device to the host asynchronously."""
 
     number: Tensor
     ready: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, number: Tensor) -> "Late":
-        """Sends it to the host. In a step that is being captured it stays on the device."""
+    def of(cls, number: Tensor) -> "HostScalar":
+        """Starts the copy. In a step that is being captured the number stays on the device."""
         if not number.is_cuda or capturing():
             return cls(number, None)
         host = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
@@ -69,8 +69,8 @@ class Late:
 
 
 @contextlib.contextmanager
-def keeping() -> Iterator[list[object]]:
-    """Collects the constants that a capture reads. Its graphs are good for as long as the list is kept."""
+def holding_constants() -> Iterator[list[object]]:
+    """Collects the constants that a capture reads. Its graphs are valid for as long as the list is held."""
     kept: list[object] = []
     _holders[id(kept)] = kept
     try:
@@ -81,8 +81,8 @@ def keeping() -> Iterator[list[object]]:
 
 def constant(make: Callable[P, R]) -> Callable[P, R]:
     """Caches tensors that depend on the arguments alone. A graph reads them where they are, so that each one that a capture
-    meets is kept with it (`keeping`), whatever the cache evicts. What a capture makes is that graph's own: it is computed
-    only when the graph is replayed, and never if the capture fails."""
+    reads is held with it (`holding_constants`), whatever the cache evicts. What a capture makes is that graph's own: it is
+    computed only when the graph is replayed, and never if the capture fails."""
     made: OrderedDict[tuple[object, ...], R] = OrderedDict()
 
     @functools.wraps(make)
@@ -103,37 +103,48 @@ def constant(make: Callable[P, R]) -> Callable[P, R]:
     return get
 
 
-class Branches:
-    """Branches from the stream that is current now. Whoever opens them keeps what they read alive until `join`. In a `lane` of
-    their own they follow each other, and never wait for other branches."""
+class SideStreams:
+    """Side streams of the stream that is current now. Whoever forks keeps what they read alive until `join`. `serial` ones are
+    one stream: what runs on it follows each other, and never waits for other side streams."""
 
-    def __init__(self, *, lane: bool = False) -> None:
+    def __init__(self, *, serial: bool = False) -> None:
         self._main = torch.cuda.current_stream() if capturing() else None
-        self._lane = lane
+        self._serial = serial
         self._open: list[torch.cuda.Stream] = []
 
     @contextlib.contextmanager
-    def branch(self) -> Iterator[None]:
+    def fork(self) -> Iterator[None]:
         """What is called within runs after all that was called on the main stream so far, beside what follows there."""
         if self._main is None:
             yield
             return
-        *streams, lane = _streams(self._main.device.index)
+        *streams, last = _streams(self._main)
         turns = (streams[next(_turns) % STREAMS] for _ in streams)
-        stream = lane if self._lane else next(each for each in turns if each != self._main)
+        stream = last if self._serial else next(each for each in turns if each != self._main)
         stream.wait_stream(self._main)
         self._open.append(stream)
         with torch.cuda.stream(stream):
             yield
 
     def join(self) -> None:
-        """What follows on the main stream runs after all branches."""
+        """What follows on the main stream runs after all side streams."""
         for stream in self._open:
             assert self._main is not None
             self._main.wait_stream(stream)
         self._open = []
 
 
-@functools.cache
-def _streams(device: int) -> list[torch.cuda.Stream]:
-    return [torch.cuda.Stream(device) for _ in range(STREAMS + 1)]
+_families: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
+"""(device, stream) → the side streams that it shares with them."""
+
+
+def _streams(main: torch.cuda.Stream) -> list[torch.cuda.Stream]:
+    """The side streams of the stream that captures, or of one of its side streams. Each thread captures on a stream of its own,
+    and captures must not share streams. A thread's identity would not tell: autograd runs backward passes in threads of its
+    own, which all captures on a device share."""
+    key = main.device.index, main.cuda_stream
+    if key not in _families:
+        streams = [torch.cuda.Stream(main.device) for _ in range(STREAMS + 1)]
+        for each in (main, *streams):
+            _families[each.device.index, each.cuda_stream] = streams
+    return _families[key]

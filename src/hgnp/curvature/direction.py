@@ -8,20 +8,22 @@ v is that of the block with the largest λ_l and zero everywhere else. `refresh`
 the last batch left them, and chooses the block.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.forward import autocast_off
 from hgnp.curvature.collector import FactorCollector
-from hgnp.curvature.device import Branches, Late, wide
+from hgnp.curvature.device import HostScalar, SideStreams, upcast
 from hgnp.curvature.eigen import Eigenpair, arbitrary, top_of_each
 from hgnp.curvature.factors import Block, find_blocks, unit
 from hgnp.errors import InputError
 from hgnp.reducer import LOCAL, Reducer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -111,16 +113,16 @@ def _unit_or_arbitrary(v: Tensor) -> Tensor:
 class BlockChoice:
     """The block with the largest λ, an index that may still be on its way from the device."""
 
-    index: Late  # into `blocks`
+    index: HostScalar  # into `blocks`
     blocks: list[Block]
 
     @classmethod
     def of(cls, index: Tensor, blocks: list[Block]) -> "BlockChoice":
-        return cls(Late.of(index), blocks)
+        return cls(HostScalar.of(index), blocks)
 
     @classmethod
     def known(cls, block: Block) -> "BlockChoice":
-        return cls(Late.of(torch.tensor(0)), [block])
+        return cls(HostScalar.of(torch.tensor(0)), [block])
 
     def block(self) -> Block:
         """Waits for the index."""
@@ -129,7 +131,7 @@ class BlockChoice:
 
 @dataclass
 class Direction:
-    """v of the batches seen so far."""
+    """v of the batches so far."""
 
     net: nn.Module
     pairs: dict[str, KroneckerEigenpair] = field(default_factory=dict)
@@ -137,8 +139,8 @@ class Direction:
     choice: BlockChoice | None = None
 
     def copy(self) -> "Direction":
-        """One to refresh from here while this one stays as it is."""
-        return Direction(self.net, dict(self.pairs), self.choice)
+        """One to refresh from these eigenpairs while this one stays as it is; no block is chosen yet."""
+        return Direction(self.net, dict(self.pairs))
 
     @classmethod
     def known(cls, net: nn.Module, block: Block, pair: KroneckerEigenpair) -> "Direction":
@@ -165,27 +167,35 @@ class Direction:
         overlap: Callable[[], None] | None = None,
         reducer: Reducer = LOCAL,
     ) -> None:
-        """Eigenpairs and block of the batch that the collector has seen go forward.
+        """Eigenpairs and block of the batch whose forward pass the collector has observed. Ranks may have called different
+        layers.
 
-        collect    shows the collector the derivatives of C: a backward pass
-        overlap    work of the step that needs nothing of the new v; it runs beside the solver where that can be
+        collect    a backward pass, in which the collector gets the derivatives of C
+        overlap    work of the step that needs nothing of the new v; it runs beside the solver where that is possible
         empirical  ranks blocks by the quotient of their own Fisher matrix along v_l instead of λ_l
         """
-        if not collector.psi:
-            raise InputError("net: none of its Linear and convolution layers was called in a way that can be seen; "
-                             "a scripted or compiled network must be given as the plain module")  # fmt: skip
-        branches = Branches()
-        blocks = [block for block in find_blocks(self.net) if block.name in collector.psi]
+        side = SideStreams()
+        device = next(self.net.parameters()).device
+        called = [(block, block.name in collector.psi) for block in find_blocks(self.net)]
+        blocks = _of_any_rank(called, device, reducer)
+        if not blocks:
+            raise InputError(
+                "net must call a Linear or convolution layer in a way that PyTorch shows, got none; pass a scripted or "
+                "compiled network as the plain module"
+            )
+        for block in blocks:
+            collector.include(block)
         starts = [self._start(block) for block in blocks]
         like = blocks[0].weight
         gamma: list[Eigenpair] = []
         known: list[int] = []
-        with branches.branch(), torch.no_grad(), autocast_off(like):
+        with side.fork(), torch.no_grad(), autocast_off(like):
             sides = [collector.psi[block.name].factor() for block in blocks]
             psi = top_of_each(sides, [start for start, _ in starts], cold=cold, reducer=reducer)
 
         def solve() -> None:
-            known.extend(n for n, block in enumerate(blocks) if collector.gamma[block.name].positions)
+            differentiated = [(n, bool(collector.gamma[block.name].positions)) for n, block in enumerate(blocks)]
+            known.extend(_of_any_rank(differentiated, device, reducer))
             with torch.no_grad(), autocast_off(like):
                 others = [collector.gamma[blocks[n].name].factor() for n in known]
                 gamma.extend(top_of_each(others, [starts[n][1] for n in known], cold=cold, reducer=reducer))
@@ -195,26 +205,49 @@ class Direction:
         try:
             collect()
         finally:
-            collector.when_complete = None  # they would hold each other
+            collector.when_complete = None  # a reference cycle
         if not gamma:  # some layers got no derivative
             collector.join()
-            with branches.branch():
+            with side.fork():
                 solve()
         if overlap is not None:
             overlap()
         collector.join()
-        branches.join()
+        side.join()
         with torch.no_grad(), autocast_off(like):
             chosen = [blocks[n] for n in known]
-            pairs, self.choice = _choose(collector, chosen, [psi[n] for n in known], gamma, empirical, reducer)
-        self.pairs = self.pairs | pairs
+            scores = _scores(collector, chosen, [psi[n] for n in known], gamma, empirical, reducer)
+            self._choose(chosen, [psi[n] for n in known], gamma, scores)
+
+    def _choose(self, blocks: list[Block], psi: list[Eigenpair], gamma: list[Eigenpair], scores: Tensor) -> None:
+        """The blocks' pairs, and the block with the largest score. An overflow of half precision is no curvature: where no
+        score of a block is finite its group stays, and where none is at all so does the block."""
+        finite = torch.isfinite(scores)
+        scores = torch.where(finite, scores, -1.0)
+        first = torch.zeros((), dtype=torch.long, device=scores.device)
+        groups, best = [first] * len(blocks), scores
+        if any(block.groups > 1 for block in blocks):
+            sizes = [block.groups for block in blocks]
+            tops = [part.max(0) for part in scores.split(sizes)]
+            best = torch.stack([top.values for top in tops])
+            for n, (block, top, known) in enumerate(zip(blocks, tops, finite.split(sizes), strict=True)):
+                old = self.pairs.get(block.name)
+                groups[n] = torch.where(
+                    known.any(), top.indices, old.group if old is not None and old.fits(block) else first
+                )
+        name = self.name()  # the host knows it: this step or the last one has used it
+        last = next((n for n, block in enumerate(blocks) if block.name == name), 0)
+        index = torch.where(finite.any(), best.argmax(), torch.full_like(first, last))
+        found = zip(blocks, psi, gamma, groups, strict=True)
+        self.pairs = self.pairs | {b.name: KroneckerEigenpair(p, g, group) for b, p, g, group in found}
+        self.choice = BlockChoice.of(index, blocks)
 
     def _start(self, block: Block) -> tuple[Tensor, Tensor]:
         """The last eigenvectors, or the same arbitrary ones for every run."""
         pair = self.pairs.get(block.name)
         if pair is not None and pair.fits(block):
             return pair.psi.vector, pair.gamma.vector
-        like = wide(block.weight.detach()[:0])
+        like = upcast(block.weight.detach()[:0])
         shapes = (block.psi_shape, block.gamma_shape)
         psi, gamma = (arbitrary(side, like.dtype, like.device).expand(groups, side) for groups, side in shapes)
         return psi, gamma
@@ -229,48 +262,53 @@ class Direction:
         return pairs
 
     def state_dict(self) -> dict[str, Any]:
-        """Eigenpairs and the name of the block: tensors, strings and None alone."""
-        return {"pairs": {name: pair.state() for name, pair in self.pairs.items()}, "block": self.name()}
+        """Eigenpairs of the trained blocks and the name of the chosen one: tensors, strings and None alone."""
+        present = {block.name: block for block in find_blocks(self.net)}
+        pairs = {name: pair for name, pair in self.pairs.items() if name in present and pair.fits(present[name])}
+        block = self.block()
+        return {
+            "pairs": {name: pair.state() for name, pair in pairs.items()},
+            "block": None if block is None else block.name,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         blocks = {block.name: block for block in find_blocks(self.net)}
         pairs = {}
         for name, tensors in state["pairs"].items():
             if name not in blocks:
-                raise InputError(f"state: it has an eigenpair for {name!r}, which is no block of this network")
+                raise InputError(f"state must have eigenpairs of this network's blocks, got one of {name!r}")
             block = blocks[name]
             pair = KroneckerEigenpair.of_state({key: value.to(block.weight.device) for key, value in tensors.items()})
             if not pair.fits(block):
                 raise InputError(
-                    f"state: layer {name!r} has factors of shapes {block.psi_shape} and {block.gamma_shape}, "
-                    f"the state's are {tuple(pair.psi.vector.shape)} and {tuple(pair.gamma.vector.shape)}"
+                    f"state must have eigenvectors of shapes {block.psi_shape} and {block.gamma_shape} for layer {name!r}, got "
+                    f"{tuple(pair.psi.vector.shape)} and {tuple(pair.gamma.vector.shape)}"
                 )
             pairs[name] = pair
         if state["block"] is not None and state["block"] not in pairs:
-            raise InputError(f"state: its block is {state['block']!r}, for which it has no eigenpair")
+            raise InputError(f"state must have an eigenpair of its block {state['block']!r}, got none")
         self.pairs = pairs
         self.choice = None if state["block"] is None else BlockChoice.known(blocks[state["block"]])
 
 
-def _choose(
+def _scores(
     collector: FactorCollector,
     blocks: list[Block],
     psi: list[Eigenpair],
     gamma: list[Eigenpair],
     empirical: bool,
     reducer: Reducer,
-) -> tuple[dict[str, KroneckerEigenpair], BlockChoice]:
-    """The blocks' pairs, and the block with the largest score."""
+) -> Tensor:
+    """What ranks the groups of all blocks, (groups of all,)."""
     if empirical:
         each = [collector.empirical(b, p.vector, g.vector) for b, p, g in zip(blocks, psi, gamma, strict=True)]
-        (scores,) = reducer.sum([torch.cat(each)])
-    else:
-        scores = torch.cat([pair.value for pair in psi]) * torch.cat([pair.value for pair in gamma])
-    scores = torch.nan_to_num(scores, nan=-1.0, posinf=-1.0)  # an overflow of half precision is no curvature
-    first = torch.zeros((), dtype=torch.long, device=scores.device)
-    groups, best = [first] * len(blocks), scores
-    if any(block.groups > 1 for block in blocks):
-        tops = [part.max(0) for part in scores.split([block.groups for block in blocks])]
-        groups, best = [top.indices for top in tops], torch.stack([top.values for top in tops])
-    pairs = {b.name: KroneckerEigenpair(p, g, group) for b, p, g, group in zip(blocks, psi, gamma, groups, strict=True)}
-    return pairs, BlockChoice.of(best.argmax(), blocks)
+        return reducer.sum([torch.cat(each)])[0]
+    return torch.cat([pair.value for pair in psi]) * torch.cat([pair.value for pair in gamma])
+
+
+def _of_any_rank(met: Sequence[tuple[T, bool]], device: torch.device, reducer: Reducer) -> list[T]:
+    """What this rank or, of several, any rank has met. Ranks would otherwise sum different factors, or wait for each other."""
+    if reducer.ranks > 1:
+        (counts,) = reducer.sum([torch.tensor([float(own) for _, own in met], device=device)])
+        met = [(each, count > 0) for (each, _), count in zip(met, counts.tolist(), strict=True)]
+    return [each for each, own in met if own]

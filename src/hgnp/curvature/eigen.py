@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hgnp.curvature.device import Branches, constant
+from hgnp.curvature.device import SideStreams, constant
 from hgnp.curvature.factors import Dense, Factor, Patches, merged, unit
 from hgnp.reducer import LOCAL, Reducer
 
@@ -64,13 +64,13 @@ def top_of_each(
 
 
 def _solved(solvers: Sequence[Solver[T]], reducer: Reducer) -> list[T]:
-    """In a single process every solver runs by itself, on a side stream of its own; over several ranks all advance together."""
+    """In a single process each solver runs separately, on a side stream of its own; over several ranks all advance together."""
     if reducer.ranks == 1:
-        branches, results = Branches(), []
+        side, results = SideStreams(), []
         for solver in solvers:
-            with branches.branch():
+            with side.fork():
                 results.append(_alone(solver))
-        branches.join()
+        side.join()
         return results
     shares = {number: next(solver) for number, solver in enumerate(solvers)}
     found: dict[int, T] = {}
@@ -130,7 +130,7 @@ def _solver(factors: Sequence[Factor], starts: Sequence[Tensor], cold: bool) -> 
     v, value, residual = found
     good = (value > 0) & (value < torch.inf)
     v = torch.where(good.unsqueeze(1), v, torch.where((value <= 0).unsqueeze(1), everything, start))
-    # here, not by the caller: memory of a side stream is not to be read elsewhere and let go
+    # here, not by the caller: memory of a side stream must not be read on another stream and then released
     return list(_apart(factors, v, value, torch.where(good, residual, torch.inf)))
 
 
@@ -139,12 +139,12 @@ def _product(parts: Sequence[Factor], x: Tensor) -> Tensor:
     if len(parts) == 1:
         return parts[0].product(x)
     y = torch.zeros_like(x)
-    branches, entry = Branches(), 0
+    side, entry = SideStreams(), 0
     for part in parts:
         mine = slice(entry, entry := entry + part.entries), slice(part.side)
-        with branches.branch():  # a copy: other branches may get a product's own memory once it is let go
+        with side.fork():  # a copy: other side streams may get a product's own memory once it is released
             y[mine] = part.product(x[mine].contiguous())
-    branches.join()
+    side.join()
     return y
 
 
@@ -153,12 +153,12 @@ def _dense(parts: Sequence[Factor], like: Tensor) -> Tensor:
     if len(parts) == 1:
         return parts[0].dense()
     out = like.new_zeros(*like.shape, like.shape[1])
-    branches, entry = Branches(), 0
+    side, entry = SideStreams(), 0
     for part in parts:
-        with branches.branch():
+        with side.fork():
             out[entry : entry + part.entries, : part.side, : part.side] = part.dense()
         entry += part.entries
-    branches.join()
+    side.join()
     return out
 
 
@@ -238,12 +238,6 @@ def arbitrary(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 @constant
 def _arbitrary(sizes: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return _padded([arbitrary(side, dtype, device).expand(entries, -1) for entries, side in sizes])
-
-
-def top_dense(factor: Factor) -> Eigenpair:
-    """The same by a full decomposition of the dense factor: the oracle."""
-    values, vectors = torch.linalg.eigh(factor.dense())
-    return Eigenpair(values[:, -1], vectors[..., -1], torch.zeros_like(values[:, -1]))
 
 
 def kronecker_residual(psi: Tensor, gamma: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgnp.curvature.device import wide, wide_bmm
+from hgnp.curvature.device import upcast, upcast_bmm
 from hgnp.curvature.kernels.support import kernels
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -197,8 +197,7 @@ class Patches:
         for a, options in zip(self.inputs, self.options, strict=True):
             part = self._part(a, x, options)
             total = part if total is None else total + part
-        assert total is not None
-        return total
+        return torch.zeros_like(x) if total is None else total  # this rank has not called the layer
 
     def _part(self, a: Tensor, x: Tensor, options: dict[str, Any]) -> Tensor:
         last = a.dim() == 4 and a.is_contiguous(memory_format=torch.channels_last)
@@ -221,7 +220,7 @@ class Patches:
         return self.groups == 1 and self.kernel[2:].numel() <= max(16, self.kernel[1])
 
     def dense(self) -> Tensor:
-        like = wide(self.inputs[0][:0])
+        like = upcast(self.inputs[0][:0])
         eye = torch.eye(self.kernel[1:].numel() + self.bias, dtype=like.dtype, device=like.device)
         return torch.stack([self.product(row.expand(self.groups, -1)) for row in eye], 2)
 
@@ -283,7 +282,7 @@ def _by_taps(a: Tensor, filters: Tensor, shift: Tensor | None, options: dict[str
     # all samples at once where channels come last, else one by one: (1 or N, C, positions)
     flat = a.movedim(1, -1).reshape(1, -1, a.shape[1]).mT if last else a.flatten(2)
     weights = filters[0].flatten(1).mT.to(a.dtype, memory_format=torch.contiguous_format).expand(len(flat), -1, -1)
-    met = wide_bmm(weights, flat).transpose(0, 1).reshape(kernel.numel(), len(a), *space)
+    met = upcast_bmm(weights, flat).transpose(0, 1).reshape(kernel.numel(), len(a), *space)
     met = F.pad(met, [each for p in reversed(padding) for each in (p, p)])
     across, _, *along = met.stride()
     steps = [across * kernel[d + 1 :].numel() + options["dilation"][d] * along[d] for d in range(n)]
@@ -297,5 +296,5 @@ def _by_taps(a: Tensor, filters: Tensor, shift: Tensor | None, options: dict[str
     spread.as_strided(shape, strides).copy_(r.expand(shape))
     for d in range(n):
         spread = spread.narrow(2 + d, padding[d], space[d])
-    back = wide_bmm(spread.reshape(len(spread), len(flat), -1).transpose(0, 1), flat.mT)  # (1 or N, taps, C)
+    back = upcast_bmm(spread.reshape(len(spread), len(flat), -1).transpose(0, 1), flat.mT)  # (1 or N, taps, C)
     return r.unsqueeze(1), (back[0] if last else back.sum(0)).mT

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgnp.curvature.device import wide
+from hgnp.curvature.device import upcast
 from hgnp.errors import InputError
 
 Loss = Callable[[Any, Any], Tensor]
@@ -57,13 +57,13 @@ class CrossEntropy:
         return smooth / _positive(own.sum())
 
     def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor:
-        z, u = wide(z), wide(u)
+        z, u = upcast(z), upcast(u)
         p = z.softmax(1)
         mean = (p * u).sum(1, keepdim=True)
         return ((p * (u - mean) ** 2).sum(1) * self._weights(z, target)).sum()
 
     def draw(self, z: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
-        z = wide(z)
+        z = upcast(z)
         p = z.softmax(1).movedim(1, -1)
         label = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator).view(p.shape[:-1])
         xi = p - F.one_hot(label, p.shape[-1])
@@ -72,7 +72,7 @@ class CrossEntropy:
         return (xi.movedim(-1, 1) * (self._weights(z, target) * n).sqrt().unsqueeze(1)) / n
 
     def total(self, z: Tensor, target: Tensor) -> Tensor:
-        z, weight = wide(z), None if self.weight is None else self.weight.to(wide(z))
+        z, weight = upcast(z), None if self.weight is None else self.weight.to(upcast(z))
         return F.cross_entropy(
             z, _like(z, target), weight=weight, ignore_index=self.ignore_index, reduction="sum", label_smoothing=self.smoothing
         )  # fmt: skip
@@ -89,15 +89,15 @@ class CrossEntropy:
 
 class SquaredError:
     def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor:
-        return 2 * (wide(u) ** 2).mean()
+        return 2 * (upcast(u) ** 2).mean()
 
     def draw(self, z: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
-        z = wide(z)
+        z = upcast(z)
         noise = torch.empty_like(z).normal_(generator=generator)
         return noise * (2 * z.shape[0] / z.numel()) ** 0.5 / z.shape[0]
 
     def total(self, z: Tensor, target: Tensor) -> Tensor:
-        z = wide(z)
+        z = upcast(z)
         return F.mse_loss(z, _like(z, target), reduction="sum")
 
     def normaliser(self, z: Tensor, target: Tensor) -> Tensor:
@@ -114,17 +114,17 @@ class BinaryCrossEntropy:
         return w if self.pos_weight is None else w * (1 + (self.pos_weight.to(z) - 1) * target)
 
     def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor:
-        z, u = wide(z), wide(u)
+        z, u = upcast(z), upcast(u)
         p = z.sigmoid()
         return (self._weights(z, target) * p * (1 - p) * u**2).sum()
 
     def draw(self, z: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
-        z = wide(z)
+        z = upcast(z)
         p, n = z.sigmoid(), z.shape[0]
         return (p - torch.bernoulli(p, generator=generator)) * (self._weights(z, target) * n).sqrt() / n
 
     def total(self, z: Tensor, target: Tensor) -> Tensor:
-        z = wide(z)
+        z = upcast(z)
         weight, pos_weight = (None if w is None else w.to(z) for w in (self.weight, self.pos_weight))
         return F.binary_cross_entropy_with_logits(
             z, _like(z, target), weight=weight, pos_weight=pos_weight, reduction="sum"
@@ -182,7 +182,7 @@ def loss_curvature(loss: Loss) -> LossCurvature | None:
         return None
     if (reduction := options.pop("reduction", "mean")) != "mean":
         raise InputError(
-            f"loss: reduction={reduction!r} was given; 'mean' would do, as curvature and bound refer to the mean loss"
+            f"loss must have reduction='mean', to which curvature and bound refer, got reduction={reduction!r}"
         )
     make, allowed = known[func]
     return make(**options) if set(options) <= allowed else None

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hgnp.curvature.autodiff.forward import Output, check_gradients, run, samples_in
 from hgnp.curvature.factors import find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature
-from hgnp.curvature.validation import check_functions
+from hgnp.curvature.validation import check_functions, without_tensor_hooks
 from hgnp.errors import InputError
 from hgnp.state_guards import evaluating
 
@@ -65,14 +65,16 @@ def sharpness(
     check_gradients()
     loss_curvature(loss)  # refuses one that is no mean
     if iter(data) is data:
-        raise InputError("data: a generator can be gone through once only; a list or a DataLoader would do")
+        raise InputError(
+            "data must be an iterable that can be read several times, got a generator; use a list or a DataLoader"
+        )
     parameters: list[Tensor] = [p for p in net.parameters() if p.requires_grad]
     size = sum(p.numel() for p in parameters)
     if not size:
-        raise InputError("net: it has no trained parameter")
+        raise InputError("net must have a trained parameter, got none")
     most = max(min(size, MAX_STEPS, MAX_BYTES // (size * parameters[0].element_size())), 1)
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
-        raise InputError(f"k: {k!r} was given; a whole number from 1 to {most} would do for {size} parameters")
+        raise InputError(f"k must be a whole number from 1 to {most} with {size} parameters, got {k!r}")
     metric = _metric(net, parameters) if scale_invariant else None
     with evaluating(net), sdpa_kernel(SDPBackend.MATH):
         product = partial(_product, net, data, loss, output, parameters, metric)
@@ -107,13 +109,14 @@ def _product(
     for inputs, target in data:
         buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}  # a forward may count its calls in one
         value = loss(run(net, inputs, output=output, buffers=buffers), target)
-        grads = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
-        products = torch.autograd.grad(grads, parameters, parts, materialize_grads=True)
+        with without_tensor_hooks(parameters):
+            grads = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
+            products = torch.autograd.grad(grads, parameters, parts, materialize_grads=True)
         n = samples_in(inputs)
         total += n * torch.cat([p.flatten() for p in products])
         samples += n
     if not samples:
-        raise InputError("data: it has no batch")
+        raise InputError("data must have at least one batch, got none")
     if metric is not None:
         scale = torch.cat([d.expand_as(p).flatten() for d, p in zip(metric, parameters, strict=True)])
         total = total * scale
@@ -138,7 +141,7 @@ def _lanczos(
         beta = w.norm().item()
         if not math.isfinite(beta):
             raise InputError(
-                "data: the Hessian of the loss over it is not finite; finite inputs, targets and weights would do"
+                "the Hessian of the loss over data must be finite, got one that is not; check inputs, targets and weights"
             )
         T = torch.diag(torch.tensor(alphas, dtype=torch.float64))
         if betas:

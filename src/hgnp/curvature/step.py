@@ -3,26 +3,35 @@
 A step leaves the gradient of L = C + μ·max(0, q − B) in `.grad`. q = vᵀHv, and v is the top eigenvector of the K-FAC block with
 the largest eigenvalue (equations 3 and 4), held fixed while q is differentiated.
 
-    stage     in → out                                                              what ranks sum
-    plan      schedule, last q → what this step does                                –
-    share     target → n, w = own share of the loss's normaliser                    two numbers
-    forward   batch, v → w·C, w·q, Ψ moments, a live autograd pass                  statistics of synchronised norms
-    decide    w·q → h = 1[Σ w·q > B]                                                C and q, detached, in one buffer
-    backward  pass, h → .grad; probes → Γ moments                                   the norms' adjoints; gradients
-    refresh   moments, old eigenpairs → eigenpairs, block                           each product F·x, all blocks in one buffer
-    score     gates, v → Σ|δ|                                                       raw sums, before division and norm
+    stage          in → out                                                         what ranks sum
+    plan           schedule, last q → what this step does                           –
+    share          target → n, w = own share of the loss's normaliser               two numbers
+    prepare        first batch → where Gauss–Newton holds, a first v to lag behind  as refresh
+    forward        batch, and v if the plan has a penalty → w·C, w·q, Ψ moments,    statistics of synchronised norms
+                   a live autograd pass
+    tangents       v of this very batch → w·q (paper's order)                       statistics of synchronised norms
+    decide         w·C, w·q → C, q of all ranks; the penalty is active if q > B     C and q, detached, in one buffer
+    backward       pass, active → .grad of w·(C + μ·q) or w·C; probes → Γ moments   the norms' adjoints
+    backward_loss  the same of w·C alone (paper's order)                            the norms' adjoints
+    backward_term  .grad of μ·w·q (paper's order)                                   the norms' adjoints
+    refresh        moments, old eigenpairs → eigenpairs, block                      the set of blocks; each product F·x, all
+                                                                                    blocks in one buffer
+    advance        plan → age of v, whether steps skip the penalty                  –
+
+`reduced_gradients`, around a step, sums what it adds to `.grad` over the ranks. The score stage is in `hgnp.scoring`: it runs
+`direction_of` and `objective` under gates, and sums |δ| over samples and ranks before any division.
 
 With lagged v (direction_from="last_batch"):
 
-    plan, share, forward, decide, backward beside refresh
+    plan, share, prepare, forward, decide, backward beside refresh, advance
 
 In the paper's order (direction_from="this_batch") v comes from the batch that is penalised:
 
-    plan, share, forward of C, backward of C beside refresh, tangents → q, decide, backward of the term
+    plan, share, prepare, forward, backward_loss beside refresh, tangents, decide, backward_term, advance
 
 A boundary between stages is a data dependency, not a barrier. The stages say what is computed; `hgnp.execution` says how: one
-after the other, or from CUDA graphs. Executors hold a `Step`, which never changes, and a `State`, which every stage may write.
-`hgnp.scoring` runs `look` and `objective` under gates: the score stage.
+after the other, or from CUDA graphs. Executors hold a `Step`, which holds options and what it has learnt of the network, and a
+`State`, which every stage may write.
 """
 
 import dataclasses
@@ -41,18 +50,18 @@ from hgnp.curvature.autodiff.passes import Pass, Passes
 from hgnp.curvature.autodiff.rng import undisturbed
 from hgnp.curvature.choices import Choices, choose
 from hgnp.curvature.collector import FactorCollector
-from hgnp.curvature.device import Late
+from hgnp.curvature.device import HostScalar, capturing
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.factors import Block, find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature, normaliser, weighted
-from hgnp.curvature.validation import check_functions, finite, hooked, refuse_unseen
-from hgnp.errors import InputError, refuse_renamed
+from hgnp.curvature.validation import check_functions, finite, has_gradient_hooks, refuse_unseen
+from hgnp.errors import InputError, one_line, refuse_renamed
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import Removal, listen
 
 Scale = float | Tensor
-"""What the loss is multiplied by before it goes back, as by a GradScaler."""
+"""What the loss is multiplied by before the backward pass, as by a GradScaler."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +77,14 @@ PLAIN = Plan(penalty=False, refresh=False)
 
 
 @dataclass(frozen=True)
-class Along:
-    """What a step penalises the curvature along."""
+class BlockDirection:
+    """v as a step penalises it: one block and its eigenpair."""
 
     block: Block
-    direction: list[Tensor]
-    """v by the block's parameters."""
+    vectors: list[Tensor]
+    """v, in the shapes of the block's parameters."""
     radius: Tensor
-    """λ of the pair."""
+    """λ of the eigenpair."""
     residuals: Tensor
     """Of v^Ψ and v^Γ."""
 
@@ -84,26 +93,26 @@ class Along:
 class Statistics:
     """What a step penalised. Its numbers are still on the device."""
 
-    along: Along
+    penalized: BlockDirection
     curvature: Tensor
     """q, of all ranks."""
-    sent: Late | None = None
+    sent: HostScalar | None = None
     """q on its way to the host, if it was sent there at once."""
 
     @property
     def q(self) -> float:
         """Waits for this one number."""
-        return (self.sent or Late.of(self.curvature)).item()
+        return (self.sent or HostScalar.of(self.curvature)).item()
 
     @property
     def residual(self) -> Tensor:
-        """‖(Ψ ⊗ Γ)v − λv‖/λ. Only whoever asks for it has it computed."""
-        return kronecker_residual(*self.along.residuals.unbind())
+        """‖(Ψ ⊗ Γ)v − λv‖/λ, computed on access."""
+        return kronecker_residual(*self.penalized.residuals.unbind())
 
 
 @dataclass(eq=False)
 class State:
-    """What steps hand on to each other, and what is known of the step under way."""
+    """What steps pass on to each other, and the intermediate results of the current step."""
 
     mu: float
     bound: float
@@ -114,11 +123,11 @@ class State:
     """Steps since the last refresh."""
     skipping: bool = False
     """Whether the penalty was inactive along this v, so that steps are plain until the next refresh."""
-    first_q: Late | None = None
+    first_q: HostScalar | None = None
     """q of the first step along this v, on its way to the host."""
 
     plan: Plan = PLAIN
-    """What the step under way, or the last one, does."""
+    """Of the current step, or the last one."""
     samples: float = 0
     """n of all ranks."""
     weight: Tensor | None = None
@@ -126,11 +135,11 @@ class State:
     current: Pass | None = None
     """The forward pass that is still to be differentiated."""
     collector: FactorCollector | None = None
-    """What watched it, where v is refreshed."""
-    along: Along | None = None
-    """What its q was taken along."""
-    went_back: bool = False
-    """Whether C's gradient is in `.grad` already."""
+    """Collects its Kronecker factors, where v is refreshed."""
+    penalized: BlockDirection | None = None
+    """The direction of its q."""
+    loss_differentiated: bool = False
+    """Whether C's gradient is in `.grad` already (paper's order)."""
     loss: Tensor | None = None
     """C of all ranks, detached."""
     statistics: Statistics | None = None
@@ -141,8 +150,8 @@ class State:
         return self.statistics is not None and self.statistics.q > self.bound
 
     def release(self) -> None:
-        """Lets go of the step's autograd graph."""
-        self.current, self.collector, self.along, self.went_back = None, None, None, False
+        """Releases the step's autograd graph."""
+        self.current, self.collector, self.penalized, self.loss_differentiated = None, None, None, False
 
     def neurons_removed(self, removal: Removal) -> Callable[[], None]:
         """Slices every eigenvector with its layer. The work is done here; what is returned only assigns."""
@@ -185,8 +194,7 @@ class Step:
 
     def plan(self, state: State) -> Plan:
         """What the next step does. Waits for the first q along this v, if that is on its way."""
-        if state.first_q is not None:
-            state.skipping, state.first_q = not state.first_q.item() > state.bound, None
+        self._settle_skipping(state)
         due = not self.lagged or state.age + 1 >= self._refresh_every
         state.plan = Plan(penalty=not state.skipping, refresh=due) if state.mu else PLAIN
         return state.plan
@@ -195,7 +203,7 @@ class Step:
         """n and w of this rank's batch."""
         samples = samples_in(inputs)
         if not samples:
-            raise InputError("inputs: the batch has no sample; at least one would do")
+            raise InputError("inputs must hold at least one sample, got an empty batch")
         state.samples, state.weight = samples, None
         if self.reducer.ranks > 1:
             own = normaliser(self.loss, target, target) if isinstance(target, Tensor) else None
@@ -206,38 +214,41 @@ class Step:
 
     def prepare(self, state: State, inputs: Any, target: Any, *, scale: Scale = 1.0) -> None:
         """Before the first step, and after the network has changed: where Gauss–Newton holds, and a first v to lag behind, from
-        this batch by a pass that leaves no trace."""
+        this batch by a pass without side effects."""
         self.passes.inspect(inputs)
         if self.lagged and state.direction.block() is None:
-            self._look(state, state.direction, inputs, target, scale, cold=True)
+            self._refresh_from(state, state.direction, inputs, target, scale)
 
     # The stages of a step
 
     def plain(self, state: State, inputs: Any, target: Any, *, scale: Scale = 1.0) -> None:
         """A whole plain PyTorch step, forward and backward."""
-        self.forward(state, PLAIN, inputs, target)
+        self.forward(state, inputs, target)
         self.decide(state)
         self.backward(state, target, mu=0.0, scale=scale)
 
-    def forward(self, state: State, plan: Plan, inputs: Any, target: Any) -> None:
-        """C, and q along the lagged v. In the paper's order C alone, recorded for `tangents`."""
-        state.collector = self._collector(state, inputs) if plan.refresh else None
-        if not plan.penalty:
+    def forward(self, state: State, inputs: Any, target: Any) -> None:
+        """C, and q along the lagged v if the plan has a penalty. In the paper's order C alone, recorded for `tangents`."""
+        state.collector = self._collector(state, inputs) if state.plan.refresh else None
+        if not state.plan.penalty:
             state.current = self.passes.primal(inputs, target, state.weight, state.collector)
         elif self.lagged:
-            state.current, state.along = self._along(state.direction, state, inputs, target, watch=state.collector)
+            state.current, state.penalized = self._penalized_pass(
+                state.direction, state, inputs, target, watch=state.collector
+            )
         else:
             assert state.collector is not None
             state.current = self.passes.taped(inputs, target, state.weight, state.collector)
 
     def tangents(self, state: State, inputs: Any, target: Any) -> None:
-        """q along the v of this batch, in the paper's order: what is behind the block runs again, along v."""
+        """q along the v of this batch, in the paper's order: the operations behind the block run again, along v."""
         assert state.current is not None
-        found, state.along = self._along(state.direction, state, inputs, target, primal=state.current)
+        found, state.penalized = self._penalized_pass(state.direction, state, inputs, target, primal=state.current)
         state.current = dataclasses.replace(state.current, q=found.q)  # still the pass that its tape is of
 
     def decide(self, state: State) -> None:
-        """C and q of all ranks; h = 1[q > B] follows from q, on the device or (`State.active`) on the host."""
+        """C and q of all ranks. The penalty is active if q > B, which the host decides (`State.active`): to multiply an
+        inactive one by zero on the device would turn a derivative of q that is not finite, 0·∞, into NaN gradients."""
         current = state.current
         assert current is not None
         numbers = [current.loss.detach()] if current.q is None else [current.loss.detach(), current.q.detach()]
@@ -245,8 +256,8 @@ class Step:
             numbers = list(self.reducer.sum([torch.stack([x.double() for x in numbers])])[0])
         state.loss = numbers[0]
         if current.q is not None:
-            assert state.along is not None
-            state.statistics = Statistics(state.along, numbers[1])
+            assert state.penalized is not None
+            state.statistics = Statistics(state.penalized, numbers[1])
 
     def backward(
         self,
@@ -258,64 +269,74 @@ class Step:
         active: bool = False,
         retain_graph: bool = False,
     ) -> None:
-        """The gradient of w·C, and of μ·h·w·q unless the penalty is known to be inactive; beside it `refresh`, where the pass
-        was watched. Γ comes from this very backward pass if that is of C alone."""
+        """The gradient of w·C, and of μ·w·q if the penalty is active; beside it `refresh`, where the plan has one. Γ comes from
+        this very backward pass if that is of C alone. `retain_graph`: the same pass will be differentiated again."""
         collector, choices = state.collector, self.choices
         total = self.total(state, mu=mu, active=active)
         backward = partial(self._backward, total * scale, retain_graph=retain_graph)
         if collector is None:
             backward()
             return
+        current = state.current
+        assert current is not None
         collector.restart()
         if choices.fisher_type == "mc" or (active and choices.gamma_from == "loss"):
-            self._refresh(state, partial(self._collect, state, target, scale), overlap=backward)
+            self._refresh(
+                state, partial(self._collect_gamma, state, collector, current, target, scale), overlap=backward
+            )
         else:
             with collector.collecting(scale):
                 self._refresh(state, backward)
+        if not retain_graph:
+            collector.release()
 
     def backward_loss(self, state: State, target: Any, *, scale: Scale = 1.0) -> None:
-        """In the paper's order: the gradient of w·C beside `refresh`. Hooks see gradients once and whole: where there are any,
-        C waits for the term, and Γ takes a backward pass of its own."""
-        state.went_back = not hooked(self.net)
-        if state.went_back:
+        """In the paper's order: the gradient of w·C beside `refresh`. Hooks on parameters get the gradient once and whole:
+        where there are any, C waits for the term, and Γ takes a backward pass of its own."""
+        state.loss_differentiated = not has_gradient_hooks(self.net)
+        if state.loss_differentiated:
             self.backward(state, target, mu=0.0, scale=scale, retain_graph=self.passes.repeats)
         else:
             self.refresh(state, target, scale=scale)
+        assert state.collector is not None
+        state.collector.release()
 
     def backward_term(self, state: State, *, mu: Scale, scale: Scale = 1.0, active: bool) -> None:
-        """In the paper's order: the gradient of μ·h·w·q, and of w·C if it has waited."""
+        """In the paper's order: the gradient of μ·w·q if the penalty is active, and of w·C if it has waited."""
         assert state.current is not None
-        if not state.went_back:
+        if not state.loss_differentiated:
             self._backward(self.total(state, mu=mu, active=active) * scale)
         elif active:
-            self._backward(self._penalty(state, mu) * scale, retain_graph=state.current.kept)
+            self._backward(self._penalty(state, mu) * scale, retain_graph=state.current.replayed)
 
     def total(self, state: State, *, mu: Scale, active: bool) -> Tensor:
-        """w·(C + μ·h·q), or w·C where the penalty is known to be inactive."""
+        """w·C + μ·(w·q − B), or w·C if the penalty is inactive."""
         assert state.current is not None
         return state.current.loss + self._penalty(state, mu) if active else state.current.loss
 
     def refresh(self, state: State, target: Any, *, mu: Scale = 0.0, scale: Scale = 1.0, active: bool = False) -> None:
-        """v of the pass that was watched, with Γ from a backward pass of its own: of C, or of the penalised loss where
-        `gamma_from` says so."""
+        """v of the pass that the collector observed, with Γ from a backward pass of its own: of C, or of the penalised loss
+        where `gamma_from` says so."""
         collector = state.collector
         assert collector is not None
         if active and self.choices.gamma_from == "penalized_loss":
             total = self.total(state, mu=mu, active=True)
             self._refresh(state, partial(collector.collect, total, None, scale))
         else:
-            self._refresh(state, partial(self._collect, state, target, scale))
+            assert state.current is not None
+            self._refresh(state, partial(self._collect_gamma, state, collector, state.current, target, scale))
+        collector.release()
 
-    def advance(self, state: State, plan: Plan) -> None:
+    def advance(self, state: State) -> None:
         """After a step: how old v is, and whether steps along it are plain until the next refresh."""
         if not state.mu:
             return
-        if plan.refresh:
+        if state.plan.refresh:
             state.age, state.skipping = 0, False
             return
         if self._skip_inactive and state.age == 0:
             assert state.statistics is not None
-            state.first_q = Late.of(state.statistics.curvature)
+            state.first_q = HostScalar.of(state.statistics.curvature)
         state.age += 1
 
     def reduced_gradients(self) -> AbstractContextManager[None]:
@@ -338,7 +359,7 @@ class Step:
             *grads, ranks = self.reducer.sum([*own, ranks])
             if not all(
                 met
-            ):  # parameters that no rank has met keep no gradient; only where there may be some the host waits
+            ):  # parameters that no rank has met keep no gradient; the host waits only where there may be some
                 met = ranks.bool().tolist()
             for p, grad, known in zip(parameters, grads, met, strict=True):
                 p.grad = grad if known else None
@@ -349,11 +370,11 @@ class Step:
 
     # Scores
 
-    def look(self, state: State, inputs: Any, target: Any) -> Direction:
-        """A batch's own v, solved for as from a cold start. Leaves no trace."""
+    def direction_of(self, state: State, inputs: Any, target: Any) -> Direction:
+        """A batch's own v, from a cold start. It has no side effects."""
         direction = state.direction.copy()
         state = dataclasses.replace(state, generator=None if state.generator is None else state.generator.clone_state())
-        self._look(state, direction, inputs, target, 1.0, cold=True)
+        self._refresh_from(state, direction, inputs, target, 1.0)
         return direction
 
     def objective(
@@ -367,26 +388,30 @@ class Step:
         within: AbstractContextManager[Any] | None = None,
     ) -> Tensor:
         """w·L of a batch, to be differentiated, along this v, in the network's present mode; None: C alone. `within` is entered
-        around the forward pass. Leaves no trace: buffers and random state stay as they are."""
+        around the forward pass. It has no side effects: buffers and random state stay as they are."""
         with undisturbed(*self.net.parameters()):
             if direction is None:
                 output = self.passes.run(inputs, self.norms_mode(), within=within, traceless=True)
                 return weighted(self.loss(output, target), state.weight)
-            found, _ = self._along(direction, state, inputs, target, traceless=True, within=within)
+            found, _ = self._penalized_pass(direction, state, inputs, target, traceless=True, within=within)
         assert found.q is not None
         (q,) = self.reducer.sum([found.q.detach()])
-        return found.loss + mu * _hinge(found.q, q, state.bound)
+        if capturing():  # a graph cannot ask the host
+            return found.loss + mu * torch.where(q > state.bound, found.q - state.bound, 0.0)
+        return found.loss + mu * (found.q - state.bound) if bool(q > state.bound) else found.loss
 
     # What the stages are made of
 
-    def _along(self, direction: Direction, state: State, inputs: Any, target: Any, **how: Any) -> tuple[Pass, Along]:
-        """C and q along this v, and what that is."""
+    def _penalized_pass(
+        self, direction: Direction, state: State, inputs: Any, target: Any, **how: Any
+    ) -> tuple[Pass, BlockDirection]:
+        """C and q along this v, and the block and eigenpair that it is."""
         block = direction.block()
         assert block is not None
         pair = direction.pairs[block.name]
         seeds = pair.seeds(block, scale_invariant=self.choices.scaling == "scale_invariant")
-        found = self.passes.along(block, seeds, inputs, target, state.weight, **how)
-        return found, Along(block, [part.detach() for _, part in seeds], pair.value, pair.residuals)
+        found = self.passes.with_curvature(block, seeds, inputs, target, state.weight, **how)
+        return found, BlockDirection(block, [part.detach() for _, part in seeds], pair.value, pair.residuals)
 
     def _collector(self, state: State, inputs: Any) -> FactorCollector:
         return FactorCollector(
@@ -402,36 +427,30 @@ class Step:
             empirical=self.choices.ranking == "empirical", reducer=self.reducer,
         )  # fmt: skip
 
-    def _collect(self, state: State, target: Any, scale: Scale) -> None:
-        """Γ by a backward pass of its own, for activations alone: of C, or of labels drawn from the output."""
-        current = state.current
-        assert current is not None
-        self._collect_from(state.collector, current.loss, current.output, state, target, scale)
-
-    def _collect_from(
-        self, collector: FactorCollector | None, loss: Tensor, output: Any, state: State, target: Any, scale: Scale
+    def _collect_gamma(
+        self, state: State, collector: FactorCollector, current: Pass, target: Any, scale: Scale
     ) -> None:
-        assert collector is not None
-        with autocast_off(loss):
+        """Γ by a backward pass of its own, for activations alone: of C, or of labels drawn from the output."""
+        with autocast_off(current.loss):
             if self.choices.fisher_type == "empirical":
-                collector.collect(loss, None, scale)
+                collector.collect(current.loss, None, scale)
                 return
             assert self._loss_curvature is not None
+            output = current.output
             drawn = self._loss_curvature.draw(output.detach(), target, self._generator(state, output.device))
             if state.weight is not None:  # normalised by the samples of all ranks
                 drawn = drawn * (state.weight * collector.samples / collector.total).sqrt()
             collector.collect(output, drawn, scale)
 
-    def _look(self, state: State, direction: Direction, inputs: Any, target: Any, scale: Scale, *, cold: bool) -> None:
-        """Refreshes a direction from this batch by a pass that leaves no trace."""
+    def _refresh_from(self, state: State, direction: Direction, inputs: Any, target: Any, scale: Scale) -> None:
+        """Refreshes a direction from this batch, from a cold start, by a pass without side effects."""
         collector = self._collector(state, inputs)
         with undisturbed(*self.net.parameters()):  # dropout masks repeat from pass to pass
-            mode = Forward(watch=collector, reducer=self.reducer)
-            output = self.passes.run(inputs, mode, traceless=True)
-            loss = weighted(self.loss(output, target), state.weight)
+            output = self.passes.run(inputs, Forward(watch=collector, reducer=self.reducer), traceless=True)
+            current = Pass(weighted(self.loss(output, target), state.weight), output)
             direction.refresh(
-                collector, partial(self._collect_from, collector, loss, output, state, target, scale),
-                cold=cold, empirical=self.choices.ranking == "empirical", reducer=self.reducer,
+                collector, partial(self._collect_gamma, state, collector, current, target, scale),
+                cold=True, empirical=self.choices.ranking == "empirical", reducer=self.reducer,
             )  # fmt: skip
 
     def norms_mode(self) -> Forward | None:
@@ -439,11 +458,15 @@ class Step:
         return Forward(reducer=self.reducer) if self.reducer.sync_norms else None
 
     def _penalty(self, state: State, mu: Scale) -> Tensor:
+        """μ·(w·q − B), which an active penalty adds to the loss."""
         assert state.current is not None
         assert state.current.q is not None
-        assert state.statistics is not None
-        q = state.current.q if self.reducer.ranks == 1 else state.statistics.curvature
-        return mu * _hinge(state.current.q, q, state.bound)
+        return mu * (state.current.q - state.bound)
+
+    def _settle_skipping(self, state: State) -> None:
+        """Whether steps skip the penalty, once the first q along this v has reached the host."""
+        if state.first_q is not None:
+            state.skipping, state.first_q = not state.first_q.item() > state.bound, None
 
     def _backward(self, total: Tensor, *, retain_graph: bool = False) -> None:
         try:
@@ -452,7 +475,7 @@ class Step:
         except RuntimeError as error:
             if "is not implemented" in str(error):
                 raise InputError(
-                    f"net: PyTorch has no further derivative of one of its operations ({error})"
+                    f"net must have operations that PyTorch can differentiate twice more, got: {one_line(error)}"
                 ) from error
             raise
 
@@ -461,12 +484,16 @@ class Step:
             state.generator = torch.Generator(device).manual_seed(0)
         return state.generator
 
-    # What is kept
+    def captured_numbers(self) -> dict[str, float]:
+        """The step's own numbers that a CUDA graph holds as constants."""
+        return {}
+
+    # Checkpoints
 
     def state_dict(self, state: State) -> dict[str, Any]:
         """Eigenpairs, the chosen block, the stream of sampled labels, the age of v and whether steps skip the penalty: tensors,
         strings, numbers and None."""
-        self.plan(state)
+        self._settle_skipping(state)
         generator = None if state.generator is None else state.generator.get_state()
         return state.direction.state_dict() | {"generator": generator, "age": state.age, "skipping": state.skipping}
 
@@ -502,8 +529,10 @@ def make_step(
         raise InputError(f"bound must be a finite number, got {bound!r}")
     if loss_curvature(loss) is None:
         if curvature == "ggn" or choices.get("fisher_type") == "mc":
-            raise InputError("loss: only cross-entropy, MSE and BCE-with-logits (means) have a Gauss–Newton route "
-                             "and labels to sample; use curvature='hessian' and fisher_type='empirical'")  # fmt: skip
+            raise InputError(
+                "loss must be the mean of cross-entropy, MSE or BCE-with-logits for curvature='ggn' and fisher_type='mc', got "
+                f"{loss!r}; use curvature='hessian' and fisher_type='empirical'"
+            )
         curvature = "hessian"
     chosen = choose(flatness, curvature=curvature, **choices)
     refuse_unseen(net, flatten=mu > 0)
@@ -514,11 +543,6 @@ def make_step(
     state = State(float(mu), float(bound), Direction(net))
     listen(net, state.neurons_removed)
     return step, state
-
-
-def _hinge(own: Tensor, q: Tensor, bound: float) -> Tensor:
-    """max(0, q − B), differentiated as this rank's part of q."""
-    return torch.where(q > bound, own - bound, 0.0)
 
 
 def _check_schedule(refresh_every: int, skip_inactive: bool, *, lagged: bool) -> None:
@@ -532,5 +556,5 @@ def _check_schedule(refresh_every: int, skip_inactive: bool, *, lagged: bool) ->
         )
     if skip_inactive and not lagged:
         raise InputError(
-            "skip_inactive must be False with direction_from='this_batch', which looks at the penalty in every step, got True"
+            "skip_inactive must be False with direction_from='this_batch', which computes the penalty in every step, got True"
         )

@@ -1,23 +1,30 @@
-"""What is refused before a wrong number can come of it: arguments, and layers by kind."""
+"""Arguments and networks that are refused before they could give a wrong number, and hooks that need care."""
 
+import contextlib
 import math
+from collections.abc import Iterable, Iterator
 from numbers import Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from hgnp.curvature.factors import find_blocks
 from hgnp.errors import InputError
+
+MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def check_functions(**given: Any) -> None:
     """That each can be called, or is None; the loss cannot be left out, nor be a class."""
     for name, value in given.items():
         if not callable(value) and (value is not None or name == "loss"):
-            raise InputError(f"{name}: {value!r} was given; a function would do")
+            raise InputError(f"{name} must be a function, got {value!r}")
         if name == "loss" and isinstance(value, type):
-            raise InputError(f"loss: the class {value.__name__} was given; {value.__name__}() would do")
+            raise InputError(
+                f"loss must be a function or an instance, got the class {value.__name__}; use {value.__name__}()"
+            )
 
 
 def finite(value: Any) -> bool:
@@ -25,22 +32,48 @@ def finite(value: Any) -> bool:
 
 
 def refuse_unseen(net: nn.Module, *, flatten: bool) -> None:
+    """Refuses networks whose operations PyTorch does not show, and those without a block to `flatten`."""
     if not isinstance(net, nn.Module):
-        raise InputError(f"net: a {type(net).__name__} was given; an nn.Module would do")
+        raise InputError(f"net must be an nn.Module, got a {type(net).__name__}")
     if flatten and not find_blocks(net):
-        raise InputError("net: it has no Linear or Conv1d/2d/3d layer with a trained weight, so no block to flatten")
+        raise InputError("net must have a Linear or Conv1d/2d/3d layer with a trained weight, got none")
     for name, layer in net.named_modules():
-        if isinstance(layer, torch.jit.ScriptModule) or hasattr(layer, "_orig_mod"):
-            raise InputError(f"layer {name!r}: it is scripted or compiled, so that its operations cannot be seen and "
-                             "neither route would be right; give the plain module")  # fmt: skip
+        compiled = hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None  # torch.compile, Module.compile
+        if compiled or isinstance(layer, torch.jit.ScriptModule):
+            kind = "a compiled one" if compiled else "a scripted one"
+            raise InputError(
+                f"layer {name!r} must be a plain module, got {kind}, whose operations are hidden; pass it as it was before"
+            )
 
 
-def hooked(net: nn.Module) -> bool:
-    """Whether something waits for parameters' gradients: hooks, or what sends them to other processes. It is to see them once
-    in a step, and whole."""
+def has_gradient_hooks(net: nn.Module) -> bool:
+    """Whether hooks wait for parameters' gradients, or DistributedDataParallel, which sends them to other processes. They are
+    to get each gradient once in a step, and whole."""
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in net.modules()):
         return True
     return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in net.parameters())
+
+
+def has_module_hooks(net: nn.Module) -> bool:
+    """Whether modules have forward or backward hooks, which the replay of a CUDA graph would not call."""
+    return _has_any_global_hook() or any(getattr(module, kind) for module in net.modules() for kind in MODULE_HOOKS)
+
+
+@contextlib.contextmanager
+def without_tensor_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """`Tensor.register_hook` is for gradients of a backward pass; `torch.autograd.grad` runs the hooks too. Inside, it does
+    not.
+
+    PyTorch reads the dictionary of a tensor's hooks when it runs them: it is emptied meanwhile. There is no API for this."""
+    hooks = [x._backward_hooks for x in tensors if x._backward_hooks]
+    held = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, items in zip(hooks, held, strict=True):
+            each.update(items)
 
 
 def tracked(net: nn.Module) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""A piece of a step in a CUDA graph, and the memory in which pieces hand eigenpairs on."""
+"""A piece of a step in a CUDA graph, and the memory in which pieces pass eigenpairs on."""
 
 import functools
 from collections.abc import Iterable
@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from hgnp.curvature.autodiff.passes import Pass
-from hgnp.curvature.device import Late
+from hgnp.curvature.device import HostScalar
 from hgnp.curvature.direction import BlockChoice, KroneckerEigenpair
-from hgnp.curvature.step import Along, Statistics
+from hgnp.curvature.step import BlockDirection, Statistics
 from hgnp.execution.optimizer import Gradients
 
 
 @dataclass(frozen=True)
 class Captured:
-    """One graph: where it reads its batch from and where it leaves what it found."""
+    """One graph: where it reads its batch from and where it leaves its results."""
 
     graph: torch.cuda.CUDAGraph
     batch: Any
@@ -30,7 +30,7 @@ class Captured:
     choice: BlockChoice | None
     """The next block, on the device."""
     taped: Pass | None
-    """The pass that the pieces after it go on from, if this is the one that made it."""
+    """The pass that the pieces after it continue from, if this graph computes it."""
     versions: "Versions"
     """Of parameters, buffers and batch when it was captured."""
 
@@ -41,10 +41,11 @@ class Captured:
     def copy_statistics(self) -> Statistics:
         """Other graphs share their memory. q is sent to the host before that; numbers are copied by one kernel."""
         assert self.statistics is not None
-        along, curvature = self.statistics.along, self.statistics.curvature
-        sent = Late.of(curvature)
-        radius, residuals, q = torch._foreach_mul((along.radius, along.residuals, curvature), 1)
-        return Statistics(Along(along.block, [part.clone() for part in along.direction], radius, residuals), q, sent)
+        penalized, curvature = self.statistics.penalized, self.statistics.curvature
+        sent = HostScalar.of(curvature)
+        radius, residuals, q = torch._foreach_mul((penalized.radius, penalized.residuals, curvature), 1)
+        vectors = [part.clone() for part in penalized.vectors]
+        return Statistics(BlockDirection(penalized.block, vectors, radius, residuals), q, sent)
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class Versions:
         tensors = tuple(tensors)
         return cls(tensors, tuple(tensor._version for tensor in tensors))
 
-    def put_back(self) -> None:
-        """What autograd has kept of the tensors is taken for unchanged: only to be said where it was computed anew."""
+    def restore(self) -> None:
+        """Makes autograd take what it has saved of the tensors for unchanged: only where a replay has recomputed that."""
         torch._C._autograd._unsafe_set_version_counter(self.tensors, self.counters)
 
 

@@ -1,12 +1,12 @@
 """The stages of a step from CUDA graphs.
 
 What a step does depends on the host in two points, the block that is penalised and whether the penalty is active. For each
-block that was chosen and each shape of a batch there is a graph of forward and decide, which shows q, and two of backward. In
-the paper's order a step is three graphs: C forward and back, which shows v; then, once the host knows the block, q along it;
-then, if it knows the penalty to be active, the gradient of the term. A removal drops all graphs.
+block that was chosen and each shape of a batch there is a graph of forward and decide, which gives q, and two of backward. In
+the paper's order a step is three graphs: C forward and backward, which gives v; then, once the host knows the block, q along
+it; then, if the penalty is active, the gradient of the term. A removal drops all graphs.
 
-What a graph computes is what the stages compute, from the same parameters, buffers and eigenvectors in place. The optimizer's
-step stays outside, so that any optimizer and schedule will do; it has a graph of its own where it can (`optimizer`).
+A graph computes what the stages compute, from the same parameters, buffers and eigenvectors in place. The optimizer's step
+stays outside, so that any optimizer and schedule is possible; it has a graph of its own where it can (`optimizer`).
 """
 
 import contextlib
@@ -21,15 +21,14 @@ from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.direction import BlockChoice, KroneckerEigenpair
 from hgnp.curvature.step import PLAIN, Plan, State, Step
-from hgnp.curvature.validation import hooked
+from hgnp.curvature.validation import has_gradient_hooks, has_module_hooks
 from hgnp.execution.captured import Captured, Versions, copied, copy_into, tensors_of
-from hgnp.execution.eager import Eager
-from hgnp.execution.graphs import Capture, RefusedError, built_of, kind_of, laid_out, refill
+from hgnp.execution.eager import Eager, Precision
+from hgnp.execution.graphs import Capture, RefusedError, copied_batch, fingerprint, refill, shape_key
 from hgnp.execution.optimizer import Gradients, GraphedOptimizer
 from hgnp.removal import Removal, listen
 
 Piece = Callable[[Any, Any], Tensor | None]
-Precision = Callable[[], contextlib.AbstractContextManager[Any]]
 R = TypeVar("R")
 
 
@@ -41,9 +40,9 @@ class Graphed:
         self._eager = Eager(step, state)
         self.device = next(self.net.parameters()).device
         self.refused: str | None = None
-        """Why steps are not captured, if they are not."""
+        """Why steps run eagerly, if they do."""
         if step.choices.fisher_type == "mc":
-            self.refused = "its labels are drawn"  # a graph would draw the same again and again
+            self.refused = "its labels are drawn"  # a graph would draw the same at every replay
         elif step.reducer.ranks > 1:
             self.refused = "ranks sum within a step"
         self._capture_at = Capture(self.device)
@@ -61,11 +60,11 @@ class Graphed:
         self._block: str | None = None
         """The block of the last step in the paper's order."""
         self._built: Any = None
-        """What graphs were captured from."""
+        """Fingerprint of what graphs were captured from."""
         self.fetch: Callable[[], Any] | None = None
-        """Fetches the next batch, which steps from graphs do before they wait for the device."""
+        """Fetches the next batch: called before the host waits for the device."""
         self._upcoming: tuple[Any, Any] = None, None
-        """That batch and its kind, if they are known."""
+        """The prefetched batch and its shape key."""
         listen(self.net, self.neurons_removed)
 
     def running(self) -> contextlib.AbstractContextManager[None]:
@@ -73,48 +72,51 @@ class Graphed:
         return self._capture_at.running()
 
     def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
-        """As `Eager.backward`, in place of the gradients that are there."""
-        batch, (upcoming, kind) = (inputs, target), self._upcoming
+        """As `Eager.backward`, but replaces `.grad` instead of adding to it."""
+        batch, (upcoming, shape) = (inputs, target), self._upcoming
         self._upcoming = None, None
         if upcoming is None or upcoming[0] is not inputs or upcoming[1] is not target:
-            kind = kind_of(batch, self.device)
+            shape = shape_key(batch, self.device)
         if self.refused is not None:
             self._forget()
-        if self.refused is not None or kind is None or isinstance(scale, Tensor) or scale != 1:
+        if self.refused is not None or shape is None or isinstance(scale, Tensor) or scale != 1:
             self._clear()
             return self._now(partial(self._eager.backward, scale=scale), batch)
-        if self._first(kind):
-            return self._first_of_kind(kind, batch)
-        return self._step(kind, batch)
+        if self._meet_first(shape):
+            return self._first_of_shape(shape, batch)
+        return self._step(shape, batch)
+
+    def zero_grad(self) -> None:
+        """Nothing: `backward` replaces gradients."""
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """On the gradients that `backward` left."""
+        """Steps on the gradients of the last `backward`."""
         self._optimizer.step(optimizer, self._left)
 
     def begin_epoch(self) -> None:
-        """Whatever was done to network, gradients and optimizer since the last step is seen."""
+        """Network, gradients and optimizer may have changed since the last step."""
         self._left = None
         self._optimizer.forget()
-        numbers = {name: value for name, value in vars(self.step).items() if isinstance(value, float)}
-        built = built_of(self.net, self.step.loss), hooked(self.net), numbers, self.state.bound
+        hooks, numbers = has_gradient_hooks(self.net), self.step.captured_numbers()
+        built = fingerprint(self.net, self.step.loss), hooks, numbers, self.state.bound
         if self._built != built:
-            self._start_anew()
+            self._restart()
             self._built = built
 
-    def _step(self, kind: Any, batch: Any) -> Tensor:
+    def _step(self, shape: Any, batch: Any) -> Tensor:
         step, state = self.step, self.state
         plan = step.plan(state)
         step.share(state, *batch)
         if self._known_mu != state.mu:
             self._known_mu = state.mu
             self._mu.fill_(state.mu)
-        self._settle()  # before a graph is looked up: layers that only some batches meet make all graphs anew
+        self._settle()  # before a graph is looked up: a layer that no batch called before drops all graphs
         try:
             if plan == PLAIN:
-                loss = self._run(("plain", kind), self._plain, batch)
-                step.advance(state, plan)
+                loss = self._run(("plain", shape), self._plain, batch)
+                step.advance(state)
             else:
-                loss = self._lagged(plan, kind, batch) if step.lagged else self._in_papers_order(plan, kind, batch)
+                loss = self._lagged(plan, shape, batch) if step.lagged else self._in_papers_order(shape, batch)
         finally:
             state.release()
         assert loss is not None
@@ -127,24 +129,24 @@ class Graphed:
         self.state.release()
         return self.state.loss
 
-    def _forward(self, plan: Plan, inputs: Any, target: Any) -> Tensor | None:
-        self.step.forward(self.state, plan, inputs, target)
+    def _forward(self, inputs: Any, target: Any) -> Tensor | None:
+        self.step.forward(self.state, inputs, target)
         self.step.decide(self.state)
         return self.state.loss
 
     def _backward(self, active: bool, retain_graph: bool, inputs: Any, target: Any) -> None:
         self.step.backward(self.state, target, mu=self._mu, active=active, retain_graph=retain_graph)
 
-    def _without_penalty(self, plan: Plan, inputs: Any, target: Any) -> Tensor | None:
-        self._forward(plan, inputs, target)
+    def _without_penalty(self, inputs: Any, target: Any) -> Tensor | None:
+        self._forward(inputs, target)
         self._backward(False, False, inputs, target)
         self.state.release()
         return self.state.loss
 
-    def _loss(self, plan: Plan, inputs: Any, target: Any) -> Tensor | None:
-        """In the paper's order: C, forward and back, and v."""
+    def _loss(self, inputs: Any, target: Any) -> Tensor | None:
+        """In the paper's order: C, its gradient, and v."""
         self.step.prepare(self.state, inputs, target)
-        self.step.forward(self.state, plan, inputs, target)
+        self.step.forward(self.state, inputs, target)
         self.step.backward_loss(self.state, target)
         assert self.state.current is not None
         return self.state.current.loss.detach()
@@ -161,121 +163,126 @@ class Graphed:
 
     # A step, piece by piece
 
-    def _lagged(self, plan: Plan, kind: Any, batch: Any) -> Tensor | None:
+    def _lagged(self, plan: Plan, shape: Any, batch: Any) -> Tensor | None:
         direction = self.state.direction
-        key = plan, direction.name() if plan.penalty else None, kind
+        key = plan, direction.name() if plan.penalty else None, shape
         if not {key, ("forward", key)} & self._graphs.keys() and direction.block() is None:  # nothing is known of v yet
             self._clear()
             return self._now(self._eager.backward, batch)
         if plan.penalty:
-            loss: Tensor | None = self._fork(plan, key, batch)
+            loss: Tensor | None = self._forward_then_backward(key, batch)
         else:
-            loss = self._run(key, partial(self._without_penalty, plan), batch)
-        self.step.advance(self.state, plan)
+            loss = self._run(key, self._without_penalty, batch)
+        self.step.advance(self.state)
         return loss
 
-    def _fork(self, plan: Plan, key: Any, batch: Any) -> Tensor | None:
+    def _forward_then_backward(self, key: Any, batch: Any) -> Tensor | None:
         """A step in two graphs: forward, and backward with the term or without once the host knows q."""
         if ("forward", key) not in self._graphs:
             self._clear()
-            batch = laid_out(batch, self.net)
-            if self.refused is not None or self._first(key) or not self._forked(plan, key, batch):
-                return self._now(partial(self._as_it_is, plan), batch)
+            batch = copied_batch(batch, self.net)
+            if self.refused is not None or self._meet_first(key) or not self._capture_all_three(key, batch):
+                return self._now(self._uncaptured, batch)
         forward = self._graphs["forward", key]
         loss = self._replay(forward, batch)
-        self._look_ahead()
+        self._prefetch()
         self._replay(self._graphs["active" if self.state.active() else "inactive", key], forward.batch)
         return loss
 
-    def _as_it_is(self, plan: Plan, inputs: Any, target: Any) -> Tensor | None:
-        """The same stages, not captured. The penalty is decided on the device."""
-        loss = self._forward(plan, inputs, target)
-        self._backward(True, False, inputs, target)
+    def _uncaptured(self, inputs: Any, target: Any) -> Tensor | None:
+        """The same stages, not captured."""
+        loss = self._forward(inputs, target)
+        self._backward(self.state.active(), False, inputs, target)
         return loss
 
-    def _forked(self, plan: Plan, key: Any, batch: Any) -> bool:
-        """Captures all three graphs, or none."""
+    def _capture_all_three(self, key: Any, batch: Any) -> bool:
+        """Captures the graphs of forward and of both backward passes, or none."""
         try:
-            forward = self._capture(partial(self._forward, plan), batch, after=True)  # it leaves no gradients
+            forward = self._capture(self._forward, batch, after=True)  # it leaves no gradients
             inactive = self._capture(partial(self._backward, False, True), batch)
-            active = self._capture(partial(self._backward, True, False), batch)  # lets the pass go on its way
+            active = self._capture(partial(self._backward, True, False), batch)  # frees the autograd graph
         except RefusedError as error:
-            self.state.release()  # the step as it is may need the memory
+            self.state.release()  # the eager step may need the memory
             self._refuse(error)
             return False
         self._graphs |= {("forward", key): forward, ("active", key): active, ("inactive", key): inactive}
         return True
 
-    def _in_papers_order(self, plan: Plan, kind: Any, batch: Any) -> Tensor:
+    def _in_papers_order(self, shape: Any, batch: Any) -> Tensor:
         state = self.state
-        loss = self._run(("loss", kind), partial(self._loss, plan), batch)
+        loss = self._run(("loss", shape), self._loss, batch)
         assert loss is not None
-        state.went_back = True
-        look = self._graphs.get(("loss", kind))
-        batch = batch if look is None else look.batch
-        ahead = self._graphs.get(("q", self._block, kind))
+        captured = self._graphs.get(("loss", shape))
+        if captured is not None:  # a replay does not run the stage's own code
+            batch, state.loss_differentiated = captured.batch, True
+        ahead = self._graphs.get(("q", self._block, shape))
         if ahead is not None:  # most often the block is the same again: q is under way while the host learns of it
             self._replay(ahead, batch)
-            self._look_ahead()
+            self._prefetch()
         block = state.direction.name()
-        q, term = ("q", block, kind), ("term", block, kind)
+        q, term = ("q", block, shape), ("term", block, shape)
         if ahead is None or block != self._block:
             self._run(q, self._tangents, batch, after=True)
         self._block = block
         if state.active():
             captured_now = term in self._met and term not in self._graphs
-            if captured_now:  # it goes back through a q that was captured just before it
+            if captured_now:  # it differentiates a q that was captured just before it
                 self._graphs.pop(q, None)
                 self._run(q, self._tangents, batch, after=True)
             self._run(term, self._term, batch, after=True)
-        self.step.advance(state, plan)
+        self.step.advance(state)
         return loss
 
-    def _look_ahead(self) -> None:
-        """What can be done before the host waits for the device."""
+    def _prefetch(self) -> None:
+        """Fetches the next batch before the host waits for the device."""
         upcoming = None if self.fetch is None else self.fetch()
-        self._upcoming = upcoming, None if upcoming is None else kind_of(upcoming, self.device)
+        self._upcoming = upcoming, None if upcoming is None else shape_key(upcoming, self.device)
 
-    def _first(self, key: Any) -> bool:
-        """Whether there has been no step of this kind yet."""
+    def _meet_first(self, key: Any) -> bool:
+        """Whether this is the first time that `key` comes up; from now on it is not."""
         new = key not in self._met
         self._met.add(key)
         return new
 
-    def _first_of_kind(self, kind: Any, batch: Any) -> Tensor:
-        """Not captured, as what draws random numbers in ways that graphs cannot repeat never will be."""
+    def _first_of_shape(self, shape: Any, batch: Any) -> Tensor:
+        """An eager step, which shows whether steps can be captured: not if graphs cannot repeat its random numbers, or hooks
+        are to be called."""
         step, state = self.step, self.state
         before = RandomState(*self.net.parameters())
         self._clear()
-        loss = self._now(self._eager.backward, laid_out(batch, self.net))
-        plan, block = state.plan, None if state.statistics is None else state.statistics.along.block.name
+        loss = self._now(self._eager.backward, copied_batch(batch, self.net))
+        plan, block = state.plan, None if state.statistics is None else state.statistics.penalized.block.name
         if not before.is_now() and not self._can_draw(before):
             self.refused = "its forward draws random numbers"
-        elif hooked(self.net):
-            self.refused = "hooks see its gradients"
+        elif has_gradient_hooks(self.net):
+            self.refused = "hooks get its gradients"
+        elif has_module_hooks(self.net):
+            self.refused = "a replay calls no module hooks"
         elif plan == PLAIN:
-            self._met.add(("plain", kind))
+            self._met.add(("plain", shape))
         elif step.lagged:
-            self._met.add((plan, block if plan.penalty else None, kind))
+            self._met.add((plan, block if plan.penalty else None, shape))
         else:
-            self._met |= {("loss", kind), ("q", block, kind)} | ({("term", block, kind)} if state.active() else set())
+            self._met |= {("loss", shape), ("q", block, shape)} | (
+                {("term", block, shape)} if state.active() else set()
+            )
         return loss
 
     def _can_draw(self, before: RandomState) -> bool:
-        """Whether graphs draw what a step as it is draws: on the device, whose generator PyTorch registers with graphs, and
-        in one pass, or as dropout masks that the passes after it share."""
+        """Whether graphs draw what an eager step draws: on the device, whose generator PyTorch registers with graphs, and in
+        one pass, or as dropout masks that the passes after it share."""
         if not before.is_now_on_cpu() or not self.step.one_draw:
             return False
         return not self.state.mu or self.step.lagged or self.step.passes.repeats
 
     def _run(self, key: Any, piece: Piece, batch: Any, *, after: bool = False) -> Tensor | None:
-        """A piece of a step: as it is the first time, from its graph from then on. One `after` another reads the same batch and
+        """A piece of a step: eagerly the first time, from its graph from then on. One `after` another reads the same batch and
         adds to the same gradients."""
         if key not in self._graphs:
             if not after:
                 self._clear()
-                batch = laid_out(batch, self.net)
-            if self.refused is None and not self._first(key):
+                batch = copied_batch(batch, self.net)
+            if self.refused is None and not self._meet_first(key):
                 try:
                     self._graphs[key] = self._capture(piece, batch, after=after)
                 except RefusedError as error:
@@ -285,7 +292,7 @@ class Graphed:
         return self._replay(self._graphs[key], batch)
 
     def _now(self, piece: Callable[..., R], batch: Any) -> R:
-        """Not from a graph; a replay needs no precision, and to enter it takes time."""
+        """Runs a piece eagerly. Only here is autocast entered, which takes time: a replay does not need it."""
         with self._precision():
             return piece(*batch)
 
@@ -319,11 +326,13 @@ class Graphed:
             grads = self._gradients(tuple(p for p in parameters if p.grad is not None))
             statistics = None if state.statistics is before[0] else state.statistics
             choice = None if direction.choice is known else direction.choice
-            taped = state.current if under_way is None and state.current is not None and state.current.kept else None
+            taped = (
+                state.current if under_way is None and state.current is not None and state.current.replayed else None
+            )
             read = (*parameters, *self.net.buffers(), *tensors_in(batch))
             return Captured(graph, batch, loss, grads, after, statistics, choice, taped, Versions.of(read))
-        except RefusedError:  # the step as it is may need the memory
-            state.current, state.collector, state.along = under_way, None, None
+        except RefusedError:  # the eager step may need the memory
+            state.current, state.collector, state.penalized = under_way, None, None
             raise
         finally:
             state.statistics, direction.choice, state.loss = before
@@ -341,7 +350,7 @@ class Graphed:
             self._leave(captured.grads)
         if captured.taped is not None:
             state.current = captured.taped
-            captured.versions.put_back()  # the replay computed it with the parameters as they are
+            captured.versions.restore()  # the replay computed it with the parameters as they are
         if captured.choice is not None:
             state.direction.choice = BlockChoice.of(captured.choice.index.number, captured.choice.blocks)
         if captured.statistics is not None:
@@ -383,8 +392,8 @@ class Graphed:
         self._capture_at.forget()
 
     def neurons_removed(self, removal: Removal) -> Callable[[], None]:
-        return self._start_anew
+        return self._restart
 
-    def _start_anew(self) -> None:
+    def _restart(self) -> None:
         self._forget()
         self._met = set()

@@ -1,12 +1,13 @@
-"""Work on batches from CUDA graphs: what is done again and again on the same shapes is launched as a whole.
+"""Work on batches from CUDA graphs: what repeats on the same shapes is launched as a whole.
 
 A small network's pass is a few hundred kernels of microseconds each, and launching them takes longer than running them. The
-first piece of a kind runs as it is (libraries choose their algorithms then), the second is captured, and from then on it is
-replayed. What a graph reads must stay where it is: whoever owns one forgets it when the network changes.
+first batch of a shape runs eagerly (libraries choose their algorithms then), the second is captured, and from then on the graph
+is replayed. What a graph reads must stay where it is: the owner of a graph drops it when the network changes.
 """
 
 import contextlib
 import functools
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from hgnp.curvature.device import keeping
+from hgnp.curvature.device import holding_constants
+from hgnp.curvature.validation import has_module_hooks
 from hgnp.errors import first_line
 
 T = TypeVar("T")
@@ -33,7 +35,7 @@ class Capture:
         self.stream = _stream(device, threading.get_ident())
         self._pool: Any = None
         self._kept: list[list[object]] = []
-        """What its graphs read and others may let go of."""
+        """Constants that its graphs read and caches may evict."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -52,9 +54,11 @@ class Capture:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.clear_autocast_cache()  # it may be gone when the graph runs
         failed: Exception | None = None
+        current = torch.cuda.current_stream(self.device)
         try:
             with (
-                keeping() as kept,
+                holding_constants() as kept,
+                _no_garbage_collection(),
                 torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"),
             ):
                 self._kept.append(kept)
@@ -66,7 +70,8 @@ class Capture:
         except Exception as error:
             raise RefusedError(first_line(failed or error)) from (failed or error)
         finally:
-            failed = None  # or it would hold itself, and all that the work made
+            failed = None  # or it would hold itself, and all that the work allocated
+            torch.cuda.set_stream(current)  # which torch.cuda.graph does not restore where the capture fails
             torch.clear_autocast_cache()  # copies of parameters that nothing has computed yet
         return graph, made
 
@@ -76,35 +81,49 @@ class Capture:
         self._kept.clear()
 
 
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Garbage may hold pinned memory and other graphs, whose release records events: not on a stream that is being captured."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @functools.cache
 def _stream(device: torch.device, thread: int) -> torch.cuda.Stream:
-    """One for all captures, as libraries keep memory for every stream that they have ever worked on. Its work goes before that
-    of branches."""
+    """One for all captures of a thread, as libraries keep memory for every stream that they have ever worked on. Its work has
+    priority over that of side streams."""
     return torch.cuda.Stream(device, priority=-1)
 
 
-def kind_of(batch: Any, device: torch.device) -> tuple[Any, ...] | None:
-    """What a graph of work on this batch depends on; None if it is not of tensors on this device alone."""
+def shape_key(batch: Any, device: torch.device) -> tuple[Any, ...] | None:
+    """Structure, shapes and types, which a graph of work on this batch depends on; None if it has other than tensors on this
+    device."""
     leaves, spec = tree_flatten(batch)
     if not all(isinstance(leaf, Tensor) and leaf.device == device for leaf in leaves):
         return None
     return str(spec), *((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
-def built_of(*parts: Any) -> tuple[Any, ...]:
-    """What graphs of work by a network (and a loss, if it is a module) have in them: where tensors lie, which are trained, and
-    the numbers of modules (modes, a norm's momentum, a dropout's rate)."""
+def fingerprint(*parts: Any) -> tuple[Any, ...]:
+    """What graphs of work by a network (and a loss, if it is a module) depend on: where tensors lie, which are trained, the
+    numbers of modules (modes, a norm's momentum, a dropout's rate), and whether modules have hooks."""
     modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
     own = [x for module in modules for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
     numbers = [
         {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
         for module in modules
     ]
-    return [(id(x), x.data_ptr(), x.requires_grad) for x in own], numbers
+    hooks = [has_module_hooks(part) for part in parts if isinstance(part, nn.Module)]
+    return [(id(x), x.data_ptr(), x.requires_grad) for x in own], numbers, hooks
 
 
-def laid_out(batch: T, net: nn.Module, *, copy: bool = True) -> T:
-    """A copy of a batch, pictures with their channels last if the network's convolutions have theirs so. Without `copy`,
+def copied_batch(batch: T, net: nn.Module, *, copy: bool = True) -> T:
+    """A copy of a batch, pictures in channels_last if the network's convolutions are. Without `copy`,
     what is so already is the batch's own."""
     weights = [module.weight for module in net.modules() if isinstance(module, nn.Conv2d)]
     last = any(not w.is_contiguous() and w.is_contiguous(memory_format=torch.channels_last) for w in weights)
@@ -130,26 +149,28 @@ class Replayed:
         self._met: set[Any] = set()
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Any, Any]] = {}
         self.refused: str | None = None
-        """Why it is not captured, if it is not."""
+        """Why it runs eagerly, if it does."""
 
     def __call__(self, batch: Any) -> Any:
         """Within `Capture.running`, but for the first of all."""
-        kind = kind_of(batch, self._capture.device)
-        if kind is None or self.refused is not None:
+        key = shape_key(batch, self._capture.device)
+        if key is None or self.refused is not None:
             return self._function(batch)
-        if kind not in self._graphs:
-            if kind not in self._met:
-                self._met.add(kind)
-                return self._function(laid_out(batch, self._net, copy=False))
-            batch = laid_out(batch, self._net)
+        if key not in self._graphs:
+            if key not in self._met:
+                self._met.add(key)
+                if has_module_hooks(self._net):
+                    self.refused = "a replay calls no module hooks"
+                return self._function(copied_batch(batch, self._net, copy=False))
+            batch = copied_batch(batch, self._net)
             try:
                 graph, made = self._capture.capture(lambda: self._function(batch))
             except RefusedError as error:
                 self.refused = str(error)
             if self.refused is not None:  # no longer within `except`: the error holds what its capture took
                 return self._function(batch)
-            self._graphs[kind] = graph, tree_flatten(batch)[0], made
-        graph, leaves, made = self._graphs[kind]
+            self._graphs[key] = graph, tree_flatten(batch)[0], made
+        graph, leaves, made = self._graphs[key]
         refill(leaves, batch)
         graph.replay()
         return made

@@ -12,7 +12,7 @@ from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.losses import Loss, normaliser, total
 from hgnp.errors import InputError, brief
-from hgnp.execution.graphs import Capture, Replayed, built_of
+from hgnp.execution.graphs import Capture, Replayed, fingerprint
 from hgnp.removal import Removal, listen
 from hgnp.state_guards import evaluating
 from hgnp.training.data import ignored_label, is_classification
@@ -65,7 +65,7 @@ class Evaluation:
         sums: list[Tensor] = []
         running = nullcontext() if self._capture is None else self._capture.running()
         with evaluating(self.net), torch.no_grad(), running:
-            if self._capture is not None and self._built != (built := built_of(self.net, self.loss)):
+            if self._capture is not None and self._built != (built := fingerprint(self.net, self.loss)):
                 self._built = built
                 self._replayed.forget()
             pairs = self._pairs(batches, sums)

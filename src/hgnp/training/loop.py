@@ -3,7 +3,7 @@
 for epoch = 0, 1, …                                                          plan.Plan
     if epoch ≥ E1 and epoch mod E2 = 0 and the target is not met:
         score neurons on a mini-batch, remove the N least important          rounds.Pruner
-    train an epoch by Algorithm 1                                            epoch.Epochs
+    train an epoch by Algorithm 1                                            trainer.Trainer
     validate, write a checkpoint                                             evaluate, folder.Folder
 until E3 epochs after the one in which the target was met
 """
@@ -37,7 +37,7 @@ from hgnp.training.plan import Plan
 from hgnp.training.pruner import Pruner
 from hgnp.training.run_folder import Folder, versions
 from hgnp.training.task import State, Task
-from hgnp.training.trainer import Epochs, make_steps
+from hgnp.training.trainer import Trainer, make_steps
 
 Batch = tuple[Any, Any]
 
@@ -90,7 +90,7 @@ class Run:
             "batches an epoch": task.train.count,
         }
         step, self.scoring, self.step_state = make_steps(net, task, recipe)
-        self.epochs = Epochs(step, self.step_state, self.optimizer, recipe, task.train.device)
+        self.epochs = Trainer(step, self.step_state, self.optimizer, recipe, task.train.device)
         graphs = isinstance(self.epochs.executor, Graphed)
         self.evaluation = Evaluation(net, task.loss, task.metric, task.output, graphs=graphs)
         self.pruner = Pruner(self.neurons, self.scoring, self.step_state, recipe, self.optimizer, at_start)

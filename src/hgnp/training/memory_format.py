@@ -18,7 +18,7 @@ from hgnp.errors import first_line
 from hgnp.recipe import Recipe
 from hgnp.state_guards import evaluating
 from hgnp.training.task import Task
-from hgnp.training.trainer import Epochs, Steps, make_steps
+from hgnp.training.trainer import EpochStatistics, Trainer, make_steps
 
 CHANNELS_LAST = "channels_last"
 WIDE = 256  # channels; narrower networks gain less than a tenth on a CPU
@@ -91,6 +91,6 @@ def _try_channels_last(net: nn.Module, task: Task, recipe: Recipe, batch: tuple[
         run(mine, batch[0], output=task.output)
     optimizer = torch.optim.SGD(mine.parameters(), lr=0.0, momentum=recipe.momentum)
     step, _, state = make_steps(mine, task, recipe)
-    epochs = Epochs(step, state, optimizer, recipe, task.train.device)
+    epochs = Trainer(step, state, optimizer, recipe, task.train.device)
     mine.train()
-    epochs.step(batch, Steps())
+    epochs.step(batch, EpochStatistics())

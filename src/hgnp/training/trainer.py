@@ -1,4 +1,4 @@
-"""One epoch of training: Algorithm 1 step by step, with learning rate, precision and clipping, and what was seen on the way."""
+"""One epoch of training: Algorithm 1 step by step, with learning rate, precision and clipping, and the epoch's statistics."""
 
 import math
 import time
@@ -20,13 +20,13 @@ from hgnp.sam import SAMStep
 from hgnp.training.data import Ahead
 from hgnp.training.task import Task
 
-CHECK_EVERY = 32  # steps; a look at the losses waits for the device
+CHECK_EVERY = 32  # steps; reading the losses waits for the device
 SHOW_EVERY = 0.2  # seconds
 
 
 @dataclass
-class Steps:
-    """What an epoch's steps showed, kept on the device until the end."""
+class EpochStatistics:
+    """Statistics of an epoch's steps, kept on the device until the end."""
 
     losses: list[Tensor] = field(default_factory=list)
     radii: list[Tensor] = field(default_factory=list)
@@ -67,7 +67,7 @@ def precision_on(recipe: Recipe, device: torch.device) -> str:
     return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
 
 
-class Epochs:
+class Trainer:
     """Trains a network for an epoch at a time."""
 
     def __init__(
@@ -80,16 +80,15 @@ class Epochs:
     ) -> None:
         self.net, self.state, self.optimizer, self.recipe, self.device = step.net, state, optimizer, recipe, device
         self.precision = precision_on(recipe, device)
-        self.executor: Eager | Graphed = Eager(step, state)
-        if device.type == "cuda" and recipe.execution != "eager" and self.precision != "fp16":
-            self.executor = Graphed(step, state, self._precision)
+        graphed = device.type == "cuda" and recipe.execution != "eager" and self.precision != "fp16"
+        self.executor: Eager | Graphed = (Graphed if graphed else Eager)(step, state, self._precision)
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         """The learning rates that a schedule scales."""
         self.scaler = torch.amp.GradScaler(device.type) if self.precision == "fp16" else None
 
     def running(self) -> AbstractContextManager[None]:
         """Around steps, and best around all that is done with the network between them: with graphs, one stream for it all."""
-        return self.executor.running() if isinstance(self.executor, Graphed) else nullcontext()
+        return self.executor.running()
 
     def train(
         self,
@@ -101,74 +100,66 @@ class Epochs:
         mu: Callable[[float], float],
         before_step: Callable[[tuple[Any, Any]], None],
         show: Callable[[int, float | None], None],
-    ) -> Steps:
-        """One pass over `batches`. `rate` and `mu` say how they go over the epoch, from 0 to 1."""
+    ) -> EpochStatistics:
+        """One pass over `batches`. `rate` and `mu` are functions of the progress in the epoch, from 0 to 1."""
         self.net.train()
         ahead = Ahead(batches)
-        if isinstance(self.executor, Graphed):
-            self.executor.begin_epoch()
-        seen = Steps()
+        self.executor.begin_epoch()
+        statistics = EpochStatistics()
         start = shown = time.perf_counter()
         with self.running(), self._fetching(ahead):
-            for step, batch in enumerate(ahead):
-                share = step / steps if steps else 0.0
+            for number, batch in enumerate(ahead):
+                progress = number / steps if steps else 0.0
                 paused = time.perf_counter()
                 before_step(batch)
                 start += time.perf_counter() - paused
                 if rate is not None:
                     for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-                        group["lr"] = peak * rate(share)
-                self.state.mu = mu(share)
-                self.step(batch, seen)
-                if (step + 1) % CHECK_EVERY == 0:
-                    self._check(seen, epoch)
+                        group["lr"] = peak * rate(progress)
+                self.state.mu = mu(progress)
+                self.step(batch, statistics)
+                if (number + 1) % CHECK_EVERY == 0:
+                    self._check(statistics, epoch)
                 if time.perf_counter() - shown > SHOW_EVERY:
                     shown = time.perf_counter()
-                    show(step + 1, float(seen.losses[seen.checked - 1]) if seen.checked else None)
-            self._check(seen, epoch)
-        seen.seconds = time.perf_counter() - start
-        return seen
+                    checked = statistics.checked
+                    show(number + 1, float(statistics.losses[checked - 1]) if checked else None)
+            self._check(statistics, epoch)
+        statistics.seconds = time.perf_counter() - start
+        return statistics
 
     @contextmanager
     def _fetching(self, ahead: Ahead) -> Iterator[None]:
         """Batches are fetched before a step waits for the device."""
-        graphed = self.executor if isinstance(self.executor, Graphed) else None
-        if graphed is not None:
-            graphed.fetch = ahead.fetch
+        self.executor.fetch = ahead.fetch
         try:
             yield
         finally:
-            if graphed is not None:
-                graphed.fetch = None
+            self.executor.fetch = None
 
-    def step(self, batch: tuple[Any, Any], seen: Steps) -> None:
+    def step(self, batch: tuple[Any, Any], statistics: EpochStatistics) -> None:
         executor, state = self.executor, self.state
-        if isinstance(executor, Eager):
-            self.net.zero_grad(set_to_none=True)  # also what the optimizer does not train: clipping sees it
+        executor.zero_grad()
         scale: float | Tensor = 1.0
         if self.scaler is not None:
             scale = self.scaler.scale(torch.ones((), device=self.device))
         try:
-            if isinstance(executor, Graphed):
-                loss = executor.backward(batch[0], batch[1], scale=scale)
-            else:
-                with self._precision():
-                    loss = executor.backward(batch[0], batch[1], scale=scale)
+            loss = executor.backward(batch[0], batch[1], scale=scale)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
             raise InputError(
-                f"train: batch {len(seen.losses)} has a single sample, which a batch norm cannot learn from; "
-                "drop_last=True or another batch size would do"
+                "train must have batches of at least two samples for a batch norm, got a single one in batch "
+                f"{len(statistics.losses)}; use drop_last=True or another batch size"
             ) from error
-        seen.losses.append(loss)
+        statistics.losses.append(loss)
         if state.mu > 0 and not state.plan.penalty:
-            seen.skipped += 1
+            statistics.skipped += 1
         elif state.mu > 0 and state.statistics is not None:
-            seen.radii.append(state.statistics.along.radius)
-            seen.curvatures.append(state.statistics.curvature)
-            seen.mus.append(state.mu)
-            seen.blocks[state.statistics.along.block.name] += 1
+            statistics.radii.append(state.statistics.penalized.radius)
+            statistics.curvatures.append(state.statistics.curvature)
+            statistics.mus.append(state.mu)
+            statistics.blocks[state.statistics.penalized.block.name] += 1
         if self.recipe.clip_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -176,10 +167,8 @@ class Epochs:
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        elif isinstance(executor, Graphed):
-            executor.optimizer_step(self.optimizer)
         else:
-            self.optimizer.step()
+            executor.optimizer_step(self.optimizer)
 
     def _precision(self) -> AbstractContextManager[Any]:
         if self.precision == "float32":
@@ -187,14 +176,14 @@ class Epochs:
         half = torch.bfloat16 if self.precision == "bf16" else torch.float16
         return torch.autocast(self.device.type, dtype=half)
 
-    def _check(self, seen: Steps, epoch: int) -> None:
-        if seen.checked == len(seen.losses):
+    def _check(self, statistics: EpochStatistics, epoch: int) -> None:
+        if statistics.checked == len(statistics.losses):
             return
-        values = torch.stack([loss.double() for loss in seen.losses[seen.checked :]]).tolist()
+        values = torch.stack([loss.double() for loss in statistics.losses[statistics.checked :]]).tolist()
         for offset, value in enumerate(values):
             if not math.isfinite(value):
-                raise DivergedError(f"the loss is {value} in epoch {epoch}, step {seen.checked + offset}")
-        seen.checked = len(seen.losses)
+                raise DivergedError(f"the loss is {value} in epoch {epoch}, step {statistics.checked + offset}")
+        statistics.checked = len(statistics.losses)
 
 
 def make_steps(net: nn.Module, task: Task, recipe: Recipe) -> tuple[Step, Step, State]:

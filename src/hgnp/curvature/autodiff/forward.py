@@ -1,4 +1,4 @@
-"""The network's forward pass, seen operation by operation.
+"""The network's forward pass, intercepted operation by operation.
 
 `Forward` runs every operation as it is, except that a block's layer is shown to a `watch`, that BatchNorm takes its statistics
 over all ranks where the `reducer` synchronises norms, and that dropout is a product with a mask, so that whatever repeats the
@@ -52,7 +52,7 @@ class Watch(Protocol):
 
 def check_gradients() -> None:
     if not torch.is_grad_enabled():
-        raise InputError("gradients: they are off, as under torch.no_grad(); a call outside of it would do")
+        raise InputError("gradients must be enabled, got torch.no_grad() or the like; call it outside of that")
 
 
 def layer_options(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def run(
 def samples_in(inputs: Any) -> int:
     first = next(tensors_in(inputs), None)
     if first is None or first.dim() == 0:
-        raise InputError("inputs: a batch holds no tensor whose first dimension counts samples")
+        raise InputError("inputs must hold a tensor whose first dimension counts samples, got none")
     return first.shape[0]
 
 

@@ -1,7 +1,7 @@
 """Gauss–Newton along v: q = uᵀ(∂²C/∂z²)u, u the output's derivative along v, which the forward pass carries with it.
 
 Equal to the Hessian's q, value and gradient, where every path from the block to the output is piecewise linear in the block
-(`bends`).
+(`linearity`).
 """
 
 from typing import Any

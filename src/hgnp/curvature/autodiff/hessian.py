@@ -15,6 +15,7 @@ from hgnp.curvature.autodiff.forward import Forward, Watch
 from hgnp.curvature.autodiff.norms import PRIMITIVE
 from hgnp.curvature.autodiff.operations import Func, name_of, tensors_in
 from hgnp.curvature.autodiff.tangent import FUSED
+from hgnp.curvature.validation import without_tensor_hooks
 from hgnp.reducer import LOCAL, Reducer
 
 
@@ -41,7 +42,11 @@ class Hessian(Primitive):
         return super().compute(func, args, kwargs) if self._reached else self.primal(func, args, kwargs)
 
     def quotient(self, loss: Tensor, z: Any, target: Any) -> Tensor:
-        """q, differentiable."""
+        """q, differentiable. Hooks on the parameters see the step's own backward pass, not these two."""
+        with without_tensor_hooks(parameter for parameter, _ in self._seeds):
+            return self._quotient(loss)
+
+    def _quotient(self, loss: Tensor) -> Tensor:
         parameters = [parameter for parameter, _ in self._seeds]
         directions = [direction for _, direction in self._seeds]
         gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)

@@ -51,7 +51,14 @@ class Linearity(Forward):
 
     def _record(self, x: Tensor, reasons: Reasons) -> None:
         key = id(x)
-        self._records[key] = (weakref.ref(x, lambda _: self._records.pop(key, None)), reasons)
+        owner = weakref.ref(self)  # a strong one would be a cycle, freed by garbage collection alone
+
+        def forget(_: Any) -> None:
+            mode = owner()
+            if mode is not None:
+                mode._records.pop(key, None)
+
+        self._records[key] = (weakref.ref(x, forget), reasons)
 
     def reasons(self, x: Any) -> Reasons:
         found = self._records.get(id(x))
@@ -69,7 +76,7 @@ class Linearity(Forward):
                 self.lost.setdefault(block, node.name())
 
     def _blocks_behind(self, node: Node) -> frozenset[str]:
-        """The blocks that autograd's graph leads to; every node is looked at once."""
+        """The blocks that autograd's graph leads to; every node is visited once."""
         waiting = [node]
         while waiting:
             here = waiting[-1]

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hgnp.curvature.device import constant, wide
+from hgnp.curvature.device import constant, upcast
 from hgnp.curvature.kernels.support import kernels
 from hgnp.errors import InputError
 from hgnp.reducer import Reducer
@@ -40,7 +40,7 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 
 def _normalise(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    x = wide(x)
+    x = upcast(x)
     mean = x.mean(dims, keepdim=True)
     centred = x - mean
     var = (centred * centred).mean(dims, keepdim=True)
@@ -94,7 +94,7 @@ class Synchronised:
 
     @classmethod
     def of(cls, x: Tensor, eps: float, reducer: Reducer) -> "Synchronised":
-        x = wide(x)
+        x = upcast(x)
         own = x.new_full((1,), x.numel() // x.shape[1])
         count, total = _sum_over_ranks(reducer, own, _channel_sum(x))
         count = count.detach()
@@ -111,7 +111,7 @@ class Synchronised:
         if dx is None:
             tangent = torch.zeros_like(n)
         else:
-            dx = wide(dx)
+            dx = upcast(dx)
             sums = _sum_over_ranks(self.reducer, _channel_sum(dx), _channel_sum(n * dx))
             mean, slope = ((each / self.count).view(shape) for each in sums)
             tangent = _affine(dx - mean - n * slope, self.inv if weight is None else self.inv * weight, None, shape)

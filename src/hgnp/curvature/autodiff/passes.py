@@ -48,8 +48,8 @@ class Pass:
     """As they were before it; norms that write theirs do not read them."""
     random: RandomState | None = None
     """As it was before it; None in a capture."""
-    kept: bool = False
-    """Whether a CUDA graph holds it, so that it is differentiated again and again."""
+    replayed: bool = False
+    """A CUDA graph recomputes it: keep its autograd graph."""
 
 
 class Passes:
@@ -84,7 +84,7 @@ class Passes:
         return Pass(self._loss(output, target, weight), output)
 
     def taped(self, inputs: Any, target: Any, weight: Weight, watch: Watch) -> Pass:
-        """C alone, recorded so that `along` can go on from it. It updates buffers."""
+        """C alone, recorded so that `with_curvature` can continue from it. It updates buffers."""
         tape, random = Tape(), None if capturing() else RandomState(*self.net.parameters())
         unread = {id(buffer) for norm in tracked(self.net) for buffer in norm.buffers()}
         buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers() if id(buffer) not in unread}
@@ -95,7 +95,7 @@ class Passes:
             self.draws, self.repeats = not random.is_now(), mode.repeats(random)
         return Pass(loss, output, None, tape if self.repeats else None, buffers, random, capturing())
 
-    def along(
+    def with_curvature(
         self,
         block: Block,
         seeds: Seeds,
@@ -115,12 +115,12 @@ class Passes:
         mode, loss, output = self._mode(block, seeds, watch), None, None
         if primal is not None and primal.tape is not None:
             with contextlib.suppress(UnfitError):  # which a second pass raises by its layer
-                if isinstance(mode, GaussNewton) and primal.tape.along(mode, primal.output) is not None:
+                if isinstance(mode, GaussNewton) and primal.tape.tangent(mode, primal.output) is not None:
                     loss, output = primal.loss, primal.output
             if output is None:
                 mode = self._mode(block, seeds, watch)
                 with contextlib.suppress(UnfitError):
-                    output = primal.tape.again(mode, [parameter for parameter, _ in seeds], primal.output)
+                    output = primal.tape.rerun(mode, [parameter for parameter, _ in seeds], primal.output)
             mode = self._mode(block, seeds, watch) if output is None else mode
         if output is None:
             if primal is not None and primal.random is not None:
@@ -194,8 +194,8 @@ class Passes:
 
     @property
     def routes(self) -> dict[str, str]:
-        """What q is for each block, in the mode last seen: exact (Gauss–Newton and Hessian agree), or which of the two and why
-        they differ."""
+        """What q is for each block, in the network's present mode: exact (Gauss–Newton and Hessian agree), or which of the two
+        and why they differ."""
         mode = self.net.training
         routes = described(self._reasons.get(mode, {}), "ggn" if self._gauss_newton else "hessian")
         hidden = self._hidden.get(mode, {}) if self._gauss_newton else {}

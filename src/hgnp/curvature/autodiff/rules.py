@@ -133,8 +133,8 @@ def layer(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if tweight is not None:
         tangent = func(x, tweight, tbias, **options)
     if tx is not None:
-        if mode.call is not None and mode.call.kept is not None:
-            weight = mode.call.kept
+        if mode.call is not None and mode.call.saved is not None:
+            weight = mode.call.saved
         through = func(tx, weight, tbias if tweight is None else None, **options)
         tangent = through if tangent is None else tangent + through
     if tangent is None:
@@ -165,8 +165,8 @@ def max_pool(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     name = name_of(func)
     if tangent is None or kwargs.get("return_indices") or tangent.dim() != int(name[-2]) + 2:
         return NotImplemented
-    if mode.call is not None and mode.call.kept is not None:
-        out, index = mode.call.out, mode.call.kept
+    if mode.call is not None and mode.call.saved is not None:
+        out, index = mode.call.out, mode.call.saved
     else:
         options = {k: v for k, v in kwargs.items() if k != "return_indices"}
         out, index = _POOLS[name](*args[:6], **options)
@@ -220,7 +220,7 @@ def batch_norm(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if uses_batch_statistics(options):
         if x.numel() == x.shape[1]:
             return mode.primal(func, args, kwargs)  # refuses a batch too small
-        known = None if mode.call is None else mode.call.kept
+        known = None if mode.call is None else mode.call.saved
         out, tangent = BatchNormDual.apply(
             x, tangent, options["weight"], options["bias"], options["running_mean"], options["running_var"],
             options["momentum"], eps, known,

@@ -13,6 +13,7 @@ import functools
 import inspect
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,7 +58,19 @@ class Tangent(Forward):
         key = id(x)
         if tangent is not None and tangent.dtype != x.dtype:
             tangent = tangent.to(x.dtype)
-        self._records[key] = (weakref.ref(x, lambda _: self._records.pop(key, None)), tangent, x._version)
+        self._records[key] = (weakref.ref(x, self._forget(key)), tangent, x._version)
+
+    def _forget(self, key: int) -> Callable[[Any], None]:
+        """Drops a record with its tensor. It does not hold the mode, which holds it: only garbage collection would free
+        both."""
+        owner = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            mode = owner()
+            if mode is not None:
+                mode._records.pop(key, None)
+
+        return forget
 
     def tangent(self, x: Any) -> Tensor | None:
         if not isinstance(x, Tensor):

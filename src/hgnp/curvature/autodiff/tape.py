@@ -1,10 +1,10 @@
 """The operations of a forward pass, kept so that what depends on one block can be run again along a direction.
 
 In the paper's order v is known only after the batch went forward and back. All values are there by then: tangents are carried
-beside them (`along`), or, for the Hessian, the operations behind the block run once more (`again`). One backward pass then goes
-through all of it.
+beside them (`tangent`), or, for the Hessian, the operations behind the block run once more (`rerun`). One backward pass then
+goes through all of it.
 
-What could not be repeated faithfully is refused, and the caller goes forward a second time: a tensor that was written to since,
+What could not be repeated faithfully is refused, and the caller runs a second forward pass: a tensor that was written to since,
 one whose origin or change was not seen, a hook on a gradient, a part that runs in another precision than its caller, or (the
 caller's to notice) a pass that draws random numbers.
 """
@@ -25,7 +25,7 @@ Given = list[tuple[Tensor, int]]
 """Tensors with their versions."""
 IN_PLACE = frozenset({"relu", "add", "sub"})
 """Their rules look at what comes out, and at tangents, not at what was there before."""
-KEPT = frozenset({"batch_norm", "max_pool2d", "max_pool3d", *CONVOLUTIONS})
+SAVED = frozenset({"batch_norm", "max_pool2d", "max_pool3d", *CONVOLUTIONS})
 UNSEEN = frozenset({"__set__", "register_hook", "retain_grad"})  # they change a tensor without a trace in its version
 
 
@@ -36,7 +36,7 @@ class Call:
     kwargs: dict[str, Any]
     given: Given
     out: Any
-    kept: Any
+    saved: Any
     """What autograd keeps of it for its own derivative, where a rule can use that: mean and 1/√(variance + ε) that a norm took
     its batch by, the places that a pooling picked, a convolution's weight as autocast made it. None: not known."""
 
@@ -63,9 +63,9 @@ class Tape:
         self._whole &= _precision() == self._precision
         self._made |= {id(x): x._version for x in made}
         args, kwargs = map_tensors((args, kwargs), lambda x: x)  # a list may grow afterwards
-        self._calls.append(Call(func, args, kwargs, given, out, _kept(func, given, out)))
+        self._calls.append(Call(func, args, kwargs, given, out, _saved(func, given, out)))
 
-    def along(self, mode: "Tangent", z: Any) -> Tensor | None:
+    def tangent(self, mode: "Tangent", z: Any) -> Tensor | None:
         """The tangent of z along `mode`'s seeds, by the rules alone: values are those of the pass, to be differentiated with
         it. None where that cannot be."""
 
@@ -86,7 +86,7 @@ class Tape:
                     mode.record(old, mode.tangent(fresh))
         return mode.tangent(z)
 
-    def again(self, mode: "Forward", parameters: list[Tensor], z: Any) -> Tensor | None:
+    def rerun(self, mode: "Forward", parameters: list[Tensor], z: Any) -> Tensor | None:
         """z by running again, in `mode`, all that depends on the parameters; None where that cannot be."""
 
         if not self._whole:
@@ -109,10 +109,10 @@ class Tape:
         return new.get(id(z))
 
 
-def _kept(func: "Func", given: Given, out: Any) -> Any:
+def _saved(func: "Func", given: Given, out: Any) -> Any:
     node: Any = getattr(out, "grad_fn", None)
     name = name_of(func)
-    if name not in KEPT or _unpacked_by_others():
+    if name not in SAVED or _unpacked_by_others():
         return None
     if name in CONVOLUTIONS and all(x.dtype == out.dtype for x, _ in given):
         return None  # not by autocast

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hgnp.curvature.device import wide_bmm
+from hgnp.curvature.device import upcast_bmm
 from hgnp.curvature.kernels.support import where_tensors_are
 
 BLOCK = 512
@@ -98,12 +98,12 @@ def product(a: Tensor, x: Tensor, kernel: torch.Size, bias: bool, count: float, 
     parts = triton.cdiv(positions, BLOCK)
     flat, side = a.movedim(1, -1).reshape(1, inputs, channels), channels * taps
     weights = x[:, :side].reshape(1, channels, taps).mT.to(a.dtype, memory_format=torch.contiguous_format)
-    met = wide_bmm(weights, flat.mT)
+    met = upcast_bmm(weights, flat.mT)
     r, sums = met.new_empty(positions), met.new_empty(parts)
     _there[(parts,)](met, x.contiguous(), r, sums, side, *shape, has_shift=bias, BLOCK=BLOCK)
     spread = torch.empty_like(met, dtype=a.dtype)
     _back[triton.cdiv(inputs, BLOCK), taps](r, spread, *shape, strided=tuple(stride) != (1, 1), BLOCK=BLOCK)
-    back, out = wide_bmm(spread, flat), x.new_empty(1, side + bias)
+    back, out = upcast_bmm(spread, flat), x.new_empty(1, side + bias)
     _finish[(triton.cdiv(side, BLOCK),)](back, sums, out, channels, taps, parts, count, has_shift=bias, BLOCK=BLOCK)
     return out
 
