@@ -224,3 +224,23 @@ def test_an_empty_batch_is_refused() -> None:
     x, y = images()
     with pytest.raises(ValueError, match="inputs must hold at least one sample, got an empty batch"):
         Flatness(convnet()).loss(x[:0], y[:0])
+
+
+def test_a_scale_protects_gamma_from_underflow_and_leaves_the_loss_alone() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(512, 4), torch.arange(512) % 3
+    found = {}
+    for how in ("float32", "float16", "scaled"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+        with torch.no_grad():
+            net[4].weight.mul_(1e-4)
+        net[4].requires_grad_(False)
+        flat = Flatness(net, mu=1.0, bound=-1.0)
+        for _ in range(3):
+            with torch.autocast("cpu", torch.float16, enabled=how != "float32"):
+                loss = flat.loss(x, y, scale=2.0**16 if how == "scaled" else 1.0)
+        found[how] = flat.radius, float(loss.detach())
+    assert found["scaled"][0] == pytest.approx(found["float32"][0], rel=0.02)
+    assert found["float16"][0] < 0.5 * found["float32"][0]
+    assert found["scaled"][1] == pytest.approx(found["float32"][1], rel=0.01)

@@ -45,13 +45,16 @@ def test_what_gauss_newton_cannot_follow_is_refused_by_layer_and_the_hessian_rou
         ({"mu": None}, "mu must be a finite number ≥ 0, got None"),
         ({"bound": math.inf}, "bound must be a finite number, got inf"),
         ({"bound": None}, "bound must be a finite number, got None"),
-        ({"loss": nn.CrossEntropyLoss}, r"loss: the class CrossEntropyLoss was given; CrossEntropyLoss\(\) would do"),
-        ({"loss": "x"}, "loss: 'x' was given; a function would do"),
-        ({"loss": None}, "loss: None was given; a function would do"),
-        ({"output": "logits"}, "output: 'logits' was given; a function would do"),
-        ({"curvature": "kfac"}, "curvature: 'kfac' was given; one of 'ggn', 'hessian'"),
+        (
+            {"loss": nn.CrossEntropyLoss},
+            r"loss must be a function or an instance, got the class CrossEntropyLoss; use CrossEntropyLoss\(\)",
+        ),
+        ({"loss": "x"}, "loss must be a function, got 'x'"),
+        ({"loss": None}, "loss must be a function, got None"),
+        ({"output": "logits"}, "output must be a function, got 'logits'"),
+        ({"curvature": "kfac"}, "curvature must be one of 'ggn', 'hessian', got 'kfac'"),
         ({"norm": "batch"}, "Flatness: norm was removed: BatchNorm is always .*; leave it out"),
-        ({"flatness": "mine"}, "flatness: 'mine'"),
+        ({"flatness": "mine"}, "flatness must be one of 'default', 'paper', got 'mine'"),
         ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "reduction='sum'"),
         ({"loss": F.l1_loss, "curvature": "ggn"}, "curvature='hessian'"),
         ({"loss": F.l1_loss, "fisher_type": "mc"}, "fisher_type='empirical'"),
@@ -63,10 +66,21 @@ def test_wrong_options_fail_at_construction(options, words):
 
 
 def test_what_is_no_network_or_has_no_block_is_refused():
-    with pytest.raises(ValueError, match="no Linear"):
+    with pytest.raises(ValueError, match=r"net must have a Linear or .* got none"):
         Flatness(nn.Sequential(nn.ReLU()))
-    with pytest.raises(ValueError, match=r"net: a NoneType was given; an nn.Module would do"):
+    with pytest.raises(ValueError, match=r"net must be an nn.Module, got a NoneType"):
         Flatness(None)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script:DeprecationWarning"
+)  # PyTorch's own, where it loads its compiler
+@pytest.mark.parametrize("part", ["", "1"])
+def test_a_module_compiled_in_place_is_refused(part):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    net.get_submodule(part).compile()
+    with pytest.raises(ValueError, match=f"layer '{part}' must be a plain module, got a compiled one"):
+        Flatness(net)
 
 
 class Direct(nn.Module):
@@ -82,7 +96,7 @@ def test_where_neither_route_would_be_right_the_layer_is_named(curvature):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch.jit.script(nn.ReLU())
-    with pytest.raises(ValueError, match="layer '1': it is scripted"):
+    with pytest.raises(ValueError, match="layer '1' must be a plain module, got a scripted one"):
         Flatness(net_with(scripted), curvature=curvature)
 
 
@@ -135,7 +149,7 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing():
         missing = "age, block, generator, pairs, skipping"
         with pytest.raises(ValueError, match=rf"state must come from state_dict\(\), got one without {missing}$"):
             flat.load_state_dict(state)
-    with pytest.raises(ValueError, match="state: its block is 'x', for which it has no eigenpair"):
+    with pytest.raises(ValueError, match="state must have an eigenpair of its block 'x', got none"):
         flat.load_state_dict(before | {"pairs": {}, "block": "x"})
     assert flat.state_dict()["block"] == before["block"]
     assert flat.state_dict()["pairs"].keys() == before["pairs"].keys()

@@ -243,3 +243,32 @@ def test_what_the_reference_does_not_cover_is_refused(
     with pytest.raises(ValueError, match=message):
         reference.prune(net, batches, optimizer, keep=keep, **PLAN)
     torch.testing.assert_close(net.state_dict(), before)
+
+
+class Calls(nn.Module):
+    """Calls layer a as often as it is told."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.a, self.out, self.times = nn.Linear(4, 4), nn.Linear(4, 3), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = torch.tanh(self.a(x))
+        return self.out(x)
+
+
+@pytest.mark.parametrize(("times", "got"), [(0, "'a' without a call"), (2, "'a' called again")])
+def test_a_layer_that_is_not_called_once_is_refused(times: int, got: str) -> None:
+    with pytest.raises(ValueError, match=f"layers must be called once in a forward pass, got {got}; use hgnp.Flatness"):
+        reference.penalized_loss(Calls(times), torch.randn(5, 4), torch.arange(5) % 3)
+
+
+def test_a_dead_layer_has_scores_of_zero() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    with torch.no_grad():
+        net[2].bias.fill_(-100.0)
+    masks = {"0": torch.ones(6).double(), "2": torch.ones(5).double()}
+    scores = reference.sensitivity(net, torch.randn(8, 4).double(), torch.arange(8) % 3, masks)
+    assert all(torch.equal(score, torch.zeros_like(score)) for score in scores.values())

@@ -16,26 +16,26 @@ def test_bad_input_is_one_line() -> None:
     neurons = hgnp.Neurons(net, x)
     pairs: Any = [(x, y)]
     wrong: list[tuple[str, Any, dict[str, Any]]] = [
-        ("batches: one of them is no pair", (x, y), {}),
-        ("batches: one of them is no pair", [(x, y, y)], {}),
-        ("batches: one of them is no pair", [{"x": x, "labels": y}], {}),
-        ("batches: one of them is no pair", [(x[:0], y[:0])], {}),
-        ("batches: one of them is no pair", [(x.numpy(), y.numpy())], {}),
-        ("batches: a int was given", 5, {}),
-        ("batches: there is none", [], {}),
-        ("criterion: 'tailor' was given", pairs, {"criterion": "tailor"}),
-        ("coupling: 'x' was given; 'coupled' or 'paper'", pairs, {"coupling": "x"}),
-        ("mu: -1 was given", pairs, {"mu": -1}),
-        ("criterion: .'l1'. was given", pairs, {"criterion": ["l1"]}),
-        ("flatness: a str was given", pairs, {"flatness": "paper"}),
-        ("flatness: it was made for another network", pairs, {"flatness": hgnp.Flatness(other)}),
+        ("batches must be .* pairs with samples", (x, y), {}),
+        ("batches must be .* pairs with samples", [(x, y, y)], {}),
+        ("batches must be .* pairs with samples", [{"x": x, "labels": y}], {}),
+        ("batches must be .* pairs with samples", [(x[:0], y[:0])], {}),
+        ("batches must be .* pairs with samples", [(x.numpy(), y.numpy())], {}),
+        ("batches must be a list of .inputs, target. pairs, got a int", 5, {}),
+        ("batches must have at least one", [], {}),
+        ("criterion must be one of .*, got 'tailor'", pairs, {"criterion": "tailor"}),
+        ("coupling must be 'coupled' or 'paper', got 'x'", pairs, {"coupling": "x"}),
+        ("mu must be None or a finite number ≥ 0, got -1", pairs, {"mu": -1}),
+        ("criterion must be one of .*, got .'l1'.", pairs, {"criterion": ["l1"]}),
+        ("flatness must be a hgnp.Flatness of net, got a str", pairs, {"flatness": "paper"}),
+        ("flatness must be of the same network as net", pairs, {"flatness": hgnp.Flatness(other)}),
     ]
     for message, batches, given in wrong:
         with pytest.raises((TypeError, ValueError), match=message):
             hgnp.sensitivity(net, neurons, batches, **given)
-    with pytest.raises(ValueError, match="neurons: it was made for another network"):
+    with pytest.raises(ValueError, match="neurons must be of the same network as net"):
         hgnp.sensitivity(net, hgnp.Neurons(other, x), pairs)
-    with pytest.raises(TypeError, match="neurons: a Linear was given"):
+    with pytest.raises(TypeError, match=r"neurons must be a hgnp.Neurons of net, got a Linear"):
         hgnp.sensitivity(net, net[0], pairs)  # type: ignore[arg-type]
 
 
@@ -61,7 +61,7 @@ class Within(nn.Module):
     [
         ("no_grad", "net: b runs without gradients"),
         ("reentrant", "net: b runs without gradients"),
-        ("checkpoint", "net: a part of it is checkpointed in evaluation mode"),
+        ("checkpoint", "net must run without activation checkpointing in evaluation mode"),
     ],
 )
 def test_a_part_that_loses_the_derivative_is_refused(how: str, message: str) -> None:

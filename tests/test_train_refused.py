@@ -62,9 +62,12 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     refused("protect: no module 'd'", protect=["d"])
     refused("protect must be a list of names, not NoneType", TypeError, protect=None)
     for name in ("loss", "metric", "unpack", "output", "on_epoch", "optimizer", "scheduler"):
-        refused(f"{name}: 'x' was given", **{name: "x"})
-    refused(r"loss: the class CrossEntropyLoss was given; CrossEntropyLoss\(\) would do", loss=nn.CrossEntropyLoss)
-    refused("loss: None was given", loss=None)
+        refused(f"{name}: 'x' was given|{name} must be a function, got 'x'", **{name: "x"})
+    refused(
+        r"loss must be a function or an instance, got the class CrossEntropyLoss; use CrossEntropyLoss\(\)",
+        loss=nn.CrossEntropyLoss,
+    )
+    refused("loss must be a function, got None", loss=None)
     for off in (torch.no_grad(), torch.inference_mode()):
         with off:
             refused(r"gradients must be enabled, got torch.no_grad\(\)")

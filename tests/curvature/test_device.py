@@ -165,3 +165,41 @@ def test_what_a_capture_makes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> No
         assert ones(3) is kept
     assert ones(3) is kept
     assert made == [3, 3, 3]
+
+
+def test_each_stream_that_captures_has_side_streams_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where autograd's one thread of a device forks for several captures."""
+    numbers = iter(range(1000))
+
+    class Numbered(Stream):
+        def __init__(self, device: Any = None) -> None:
+            super().__init__()
+            self.cuda_stream = next(numbers)
+
+    here = Numbered()
+    now = [here]
+    used: list[Stream] = []
+
+    @contextlib.contextmanager
+    def on(stream: Numbered) -> Iterator[None]:
+        used.append(stream)
+        now.append(stream)
+        yield
+        now.pop()
+
+    cuda = SimpleNamespace(current_stream=lambda: now[-1], stream=on, Stream=Numbered)
+    monkeypatch.setattr(device, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(device, "capturing", lambda: True)
+    monkeypatch.setattr(device, "_families", {})
+    families = []
+    for main in (here, Numbered()):
+        now[:] = [main]
+        used.clear()
+        for _ in range(3 * device.STREAMS):
+            side = device.SideStreams()
+            with side.fork(), device.SideStreams().fork():  # of a side stream
+                pass
+            side.join()
+        families.append(set(used))
+    assert len(families[0]) == len(families[1]) == device.STREAMS
+    assert not families[0] & families[1]

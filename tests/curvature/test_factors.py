@@ -268,7 +268,10 @@ def test_the_empirical_quotient_is_that_of_the_block_of_per_sample_gradients():
 def test_rows_that_do_not_fit_the_batch_are_refused_by_name():
     net = nn.Sequential(nn.Flatten(0, 1), nn.Linear(4, 3)).double()
     collector = FactorCollector(find_blocks(net), 4, kfac_approx="reduce", scale_invariant=False, keep=False)
-    with pytest.raises(ValueError, match="layer '1' was called on 6 rows"), Forward(watch=collector):
+    with (
+        pytest.raises(ValueError, match="layer '1' must be called on a multiple of the batch's 4 samples, got 6 rows"),
+        Forward(watch=collector),
+    ):
         net(torch.randn(2, 3, 4, dtype=torch.float64))
 
 

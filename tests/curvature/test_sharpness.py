@@ -97,18 +97,18 @@ def test_what_cannot_work_is_said():
     net = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="generator"):
         sharpness(net, (b for b in []))
-    with pytest.raises(ValueError, match="no batch"):
+    with pytest.raises(ValueError, match="data must have at least one batch"):
         sharpness(net, [])
     for k in (0, -1, 1.5, 2.0, True, "1", None, 7, 99999):
-        with pytest.raises(ValueError, match=rf"k: {k!r} was given; a whole number from 1 to 6 would do"):
+        with pytest.raises(ValueError, match=rf"k must be a whole number from 1 to 6 with 6 parameters, got {k!r}"):
             sharpness(net, [], k=k)
-    with pytest.raises(ValueError, match="from 1 to 200 would do for 930 parameters"):
+    with pytest.raises(ValueError, match="from 1 to 200 with 930 parameters"):
         sharpness(nn.Linear(30, 30), [], k=201)
     x, y = torch.randn(4, 2), torch.zeros(4, dtype=torch.long)
     for loss in (nn.CrossEntropyLoss(reduction="sum"), partial(F.cross_entropy, reduction="none")):
-        with pytest.raises(ValueError, match=r"loss: reduction='(sum|none)' was given; 'mean' would do"):
+        with pytest.raises(ValueError, match=r"loss must have reduction='mean', .* got reduction='(sum|none)'"):
             sharpness(net, [(x, y)], loss=loss)
-    with pytest.raises(ValueError, match="loss: the class CrossEntropyLoss was given"):
+    with pytest.raises(ValueError, match="loss must be a function or an instance, got the class CrossEntropyLoss"):
         sharpness(net, [(x, y)], loss=nn.CrossEntropyLoss)
     with torch.no_grad(), pytest.raises(ValueError, match="gradients must be enabled"):
         sharpness(net, [(x, y)])

@@ -6,7 +6,7 @@ import torch
 from hgnp.execution.captured import Versions
 
 
-def test_versions_are_put_back_by_a_call_of_their_own() -> None:
+def test_versions_are_restored_by_a_call_of_their_own() -> None:
     weight = torch.tensor([2.0], requires_grad=True)
     (loss,) = weight**3
     before = Versions.of([weight])
@@ -14,6 +14,6 @@ def test_versions_are_put_back_by_a_call_of_their_own() -> None:
         weight.add_(0.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, weight, retain_graph=True)
-    before.put_back()
-    before.put_back()  # as often as the graph is replayed
+    before.restore()
+    before.restore()  # as often as the graph is replayed
     assert torch.autograd.grad(loss, weight)[0].item() == 12

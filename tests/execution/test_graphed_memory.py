@@ -1,6 +1,7 @@
 """What graphs, and captures that fail, hold in memory; as in test_graphed.py, without a GPU."""
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,13 +46,13 @@ def test_a_step_whose_way_back_cannot_be_captured_is_made_once(
         stand_in(monkeypatch, stand)
         torch.manual_seed(0)
         flat, graphed, optimizer = prepared(Net().double(), bound=-1.0, refresh_every=refresh_every)
-        run = graphed._as_it_is
+        run = graphed._uncaptured
 
-        def as_it_is(*args: Any, run: Callable[..., Any] = run) -> Any:
+        def uncaptured(*args: Any, run: Callable[..., Any] = run) -> Any:
             assert not any(kept() for kept in passes)
             return run(*args)
 
-        monkeypatch.setattr(graphed, "_as_it_is", as_it_is)
+        monkeypatch.setattr(graphed, "_uncaptured", uncaptured)
         for _ in range(7):
             optimizer.zero_grad(set_to_none=True)
             graphed.backward(*batch())
@@ -63,11 +64,15 @@ def test_a_step_whose_way_back_cannot_be_captured_is_made_once(
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
 
 
-def captures_do(monkeypatch: pytest.MonkeyPatch, around: Callable[[], Any]) -> None:
-    """Stands in for what PyTorch does around the work of a capture."""
+def captures_do(monkeypatch: pytest.MonkeyPatch, around: Callable[[], Any]) -> list[Any]:
+    """Stands in for what PyTorch does around the work of a capture. Returns the streams that were made current."""
     for name in ("Stream", "CUDAGraph", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: around())
+    streams: list[Any] = ["found"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    return streams
 
 
 def test_a_capture_that_failed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +89,14 @@ def test_a_capture_that_failed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert taken[0]() is None
 
 
+def test_no_garbage_is_collected_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may hold pinned memory, whose release records an event on the stream that is being captured."""
+    captures_do(monkeypatch, contextlib.nullcontext)
+    _, enabled = Capture(torch.device("meta")).capture(gc.isenabled)
+    assert not enabled
+    assert gc.isenabled()
+
+
 def test_the_error_that_came_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it leaves undone makes the end of the capture fail as well."""
 
@@ -94,13 +107,15 @@ def test_the_error_that_came_first_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         finally:
             raise RuntimeError("capturing stream has unjoined work")
 
-    captures_do(monkeypatch, unjoined)
+    streams = captures_do(monkeypatch, unjoined)
 
     def work() -> None:
+        streams.append("of the capture")  # torch.cuda.graph leaves it where its end fails
         raise ValueError("modified in place")
 
     with pytest.raises(RefusedError, match="modified in place"):
         Capture(torch.device("meta")).capture(work)
+    assert streams == ["found", "of the capture", "found"]
     with pytest.raises(RefusedError, match="unjoined work"):
         Capture(torch.device("meta")).capture(lambda: None)
 

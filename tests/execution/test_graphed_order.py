@@ -116,7 +116,8 @@ def test_in_the_paper_s_order_the_network_runs_once(choices: dict[str, Any], mon
     _, graphed, _ = prepared(net, bound=-1.0, **choices)
     x, y = torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
     calls: list[None] = []
-    net.register_forward_pre_hook(lambda *_: calls.append(None))
+    forward = net.forward
+    monkeypatch.setattr(net, "forward", lambda x: calls.append(None) or forward(x))
     graphed.backward(x, y)
     calls.clear()
     graphed.backward(x, y)

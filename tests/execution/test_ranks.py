@@ -210,3 +210,63 @@ def test_a_step_whose_ranks_sum_is_not_captured(monkeypatch: pytest.MonkeyPatch)
     for refused, losses in run_ranks(2, steps):
         assert refused == "ranks sum within a step"
         torch.testing.assert_close(losses, want, **CLOSE)
+
+
+class Skips(nn.Module):
+    """A small batch does not call layer b."""
+
+    def __init__(self, conv: bool) -> None:
+        super().__init__()
+        self.a, self.out = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.b: nn.Module = nn.Conv1d(6, 6, 1) if conv else nn.Linear(6, 6)
+        self.conv = conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x) * 2
+        if len(x) > 3:
+            x = self.b(x.unsqueeze(2)).squeeze(2) if self.conv else self.b(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize(
+    "choices", [{}, {"kfac_approx": "expand"}, {"ranking": "empirical"}, {"flatness": "paper"}], ids=str
+)
+@pytest.mark.parametrize("conv", [False, True])
+@pytest.mark.parametrize("first", [0, 5])
+def test_ranks_that_call_different_layers(first: int, conv: bool, choices: dict[str, Any]) -> None:
+    """The factors of a layer that some ranks do not call are sums over the samples of those that do."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 4).double(), torch.arange(8) % 3
+    net = Skips(conv).double()
+    parts = [(x[:5], y[:5]), (x[5:], y[5:])]
+    if first:
+        parts.reverse()
+
+    def train(rank: int, reducer: Reducer) -> tuple[str, float, list[Tensor | None]]:
+        own = copy.deepcopy(net)
+        step, state = make_step(own, mu=1.0, bound=-1.0, reducer=reducer, **choices)
+        executor = Eager(step, state)
+        for _ in range(4):
+            own.zero_grad()
+            executor.backward(*parts[rank])
+        assert state.statistics is not None
+        penalized = state.statistics.penalized
+        return penalized.block.name, float(penalized.radius), [p.grad for p in own.parameters()]
+
+    (block, radius, grads), other = run_ranks(2, train)
+    torch.testing.assert_close((radius, grads), other[1:])
+    assert other[0] == block
+    if choices.get("ranking") == "empirical":
+        return
+    seen: dict[str, list[tuple[Tensor, Tensor]]] = {"a": [], "b": [], "out": []}
+    for name, layer in (("a", net.a), ("b", net.b), ("out", net.out)):
+        layer.register_forward_hook(lambda _, args, out, name=name: seen[name].append((args[0].detach(), out)))
+    loss = sum(F.cross_entropy(net(inputs), target, reduction="sum") for inputs, target in parts) / 8
+    radii = {}
+    for name, calls in seen.items():
+        grads = torch.autograd.grad(loss, [out for _, out in calls], retain_graph=True)
+        a = torch.cat([F.pad(given.reshape(len(given), -1), (0, 1), value=1.0) for given, _ in calls])
+        g = torch.cat([8 * grad.reshape(len(grad), -1) for grad in grads])
+        radii[name] = float(torch.linalg.eigvalsh(a.T @ a / 8)[-1] * torch.linalg.eigvalsh(g.T @ g / 8)[-1])
+    assert block == max(radii, key=lambda name: radii[name])
+    assert radius == pytest.approx(radii[block], rel=1e-6)
