@@ -83,6 +83,23 @@ def test_a_module_compiled_in_place_is_refused(part):
         Flatness(net)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_compiled_function_is_refused_and_a_disabled_one_is_not():
+    class Calls(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.function = function
+
+        def forward(self, x):
+            return self.function(x)
+
+    net = nn.Sequential(nn.Linear(4, 4), Calls(torch.compile(torch.tanh)), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match="layer '1' must be a plain module, got a compiled one"):
+        Flatness(net)
+    net[1] = Calls(torch.compiler.disable(torch.tanh))
+    Flatness(net).backward(torch.randn(5, 4), torch.arange(5) % 3)
+
+
 class Direct(nn.Module):
     def forward(self, x):
         return torch.layer_norm(x, (5,))

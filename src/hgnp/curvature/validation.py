@@ -39,11 +39,17 @@ def refuse_unseen(net: nn.Module, *, flatten: bool) -> None:
         raise InputError("net must have a Linear or Conv1d/2d/3d layer with a trained weight, got none")
     for name, layer in net.named_modules():
         compiled = hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None  # torch.compile, Module.compile
+        compiled |= any(_is_compiled(function) for function in (layer.forward, *vars(layer).values()))
         if compiled or isinstance(layer, torch.jit.ScriptModule):
             kind = "a compiled one" if compiled else "a scripted one"
             raise InputError(
                 f"layer {name!r} must be a plain module, got {kind}, whose operations are hidden; pass it as it was before"
             )
+
+
+def _is_compiled(function: Any) -> bool:
+    """Whether torch.compile returned it. There is no API for this; what torch.compiler.disable returns has the same attribute."""
+    return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)
 
 
 def has_gradient_hooks(net: nn.Module) -> bool:
