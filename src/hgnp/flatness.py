@@ -11,7 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.forward import Output
-from hgnp.curvature.choices import Choices
+from hgnp.curvature.choices import (
+    Bundle,
+    Choices,
+    Curvature,
+    DirectionFrom,
+    FisherType,
+    GammaFrom,
+    KfacApprox,
+    Ranking,
+    Scaling,
+)
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.errors import refuse_renamed
@@ -56,14 +66,14 @@ class Flatness:
         mu: float = 1e-3,
         bound: float = 0.5,
         output: Output | None = None,
-        flatness: str = "default",
-        curvature: str | None = None,
-        scaling: str | None = None,
-        direction_from: str | None = None,
-        kfac_approx: str | None = None,
-        fisher_type: str | None = None,
-        ranking: str | None = None,
-        gamma_from: str | None = None,
+        flatness: Bundle = "default",
+        curvature: Curvature | None = None,
+        scaling: Scaling | None = None,
+        direction_from: DirectionFrom | None = None,
+        kfac_approx: KfacApprox | None = None,
+        fisher_type: FisherType | None = None,
+        ranking: Ranking | None = None,
+        gamma_from: GammaFrom | None = None,
         refresh_every: int = 1,
         skip_inactive: bool = False,
     ) -> None:

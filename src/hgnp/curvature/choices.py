@@ -1,35 +1,35 @@
 """The named, independent choices of the flatness term. docs/flatness.md gives the reason for each default."""
 
 from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args, get_type_hints
 
 from hgnp.errors import InputError
 
-ALLOWED = {
-    "curvature": ("ggn", "hessian"),
-    "scaling": ("plain", "scale_invariant"),
-    "direction_from": ("last_batch", "this_batch"),
-    "kfac_approx": ("reduce", "expand"),
-    "fisher_type": ("empirical", "mc"),
-    "ranking": ("kfac", "empirical"),
-    "gamma_from": ("loss", "penalized_loss"),
-}
+Curvature = Literal["ggn", "hessian"]
+Scaling = Literal["plain", "scale_invariant"]
+DirectionFrom = Literal["last_batch", "this_batch"]
+KfacApprox = Literal["reduce", "expand"]
+FisherType = Literal["empirical", "mc"]
+Ranking = Literal["kfac", "empirical"]
+GammaFrom = Literal["loss", "penalized_loss"]
+Bundle = Literal["default", "paper"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    curvature: str = "ggn"
+    curvature: Curvature = "ggn"
     """Term: q from Gauss–Newton, or from the full Hessian."""
-    scaling: str = "plain"
+    scaling: Scaling = "plain"
     """Scaling: v as it is, or each filter's part times the filter's norm."""
-    direction_from: str = "last_batch"
+    direction_from: DirectionFrom = "last_batch"
     """Direction: the v of the batch before (one pass), or of this batch (two passes, the paper's order)."""
-    kfac_approx: str = "reduce"
+    kfac_approx: KfacApprox = "reduce"
     """Direction: how Ψ and Γ treat output positions."""
-    fisher_type: str = "empirical"
+    fisher_type: FisherType = "empirical"
     """Direction: Γ from the batch's labels, or from labels drawn from the network's own output."""
-    ranking: str = "kfac"
+    ranking: Ranking = "kfac"
     """Direction: the block with the largest λ^Ψ λ^Γ, or the largest empirical quotient along its v."""
-    gamma_from: str = "loss"
+    gamma_from: GammaFrom = "loss"
     """Direction: Γ from the derivatives of C, or of L = C + μ·max(0, q − B) along the v of the batch before."""
 
     def __post_init__(self) -> None:
@@ -50,6 +50,8 @@ class Choices:
                     )
 
 
+ALLOWED: dict[str, tuple[str, ...]] = {name: get_args(kind) for name, kind in get_type_hints(Choices).items()}
+"""Choice → its values."""
 BUNDLES = {
     "default": Choices(),
     "paper": Choices(curvature="hessian", direction_from="this_batch", kfac_approx="expand"),
@@ -60,4 +62,5 @@ def choose(bundle: str, **given: str | None) -> Choices:
     """The bundle's choices with those given by name in their place."""
     if bundle not in BUNDLES:
         raise InputError(f"flatness must be one of {', '.join(map(repr, BUNDLES))}, got {bundle!r}")
-    return replace(BUNDLES[bundle], **{name: value for name, value in given.items() if value is not None})
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return replace(BUNDLES[bundle], **chosen)

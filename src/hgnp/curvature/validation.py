@@ -48,7 +48,7 @@ def refuse_unseen(net: nn.Module, *, flatten: bool) -> None:
 
 
 def _is_compiled(function: Any) -> bool:
-    """Whether torch.compile returned it. There is no API for this; what torch.compiler.disable returns has the same attribute."""
+    """Whether torch.compile returned it, by an attribute that functions of torch.compiler.disable have too: there is no API."""
     return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)
 
 
