@@ -58,7 +58,7 @@ def listen(net: nn.Module, method: Listener) -> None:
 def listeners_of(net: nn.Module) -> list[Listener]:
     methods = [
         reference() for reference in tuple(_LISTENERS.get(net, ()))
-    ]  # a reference that dies removes itself from the list
+    ]  # a dead reference removes itself from the list
     return [method for method in methods if method is not None]
 
 

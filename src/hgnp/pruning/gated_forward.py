@@ -4,7 +4,7 @@ A path consists of the calls of torch functions that process channels with gates
 that makes it, its index among the calls of that module call, its name, its parameters, the channels and the number of its
 other tensor arguments, and the indices that select among them. Any other call (one that builds a mask, or processes the
 output of the network's last layer) may differ. A call that processes gated channels and is not as traced raises PathError:
-nothing is known about the channels behind it.
+nothing is known about the channels after it.
 """
 
 import weakref
@@ -253,5 +253,5 @@ def select_relevant(arguments: tuple[NonTensorArgument, ...], dims: frozenset[in
 
 
 def _or_one(gate: Tensor) -> Tensor:
-    """Avoids 0 / 0 behind a closed gate."""
+    """Avoids 0 / 0 at a closed gate."""
     return torch.where(gate == 0, torch.ones_like(gate), gate)

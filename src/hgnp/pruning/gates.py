@@ -2,7 +2,7 @@
 
 A gate γ_j multiplies the output of neuron j wherever it is read, so that γ_j = 1 is the network as it is and γ_j = 0 the
 network without the neuron. Channels that are removed together share one gate: they are one *unit*. Gates sit on the inputs of
-the products (and sums over channels) that read a channel, behind its norm and activation.
+the products (and sums over channels) that read a channel, after its norm and activation.
 
 A gate is placed on arguments of the torch functions that the network's own code calls in evaluation mode; `gated` multiplies
 there (`gated_forward.py`).

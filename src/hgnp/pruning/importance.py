@@ -32,7 +32,7 @@ def bn_scale(neurons: Neurons) -> Scores:
     scores = {name: scale.abs() for name, scale in scales.items() if scale is not None}
     if not scores:
         raise InputError(
-            "criterion 'bn_scale' must have a layer with neurons that is followed by a norm with a scale, got none"
+            "net must have a layer with neurons followed by a norm with a scale for criterion 'bn_scale', got none"
         )
     return scores
 

@@ -202,7 +202,7 @@ class Neurons:
     ) -> Selection:
         """Some cuts do not work although a smaller one of the same layers does: then these layers keep one neuron (or
         `round_to`) more, once each, or else the units involved are left out."""
-        verifier = self._verifier_of(coupling)  # first: it may analyse the network anew
+        verifier = self._verifier_of(coupling)  # first: it may analyse the network again
         units, original_floors = dict(self._state.units), floors
         while True:
             candidates, room = with_scores(units.values(), values), room_of(alive, floors)
@@ -300,7 +300,7 @@ class Neurons:
         if optimizer is not None:
             changes += changes_to_optimizer(self.net, optimizer, removal)
         commits = [listener(removal) for listener in [*listeners_of(self.net), *self.listeners]]
-        commit([*changes, *(Change(make) for make in commits)])
+        commit([*changes, *(Change(apply) for apply in commits)])
         self._state = left
         self.version += 1
         if removed.coupling == "paper":  # different channels are combined now

@@ -20,7 +20,7 @@ from hgnp.removal import Removal, Slices, cut
 class Change:
     """One assignment, and its inverse."""
 
-    make: Callable[[], None]
+    apply: Callable[[], None]
     undo: Callable[[], None] = lambda: None
 
 
@@ -75,7 +75,7 @@ def _cut_state(value: Any, parameter: Tensor, slices: Slices, what: str) -> Any:
         )
     if not slices:
         return value
-    return cut(value, {dim: stay for dim, stay in slices.items() if value.shape[dim] == parameter.shape[dim]})
+    return cut(value, {dim: positions for dim, positions in slices.items() if value.shape[dim] == parameter.shape[dim]})
 
 
 def check_copies(net: nn.Module, also: Iterable[nn.Module]) -> list[nn.Module]:
@@ -106,7 +106,7 @@ def commit(changes: Iterable[Change]) -> None:
     try:
         for change in changes:
             done.append(change)
-            change.make()
+            change.apply()
     except BaseException:
         for change in reversed(done):
             change.undo()

@@ -49,7 +49,7 @@ def rearrange(p: "LabelPropagation", x: LabelledTensor, *args: Any, **kwargs: An
     moved = rearrangement(p.call.op)
     assert moved is not None
     parts = [moved(label if permutes_dims(p.call.op) else label.expand(x.shape), args, kwargs) for label in x.labels]
-    return [RuleResult([part[place] for part in parts]) for place in range(len(p.call.writes))]
+    return [RuleResult([part[index] for part in parts]) for index in range(len(p.call.writes))]
 
 
 @rule("split", "unsafe_split")
@@ -81,10 +81,10 @@ def channel_shuffle(p: "LabelPropagation", x: LabelledTensor, groups: int) -> Ru
 def pad(p: "LabelPropagation", x: LabelledTensor, amounts: Sequence[int], value: float = 0) -> RuleResult:
     labels = []
     for label in x.labels:
-        for place in range(len(amounts) // 2):
-            dim = len(x.shape) - 1 - place
+        for back in range(len(amounts) // 2):
+            dim = len(x.shape) - 1 - back
             if label.shape[dim] > 1:  # along other dimensions the padding belongs to its channel
-                before_after = [0] * (2 * place) + list(amounts[2 * place : 2 * place + 2])
+                before_after = [0] * (2 * back) + list(amounts[2 * back : 2 * back + 2])
                 label = torch.nn.functional.pad(label, before_after, value=FROZEN)
         labels.append(label)
     return RuleResult(labels)
