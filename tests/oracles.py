@@ -1,4 +1,4 @@
-"""Masking, done by hooks alone: what a removal must equal. Knows nothing of how hgnp follows channels."""
+"""Masking by forward hooks alone: what a removal must equal. Independent of how hgnp propagates channels."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
-# Modules that turn zero into something else; a masked neuron reads as zero after them.
+# Modules that map zero to another value; a masked neuron must be zero after them.
 NORMS = (_NormBase, nn.GroupNorm)
 ACTIVATIONS = (nn.Sigmoid, nn.Hardsigmoid, nn.Softplus, nn.LogSigmoid)
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -29,7 +29,7 @@ def flat(output: Any) -> Tensor:
 
 
 class _NoKinks(TorchFunctionMode):
-    """Activations that can silence a whole channel by chance are left out, so that a zero channel is a masked one."""
+    """Skips activations that can zero a whole channel by chance, so that a zero channel is a masked one."""
 
     KINKS = frozenset(
         {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu6, F.hardtanh, F.hardtanh_}
@@ -81,7 +81,7 @@ def masked(net: nn.Module, selection: Mapping[str, Sequence[int]], inputs: Input
 
 
 def _scales(module: nn.Module) -> bool:
-    """A scale and an offset for each channel in place of a norm, as ResMLP has."""
+    """Whether the module scales and shifts each channel in place of a norm, as in ResMLP."""
     return type(module).__name__ == "Affine"
 
 
@@ -102,18 +102,18 @@ def _zero_channels(
     silenced: dict[tuple[nn.Module, int], dict[int, Tensor]],
     already: dict[tuple[nn.Module, int], dict[int, Tensor]] | None = None,
 ) -> dict[tuple[nn.Module, int], dict[int, Tensor]]:
-    """Which channels are zero throughout as they enter each norm. With `already`, those that were not before are silenced."""
-    seen: dict[tuple[nn.Module, int], dict[int, Tensor]] = {}
+    """Which channels are zero throughout at the input of each norm. With `already`, those not zero before are silenced."""
+    zeros: dict[tuple[nn.Module, int], dict[int, Tensor]] = {}
     calls: dict[nn.Module, int] = defaultdict(int)
 
     def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         key = module, calls[module]
         calls[module] += 1
         dims = {1} if isinstance(module, NORMS) else {1 % args[0].dim(), args[0].dim() - 1}
-        seen[key] = {dim: _zero(args[0], dim) for dim in dims}
+        zeros[key] = {dim: _zero(args[0], dim) for dim in dims}
         if already is None:
             return output
-        silenced[key] = {dim: zero & ~already[key][dim] for dim, zero in seen[key].items()}
+        silenced[key] = {dim: zero & ~already[key][dim] for dim, zero in zeros[key].items()}
         return _apply(output, silenced[key])
 
     handles = [module.register_forward_hook(hook) for module in norms]
@@ -126,7 +126,7 @@ def _zero_channels(
             buffer.copy_(value)
         for handle in handles:
             handle.remove()
-    return seen
+    return zeros
 
 
 def _zero(x: Tensor, dim: int) -> Tensor:

@@ -59,8 +59,8 @@ class Within(nn.Module):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("no_grad", "net: b runs without gradients"),
-        ("reentrant", "net: b runs without gradients"),
+        ("no_grad", "b must run with gradients while neurons are scored"),
+        ("reentrant", "b must run with gradients while neurons are scored"),
         ("checkpoint", "net must run without activation checkpointing in evaluation mode"),
     ],
 )

@@ -59,8 +59,8 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         optimizer=torch.optim.SGD(made(3).parameters(), lr=0.1),
     )
     refused("scheduler: it was given beside", recipe=recipe(schedule="cosine"), scheduler=lambda o: None)
-    refused("protect: no module 'd'", protect=["d"])
-    refused("protect must be a list of names, not NoneType", TypeError, protect=None)
+    refused("protect must name modules of the network, got 'd'", protect=["d"])
+    refused("protect must be a list of module names, got NoneType", TypeError, protect=None)
     for name in ("loss", "metric", "unpack", "output", "on_epoch", "optimizer", "scheduler"):
         refused(f"{name}: 'x' was given|{name} must be a function, got 'x'", **{name: "x"})
     refused(
@@ -255,7 +255,7 @@ def test_a_run_goes_on_only_with_what_it_began_with(cut_short: Path) -> None:
     resumed("resume: the run began with batches an epoch 6, not 12", cut_short, train=loaders(batch=8)[0])
     other = DataLoader(TensorDataset(*stripes()), batch_size=16, generator=torch.Generator())
     resumed("loaders are others", cut_short, train=other)
-    resumed("state: it is of another network", cut_short, net=made(outputs=4))
+    resumed("state must be of this network at its original size", cut_short, net=made(outputs=4))
 
 
 def test_a_damaged_run_is_said_to_be(cut_short: Path, tmp_path: Path) -> None:

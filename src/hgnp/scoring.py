@@ -33,11 +33,11 @@ from hgnp.errors import InputError, InputTypeError
 from hgnp.execution.graphs import Capture, Replayed
 from hgnp.flatness import Flatness, parts
 from hgnp.pruning import Neurons, Scores
+from hgnp.pruning.gated_forward import SampleDimensionError
 from hgnp.pruning.gates import Gates, gated
 from hgnp.pruning.importance import WEIGHT_SCORES
-from hgnp.pruning.layers import as_inputs
-from hgnp.pruning.paths import SamplesError
-from hgnp.pruning.selection import Coupling
+from hgnp.pruning.selection import CouplingMode
+from hgnp.pruning.validation import as_inputs
 from hgnp.state_guards import evaluating
 
 DERIVATIVES = ("taylor", "taylor_sum")
@@ -54,7 +54,7 @@ def sensitivity(
     criterion: str = "taylor",
     output: Output | None = None,
     mu: float | None = None,
-    coupling: Coupling = "coupled",
+    coupling: CouplingMode = "coupled",
 ) -> Scores:
     """Layer → one number per remaining neuron, small for those that matter little.
 
@@ -73,7 +73,7 @@ def sensitivity(
             raise InputTypeError(f"{name} must be a hgnp.{kind.__name__} of net, got a {type(value).__name__}")
         if value is not None and value.net is not net:
             raise InputError(f"{name} must be of the same network as net, got one of another")
-    if coupling not in get_args(Coupling):
+    if coupling not in get_args(CouplingMode):
         raise InputError(f"coupling must be 'coupled' or 'paper', got {coupling!r}")
     if mu is not None and not (isinstance(mu, int | float) and 0 <= mu < math.inf):
         raise InputError(f"mu must be None or a finite number ≥ 0, got {mu!r}")
@@ -91,7 +91,7 @@ def scored(
     *,
     criterion: str,
     mu: float | None,
-    coupling: Coupling,
+    coupling: CouplingMode,
     graphs: bool = True,
 ) -> Scores:
     """`sensitivity`, of what is known to be in order. With `graphs`, batches on a GPU come from CUDA graphs where they can."""
@@ -170,7 +170,7 @@ def _sum(
     v = None if block is None else Direction.known(step.net, block, KroneckerEigenpair.of_state(pair))
     x = next(tensors_in(inputs))
     gamma = _ones(x, x.shape[0] if apart else 1, gates)
-    value = gates.follow(
+    value = gates.run(
         as_inputs(inputs),
         lambda: step.objective(state, inputs, target, mu=mu, direction=v, within=gated(gates, gamma)),
     )
@@ -253,10 +253,10 @@ def _samples_lead(step: Step, gates: Gates, inputs: Any, x: Tensor) -> bool:
             return run(step.net, inputs, output=step.output)
 
     try:
-        z = gates.follow(as_inputs(inputs), forward)
+        z = gates.run(as_inputs(inputs), forward)
         if isinstance(z, Tensor) and z.shape[:1] == (n,):
             lead = float(not bool(_slope(z[n // 2 :].sum(), gamma)[: n // 2].any()))
-    except SamplesError:
+    except SampleDimensionError:
         pass
     (agreed,) = step.reducer.sum([torch.full((), lead, device=x.device)])
     if agreed == step.reducer.ranks:

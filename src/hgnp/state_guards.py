@@ -1,14 +1,19 @@
-"""Modes of modules, left as found."""
+"""State guards: context managers that restore modes, module attributes and random number generators."""
 
+import random
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
 
 @contextmanager
-def as_found(*nets: nn.Module) -> Iterator[None]:
-    """After the block every module is in the mode, training or evaluation, it was in before."""
+def preserve_modes(*nets: nn.Module) -> Iterator[None]:
+    """After the block every module is back in its mode, training or evaluation."""
     modes = {module: module.training for net in nets for module in net.modules()}
     try:
         yield
@@ -20,19 +25,54 @@ def as_found(*nets: nn.Module) -> Iterator[None]:
 @contextmanager
 def evaluating(*nets: nn.Module) -> Iterator[None]:
     """Inside the block the networks are in evaluation mode."""
-    with as_found(*nets):
+    with preserve_modes(*nets):
         for net in nets:
             net.eval()
         yield
 
 
-def layer_of(net: nn.Module, error: BaseException) -> str:
-    """The innermost layer of the network that an error was raised in, by name."""
+@contextmanager
+def preserve_state(net: nn.Module) -> Iterator[None]:
+    """After the block the modules' attributes and all random number generators are as before."""
+    modules = list(net.modules())
+    attributes = [dict(module.__dict__) for module in modules]
+    generators = random.getstate(), np.random.get_state()
+    devices = {p.device for p in net.parameters() if p.device.type == "cuda"}
+    for module in modules:  # the block works on copies of the network's own caches and lists
+        module.__dict__.update({key: _copy_containers(value) for key, value in module.__dict__.items()})
+    try:
+        with torch.random.fork_rng(devices=sorted(devices, key=str)):
+            yield
+    finally:
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
+        for module, before in zip(modules, attributes, strict=True):
+            module.__dict__.clear()
+            module.__dict__.update(before)
+
+
+def _copy_containers(value: Any) -> Any:
+    """Copies plain containers, including nested ones; returns everything else unchanged."""
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _copy_containers(part)) for key, part in value.items())
+    if type(value) in (list, set, deque):
+        return type(value)(_copy_containers(part) if type(value) is list else part for part in value)
+    return value
+
+
+def python_rng_state() -> tuple[Any, ...]:
+    """The state of Python's and NumPy's random number generators, comparable with ==."""
+    state = np.random.get_state()
+    return random.getstate(), state[1].tobytes(), state[2]  # type: ignore[index]
+
+
+def module_that_raised(net: nn.Module, error: BaseException) -> str:
+    """The name of the innermost module of the network in which the error was raised."""
     names = {id(module): name for name, module in net.named_modules()}
-    found = ""
+    innermost = ""
     trace = error.__traceback__
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
-        found = names.get(id(owner), found) if isinstance(owner, nn.Module) else found
+        innermost = names.get(id(owner), innermost) if isinstance(owner, nn.Module) else innermost
         trace = trace.tb_next
-    return found
+    return innermost

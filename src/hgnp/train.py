@@ -20,7 +20,7 @@ from hgnp.io.weights import load
 from hgnp.progress import Bar, Lines, Progress, Silent
 from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Snapshot, Target
-from hgnp.state_guards import as_found
+from hgnp.state_guards import preserve_modes
 from hgnp.training import checkpoint, rng_state
 from hgnp.training.data import Batches, Unpack
 from hgnp.training.evaluate import Accumulator, Metric
@@ -128,7 +128,7 @@ def prune(
                 net.to(home)
             raise
         try:
-            with as_found(net):
+            with preserve_modes(net):
                 run.train(on_epoch)
                 return run.finish(() if spare is None else finetuned(run, spare))
         finally:

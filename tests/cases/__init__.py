@@ -1,6 +1,6 @@
-"""The test zoo: small networks, one for each way in which channels meet.
+"""The test zoo: small networks, one for each way in which channels are combined.
 
-`CASES[name]` makes a network (float64, every parameter and statistic random), an example input, and the set of layers that
+`CASES[name]` builds a network (float64, every parameter and statistic random) and an example input, and lists the layers that
 must be frozen; every other layer must be prunable.
 """
 

@@ -1,4 +1,4 @@
-"""What a case of the zoo is, how one is registered, and the parts that its networks are made of."""
+"""A case of the zoo, its registration, and the building blocks of its networks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Case:
 
 
 def case(*frozen: str, example: Callable[[], Any] | None = None, approximate: bool = False) -> Callable[[Any], Any]:
-    """Register a factory. `frozen`: layers that must stay; the rest must be prunable."""
+    """Registers a network's factory. `frozen`: layers that must be frozen; the rest must be prunable."""
 
     def register(make: Any) -> Any:
         name = make.__name__
@@ -55,7 +55,7 @@ def tokens(features: int = 12, length: int = 5, batch: int = 3) -> Tensor:
 
 
 class Net(nn.Module):
-    """Modules by keyword and a forward by function: the shortest way to write a network down."""
+    """A network from modules, by keyword, and a forward function."""
 
     def __init__(self, forward: Callable[..., Any], **modules: nn.Module | nn.Parameter) -> None:
         super().__init__()

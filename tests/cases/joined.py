@@ -1,4 +1,4 @@
-"""Channels that meet: added, concatenated, grouped."""
+"""Channels that are added, concatenated, grouped."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def residual_in_place() -> nn.Module:
 
 @case("head.2", "second.0")
 def zero_padded_shortcut() -> nn.Module:
-    """Option A of the CIFAR ResNets: the code fixes how many zero channels there are, so channels beside zeros stay."""
+    """Option A of the CIFAR ResNets: the code fixes the number of zero channels, so channels added to zeros stay."""
 
     def forward(n: Any, x: Tensor) -> Tensor:
         x = n.first(x)

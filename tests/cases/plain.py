@@ -1,4 +1,4 @@
-"""Layers one after another, and norms between them that mix channels."""
+"""Sequential networks, and norms that mix channels."""
 
 import torch
 from torch import nn
@@ -66,7 +66,7 @@ def every_activation() -> nn.Module:
     )  # fmt: skip
 
 
-# Mixed by a norm
+# Norms over channels
 
 
 @case("0", "4.2")

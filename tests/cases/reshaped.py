@@ -1,4 +1,4 @@
-"""Channels that are cut apart, moved about and summed over."""
+"""Channels that are split, rearranged and reduced."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def hard_coded_view() -> nn.Module:
 
 
 @case("out")
-def view_that_follows() -> nn.Module:
+def view_by_width() -> nn.Module:
     def forward(n: Any, x: Tensor) -> Tensor:
         x = n.a(x)
         return n.out(n.b(x.view(x.size(0), x.size(1) * 64)))
@@ -66,7 +66,7 @@ def view_that_follows() -> nn.Module:
 
 @case("out", "a")
 def fixed_split() -> nn.Module:
-    """The first three channels are summed: which those are would change."""
+    """The first three channels are summed: a removal would change which those are."""
 
     def forward(n: Any, x: Tensor) -> Tensor:
         x = n.a(x)
@@ -85,7 +85,7 @@ def scaled_by_width() -> nn.Module:
 
 
 @case("out", "a")
-def weighted_by_place() -> nn.Module:
+def weighted_by_position() -> nn.Module:
     def forward(n: Any, x: Tensor) -> Tensor:
         x = n.a(x)
         return n.out(
@@ -106,7 +106,7 @@ def averaged_over_channels() -> nn.Module:
 
 @case("out")
 def summed_over_channels() -> nn.Module:
-    """A dead channel adds nothing to a sum or a 2-norm."""
+    """A removed channel adds nothing to a sum or a 2-norm."""
 
     def forward(n: Any, x: Tensor) -> Tensor:
         x = F.normalize(n.a(x).tanh(), dim=1)

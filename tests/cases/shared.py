@@ -1,4 +1,4 @@
-"""Weights used more than once, several inputs and outputs, sequences."""
+"""Shared weights, several inputs and outputs, sequences."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def siamese() -> nn.Module:
 
 @case("decode", example=lambda: torch.randn(3, 6, dtype=torch.double))
 def tied_weights() -> nn.Module:
-    """A decoder with the encoder's weight: rows here are columns there."""
+    """A decoder with the encoder's weight: the rows of one are the columns of the other."""
 
     class Decoder(nn.Module):
         def __init__(self, weight: nn.Parameter) -> None:
@@ -89,7 +89,7 @@ def features_returned() -> nn.Module:
 
 
 @case("out", "project", example=lambda: (image(), image(6)))
-def meets_an_input() -> nn.Module:
+def added_to_an_input() -> nn.Module:
     def forward(n: Any, x: Tensor, offset: Tensor) -> Tensor:
         return n.out(n.b(torch.cat([n.project(x) + offset, n.a(x), x], 1)).mean((2, 3)))
 

@@ -313,3 +313,8 @@ def test_two_tensors_in_one_memory(tmp_path: Path) -> None:
     hgnp.save(net, tmp_path)
     again = hgnp.load(tmp_path, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     assert torch.equal(again[1].bias, net[1].bias)
+
+
+def test_complex_parameters_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"weight is torch.complex128, which safetensors cannot hold"):
+        hgnp.save(nn.Linear(2, 2, dtype=torch.complex128), tmp_path)

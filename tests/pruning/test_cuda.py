@@ -1,4 +1,4 @@
-"""The zoo once more on a GPU, where other kernels and other operators are recorded."""
+"""The zoo on a GPU, where PyTorch runs other kernels and operators."""
 
 import pytest
 import torch
@@ -7,15 +7,16 @@ from torch.utils._pytree import tree_map
 from cases import CASES, Case
 from hgnp import Neurons
 from oracles import flat, masked, run, worst_error
+from pruning_cases import random_scores
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES.values() if not case.approximate], ids=lambda case: case.name)
-def test_removing_equals_masking_and_training_goes_on(case: Case) -> None:
+def test_removal_equals_masking_and_training_continues_on_cuda(case: Case) -> None:
     whole = case.net().cuda().eval()
     inputs = tree_map(lambda leaf: leaf.cuda(), case.inputs())
-    small = case.net().cuda().eval()  # a copy would leave a recurrent layer's weights in pieces, of which PyTorch warns
+    small = case.net().cuda().eval()  # a copy would leave a recurrent layer's weights in pieces, which PyTorch warns of
     small.load_state_dict(whole.state_dict())
     optimizer = torch.optim.AdamW(small.parameters(), lr=1e-3, fused=True)
     flat(run(small.train(), inputs)).pow(2).mean().backward()
@@ -23,8 +24,7 @@ def test_removing_equals_masking_and_training_goes_on(case: Case) -> None:
     whole.load_state_dict(small.state_dict())
     neurons = Neurons(small.eval(), inputs[0] or inputs[1])
     assert {entry.name for entry in neurons.frozen} == case.frozen
-    draw = torch.Generator().manual_seed(0)
-    scores = {layer.name: torch.rand(layer.alive, generator=draw).cuda() for layer in neurons.layers}
+    scores = {name: values.cuda() for name, values in random_scores(neurons).items()}
     removed = neurons.remove(neurons.least(scores, neurons.count // 2), optimizer)
     with torch.no_grad(), masked(whole, removed, inputs):
         expected = run(whole, inputs)
@@ -36,7 +36,7 @@ def test_removing_equals_masking_and_training_goes_on(case: Case) -> None:
     optimizer.step()
 
 
-def test_half_precision_channels_last() -> None:
+def test_bfloat16_channels_last_weights_are_pruned_on_cuda() -> None:
     case = CASES["residual"]
     net = case.net().to(torch.bfloat16).cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     x = case.inputs()[0][0].to(torch.bfloat16).cuda().to(memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""A gate at 1 changes nothing, a gate at 0 is a removal: on every network of the zoo."""
+"""A gate of 1 changes nothing and a gate of 0 equals removal, on every network of the zoo."""
 
 import copy
 from typing import Any
@@ -14,7 +14,7 @@ from hgnp.experiments.models import ResNet18
 from hgnp.pruning.gates import Gates, gated
 from oracles import flat, run
 
-TRAINING_ALONE = {"auxiliary_head_in_training": {"branch.0"}}
+TRAINING_ONLY = {"auxiliary_head_in_training": {"branch.0"}}
 
 
 def through(net: nn.Module, inputs: object, gates: Gates, gamma: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def test_closing_a_gate_equals_removing_the_unit(name: str) -> None:
     ones = torch.ones(1, gates.count, dtype=torch.double)
     torch.testing.assert_close(through(net, inputs, gates, ones), whole, rtol=1e-12, atol=1e-12)
     missing = {layer.name for layer in neurons.layers} - gates.rows.keys()
-    assert missing == TRAINING_ALONE.get(name, set())
+    assert missing == TRAINING_ONLY.get(name, set())
     for layer in neurons.layers:
         if layer.name in missing:
             continue
@@ -55,18 +55,18 @@ def test_closing_a_gate_equals_removing_the_unit(name: str) -> None:
         torch.testing.assert_close(through(net, inputs, gates, gamma), flat(run(small, inputs)), rtol=1e-9, atol=1e-9)
 
 
-def test_lanes_are_followed_through_what_was_recorded_already(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paper_gates_reuse_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     neurons = Neurons(ResNet18(num_classes=3), torch.randn(2, 3, 16, 16))
 
     def again(*_: Any, **__: Any) -> None:
-        raise AssertionError("the network was recorded again")
+        raise AssertionError("the network was traced again")
 
-    monkeypatch.setattr("hgnp.pruning.structure.record", again)
+    monkeypatch.setattr("hgnp.pruning.structure.trace_forward", again)
     assert neurons.gates("paper").count > neurons.gates("coupled").count
 
 
 class Added(nn.Module):
-    """Two layers that are added in several spellings."""
+    """Two layers that are added, in three spellings."""
 
     def __init__(self, spelling: str) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Added(nn.Module):
 
 
 @pytest.mark.parametrize("spelling", ["a + c", "a += c", "a.add_(c)"])
-def test_lanes_that_are_added_in_place_have_their_gates(spelling: str) -> None:
+def test_branches_that_are_added_in_place_have_gates_of_their_own(spelling: str) -> None:
     torch.manual_seed(0)
     net, (x, y) = Added(spelling).double(), (torch.randn(6, 4).double(), torch.arange(6) % 3)
     found = sensitivity(net, Neurons(net, x), [(x, y)], coupling="paper")

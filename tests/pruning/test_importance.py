@@ -1,4 +1,4 @@
-"""Scores that look at weights alone, against their definitions."""
+"""Scores computed from weights alone, against their definitions."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ class Net(nn.Module):
         return self.out(self.b(torch.tanh(self.na(self.a(x)))).mean((2, 3)))
 
 
-def test_scores_of_weights_alone() -> None:
+def test_weight_scores_equal_their_definitions() -> None:
     torch.manual_seed(0)
     net, x = Net().double(), torch.randn(2, 2, 7, 7).double()
     nn.init.normal_(net.na.weight)
@@ -51,7 +51,7 @@ def test_scores_of_weights_alone() -> None:
     assert sum(len(neurons.least(s, 3)) > 0 for s in (l1, l2, scale, median, one)) == 5
 
 
-def test_every_round_draws_others_by_lot() -> None:
+def test_random_scores_differ_after_a_removal() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     neurons = hgnp.Neurons(net, torch.randn(2, 4))

@@ -1,7 +1,7 @@
 """Random small networks: additions, concatenations, splits, norms, reshapes and shared layers in any order.
 
-Whatever the generator builds, removing what hgnp calls prunable must equal masking it, and a saved network must come back.
-The last line of the test run says how often each ingredient was there and what share of the neurons was prunable.
+For every generated network, removing prunable neurons must equal masking them, and a saved network must load bit-equal.
+The last line of the test run shows how often each ingredient occurred and what fraction of the neurons was prunable.
 """
 
 import copy
@@ -49,7 +49,7 @@ class RandomNet(nn.Module):
             maps.append(move(self.parts, maps))
         return self.head(maps[-1].mean((2, 3)))  # type: ignore[no-any-return]
 
-    # What networks are made of. Each works on the newest map and may reach back to an older one.
+    # Ingredients. Each works on the newest map and may use an older one.
 
     def keep(self, module: nn.Module) -> int:
         self.parts.append(module)
@@ -132,7 +132,7 @@ class RandomNet(nn.Module):
         self.push(width, lambda parts, maps: F.pixel_shuffle(parts[i](F.pixel_unshuffle(maps[-1], 2)), 2), "reshapes")
 
     def tokens(self) -> None:
-        """As a sequence of places, through a linear layer and back."""
+        """As a sequence of positions, through a linear layer and back."""
         width = self.draw(st.integers(2, 6))
         i = self.keep(nn.Linear(self.widths[-1], width))
 
@@ -176,7 +176,7 @@ def networks(draw: Any) -> RandomNet:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_removing_equals_masking(part: int, record_property: Callable[[str, object], None]) -> None:
+def test_removal_equals_masking_on_random_networks(part: int, record_property: Callable[[str, object], None]) -> None:
     made: Counter[str] = Counter()
 
     @settings(max_examples=40, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])

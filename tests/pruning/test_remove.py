@@ -1,6 +1,7 @@
-"""Removal touches exactly what it must: tensors, gradients, optimizer state, attributes; and all of it or nothing."""
+"""`remove` cuts tensors, gradients, optimizer state and attributes atomically, and nothing else."""
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 import hgnp
 from cases import CASES, conv
 from hgnp import Neurons, Removal
+from hgnp.removal import listeners_of
+from pruning_cases import VECTORS
 
 
 def net_and_neurons(**options: Any) -> tuple[nn.Sequential, Neurons]:
@@ -29,7 +32,7 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step(loss)  # type: ignore[arg-type]
 
 
-def test_rows_columns_norms_statistics_and_gradients() -> None:
+def test_remove_cuts_rows_columns_norms_statistics_and_gradients() -> None:
     net, neurons = net_and_neurons()
     net(torch.randn(4, 3, 8, 8)).sum().backward()
     before = copy.deepcopy(net)
@@ -50,7 +53,7 @@ def test_rows_columns_norms_statistics_and_gradients() -> None:
     assert neurons.version == 1
 
 
-def test_a_flattened_channel_takes_all_its_columns() -> None:
+def test_remove_cuts_all_columns_of_a_flattened_channel() -> None:
     net, neurons = net_and_neurons()
     before = net[5].weight.detach().clone()
     neurons.remove({"3": [1]})
@@ -76,7 +79,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_every_optimizer_goes_on(make: Any) -> None:
+def test_every_optimizer_continues_after_a_removal(make: Any) -> None:
     net, neurons = net_and_neurons()
     optimizer = make(net.parameters())
     step(net, optimizer)
@@ -95,7 +98,7 @@ def test_every_optimizer_goes_on(make: Any) -> None:
     assert all(not torch.equal(net[i].weight, w) for i, w in zip((0, 1, 3, 5), weights, strict=True))
 
 
-def test_a_state_that_cannot_be_cut_is_named_and_nothing_has_changed() -> None:
+def test_optimizer_state_that_cannot_be_cut_is_refused_and_nothing_changes() -> None:
     net, neurons = net_and_neurons()
     optimizer = torch.optim.LBFGS(net.parameters())
     step(net, optimizer)
@@ -110,17 +113,19 @@ def test_a_state_that_cannot_be_cut_is_named_and_nothing_has_changed() -> None:
 def test_an_optimizer_of_another_network_is_refused() -> None:
     net, neurons = net_and_neurons()
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="optimizer holds none of the network's parameters"):
+    with pytest.raises(
+        ValueError, match=r"^optimizer must hold parameters of the network, got one that holds none of them$"
+    ):
         neurons.remove({"0": [1]}, other)
     assert net[0].out_channels == 6
 
 
-def test_an_average_is_cut_along_and_another_network_refused() -> None:
+def test_also_cuts_copies_and_refuses_other_networks() -> None:
     net, neurons = net_and_neurons()
     average = copy.deepcopy(net)
     wrong = nn.Sequential(conv(3, 6))
     with pytest.raises(
-        ValueError, match=r"also\[1\] is not a network of the same shape: 1.weight is missing, here \(6,\)"
+        ValueError, match=r"^also\[1\] must have the tensors of net, 1.weight of shape \(6,\), got none$"
     ):
         neurons.remove({"0": [1]}, also=[average, wrong])
     assert net[0].out_channels == average[0].out_channels == 6
@@ -130,13 +135,13 @@ def test_an_average_is_cut_along_and_another_network_refused() -> None:
     average.load_state_dict(net.state_dict())
 
 
-def test_listeners_are_told_before_and_committed_together() -> None:
+def test_listeners_prepare_before_the_cut_and_commit_with_it() -> None:
     net, neurons = net_and_neurons()
     kept = torch.arange(6)
-    seen: list[Removal] = []
+    removals: list[Removal] = []
 
     def listener(removal: Removal) -> Any:
-        seen.append(removal)
+        removals.append(removal)
         assert net[0].weight.shape[0] == 6
         mine = removal.cut("0.bias", kept)
 
@@ -149,12 +154,12 @@ def test_listeners_are_told_before_and_committed_together() -> None:
     neurons.listeners.append(listener)
     neurons.remove({"0": [0, 2]})
     assert kept.tolist() == [1, 3, 4, 5]
-    assert seen[0].slices["3.weight"][1].tolist() == [1, 3, 4, 5]
-    assert seen[0].widths["0"] == {"out_channels": 4}
+    assert removals[0].slices["3.weight"][1].tolist() == [1, 3, 4, 5]
+    assert removals[0].widths["0"] == {"out_channels": 4}
 
 
 @pytest.mark.parametrize("moment", ["prepare", "commit"])
-def test_a_listener_that_fails_leaves_everything_as_it_was(moment: str) -> None:
+def test_a_listener_that_fails_undoes_the_removal(moment: str) -> None:
     net, neurons = net_and_neurons()
     optimizer = torch.optim.Adam(net.parameters())
     step(net, optimizer)
@@ -176,7 +181,7 @@ def test_a_listener_that_fails_leaves_everything_as_it_was(moment: str) -> None:
     step(net, optimizer)
 
 
-def test_everything_else_stays_as_it_was() -> None:
+def test_remove_preserves_hooks_modes_layouts_and_identities() -> None:
     net, _ = net_and_neurons()
     net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     net[1].eval()
@@ -205,14 +210,14 @@ def test_everything_else_stays_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_the_dtype_stays(dtype: torch.dtype) -> None:
+def test_remove_preserves_the_dtype(dtype: torch.dtype) -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).to(dtype)
     Neurons(net, torch.zeros(2, 3, dtype=dtype)).remove({"0": [0]})
     assert {p.dtype for p in net.parameters()} == {dtype}
     assert net(torch.zeros(2, 3, dtype=dtype)).dtype == dtype
 
 
-def test_a_graph_made_before_the_removal_does_not_stop_training() -> None:
+def test_a_loss_from_before_the_removal_does_not_break_backward() -> None:
     net, neurons = net_and_neurons()
     old = net(torch.randn(2, 3, 8, 8)).sum()
     neurons.remove({"0": [1]})
@@ -220,7 +225,7 @@ def test_a_graph_made_before_the_removal_does_not_stop_training() -> None:
     del old
 
 
-def test_members_of_a_group_go_together_whoever_is_named() -> None:
+def test_coupled_neurons_are_removed_together() -> None:
     case = CASES["residual"]
     neurons = Neurons(case.net(), case.inputs()[0])
     removed = neurons.remove({"stem.0": [3]})
@@ -238,18 +243,18 @@ def test_an_empty_selection_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("selection", "message"),
     [
-        ({"zero": [0]}, "no layer 'zero' with neurons"),
-        ({"0": [6]}, "0: no neuron 6; it has 6 living ones, 0 to 5"),
-        ({"0": [-1]}, "0: no neuron -1"),
-        ({"0": [0.5]}, "0: positions must be a list of whole numbers"),
-        ({"0": [True, False]}, "0: positions must be a list of whole numbers"),
-        ({"0": [0, 1, 2, 3, 4, 5]}, "0: the selection would leave it without neurons"),
-        ([0], r"^selection: \[0\] was given; a dict such as \{'layer': \[0, 1\]\} would do$"),
-        (None, "^selection: None was given; a dict such as"),
-        ({"5": [0]}, "5: neurons cannot be removed: it is the network's output"),
+        ({"zero": [0]}, "^selection must name layers with neurons, got 'zero'"),
+        ({"0": [6]}, r"^selection\['0'\] must hold positions from 0 to 5, got 6$"),
+        ({"0": [-1]}, r"^selection\['0'\] must hold positions from 0 to 5, got -1$"),
+        ({"0": [0.5]}, r"^selection\['0'\] must be a list of whole numbers, got"),
+        ({"0": [True, False]}, r"^selection\['0'\] must be a list of whole numbers, got"),
+        ({"0": [0, 1, 2, 3, 4, 5]}, "^selection must leave each layer a neuron, got all of 0$"),
+        ([0], r"^selection must be a dict such as \{'layer': \[0, 1\]\}, got \[0\]$"),
+        (None, "^selection must be a dict such as .*, got None$"),
+        ({"5": [0]}, "^selection must hold prunable neurons, got frozen ones of 5: it is the network's output$"),
     ],
 )
-def test_a_wrong_selection_is_named_and_nothing_has_changed(selection: Any, message: str) -> None:
+def test_an_invalid_selection_is_refused_and_nothing_changes(selection: Any, message: str) -> None:
     net, neurons = net_and_neurons()
     before = copy.deepcopy(net.state_dict())
     for call in (neurons.preview, neurons.remove):
@@ -261,14 +266,14 @@ def test_a_wrong_selection_is_named_and_nothing_has_changed(selection: Any, mess
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "sgd"}, "^optimizer: 'sgd' was given; a torch.optim.Optimizer of the network would do$"),
-        ({"also": nn.Sequential(nn.Linear(3, 4))}, "^also: a Sequential was given; a list of networks would do$"),
-        ({"also": nn.Linear(3, 4)}, "^also: a Linear was given; a list of networks would do$"),
-        ({"also": None}, "^also: a NoneType was given; a list of networks would do$"),
-        ({"also": [3]}, r"^also\[0\]: a int was given; a network would do$"),
+        ({"optimizer": "sgd"}, "^optimizer must be a torch.optim.Optimizer, got 'sgd'$"),
+        ({"also": nn.Sequential(nn.Linear(3, 4))}, "^also must be a list of networks, got Sequential$"),
+        ({"also": nn.Linear(3, 4)}, "^also must be a list of networks, got Linear$"),
+        ({"also": None}, "^also must be a list of networks, got NoneType$"),
+        ({"also": [3]}, r"^also\[0\] must be an nn.Module, got int$"),
     ],
 )
-def test_a_wrong_companion_is_named_and_nothing_has_changed(options: Any, message: str) -> None:
+def test_an_invalid_optimizer_or_copy_is_refused_and_nothing_changes(options: Any, message: str) -> None:
     net, neurons = net_and_neurons()
     with pytest.raises(ValueError, match=message):
         neurons.remove({"0": [0]}, **options)
@@ -280,14 +285,16 @@ def test_a_selection_is_valid_until_the_next_removal() -> None:
     scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
     old = neurons.least(scores, 2)
     neurons.remove({"0": [0]})
-    with pytest.raises(ValueError, match="made before the last removal"):
+    with pytest.raises(ValueError, match=r"^selection must be of version 1, got 0: positions change .*; select again$"):
         neurons.remove(old)
 
 
-def test_a_network_changed_behind_our_back_is_noticed() -> None:
+def test_a_network_with_a_replaced_layer_is_refused() -> None:
     net, neurons = net_and_neurons()
     net[3] = conv(6, 7)
-    with pytest.raises(ValueError, match=r"3.weight has shape \(7, 6, 3, 3\); the network was changed"):
+    with pytest.raises(
+        ValueError, match=r"^3.weight must have shape \(5, 6, 3, 3\), got \(7, 6, 3, 3\); the network changed"
+    ):
         neurons.remove({"0": [0]})
 
 
@@ -307,38 +314,41 @@ STALE: dict[str, Callable[[nn.Module, Neurons], Any]] = {
 
 
 @pytest.mark.parametrize("ask", STALE.values(), ids=STALE)
-def test_what_another_has_cut_is_noticed_by_whoever_asks(ask: Any) -> None:
+def test_neurons_of_a_network_cut_elsewhere_are_refused(ask: Any) -> None:
     net, neurons = net_and_neurons()
     Neurons(net, torch.zeros(2, 3, 8, 8)).remove({"0": [0]})
     with pytest.raises(
-        ValueError, match=r"0.weight has shape \(5, 3, 3, 3\); the network was changed after Neurons was"
+        ValueError,
+        match=r"^0.weight must have shape \(6, 3, 3, 3\), got \(5, 3, 3, 3\); the network changed after Neurons was",
     ):
         ask(net, neurons)
 
 
-def test_protected_layers_stay() -> None:
+def test_protected_layers_are_frozen() -> None:
     _, neurons = net_and_neurons(protect=["3"])
     assert [layer.name for layer in neurons.layers] == ["0"]
     assert ("3", "it is protected") in [(entry.name, entry.reason) for entry in neurons.frozen]
-    with pytest.raises(ValueError, match="protect: no module '7'"):
+    with pytest.raises(ValueError, match=r"^protect must name modules of the network, got '7'; "):
         net_and_neurons(protect=["7"])
-    with pytest.raises(TypeError, match="protect must be a list of names"):
+    with pytest.raises(TypeError, match=r"^protect must be a list of module names, got '3'; write protect=\['3'\]$"):
         net_and_neurons(protect="3")
-    with pytest.raises(TypeError, match=r"^protect must be a list of names, not NoneType; \[\] protects nothing$"):
+    with pytest.raises(
+        TypeError, match=r"^protect must be a list of module names, got NoneType; \[\] protects nothing$"
+    ):
         net_and_neurons(protect=None)
 
 
-def test_the_network_can_be_moved_after_it_was_looked_at() -> None:
+def test_the_network_can_be_moved_after_neurons_is_created() -> None:
     net, neurons = net_and_neurons()
     net.to(torch.float64)
     neurons.remove({"0": [0]})
     assert net(torch.zeros(2, 3, 8, 8, dtype=torch.double)).shape == (2, 4)
 
 
-def test_it_reads_well() -> None:
+def test_neurons_print_as_a_table() -> None:
     _, neurons = net_and_neurons()
     neurons.remove({"0": [0]})
-    assert repr(neurons) == "Neurons(Sequential: 10 in 2 layers can go, 4 are frozen, 95.7% of the parameters kept)"
+    assert repr(neurons) == "Neurons(Sequential: 10 prunable in 2 layers, 4 frozen, 95.7% of the parameters kept)"
     assert str(neurons).splitlines() == [
         "layer  alive  total",
         "0          5      6",
@@ -346,3 +356,35 @@ def test_it_reads_well() -> None:
         f"10 neurons, {sum(p.numel() for p in neurons.net.parameters()):,} parameters (95.7% kept), {neurons.macs:,} MACs",
         "frozen: 4 in 5: it is the network's output",
     ]
+
+
+def test_lbfgs_is_refused_for_any_layer() -> None:
+    net = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    optimizer = torch.optim.LBFGS(net.parameters())
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value: Tensor = net(VECTORS).pow(2).mean()
+        value.backward()
+        return value
+
+    optimizer.step(loss)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="LBFGS's state"):
+        Neurons(net, VECTORS).remove({"2": [0, 4]}, optimizer)
+
+
+def test_scoring_without_flatness_registers_no_listener() -> None:
+    model = nn.Sequential(nn.Linear(4, 60), nn.ReLU(), nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 3))
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    neurons, flat = hgnp.Neurons(model, x), hgnp.Flatness(model)
+    before = listeners_of(model)
+    for _ in range(5):
+        hgnp.sensitivity(model, neurons, [(x, y)])
+    gc.collect()
+    assert before
+    assert listeners_of(model) == before
+    del before
+    neurons.remove({"0": [0]})
+    del flat
+    gc.collect()
+    assert not listeners_of(model)

@@ -1,4 +1,4 @@
-"""Which neurons `least` takes: the least important, whole groups, never more than asked, never a whole layer."""
+"""`least` selects the least important neurons: whole coupled groups, at most n, never a whole layer."""
 
 import copy
 from itertools import pairwise
@@ -33,14 +33,14 @@ def residual(width: int = 6) -> nn.Module:
 PICTURE = torch.zeros(2, 3, 8, 8)
 
 
-def test_takes_the_least_important_over_the_whole_network() -> None:
+def test_least_compares_neurons_over_the_whole_network() -> None:
     neurons = Neurons(mlp(3, 4, 5, 2), torch.zeros(1, 3))
     scores = {"0": torch.tensor([0.5, 0.1, 0.9, 0.8]), "2": torch.tensor([0.2, 0.3, 0.05, 0.7, 0.6])}
     assert neurons.least(scores, 3) == {"0": [1], "2": [0, 2]}
     assert neurons.least(scores, 0) == {}
 
 
-def test_a_group_is_as_important_as_its_members_on_average_and_counts_each() -> None:
+def test_a_coupled_group_has_the_mean_importance_and_counts_each_member() -> None:
     neurons = Neurons(residual(), PICTURE)
     one = torch.ones(6)
     scores = {"stem.0": one.clone(), "c2": one.clone(), "c1.0": torch.full((4,), 0.6)}
@@ -50,7 +50,7 @@ def test_a_group_is_as_important_as_its_members_on_average_and_counts_each() -> 
     assert neurons.least(scores, 3) == {"stem.0": [2], "c2": [2], "c1.0": [0]}
 
 
-def test_never_takes_more_than_n_and_says_when_fewer_could_be_had() -> None:
+def test_least_selects_at_most_n_and_reports_the_shortfall() -> None:
     neurons = Neurons(residual(), PICTURE)
     scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
     for n in range(20):
@@ -58,22 +58,22 @@ def test_never_takes_more_than_n_and_says_when_fewer_could_be_had() -> None:
         assert cut.requested == n
         assert cut.taken == sum(map(len, cut.values())) <= n
     everything = neurons.least(scores, 10_000)
-    assert everything.taken == 5 + 5 + 3  # one of each layer stays
-    assert "of 10000 asked for" in repr(everything)
+    assert everything.taken == 5 + 5 + 3  # each layer keeps one
+    assert "13 of 10000 requested neurons" in repr(everything)
     neurons.remove(everything)
     assert all(layer.alive == 1 for layer in neurons.layers)
 
 
-def test_a_floor_for_all_layers_or_for_each() -> None:
+def test_floor_applies_to_all_layers_or_by_name() -> None:
     neurons = Neurons(mlp(3, 6, 6, 2), torch.zeros(1, 3))
     scores = {"0": torch.rand(6), "2": torch.rand(6)}
     assert neurons.least(scores, 100, floor=4).taken == 4
     assert {layer: len(cut) for layer, cut in neurons.least(scores, 100, floor={"2": 5}).items()} == {"0": 5, "2": 1}
-    with pytest.raises(ValueError, match="floor must be at least 1"):
+    with pytest.raises(ValueError, match=r"^floor must be a whole number ≥ 1, as no layer is emptied, got 0 for 0$"):
         neurons.least(scores, 1, floor=0)
 
 
-def test_layers_without_scores_keep_their_neurons() -> None:
+def test_least_skips_layers_without_scores() -> None:
     neurons = Neurons(mlp(3, 4, 5, 2), torch.zeros(1, 3))
     assert set(neurons.least({"2": torch.rand(5)}, 100)) == {"2"}
 
@@ -81,27 +81,30 @@ def test_layers_without_scores_keep_their_neurons() -> None:
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
-        ({"nope": [1.0]}, "scores: 'nope' has no prunable neurons; those that do: 0, 2"),
-        ({"0": torch.zeros(3)}, r"scores\['0'\] has shape \(3,\); 4 living neurons want \(4,\)"),
-        ({"0": torch.tensor([0.0, float("nan"), 0.0, 0.0])}, r"scores\['0'\] has values that are not finite"),
+        ({"nope": [1.0]}, "^scores must name layers with prunable neurons, got 'nope'; those layers are 0, 2$"),
+        ({"0": torch.zeros(3)}, r"^scores\['0'\] must have shape \(4,\), one per remaining neuron, got \(3,\)$"),
+        (
+            {"0": torch.tensor([0.0, float("nan"), 0.0, 0.0])},
+            r"^scores\['0'\] must be finite, got NaN or infinite values$",
+        ),
     ],
 )
-def test_wrong_scores_are_named(scores: dict[str, Tensor], message: str) -> None:
+def test_invalid_scores_are_refused(scores: dict[str, Tensor], message: str) -> None:
     neurons = Neurons(mlp(3, 4, 5, 2), torch.zeros(1, 3))
     with pytest.raises(ValueError, match=message):
         neurons.least(scores, 1)
 
 
 @pytest.mark.parametrize("n", [-1, 1.5, True])
-def test_n_is_a_number_of_neurons(n: object) -> None:
+def test_invalid_n_and_coupling_are_refused(n: object) -> None:
     neurons = Neurons(mlp(3, 4, 2), torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="n must be a whole number of neurons"):
+    with pytest.raises(ValueError, match=r"^n must be a whole number ≥ 0, got "):
         neurons.least({}, n)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="coupling must be"):
+    with pytest.raises(ValueError, match=r"^coupling must be 'coupled' or 'paper', got 'loose'$"):
         neurons.least({}, 1, coupling="loose")  # type: ignore[arg-type]
 
 
-def test_the_papers_coupling_takes_the_average_from_each_layer_at_its_own_places() -> None:
+def test_paper_coupling_removes_the_mean_number_from_each_added_layer() -> None:
     net = residual()
     neurons = Neurons(net, PICTURE)
     scores = {
@@ -109,7 +112,7 @@ def test_the_papers_coupling_takes_the_average_from_each_layer_at_its_own_places
         "c2": torch.tensor([9, 8, 7, 6, 0.0, 0.1]),
         "c1.0": torch.ones(4),
     }
-    # of the six least, stem.0 is due four and c2 two: three each
+    # four of the six least important are in stem.0 and two in c2: three each
     cut = neurons.least(scores, 6, coupling="paper")
     assert cut == {"stem.0": [0, 1, 2], "c2": [3, 4, 5]}
     assert cut.taken == 6
@@ -119,9 +122,9 @@ def test_the_papers_coupling_takes_the_average_from_each_layer_at_its_own_places
     assert torch.equal(net.stem[1].bias, before.stem[1].bias[[3, 4, 5]])  # type: ignore[index, union-attr]
     assert torch.equal(net.c2.weight, before.c2.weight[[0, 1, 2]])  # type: ignore[union-attr]
     assert torch.equal(net.norm.running_mean, before.norm.running_mean[[0, 1, 2]])  # type: ignore[union-attr]
-    # the columns of what reads the sum go with what entered it first: norm(c2)
+    # columns that read the sum follow the operand that enters it first: norm(c2)
     assert torch.equal(net.head[2].weight, before.head[2].weight[:, [0, 1, 2]])  # type: ignore[index, union-attr]
-    # of what reads the stem alone, with the stem
+    # columns that read the stem alone follow the stem
     assert torch.equal(net.c1[0].weight, before.c1[0].weight[:, [3, 4, 5]])  # type: ignore[index, union-attr]
     assert [(layer.name, layer.alive, layer.total) for layer in neurons.layers] == [
         ("stem.0", 3, 6),
@@ -134,7 +137,7 @@ def test_the_papers_coupling_takes_the_average_from_each_layer_at_its_own_places
     assert again.taken in (3, 4)
 
 
-def test_the_papers_coupling_never_takes_more_and_leaves_something() -> None:
+def test_paper_coupling_selects_at_most_n_and_empties_no_layer() -> None:
     neurons = Neurons(residual(), PICTURE)
     scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
     for n in (0, 1, 3, 7, 100):
@@ -145,7 +148,7 @@ def test_the_papers_coupling_never_takes_more_and_leaves_something() -> None:
 
 
 @pytest.mark.parametrize("name", ["residual", "depthwise", "squeeze_and_excite", "dense", "unet", "grouped_inside"])
-def test_the_papers_coupling_fits_every_kind_of_network(name: str) -> None:
+def test_paper_coupling_leaves_a_network_that_runs(name: str) -> None:
     case = CASES[name]
     net = case.net()
     neurons = Neurons(net, case.inputs()[0])
@@ -158,7 +161,7 @@ def test_the_papers_coupling_fits_every_kind_of_network(name: str) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_weights_of_a_transposed_convolution_are_those_into_each_output(groups: int) -> None:
+def test_weights_of_a_transposed_convolution_are_grouped_by_output(groups: int) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ConvTranspose2d(8, 12, 3, groups=groups), nn.Conv2d(12, 2, 1)).double()
     x = torch.randn(2, 3, 5, 5).double()
@@ -173,7 +176,7 @@ def test_weights_of_a_transposed_convolution_are_those_into_each_output(groups: 
         assert torch.equal(into[output], expected)
 
 
-def test_max_removed_bounds_the_share_of_a_layer_that_goes_over_all_removals() -> None:
+def test_max_removed_limits_the_fraction_of_a_layer_over_all_removals() -> None:
     net = nn.Sequential(nn.Linear(4, 10), nn.ReLU(), nn.Linear(10, 7), nn.ReLU(), nn.Linear(7, 3))
     neurons = Neurons(net, torch.zeros(2, 4))
     scores = {"0": torch.arange(10.0), "2": torch.arange(7.0)}
@@ -184,5 +187,5 @@ def test_max_removed_bounds_the_share_of_a_layer_that_goes_over_all_removals() -
     assert neurons.least(later, 100, max_removed=0.3, floor=8) == {}
     assert neurons.least(later, 100, max_removed=0.0) == {}
     assert neurons.least(later, 100, max_removed=0.3, round_to=7) == {"0": [0]}
-    with pytest.raises(ValueError, match=r"max_removed must be a share between 0 and 1, got 1\.5"):
+    with pytest.raises(ValueError, match=r"^max_removed must be a number between 0 and 1, got 1\.5$"):
         neurons.least(later, 1, max_removed=1.5)

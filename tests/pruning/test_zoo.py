@@ -1,4 +1,4 @@
-"""Removing neurons equals masking them, and training goes on as if nothing had happened, for every network of the zoo."""
+"""Removal equals masking, at once and while training continues, on every network of the zoo."""
 
 import copy
 from collections import defaultdict
@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cases import CASES, Case
 from hgnp import Neurons, Removal, Selection
 from hgnp.pruning.graph import tensors_of
 from oracles import flat, masked, run, worst_error
+from pruning_cases import random_scores
 
 EXACT = [case for case in CASES.values() if not case.approximate]
 
@@ -25,13 +26,8 @@ def neurons_of(case: Case, net: nn.Module) -> Neurons:
     return Neurons(net, args or kwargs, approximate=case.approximate)
 
 
-def random_scores(neurons: Neurons, seed: int = 0) -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    return {layer.name: torch.rand(layer.alive, generator=draw) for layer in neurons.layers}
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=names)
-def test_freezes_what_it_must_and_nothing_else(case: Case) -> None:
+def test_exactly_the_expected_layers_are_frozen(case: Case) -> None:
     neurons = neurons_of(case, case.net())
     assert {entry.name for entry in neurons.frozen} == case.frozen
     layers = {
@@ -43,13 +39,13 @@ def test_freezes_what_it_must_and_nothing_else(case: Case) -> None:
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("case", EXACT, ids=names)
-def test_each_group_removed_equals_masked(case: Case, training: bool) -> None:
-    """Group after group goes, in random order, until none can; the whole network with all of them masked must agree."""
+def test_removing_each_coupled_group_equals_masking_it(case: Case, training: bool) -> None:
+    """Removes group after group, in random order, until none is left; the whole network with all of them masked must agree."""
     whole, inputs = case.net().train(training), case.inputs()
     small = copy.deepcopy(whole)
     neurons = neurons_of(case, small)
-    places = {layer.name: list(range(layer.total)) for layer in neurons.layers}
-    gone: dict[str, list[int]] = defaultdict(list)
+    original = {layer.name: list(range(layer.total)) for layer in neurons.layers}
+    all_removed: dict[str, list[int]] = defaultdict(list)
     removals = 0
     while True:
         # the smallest n that yields a group takes exactly one
@@ -59,10 +55,10 @@ def test_each_group_removed_equals_masked(case: Case, training: bool) -> None:
         if one is None:
             break
         for layer, positions in neurons.remove(one).items():
-            gone[layer] += [places[layer][position] for position in positions]
-            places[layer] = [place for i, place in enumerate(places[layer]) if i not in positions]
+            all_removed[layer] += [original[layer][position] for position in positions]
+            original[layer] = [index for i, index in enumerate(original[layer]) if i not in positions]
         removals += 1
-        with torch.no_grad(), masked(whole, gone, inputs):
+        with torch.no_grad(), masked(whole, all_removed, inputs):
             expected = run(whole, inputs)
         with torch.no_grad():
             assert worst_error(run(small, inputs), expected) < 1e-10
@@ -71,7 +67,7 @@ def test_each_group_removed_equals_masked(case: Case, training: bool) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("case", EXACT, ids=names)
-def test_training_goes_on_as_if_masked(case: Case, optimizer: str) -> None:
+def test_training_after_removal_equals_training_while_masked(case: Case, optimizer: str) -> None:
     whole, inputs = case.net().train(), case.inputs()
     if not neurons_of(case, whole).layers:
         pytest.skip("nothing to prune")
@@ -90,20 +86,20 @@ def test_training_goes_on_as_if_masked(case: Case, optimizer: str) -> None:
             optimizer.step()
 
     whole_optimizer = make(whole)
-    train(whole, whole_optimizer, 3)  # so that there is state to carry over
+    train(whole, whole_optimizer, 3)  # creates optimizer state
     small = copy.deepcopy(whole)
     small_optimizer = make(small)
     small_optimizer.load_state_dict(copy.deepcopy(whole_optimizer.state_dict()))
     neurons = neurons_of(case, small)
-    told: list[Removal] = []
-    neurons.listeners.append(lambda removal: told.append(removal) or (lambda: None))  # type: ignore[func-returns-value]
+    events: list[Removal] = []
+    neurons.listeners.append(lambda removal: events.append(removal) or (lambda: None))  # type: ignore[func-returns-value]
     removed = neurons.remove(neurons.least(random_scores(neurons), max(neurons.count // 2, 2)), small_optimizer)
     assert removed
 
     train(small, small_optimizer, 20)
     with masked(whole, removed, inputs):
         train(whole, whole_optimizer, 20)
-    survivors = {name: told[0].cut(name, tensor) for name, tensor in tensors_of(whole).items()}
+    survivors = {name: events[0].cut(name, tensor) for name, tensor in tensors_of(whole).items()}
     for name, tensor in tensors_of(small).items():
         torch.testing.assert_close(
             tensor.detach(), survivors[name], rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}"
@@ -111,8 +107,8 @@ def test_training_goes_on_as_if_masked(case: Case, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=names)
-def test_half_the_neurons_go_and_everything_fits(case: Case) -> None:
-    """Also for approximate removal: the network runs, counts agree with the tensors, and attributes with both."""
+def test_removing_half_the_neurons_matches_the_preview(case: Case) -> None:
+    """Also for approximate removal: the network runs, and counts and attributes agree with the tensors."""
     net, inputs = case.net(), case.inputs()
     neurons = neurons_of(case, net)
     before = neurons.preview({})
@@ -138,7 +134,7 @@ def test_half_the_neurons_go_and_everything_fits(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", EXACT, ids=names)
-def test_macs_agree_with_torch(case: Case) -> None:
+def test_macs_equal_half_of_torch_flops(case: Case) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     net, inputs = case.net().eval(), case.inputs()
@@ -149,7 +145,7 @@ def test_macs_agree_with_torch(case: Case) -> None:
             run(net, inputs)
         counted: Any = counter.get_total_flops()
         if case.name in ("lstm", "attention", "transformer_encoder_layer", "attention_by_hand"):
-            continue  # torch fuses these into operators that it counts in its own way
+            continue  # PyTorch fuses these into operators that it counts differently
         assert neurons.macs == counted // 2
 
 

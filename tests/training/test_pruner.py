@@ -14,8 +14,8 @@ import hgnp
 from hgnp.curvature.step import make_step
 from hgnp.experiments.models import DigitsNet
 from hgnp.progress import Lines
-from hgnp.pruning.structure import Structure
 from hgnp.pruning.summary import Frozen
+from hgnp.pruning.verify import CutVerifier
 from hgnp.training.measure import Measurements
 from hgnp.training.pruner import Pruner
 from hgnp.training.trainer import Trainer
@@ -188,13 +188,13 @@ def test_the_last_round_takes_no_more_than_bundles_must_and_tries_its_best_cut_a
     )  # fmt: skip
     scores = hgnp.sensitivity(net, neurons, [], criterion="l2")
     possible = [neurons.preview(neurons.least(scores, n, round_to=2)).kept for n in range(1, neurons.count)]
-    tried, misfit = [], Structure.misfit
+    tried, misfit = [], CutVerifier.misfit
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         tried.append(args)
         return misfit(*args, **kwargs)
 
-    monkeypatch.setattr(Structure, "misfit", counted)
+    monkeypatch.setattr(CutVerifier, "misfit", counted)
     pruner.round([])
     assert max(kept for kept in possible if kept <= keep) <= neurons.kept <= keep
     assert all(layer.alive % 2 == 0 for layer in neurons.layers)

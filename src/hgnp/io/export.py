@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hgnp.errors import InputError, MissingPackageError, brief
 from hgnp.io.atomic import check_place, whole
 from hgnp.pruning.graph import Inputs
-from hgnp.pruning.layers import as_inputs
-from hgnp.pruning.validation import refuse
+from hgnp.pruning.validation import as_inputs, check_net
 
 OPSET = 18
 KINDS = {".onnx": "onnx", ".pt2": "torch.export"}
@@ -69,7 +68,7 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
     if path.suffix not in KINDS:
         raise InputError(f"path: {str(path)!r} was given; a name that ends in {' or '.join(KINDS)} would do")
     check_place(path)
-    refuse(net)
+    check_net(net)
     inputs, arguments = _bound(net, as_inputs(example_input))
     rows = _rows(inputs)
     to_onnx = path.suffix == ".onnx"

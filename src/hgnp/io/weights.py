@@ -20,7 +20,7 @@ from hgnp.errors import InputError, InputTypeError, first_line
 from hgnp.io.atomic import check_place, whole
 from hgnp.pruning.graph import tensors_of
 from hgnp.pruning.surgery import Change, commit, replace_data, set_attributes
-from hgnp.pruning.validation import refuse
+from hgnp.pruning.validation import check_net
 from hgnp.pruning.widths import stated_widths
 
 FORMAT = 1
@@ -47,7 +47,7 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> Path:
 
 def described(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Every tensor of `net`, and what else it takes to shrink a fresh instance to fit."""
-    refuse(net)
+    check_net(net)
     for name, module in net.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise InputTypeError(
@@ -95,7 +95,7 @@ def load(path: str | os.PathLike[str], net: Net) -> Net:
     file = _file(path)
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; hgnp.save writes it")
-    refuse(net)
+    check_net(net)
     tensors, metadata = read_tensors(file)
     try:
         changes = changes_to_fit(_checked(metadata, tensors), tensors, net)

@@ -1,4 +1,4 @@
-"""Which neurons a network has, which belong together, and their physical removal. Knows nothing of losses."""
+"""Structured pruning: the neurons of a network, their coupling, and their physical removal. Independent of losses."""
 
 from hgnp.pruning.neurons import Neurons
 from hgnp.pruning.selection import Scores, Selection

@@ -1,12 +1,12 @@
-"""The paper's treatment of layers that are added together.
+"""Per-branch coupling: the paper's treatment of layers that are added together.
 
-The paper takes the same *number* of neurons from each layer of such a group, at places of each layer's own choosing, so
-that after the removal other channels are added than before. Here a *lane* is one such layer with what belongs to it alone
-(its norm), and the columns of a consumer go with the lane that enters the sum first. Layers coupled in any other way stay
-coupled neuron by neuron.
+The paper removes the same *number* of neurons from each of these layers, at positions chosen layer by layer, so that
+different channels are added after the removal. A *branch* is one such layer with everything that belongs to it alone (its
+norm); the columns of a consumer follow the branch that enters the sum first. Layers coupled in any other way stay coupled
+neuron by neuron.
 
-A *family* is the lanes of layers that are added together; a layer that is added to nothing is a family of one lane. The
-r-th *row* of a family is the r-th least important unit of each of its lanes: rows are what a family loses.
+A *branch group* holds the branches of layers that are added together; a layer that is added to nothing is a group of one
+branch. *Tier* r of a group is the r-th least important unit of each of its branches: a group loses whole tiers.
 """
 
 from collections import Counter, defaultdict
@@ -18,111 +18,125 @@ from torch import Tensor
 
 from hgnp.pruning.selection import Unit, Values, least_coupled, ranked
 from hgnp.pruning.structure import Structure
+from hgnp.pruning.verify import CutVerifier
+
+BranchGroup = Sequence[Sequence[Unit]]
+"""The units of each branch."""
 
 
-class Lanes:
-    def __init__(self, seen: Structure, *, approximate: bool) -> None:
-        self.structure = Structure(seen.net, seen.inputs, approximate=approximate, lanes=True, seen=seen.recorded)
+class BranchCoupling:
+    """The structure of a network with additions left uncoupled."""
 
-    def families(self, units: Sequence[Unit], rows: Mapping[str, Tensor], alive: Tensor) -> list[list[list[Unit]]]:
-        """Families of lanes of units, made by splitting coupled units where they are only added together."""
-        living = {name: self.structure.roots[slots[alive[slots]]].tolist() for name, slots in rows.items()}
-        families: dict[tuple[tuple[str, ...], ...], list[list[Unit]]] = {}
+    def __init__(self, coupled: Structure, *, approximate: bool) -> None:
+        self.structure = Structure(
+            coupled.net, coupled.inputs, approximate=approximate, per_branch=True, traced=coupled.traced
+        )
+        self.verifier = CutVerifier(self.structure, aligned=False)
+
+    def branch_groups(self, units: Sequence[Unit], rows: Mapping[str, Tensor], alive: Tensor) -> list[list[list[Unit]]]:
+        """The branch groups of coupled units, which are split where their layers are only added together."""
+        roots = {name: self.structure.roots[slots[alive[slots]]].tolist() for name, slots in rows.items()}
+        groups: dict[tuple[tuple[str, ...], ...], list[list[Unit]]] = {}
         for unit in units:
             parts: dict[int, list[tuple[str, int]]] = defaultdict(list)
             for layer, position in unit.members:
-                parts[living[layer][position]].append((layer, position))
-            lanes = sorted(parts.values())
-            names = [tuple(layer for layer, _ in lane) for lane in lanes]
-            if len(set(names)) < len(names):  # one layer in several places of the sum
-                lanes, names = [list(unit.members)], [tuple(layer for layer, _ in unit.members)]
-            family = families.setdefault(tuple(names), [[] for _ in names])
-            for lane, members in zip(family, lanes, strict=True):
-                lane.append(Unit(tuple(members)))
-        return list(families.values())
+                parts[roots[layer][position]].append((layer, position))
+            branches = sorted(parts.values())
+            names = [tuple(layer for layer, _ in branch) for branch in branches]
+            if len(set(names)) < len(names):  # one layer at several positions of the sum
+                branches, names = [list(unit.members)], [tuple(layer for layer, _ in unit.members)]
+            group = groups.setdefault(tuple(names), [[] for _ in names])
+            for branch, members in zip(group, branches, strict=True):
+                branch.append(Unit(tuple(members)))
+        return list(groups.values())
 
 
-def side_by_side(lanes: Sequence[Sequence[Unit]], scores: Values) -> list[Unit]:
-    """The rows of a family, the least important first: each lane loses the same number."""
+def tiers_of(branches: BranchGroup, scores: Values) -> list[Unit]:
+    """The tiers of a branch group, the least important first."""
     return [
-        Unit(tuple(member for unit in row for member in unit.members))
-        for row in zip(*(ranked(lane, scores) for lane in lanes), strict=True)
+        Unit(tuple(member for unit in tier for member in unit.members))
+        for tier in zip(*(ranked(branch, scores) for branch in branches), strict=True)
     ]
 
 
 @dataclass(frozen=True)
-class _Share:
-    """How many of its rows a family loses."""
+class _Allocation:
+    """How many of its tiers a branch group loses."""
 
-    rows: Sequence[Unit]
-    due: Fraction
-    """The average over the lanes of the units that were due."""
+    tiers: Sequence[Unit]
+    quota: Fraction
+    """The mean over the branches of their units among the n least important ones."""
     count: int = 0
 
     @property
     def size(self) -> int:
-        """Neurons in a row: the same in all of them."""
-        return len(self.rows[0].members)
+        """Neurons of one tier: the same in all of them."""
+        return len(self.tiers[0].members)
 
     @property
     def layers(self) -> Counter[str]:
-        return Counter(layer for layer, _ in self.rows[0].members)
+        return Counter(layer for layer, _ in self.tiers[0].members)
 
 
-def least_paper(
-    families: Sequence[Sequence[Sequence[Unit]]], scores: Values, n: int, room: Mapping[str, int]
-) -> list[Unit]:
-    """The paper's treatment of added layers: each loses the same number, the average of what each was due.
+def least_paper(groups: Sequence[BranchGroup], scores: Values, n: int, room: Mapping[str, int]) -> list[Unit]:
+    """The units to remove under the paper's coupling: each branch of a group loses the same number of units.
 
-    What was due is read off the n least important units over the whole network. Averages are rounded by largest remainders,
-    so that n neurons go: first the rows that are whole in the averages, then by remainder, then those of single layers, then
-    the others, as long as they fit into n and into `room` (layer → how many may go). If that leaves a rest, rows are
-    exchanged between families. No allocation comes closer to n without exceeding it, as long as families have no layer in
-    common.
+    A group's quota is the mean over its branches of their units among the n least important ones of the network. Quotas are
+    rounded by largest remainders, so that n neurons are removed: first the tiers that are whole in the quotas, then by
+    remainder, then those of single layers, then the others, while they fit into n and into `room` (layer → how many neurons
+    may be removed). If fewer than n are chosen, tiers are exchanged between groups. No allocation comes closer to n without
+    exceeding it, provided that groups share no layer.
     """
-    everyone = ranked([unit for lanes in families for lane in lanes for unit in lane], scores)
-    due = {id(unit) for unit in least_coupled(everyone, n, room)}
-    shares, order = [], []
-    for number, lanes in enumerate(families):
-        average = Fraction(sum(id(unit) in due for lane in lanes for unit in lane), len(lanes))
-        shares.append(_Share(side_by_side(lanes, scores), average))
-        for place, row in enumerate(shares[-1].rows):
-            whole = min(max(average - place, Fraction(0)), Fraction(1))
-            order.append(((-whole, len(lanes) > 1, row.importance(scores)), number, row))
+    everything = ranked([unit for branches in groups for branch in branches for unit in branch], scores)
+    least = {id(unit) for unit in least_coupled(everything, n, room)}
+    allocations, order = [], []
+    for number, branches in enumerate(groups):
+        quota = Fraction(sum(id(unit) in least for branch in branches for unit in branch), len(branches))
+        allocations.append(_Allocation(tiers_of(branches, scores), quota))
+        for index, tier in enumerate(allocations[-1].tiers):
+            covered = min(max(quota - index, Fraction(0)), Fraction(1))
+            order.append(((-covered, len(branches) > 1, tier.importance(scores)), number, tier))
     order.sort(key=lambda entry: entry[0])
-    family_of = {id(row): number for _, number, row in order}
-    taken = Counter(family_of[id(row)] for row in least_coupled([row for *_, row in order], n, room))
-    shares = [replace(share, count=taken[number]) for number, share in enumerate(shares)]
-    rest = n - sum(share.count * share.size for share in shares)
-    return [row for share in _exchanged(shares, rest, room) for row in share.rows[: share.count]]
+    group_of = {id(tier): number for _, number, tier in order}
+    taken = Counter(group_of[id(tier)] for tier in least_coupled([tier for *_, tier in order], n, room))
+    allocations = [replace(allocation, count=taken[number]) for number, allocation in enumerate(allocations)]
+    rest = n - sum(allocation.count * allocation.size for allocation in allocations)
+    return [tier for final in _reallocate(allocations, rest, room) for tier in final.tiers[: final.count]]
 
 
-def _exchanged(shares: Sequence[_Share], rest: int, room: Mapping[str, int]) -> list[_Share]:
-    """Counts that take as many of the `rest` neurons more as can be, with the least deviation from what was due.
+def _reallocate(allocations: Sequence[_Allocation], rest: int, room: Mapping[str, int]) -> list[_Allocation]:
+    """Counts that take as many of the `rest` more neurons as possible, with the least deviation from the quotas.
 
-    Families that share a layer with another keep their counts. Every family with room has rows larger than the rest, so the
-    rest is below the largest size W, and 2W changes by one row are enough: ordered so that partial sums stay within
-    (−W, W], more of them would repeat a partial sum, and what lies between the two could be left out.
+    Groups that share a layer with another keep their counts. Every group with room has tiers larger than the rest, so the
+    rest is below the largest size W, and 2W changes by one tier are enough: ordered so that partial sums stay within
+    (−W, W], more of them would repeat a partial sum, and the changes between the two could be left out.
     """
-    users = Counter(layer for share in shares for layer in share.layers)
-    free = [number for number, share in enumerate(shares) if all(users[layer] == 1 for layer in share.layers)]
+    users = Counter(layer for allocation in allocations for layer in allocation.layers)
+    free = [
+        number for number, allocation in enumerate(allocations) if all(users[layer] == 1 for layer in allocation.layers)
+    ]
     most = {
-        number: min(len(shares[number].rows), *(room[layer] // k for layer, k in shares[number].layers.items()))
+        number: min(
+            len(allocations[number].tiers), *(room[layer] // k for layer, k in allocations[number].layers.items())
+        )
         for number in free
     }
-    if not rest or all(shares[number].count == most[number] for number in free):
-        return list(shares)
-    reach = 2 * max(shares[number].size for number in free)
-    best: dict[int, tuple[Fraction, dict[int, int]]] = {0: (Fraction(0), {})}  # neurons more → deviation, counts
+    if not rest or all(allocations[number].count == most[number] for number in free):
+        return list(allocations)
+    reach = 2 * max(allocations[number].size for number in free)
+    best: dict[int, tuple[Fraction, dict[int, int]]] = {0: (Fraction(0), {})}  # more neurons → deviation, counts
     for number in free:
-        share = shares[number]
+        allocation = allocations[number]
         found: dict[int, tuple[Fraction, dict[int, int]]] = {}
-        for count in range(max(share.count - reach, 0), min(share.count + reach, most[number]) + 1):
-            away, more = share.size * abs(count - share.due), share.size * (count - share.count)
+        for count in range(max(allocation.count - reach, 0), min(allocation.count + reach, most[number]) + 1):
+            away = allocation.size * abs(count - allocation.quota)
+            more = allocation.size * (count - allocation.count)
             for before, (deviation, counts) in best.items():
                 total, worse = before + more, deviation + away
                 if abs(total) <= reach * reach and (total not in found or worse < found[total][0]):
                     found[total] = worse, counts | {number: count}
         best = found
     counts = best[max(total for total in best if total <= rest)][1]
-    return [replace(share, count=counts.get(number, share.count)) for number, share in enumerate(shares)]
+    return [
+        replace(allocation, count=counts.get(number, allocation.count)) for number, allocation in enumerate(allocations)
+    ]

@@ -1,8 +1,9 @@
-"""Which slots live and die together.
+"""Coupling: which slots must be removed together, and which must stay.
 
 A *slot* is one position along one dimension of one parameter or buffer: row 3 of `conv1.weight`, entry 3 of `bn1.bias`.
-Every slot is a number; 0 stands for what can never go (the network's inputs, constants, outputs). Following the channels
-ties slots to each other (union–find) and fixes those that must stay, each with the reason.
+Every slot has a number; 0 stands for everything that can never be removed (the network's inputs, constants, outputs).
+Label propagation (`propagation.py`) unites slots in a disjoint-set forest and freezes those that must stay, each with the
+reason. A *group* is one set of the forest; its *root* is the slot that represents it.
 """
 
 from collections.abc import Mapping
@@ -10,13 +11,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-FIXED = 0
+FROZEN = 0
 
 
-class Ties:
+class Coupling:
+    """A disjoint-set forest over the slots of the given tensors (name → shape)."""
+
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.slots: dict[tuple[str, int], Tensor] = {}
-        """(name, dim) → the numbers of its slots. A dimension of one entry has none: it cannot be cut."""
+        """(name, dim) → the numbers of its slots. A dimension of size 1 has none: it cannot be cut."""
         count = 1
         for name, shape in shapes.items():
             for dim, size in enumerate(shape):
@@ -24,27 +27,28 @@ class Ties:
                     self.slots[name, dim] = torch.arange(count, count + size)
                     count += size
         self._parent = list(range(count))
-        self._reason: dict[int, str] = {FIXED: "it is not a parameter"}
+        self._reason: dict[int, str] = {FROZEN: "it is not a parameter"}
 
     def __len__(self) -> int:
         return len(self._parent)
 
     def find(self, slot: int) -> int:
+        """The root of the slot's group."""
         parent = self._parent
         while parent[slot] != slot:
             parent[slot] = slot = parent[parent[slot]]
         return slot
 
-    def tie(self, a: Tensor, b: Tensor, reason: str) -> None:
-        """Tie a to b, entry by entry (they broadcast). What meets 0 is fixed, for the reason given."""
+    def union(self, a: Tensor, b: Tensor, reason: str) -> None:
+        """Unites a and b, entry by entry (they broadcast). A slot paired with 0 is frozen, for the reason given."""
         if a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride():
             return
         a, b = torch.broadcast_tensors(a, b)
         differ = a != b
-        pairs = torch.unique(a[differ] * len(self) + b[differ])  # one number a pair: unique rows are slow
+        pairs = torch.unique(a[differ] * len(self) + b[differ])  # one number per pair: unique rows are slow
         for one, other in zip((pairs // len(self)).tolist(), (pairs % len(self)).tolist(), strict=True):
-            if one == FIXED or other == FIXED:
-                self._fix(one or other, reason)
+            if one == FROZEN or other == FROZEN:
+                self._freeze(one or other, reason)
                 continue
             one, other = self.find(one), self.find(other)
             if one != other:
@@ -55,52 +59,53 @@ class Ties:
         if other in self._reason:
             self._reason.setdefault(one, self._reason.pop(other))
 
-    def fix(self, slots: Tensor, reason: str) -> None:
+    def freeze(self, slots: Tensor, reason: str) -> None:
+        """Freezes the groups of these slots. A group that is frozen already keeps its first reason."""
         for slot in torch.unique(slots).tolist():
-            self._fix(slot, reason)
+            self._freeze(slot, reason)
 
-    def _fix(self, slot: int, reason: str) -> None:
-        if slot != FIXED:
+    def _freeze(self, slot: int, reason: str) -> None:
+        if slot != FROZEN:
             self._reason.setdefault(self.find(slot), reason)
 
     def reason(self, slot: int) -> str | None:
-        """Why the slot is fixed, or None if it may go."""
+        """Why the slot is frozen, or None if it can be removed."""
         return self._reason.get(self.find(slot))
 
     def roots_of(self, slots: Tensor) -> Tensor:
-        """The same tensor with representatives for slots, and 0 for all that is fixed."""
-        unique, places = torch.unique(slots, return_inverse=True)
+        """The same tensor with roots in place of slots, and 0 in place of frozen ones."""
+        unique, positions = torch.unique(slots, return_inverse=True)
         roots = [self.find(slot) for slot in unique.tolist()]
-        return torch.tensor([FIXED if root in self._reason else root for root in roots])[places]
+        return torch.tensor([FROZEN if root in self._reason else root for root in roots])[positions]
 
     def roots(self) -> Tensor:
-        """One representative for every slot: equal numbers live and die together."""
+        """The root of every slot. Slots with equal roots are removed together."""
         parent = torch.tensor(self._parent)
         while not torch.equal(parent, above := parent[parent]):
             parent = above
         return parent
 
-    def fixed(self, roots: Tensor) -> Tensor:
-        """For every slot, given its representative, whether it is fixed."""
+    def frozen(self, roots: Tensor) -> Tensor:
+        """For every slot, given its root, whether it is frozen."""
         mask = torch.zeros(len(self), dtype=torch.bool)
         mask[list(self._reason)] = True
         return mask[roots]
 
 
-class UnsettledError(Exception):
-    """More is tied or fixed than was known."""
+class NewCouplingError(Exception):
+    """A forward pass couples or freezes more slots than the traced ones do."""
 
 
-class Settled(Ties):
-    """Ties that are known already. One more is an error."""
+class ReadOnlyCoupling(Coupling):
+    """An existing coupling that must not change: a new union or frozen slot raises NewCouplingError."""
 
-    def __init__(self, ties: Ties) -> None:
-        self.slots, self._parent, self._reason = ties.slots, ties._parent, ties._reason
+    def __init__(self, coupling: Coupling) -> None:
+        self.slots, self._parent, self._reason = coupling.slots, coupling._parent, coupling._reason
 
     def _join(self, one: int, other: int, reason: str) -> None:
         if one not in self._reason or other not in self._reason:
-            raise UnsettledError(self._reason.get(one) or self._reason.get(other) or reason)
+            raise NewCouplingError(self._reason.get(one) or self._reason.get(other) or reason)
 
-    def _fix(self, slot: int, reason: str) -> None:
-        if slot != FIXED and self.find(slot) not in self._reason:
-            raise UnsettledError(reason)
+    def _freeze(self, slot: int, reason: str) -> None:
+        if slot != FROZEN and self.find(slot) not in self._reason:
+            raise NewCouplingError(reason)

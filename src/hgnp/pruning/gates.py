@@ -1,15 +1,16 @@
-"""Where a neuron's output is read: the places of its gate.
+"""Gates: where the output of each neuron is read.
 
-A gate γ_j multiplies what everything after neuron j sees of it, so that γ_j = 1 is the network as it stands and γ_j = 0 the
-network without the neuron. Channels that live and die together share one gate. It sits on the inputs of the products (and
-sums over channels) that read them, which is behind norm and activation.
+A gate γ_j multiplies the output of neuron j wherever it is read, so that γ_j = 1 is the network as it is and γ_j = 0 the
+network without the neuron. Channels that are removed together share one gate: they are one *unit*. Gates sit on the inputs of
+the products (and sums over channels) that read a channel, after its norm and activation.
 
-Places are arguments of the calls of torch functions that the network's own code makes in evaluation mode (`paths.py`); `gated`
-multiplies there.
+A gate is placed on arguments of the torch functions that the network's own code calls in evaluation mode; `gated` multiplies
+there (`gated_forward.py`).
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,225 +18,371 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hgnp.pruning.coupling import FIXED
-from hgnp.pruning.gated_calls import Handled, Units
-from hgnp.pruning.graph import Inputs, Invocation, Step
-from hgnp.pruning.labels import Labelled, varies
-from hgnp.pruning.paths import Call, Path, Place, along, longer
-from hgnp.pruning.propagation import Follower
-from hgnp.pruning.rules import name_of
+from hgnp.pruning.coupling import FROZEN
+from hgnp.pruning.gated_forward import (
+    GatedCall,
+    GatedChannels,
+    GatedPath,
+    GatePlacement,
+    extend_history,
+    gated_forward,
+    select_relevant,
+)
+from hgnp.pruning.graph import FunctionCall, Inputs, OpCall
+from hgnp.pruning.labels import LabelledTensor, keep_masks, varying_dims
+from hgnp.pruning.propagation import LabelPropagation
+from hgnp.pruning.rules import RESHAPES, elementwise, filler, op_name, rule_for
 from hgnp.pruning.structure import PathError, Structure
-from hgnp.pruning.verify import keep_masks
 
 T = TypeVar("T")
-MOST_PATHS = 8
+MAX_PATHS = 8
+
+
+@dataclass(frozen=True)
+class GateUnits:
+    """Which neurons share a gate."""
+
+    roots: Tensor
+    """Slot → its root; FROZEN for slots that stay."""
+    unit: Tensor
+    """Root → its unit; `count` for those without a gate."""
+    alive: Tensor
+    per_branch: bool
+
+    @property
+    def count(self) -> int:
+        return int(self.unit[FROZEN])
+
+    def roots_in(self, label: Tensor) -> set[int]:
+        return set(self.roots[label].flatten().tolist()) - {FROZEN}
+
+    def roots_of(self, tensor: LabelledTensor) -> set[int]:
+        """Roots of the channels of a tensor; a weight has none that are read."""
+        return set() if tensor.weight else {root for label in tensor.labels for root in self.roots_in(label)}
 
 
 @dataclass
 class Gates:
     count: int
-    """Units: neurons that share a gate are one."""
+    """The number of units."""
     rows: Mapping[str, Tensor]
-    """Layer → the unit of each living neuron, or `count` for those that stay. Layers that are read where no gate can sit
-    are missing."""
-    paths: list[Path]
-    """Through the network's code, the last one that was taken first."""
+    """Layer → the unit of each remaining neuron, or `count` for those that stay. Layers whose output is read where no gate can
+    sit are missing."""
+    paths: list[GatedPath]
+    """Paths through the network's code, the last one taken first."""
     structure: Structure
-    units: Units
+    units: GateUnits
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def to(self, device: torch.device) -> "Gates":
         paths = [path.to(device) for path in self.paths]
         return Gates(self.count, self.rows, paths, self.structure, self.units, device)
 
-    def follow(self, inputs: Inputs, work: Callable[[], T]) -> T:
-        """`work`, a `gated` forward of these inputs, along whichever path it takes. One that is not known is recorded, and
-        refused unless all that is known of the neurons holds on it too."""
+    def run(self, inputs: Inputs, forward: Callable[[], T]) -> T:
+        """Calls `forward`, a `gated` forward pass of these inputs, with the path that it takes. An unknown path is traced, and
+        PathError is raised unless the coupling holds on it too."""
         for path in tuple(self.paths):
             self.paths.remove(path)
             self.paths.insert(0, path)
             try:
-                return work()
+                return forward()
             except PathError:
                 continue
-        path, _, lost = _path(self.structure.path(inputs), self.units)
-        ungated = {int(self.units.unit[root]) for root in lost} - {self.count}
-        for name, mine in self.rows.items():
-            if ungated & set(mine.tolist()):
+        path, _, ungated = _find_path(self.structure.propagate(inputs), self.units)
+        lost = {int(self.units.unit[root]) for root in ungated} - {self.count}
+        for name, units in self.rows.items():
+            if lost & set(units.tolist()):
                 raise PathError(name, "its output is read where no gate can sit")
         self.paths.insert(0, path.to(self.device))
-        del self.paths[MOST_PATHS:]
-        return work()
+        del self.paths[MAX_PATHS:]
+        return forward()
 
 
 def gated(gates: Gates, gamma: Tensor) -> AbstractContextManager[None]:
-    """Inside the block, one forward in evaluation mode reads every neuron through its gate.
+    """Inside the block, one evaluation-mode forward pass multiplies every neuron by its gate.
 
     `gamma` is (samples, units), or (1, units) for gates that all samples share."""
-    return along(gates.structure.net, gates.paths[0], gamma)
+    return gated_forward(gates.structure.net, gates.paths[0], gamma)
 
 
-def find_gates(structure: Structure, rows: Mapping[str, Tensor], alive: Tensor, *, lanes: bool) -> Gates:
-    """The gates of the neurons in `rows`; with `lanes`, layers that are added together have gates of their own."""
-    roots = torch.where(structure.fixed, FIXED, structure.roots)
-    living = {name: roots[slots[alive[slots]]] for name, slots in rows.items()}
-    wanted = torch.unique(torch.cat([*living.values(), torch.tensor([FIXED])]))[1:]  # FIXED, the lowest, comes first
+def find_gates(structure: Structure, rows: Mapping[str, Tensor], alive: Tensor, *, per_branch: bool) -> Gates:
+    """The gates of the neurons in `rows`; with `per_branch`, layers that are added together have gates of their own."""
+    roots = torch.where(structure.frozen, FROZEN, structure.roots)
+    remaining = {name: roots[slots[alive[slots]]] for name, slots in rows.items()}
+    wanted = torch.unique(torch.cat([*remaining.values(), torch.tensor([FROZEN])]))[1:]  # FROZEN is the lowest
     unit = torch.full((len(roots),), len(wanted))
     unit[wanted] = torch.arange(len(wanted))
-    units = Units(roots, unit, alive, lanes)
-    path, seen, lost = _path(structure.followers[False], units)
+    units = GateUnits(roots, unit, alive, per_branch)
+    path, gated_roots, ungated = _find_path(structure.propagations[False], units)
     usable = {}
-    for name, mine in living.items():
-        own = set(mine.tolist()) - {FIXED}
-        if own and own <= seen - lost:
-            usable[name] = unit[mine]
+    for name, found in remaining.items():
+        own = set(found.tolist()) - {FROZEN}
+        if own and own <= gated_roots - ungated:
+            usable[name] = unit[found]
     return Gates(len(wanted), usable, [path], structure, units)
 
 
-def _path(follower: Follower, units: Units) -> tuple[Path, set[int], set[int]]:
-    """The path that was followed; the roots that are gated on it, and those that are read where no call can be gated."""
-    read, lost = _gated_reads(follower, units.roots, lanes=units.lanes)
-    calls: dict[Any, list[Call]] = defaultdict(list)
-    known, history = Handled(follower, units), 0
-    for number, invocation in enumerate(follower.graph.invocations):
-        history = longer(history, invocation.frame.module, invocation.name)
-        found = known.call(invocation, _places(follower, invocation, read.get(number, {}), units), history)
-        if found is not None:
-            calls[invocation.frame].append(found)
-    seen = {root for arguments in read.values() for found in arguments.values() for root in found}
-    return Path({frame: tuple(made) for frame, made in calls.items()}, known.weights), seen, lost
+def _find_path(propagation: LabelPropagation, units: GateUnits) -> tuple[GatedPath, set[int], set[int]]:
+    """The path of a forward pass; the roots that are gated on it, and those that are read where no call can be gated."""
+    reads, ungated = _gated_reads(propagation, units)
+    calls: dict[Any, list[GatedCall]] = defaultdict(list)
+    builder, history = _CallBuilder(propagation, units), 0
+    for number, function_call in enumerate(propagation.graph.function_calls):
+        history = extend_history(history, function_call.module_call.module, function_call.name)
+        placements = _placements(propagation, function_call, reads.get(number, {}), units)
+        call = builder.build(function_call, placements, history)
+        if call is not None:
+            calls[function_call.module_call].append(call)
+    gated_roots = {root for arguments in reads.values() for found in arguments.values() for root in found}
+    return GatedPath({key: tuple(found) for key, found in calls.items()}, builder.weights), gated_roots, ungated
 
 
-def _places(
-    follower: Follower, invocation: Invocation, arguments: Mapping[int, set[int]], units: Units
-) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
-    """Where a call's arguments are gated, and where its results are no longer."""
-    if not arguments:
-        return (), ()
-    steps = [follower.graph.steps[step] for step in invocation.steps]
-    written = {index for step in steps for index in step.writes if index in step.reads}
-    reads = [
-        Place(position, _units(_as_read(follower, invocation, index), arguments[index], units), index in written)
-        for position, index in invocation.tensors.items()
-        if index is not None and index in arguments
-    ]
-    everything = set().union(*arguments.values())
-    carried, passes = _carried(follower, invocation, set(arguments), lanes=units.lanes), []
-    for position, index in invocation.results.items():
-        made = carried.get(index)
-        found = set() if made is None else everything & _roots(made, units.roots)
-        if made is not None and found:
-            passes.append(Place(position, _units(made, found, units)))
-    return tuple(reads), tuple(passes)
+# Where channels end
 
 
-def _gated_reads(follower: Follower, roots: Tensor, *, lanes: bool) -> tuple[dict[int, dict[int, set[int]]], set[int]]:
-    """Call → argument → the roots that are to be gated there; and the roots that are read where no call can be gated."""
-    read: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-    lost: set[int] = set()
-    invocations = follower.graph.invocations
-    caller = {step: call for call, invocation in enumerate(invocations) for step in invocation.steps}
-    for step, value, found in _reads(follower, roots, lanes=lanes):
+def _gated_reads(propagation: LabelPropagation, units: GateUnits) -> tuple[dict[int, dict[int, set[int]]], set[int]]:
+    """Function call → argument → the roots to gate there; and the roots that are read where no call can be gated."""
+    reads: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    ungated: set[int] = set()
+    function_calls = propagation.graph.function_calls
+    caller = {op: number for number, function_call in enumerate(function_calls) for op in function_call.op_calls}
+    for op, value, found in _channel_ends(propagation, units):
         reached: set[int] = set()
-        if step in caller:
-            invocation = invocations[caller[step]]
-            for argument in _given(follower, invocation, step, value):
-                carried = found & _roots(_as_read(follower, invocation, argument), roots)
-                if carried:
-                    read[caller[step]][argument] |= carried
-                    reached |= carried
-        lost |= found - reached
-    return read, lost
+        if op in caller:
+            function_call = function_calls[caller[op]]
+            for argument in _source_arguments(propagation, function_call, op, value):
+                roots = found & units.roots_of(_at_first_read(propagation, function_call, argument))
+                if roots:
+                    reads[caller[op]][argument] |= roots
+                    reached |= roots
+        ungated |= found - reached
+    return reads, ungated
 
 
-def _reads(follower: Follower, roots: Tensor, *, lanes: bool) -> list[tuple[int, int, set[int]]]:
-    """(step, value, roots) wherever channels end. With lanes, what enters a sum of several lanes ends there too, and what is
-    read of the sum belongs to none of them."""
+def _channel_ends(propagation: LabelPropagation, units: GateUnits) -> list[tuple[int, int, set[int]]]:
+    """(operator call, value, roots) wherever channels end. With `per_branch`, the operands of a sum of several branches end
+    there too, and channels of the sum belong to none of them."""
     ends: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
-    for step, value, label in follower.consumed:
-        ends[step].append((value, label))
-    summed: dict[int, set[int]] = defaultdict(set)  # value → roots of which it holds a sum of lanes
+    for op, value, label in propagation.consumed:
+        ends[op].append((value, label))
+    summed: dict[int, set[int]] = defaultdict(set)  # value → roots of which it holds a sum of branches
     result = []
-    for step, followed in enumerate(follower.trail):
-        alone = {
-            index: _roots(labelled, roots) - summed[index]
-            for index, labelled in zip(followed.step.reads, followed.reads, strict=True)
-            if not labelled.weight
+    for op, labelled in enumerate(propagation.calls):
+        own = {
+            index: units.roots_of(tensor) - summed[index]
+            for index, tensor in zip(labelled.call.reads, labelled.reads, strict=True)
+            if not tensor.weight
         }
-        lanes_in = {frozenset(found) for index in alone for found in (alone[index], summed[index]) if found}
-        joins = lanes and _adds(followed.step) and len(lanes_in) > 1
+        branches = {frozenset(found) for index in own for found in (own[index], summed[index]) if found}
+        joins = units.per_branch and _adds(labelled.call) and len(branches) > 1
         if joins:
-            result += [(step, index, found) for index, found in alone.items() if found]
-        for value, label in ends[step]:
-            found = _slots(label, roots) - summed[value]
+            result += [(op, index, found) for index, found in own.items() if found]
+        for value, label in ends[op]:
+            found = units.roots_in(label) - summed[value]
             if found:
-                result.append((step, value, found))
-        inherited = set().union(*(summed[index] for index in followed.step.reads))
-        for index, labelled in zip(followed.step.writes, followed.writes, strict=True):
-            own = _roots(labelled, roots)
-            summed[index] = own if joins else own & inherited
+                result.append((op, value, found))
+        inherited = set().union(*(summed[index] for index in labelled.call.reads))
+        for index, tensor in zip(labelled.call.writes, labelled.writes, strict=True):
+            roots = units.roots_of(tensor)
+            summed[index] = roots if joins else roots & inherited
     return result
 
 
-def _adds(step: Step) -> bool:
-    return len(step.reads) > 1 and name_of(step.op).removesuffix("_") in ("add", "sub")
+def _adds(call: OpCall) -> bool:
+    return len(call.reads) > 1 and op_name(call.op).removesuffix("_") in ("add", "sub")
 
 
-def _slots(label: Tensor, roots: Tensor) -> set[int]:
-    return set(roots[label].flatten().tolist()) - {FIXED}
+def _source_arguments(propagation: LabelPropagation, function_call: FunctionCall, op: int, value: int) -> set[int]:
+    """The arguments of the function call from which the value was computed."""
+    sources = {value}
+    for before in reversed(range(function_call.op_calls.start, op)):
+        call = propagation.graph.op_calls[before]
+        if sources & set(call.writes):
+            sources |= set(call.reads)
+    return sources & {index for index in function_call.arguments.values() if index is not None}
 
 
-def _roots(labelled: Labelled, roots: Tensor) -> set[int]:
-    """Roots of the channels in a value; a weight has none that are read."""
-    return set() if labelled.weight else {root for label in labelled.labels for root in _slots(label, roots)}
+def _at_first_read(propagation: LabelPropagation, function_call: FunctionCall, value: int) -> LabelledTensor:
+    """The labels of an argument when the function call first reads it."""
+    calls = (propagation.calls[op] for op in function_call.op_calls)
+    return next(found.reads[found.call.reads.index(value)] for found in calls if value in found.call.reads)
 
 
-def _given(follower: Follower, invocation: Invocation, step: int, value: int) -> set[int]:
-    """The arguments of the call that the value was made from."""
-    made_from = {value}
-    for before in reversed(range(invocation.steps.start, step)):
-        recorded = follower.graph.steps[before]
-        if made_from & set(recorded.writes):
-            made_from |= set(recorded.reads)
-    return made_from & {index for index in invocation.tensors.values() if index is not None}
+# Where gates are placed
 
 
-def _as_read(follower: Follower, invocation: Invocation, value: int) -> Labelled:
-    """What was known of an argument when the call first read it."""
-    reads = (follower.trail[step] for step in invocation.steps)
-    return next(f.reads[f.step.reads.index(value)] for f in reads if value in f.step.reads)
+def _placements(
+    propagation: LabelPropagation, function_call: FunctionCall, arguments: Mapping[int, set[int]], units: GateUnits
+) -> tuple[tuple[GatePlacement, ...], tuple[GatePlacement, ...]]:
+    """The arguments of a call that are multiplied by gates, and the results that are divided by them."""
+    if not arguments:
+        return (), ()
+    calls = [propagation.graph.op_calls[op] for op in function_call.op_calls]
+    written = {index for call in calls for index in call.writes if index in call.reads}
+    gated_arguments = [
+        GatePlacement(
+            position,
+            _unit_map(_at_first_read(propagation, function_call, index), arguments[index], units),
+            index in written,
+        )
+        for position, index in function_call.arguments.items()
+        if index is not None and index in arguments
+    ]
+    everything = set().union(*arguments.values())
+    continued, ungated_results = _continued(propagation, function_call, set(arguments), units), []
+    for position, index in function_call.results.items():
+        tensor = continued.get(index)
+        found = set() if tensor is None else everything & units.roots_of(tensor)
+        if tensor is not None and found:
+            ungated_results.append(GatePlacement(position, _unit_map(tensor, found, units)))
+    return tuple(gated_arguments), tuple(ungated_results)
 
 
-def _carried(
-    follower: Follower, invocation: Invocation, arguments: set[int], *, lanes: bool
-) -> dict[int | None, Labelled]:
-    """What the call makes of these arguments without reading them, as it returns it: their channels go on in it."""
-    ends = {(step, value) for step, value, _ in follower.consumed}
-    carried = set(arguments)
-    made: dict[int | None, Labelled] = {}
-    for step in invocation.steps:
-        followed = follower.trail[step]
-        if lanes and _adds(followed.step):  # where lanes end
+def _continued(
+    propagation: LabelPropagation, function_call: FunctionCall, arguments: set[int], units: GateUnits
+) -> dict[int | None, LabelledTensor]:
+    """Values computed from these arguments in which their channels continue rather than end."""
+    ends = {(op, value) for op, value, _ in propagation.consumed}
+    sources = set(arguments)
+    result: dict[int | None, LabelledTensor] = {}
+    for op in function_call.op_calls:
+        labelled = propagation.calls[op]
+        if units.per_branch and _adds(labelled.call):  # where branches end
             continue
-        if any(value in carried and (step, value) not in ends for value in followed.step.reads):
-            carried |= set(followed.step.writes)
-            made.update(zip(followed.step.writes, followed.writes, strict=True))
-    return made
+        if any(value in sources and (op, value) not in ends for value in labelled.call.reads):
+            sources |= set(labelled.call.writes)
+            result.update(zip(labelled.call.writes, labelled.writes, strict=True))
+    return result
 
 
-def _units(labelled: Labelled, found: set[int], units: Units) -> Tensor:
-    """The unit of every living entry, as a tensor that broadcasts to the argument."""
-    masks = keep_masks(labelled, units.alive)
+def _unit_map(tensor: LabelledTensor, found: set[int], units: GateUnits) -> Tensor:
+    """The unit of every remaining entry, as a tensor that broadcasts to the argument."""
+    masks = keep_masks(tensor, units.alive)
     total: Tensor | None = None
-    for label in labelled.labels:
-        if not found & _slots(label, units.roots):
+    for label in tensor.labels:
+        if not found & units.roots_in(label):
             continue
-        for dim in varies(label):
+        for dim in varying_dims(label):
             mask = masks[dim]
             if mask is not None:
                 label = label.index_select(dim, mask.nonzero().squeeze(1))
-        mine = units.roots[label]
-        mine = torch.where(torch.isin(mine, torch.tensor(sorted(found))), units.unit[mine], units.count)
+        roots = units.roots[label]
+        mine = torch.where(torch.isin(roots, torch.tensor(sorted(found))), units.unit[roots], units.count)
         total = mine if total is None else torch.where(total == units.count, mine, total)
     assert total is not None
     return total
+
+
+# What each call does to gated channels
+
+
+class _CallBuilder:
+    """Builds the gated calls of a path, in the order of the forward pass."""
+
+    def __init__(self, propagation: LabelPropagation, units: GateUnits) -> None:
+        self._propagation, self._units = propagation, units
+        values = range(len(propagation.graph.values))
+        self._tensors: dict[int, LabelledTensor] = {index: propagation.initial(index) for index in values}
+        self._next_op = 0
+        self._channels: dict[Any, GatedChannels] = {}
+        self._cache: dict[Any, tuple[LabelledTensor, GatedChannels | None]] = {}
+        weights = [(value.name, self._tensors[i]) for i, value in enumerate(propagation.graph.values) if value.name]
+        self.weights = frozenset(name for name, tensor in weights if self._channels_of(tensor) is not None)
+
+    def build(
+        self,
+        function_call: FunctionCall,
+        placements: tuple[tuple[GatePlacement, ...], tuple[GatePlacement, ...]],
+        history: int,
+    ) -> GatedCall | None:
+        """The gated call, if the function call processes gated channels."""
+        self._advance(function_call.op_calls.start)
+        given = {
+            position: self._tensors[index] if index is not None else None
+            for position, index in function_call.arguments.items()
+        }
+        for op in reversed(function_call.op_calls):
+            labelled = self._propagation.calls[op]
+            read = dict(zip(labelled.call.reads, labelled.reads, strict=True))
+            given |= {position: read[index] for position, index in function_call.arguments.items() if index in read}
+        self._advance(function_call.op_calls.stop)
+        before = {position: self._channels_of(tensor) for position, tensor in given.items()}
+        if not any(before.values()):
+            return None
+        after = {position: self._current(index) for position, index in function_call.arguments.items()}
+        results = {position: self._current(index) for position, index in function_call.results.items()}
+        values = self._propagation.graph.values
+        names = {
+            position: None if index is None else values[index].name
+            for position, index in function_call.arguments.items()
+        }
+        first = before.get(min(before))
+        dims = frozenset() if first is None else frozenset(first.sizes)
+        has_filler = any(
+            tensor is not None and tensor.filler and math.prod(tensor.shape) > 1 for tensor in given.values()
+        )
+        moves = _moves_channels(self._propagation, function_call)
+        return GatedCall(
+            function_call.name,
+            {position: names[position] or channels for position, channels in before.items()},
+            select_relevant(function_call.non_tensors, dims) if moves else (),
+            dims,
+            () if moves else tuple(_broadcast_dims(given, before)),
+            history if has_filler else None,
+            *placements,
+            {position: channels for position, channels in results.items() if channels is not None},
+            {position: after[position] for position in after if after[position] is not before[position]},
+        )
+
+    def _channels_of(self, tensor: LabelledTensor | None) -> GatedChannels | None:
+        """One object for all tensors whose entries have the same gates; None without gates."""
+        if tensor is None or not tensor.labels:
+            return None
+        key = len(tensor.shape), *(id(label) for label in tensor.labels)
+        if key not in self._cache:
+            self._cache[key] = tensor, self._build_channels(tensor)  # keeps the labels alive, and so their ids
+        return self._cache[key][1]
+
+    def _build_channels(self, tensor: LabelledTensor) -> GatedChannels | None:
+        sizes: dict[int, int] = {}
+        entries = []
+        for label in tensor.labels:
+            units = self._units.unit[self._units.roots[label]]
+            if bool((units == self._units.count).all()):
+                continue
+            masks = keep_masks(tensor, self._units.alive)
+            for dim in varying_dims(label):
+                mask = masks[dim]
+                units = units if mask is None else units.index_select(dim, mask.nonzero().squeeze(1))
+                sizes[dim] = units.shape[dim]
+            entries.append((tuple(units.shape), units.numpy().tobytes()))
+        if not entries:
+            return None
+        return self._channels.setdefault((len(tensor.shape), *entries), GatedChannels(len(tensor.shape), sizes))
+
+    def _current(self, index: int | None) -> GatedChannels | None:
+        return None if index is None else self._channels_of(self._tensors[index])
+
+    def _advance(self, op: int) -> None:
+        """To the labels before this operator call."""
+        for labelled in self._propagation.calls[self._next_op : op]:
+            self._tensors |= zip(labelled.call.writes, labelled.writes, strict=True)
+        self._next_op = max(op, self._next_op)
+
+
+def _moves_channels(propagation: LabelPropagation, function_call: FunctionCall) -> bool:
+    """Whether the non-tensor arguments can decide where channels move. Sizes cannot: they show in the result's shape."""
+    ops = [propagation.graph.op_calls[op].op for op in function_call.op_calls]
+    return not all(rule_for(op) in (elementwise, filler) or op_name(op) in (*RESHAPES, "expand") for op in ops)
+
+
+def _broadcast_dims(
+    given: Mapping[int, LabelledTensor | None], channels: Mapping[int, GatedChannels | None]
+) -> Iterator[tuple[int, int]]:
+    """(argument, dimension from the end) where an argument without gates is broadcast over the channels of another."""
+    dims = {dim - found.ndim for found in channels.values() if found is not None for dim in found.sizes}
+    for position, tensor in given.items():
+        if tensor is None or channels[position] is not None or tensor.filler:
+            continue
+        ndim = len(tensor.shape)
+        yield from ((position, dim) for dim in dims if ndim < -dim or not tensor.distinct(ndim + dim))

@@ -1,11 +1,11 @@
-"""Importance scores that look at weights alone: what HGNP is compared with.
+"""Importance scores computed from weights alone: baselines for HGNP.
 
     l1, l2            size of a neuron's weights (Li et al. 2017, *Pruning Filters for Efficient ConvNets*)
     bn_scale          |γ| of the norm that reads its output (Liu et al. 2017, *Network Slimming*)
     geometric_median  distance to the other neurons of its layer (He et al. 2019, *Filter Pruning via Geometric Median*)
-    random            what every other score has to beat
+    random            the baseline of every other score
 
-The Taylor baseline is `hgnp.sensitivity` of the loss without its flatness term.
+The Taylor baseline is `hgnp.sensitivity` without a flatness term.
 """
 
 import hashlib
@@ -27,19 +27,19 @@ def l2(neurons: Neurons) -> Scores:
 
 
 def bn_scale(neurons: Neurons) -> Scores:
-    """Layers without a norm have no scores."""
+    """Layers without a norm get no scores."""
     scales = {layer.name: neurons.norm_scale(layer.name) for layer in neurons.layers}
     scores = {name: scale.abs() for name, scale in scales.items() if scale is not None}
     if not scores:
         raise InputError(
-            "criterion 'bn_scale' needs a layer with neurons that is followed by a norm with a scale, got none"
+            "net must have a layer with neurons followed by a norm with a scale for criterion 'bn_scale', got none"
         )
     return scores
 
 
 def geometric_median(neurons: Neurons) -> Scores:
-    """The sum of the distances to all others is smallest near the layer's geometric median: such a neuron is the easiest to
-    replace by the others."""
+    """The sum of the distances to all other neurons is smallest near the layer's geometric median: the others replace such a
+    neuron most easily."""
     scores = {}
     for layer in neurons.layers:
         weights = neurons.weights(layer.name).flatten(1)
@@ -48,11 +48,13 @@ def geometric_median(neurons: Neurons) -> Scores:
 
 
 def random(neurons: Neurons) -> Scores:
-    """Seeded by the state of PyTorch's generator, which is left as it is, and by the number of removals: the same after the
-    same seed, and others in every round."""
+    """Seeded by the state of PyTorch's generator, which does not change, and by the number of removals: reproducible with one
+    seed, and different in every round."""
     state = torch.get_rng_state().numpy().tobytes() + str(neurons.version).encode()
-    draw = torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "big") >> 1)
-    return {layer.name: torch.rand(layer.alive, generator=draw) for layer in neurons.layers}
+    generator = torch.Generator().manual_seed(
+        int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "big") >> 1
+    )
+    return {layer.name: torch.rand(layer.alive, generator=generator) for layer in neurons.layers}
 
 
 WEIGHT_SCORES: dict[str, Callable[[Neurons], Scores]] = {

@@ -1,16 +1,62 @@
-"""Labels: which slot each entry of a tensor stands and falls with.
+"""Labels: the slot that each entry of a tensor belongs to.
 
-A tensor carries zero or more *labels*, integer tensors that broadcast to its shape; an entry of the tensor is gone when
+A tensor carries zero or more *labels*, integer tensors that broadcast to its shape; an entry of the tensor is removed when
 the slot in any of its labels is. A feature map (N, C, H, W) has one label of shape (1, C, 1, 1). A weight (O, I, 3, 3) has
-one for its rows, (O, 1, 1, 1), and one for its columns, (1, I, 1, 1). Labels are kept with size 1 wherever they do not
-vary, so the dimensions along which a label varies can be read off its shape.
+one for its rows, (O, 1, 1, 1), and one for its columns, (1, I, 1, 1). A label has size 1 along every dimension in which it
+does not vary, so its shape tells the dimensions in which it does.
+
+`alive` is a mask over all slots: False for those that are removed.
 """
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from hgnp.pruning.coupling import FIXED
+from hgnp.errors import InputError
+from hgnp.pruning.coupling import FROZEN
+
+
+@dataclass(frozen=True)
+class LabelledTensor:
+    """The labels and properties of one tensor."""
+
+    shape: tuple[int, ...]
+    labels: tuple[Tensor, ...] = ()
+    weight: bool = False
+    """Computed from parameters alone. Elsewhere a removed entry reads as zero, so sums over it stay exact; here it does not."""
+    filler: bool = False
+    """One value everywhere, or noise: such a tensor fits any width."""
+    expanded: tuple[bool, ...] = ()
+    """Dimensions along which one entry is repeated (stride 0)."""
+    byproduct: bool = False
+    """A secondary result, such as the statistics that a norm returns, whose size is not checked."""
+    passed_through: bool = False
+    """Its channels passed through a product over other dimensions: a bias added there is not theirs."""
+
+    def distinct(self, dim: int) -> bool:
+        """Whether the entries along `dim` differ, so that they must be cut with what they are combined with."""
+        return self.shape[dim] > 1 and not self.filler and not (self.expanded and self.expanded[dim])
+
+    def resizable(self, dim: int) -> bool:
+        """Whether the size along `dim` is arbitrary: one entry repeated, without a label."""
+        return bool(self.expanded) and self.expanded[dim] and self.along(dim) is None
+
+    def along(self, dim: int) -> Tensor | None:
+        """The label that varies along `dim`, if there is one."""
+        return next((label for label in self.labels if label.shape[dim] > 1), None)
+
+
+@dataclass(frozen=True)
+class RuleResult:
+    """What a rule says about one result of an operator."""
+
+    labels: list[Tensor]
+    filler: bool | None = None
+    """None: True if all tensors that it was computed from are."""
+    byproduct: bool = False
+    passed_through: bool | None = None
+    """None: True if one of the tensors that it was computed from, entry by entry, is."""
 
 
 def compact(label: Tensor) -> Tensor:
@@ -23,68 +69,64 @@ def compact(label: Tensor) -> Tensor:
     return label
 
 
-def varies(label: Tensor) -> tuple[int, ...]:
+def simplify(labels: list[Tensor]) -> tuple[Tensor, ...]:
+    """Compact labels, without those that are frozen throughout."""
+    result = []
+    for label in labels:
+        label = compact(label)
+        if label.numel() > 1 or int(label.reshape(-1)[0]) != FROZEN:
+            result.append(label)
+    return tuple(result)
+
+
+def varying_dims(label: Tensor) -> tuple[int, ...]:
+    """The dimensions along which a compact label varies."""
     return tuple(dim for dim, size in enumerate(label.shape) if size > 1)
 
 
-def vector(entries: Tensor, dim: int, ndim: int) -> Tensor:
+def vector_label(entries: Tensor, dim: int, ndim: int) -> Tensor:
     """A label that varies along `dim` alone."""
     shape = [1] * ndim
     shape[dim] = len(entries)
     return entries.reshape(shape)
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """What is known of one tensor."""
-
-    shape: tuple[int, ...]
-    labels: tuple[Tensor, ...] = ()
-    weight: bool = False
-    """Made of parameters alone. Elsewhere a dead entry reads as zero, so sums over it stay exact; here it does not."""
-    filler: bool = False
-    """One value everywhere, or noise: fits whatever width it is given."""
-    repeated: tuple[bool, ...] = ()
-    aside: bool = False
-    """A by-product whose size is nobody's business."""
-    carried: bool = False
-    """Its channels came through a product over other dimensions: what that layer adds is not theirs."""
-
-    def solid(self, dim: int) -> bool:
-        """Whether the entries along `dim` differ and so must be cut where a neighbour is cut."""
-        return self.shape[dim] > 1 and not self.filler and not (self.repeated and self.repeated[dim])
-
-    def loose(self, dim: int) -> bool:
-        """Whether the size along `dim` says nothing: one entry repeated, without a label."""
-        return bool(self.repeated) and self.repeated[dim] and self.along(dim) is None
-
-    def along(self, dim: int) -> Tensor | None:
-        """The label that varies along `dim`, if there is one."""
-        return next((label for label in self.labels if label.shape[dim] > 1), None)
-
-
-def tidy(labels: list[Tensor]) -> tuple[Tensor, ...]:
-    """Compact labels, without those that are fixed throughout."""
-    result = []
-    for label in labels:
-        label = compact(label)
-        if label.numel() > 1 or int(label.reshape(-1)[0]) != FIXED:
-            result.append(label)
-    return tuple(result)
-
-
-def tail(label: Tensor, ndim: int) -> Tensor:
+def add_leading_dims(label: Tensor, ndim: int) -> Tensor:
     """The label with leading dimensions of size 1 added, as broadcasting does."""
     return label if label.dim() == ndim else label.reshape((1,) * (ndim - label.dim()) + tuple(label.shape))
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a rule says of a result: its labels, whether it is filler (None: if all it was made of is), and whether it is
-    a by-product (the statistics a norm returns beside its output)."""
+def keep_masks(tensor: LabelledTensor, alive: Tensor) -> list[Tensor | None]:
+    """The positions that remain along each dimension; None where all do. InputError if they form no rectangle."""
+    masks: list[Tensor | None] = [None] * len(tensor.shape)
+    for label in tensor.labels:
+        left = compact(alive[label])
+        if left.numel() == 1:
+            if not bool(left):
+                raise InputError("nothing is left of a tensor")
+            continue
+        dims = varying_dims(left)
+        outer = torch.ones((1,) * left.dim(), dtype=torch.bool)
+        for dim in dims:
+            others = tuple(d for d in dims if d != dim)
+            mask = left.any(others) if others else left
+            mask = mask.reshape(-1)
+            outer = outer & mask.reshape([-1 if d == dim else 1 for d in range(left.dim())])
+            current = masks[dim]
+            masks[dim] = mask if current is None else current & mask
+        if not torch.equal(outer.expand(left.shape), left):
+            raise InputError("the remaining entries of a tensor do not form a rectangle")
+    return masks
 
-    labels: list[Tensor]
-    filler: bool | None = None
-    aside: bool = False
-    carried: bool | None = None
-    """None: if something it was made of, entry by entry, is."""
+
+def shape_after(tensor: LabelledTensor, alive: Tensor) -> tuple[int, ...]:
+    masks = keep_masks(tensor, alive)
+    return tuple(size if mask is None else int(mask.sum()) for size, mask in zip(tensor.shape, masks, strict=True))
+
+
+def keep(tensor: Tensor, masks: list[Tensor | None]) -> Tensor:
+    """The entries of a tensor that remain under these masks, one for each dimension."""
+    for dim, mask in enumerate(masks):
+        if mask is not None:
+            tensor = tensor.index_select(dim, mask.nonzero().squeeze(1))
+    return tensor

@@ -1,7 +1,7 @@
-"""Which module's call is running in a forward, and the how-many-eth of its calls it is.
+"""Which module call is running in a forward pass, and how many calls of that module came before it.
 
-PyTorch's own hooks for all modules say so. They are called for a module that fails too: a network may catch what one of its
-modules raises and go on.
+PyTorch's global module hooks report this. They also run for a module that raises: a network may catch the exception and
+continue.
 """
 
 import threading
@@ -14,31 +14,31 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 
 
-class Frame(NamedTuple):
+class ModuleCall(NamedTuple):
     """One call of a module."""
 
     module: str
-    nth: int
-    """How often the module had been called before, in this forward."""
+    previous_calls: int
+    """How many calls of the same module came before it in this forward pass."""
 
 
-class ModuleCalls:
-    """Inside the block, `frame` is the call that is running. A module that the network does not list runs as part of its
-    caller, and what runs outside the network as part of no call."""
+class ModuleCallTracker:
+    """Inside the block, `current` is the running module call. A module that the network does not list counts as part of its
+    caller; code outside the network's modules belongs to no call."""
 
-    def __init__(self, net: nn.Module, entered: Callable[[Frame, tuple[Any, ...]], None] | None = None) -> None:
+    def __init__(self, net: nn.Module, on_enter: Callable[[ModuleCall, tuple[Any, ...]], None] | None = None) -> None:
         self._names = {id(module): name for name, module in net.named_modules()}
-        self._entered = entered
-        self._stack: list[tuple[nn.Module, Frame]] = []
+        self._on_enter = on_enter
+        self._stack: list[tuple[nn.Module, ModuleCall]] = []
         self._counts: Counter[str] = Counter()
         self._hooks: list[RemovableHandle] = []
-        self._thread = threading.get_ident()  # these hooks are everybody's
+        self._thread = threading.get_ident()  # global hooks run in every thread
 
     @property
-    def frame(self) -> Frame:
-        return self._stack[-1][1] if self._stack else Frame("", -1)
+    def current(self) -> ModuleCall:
+        return self._stack[-1][1] if self._stack else ModuleCall("", -1)
 
-    def __enter__(self) -> "ModuleCalls":
+    def __enter__(self) -> "ModuleCallTracker":
         self._hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -48,22 +48,22 @@ class ModuleCalls:
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._entered = None  # it may hold whoever holds this, and all tensors of the forward
+        self._on_enter = None  # breaks a reference cycle that would hold all tensors of the forward pass
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if threading.get_ident() != self._thread:
             return
         name = self._names.get(id(module))
         if name is None:
-            self._stack.append((module, self.frame))
+            self._stack.append((module, self.current))
             return
-        self._stack.append((module, Frame(name, self._counts[name])))
+        self._stack.append((module, ModuleCall(name, self._counts[name])))
         self._counts[name] += 1
-        if self._entered is not None:
-            self._entered(self.frame, args)
+        if self._on_enter is not None:
+            self._on_enter(self.current, args)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        # a module whose call failed before it was entered here is not on the stack
+        # a module whose call failed before this tracker's pre-hook is not on the stack
         if threading.get_ident() == self._thread and any(module is running for running, _ in self._stack):
             while self._stack.pop()[0] is not module:
                 pass

@@ -1,7 +1,7 @@
-"""Follow every channel through a recorded forward.
+"""Label propagation: carries the labels of every channel through a traced forward pass.
 
-Each operator has a rule (`rules.py`) that says which labels its results carry, which slots it ties and which it fixes. An
-operator without a rule fixes whatever flows into it. Nothing is guessed.
+Each operator has a rule (`rules/`) that gives the labels of its results, unites the slots that must be removed together and
+freezes those that must stay. An operator without a rule freezes everything that it reads. Nothing is guessed.
 """
 
 from dataclasses import dataclass, replace
@@ -12,151 +12,167 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hgnp.pruning.coupling import Ties
-from hgnp.pruning.graph import Graph, Ref, Step
-from hgnp.pruning.labels import Labelled, Result, tail, tidy, varies, vector
-from hgnp.pruning.rules import KEEP_FILLER, name_of, rule_for
+from hgnp.pruning.coupling import Coupling
+from hgnp.pruning.graph import Graph, OpCall, ValueRef
+from hgnp.pruning.labels import (
+    LabelledTensor,
+    RuleResult,
+    add_leading_dims,
+    simplify,
+    varying_dims,
+    vector_label,
+)
+from hgnp.pruning.rules import PRESERVES_FILLER, op_name, rule_for
 
 
 @dataclass(frozen=True)
-class Followed:
-    """A step with what was known of its tensors before and after it."""
+class LabelledCall:
+    """An operator call with the labels of its tensors before and after it."""
 
-    step: Step
-    reads: tuple[Labelled, ...]
-    writes: tuple[Labelled, ...]
+    call: OpCall
+    reads: tuple[LabelledTensor, ...]
+    writes: tuple[LabelledTensor, ...]
 
 
-class Follower:
-    """Walks one graph. `trail` holds a `Followed` for each step; `rows` and `blocks` what modules were seen to do."""
+class LabelPropagation:
+    """Propagates labels through one graph and records what it finds in a coupling.
 
-    def __init__(self, graph: Graph, ties: Ties, *, approximate: bool, lanes: bool = False) -> None:
-        self.graph, self.ties, self.approximate = graph, ties, approximate
-        self.lanes = lanes
-        """Whether sums leave their operands untied (`lanes.py`)."""
-        self.state = [self.initial(index) for index in range(len(graph.values))]
-        self.trail: list[Followed] = []
+    With `per_branch`, additions leave the slots of their operands apart (`branch_coupling.py`).
+    """
+
+    def __init__(self, graph: Graph, coupling: Coupling, *, approximate: bool, per_branch: bool = False) -> None:
+        self.graph, self.coupling, self.approximate, self.per_branch = graph, coupling, approximate, per_branch
+        self.tensors = [self.initial(index) for index in range(len(graph.values))]
+        """The labels of each value, as of the current operator call."""
+        self.calls: list[LabelledCall] = []
         self.rows: dict[str, list[Tensor]] = {}
         """Module → the labels of its output channels, one entry for each weight it convolves or multiplies with."""
-        self.blocks: dict[str, Tensor] = {}
-        """Module → one label for each of its groups, where whole groups go."""
+        self.groups: dict[str, Tensor] = {}
+        """Module → one label for each of its groups, where whole groups are removed."""
         self.consumed: list[tuple[int, int, Tensor]] = []
-        """(step, value, label): where features are read and their channels end, in a product or a sum over them."""
-        self._sharing: dict[int, list[int]] = {}
+        """(operator call, value, label): where channels of features end, in a product or a sum over them."""
+        self._same_storage: dict[int, list[int]] = {}
 
-    def initial(self, index: int) -> Labelled:
-        """What is known of a value before the first step."""
+    def initial(self, index: int) -> LabelledTensor:
+        """The labels of a value before the first operator call."""
         value = self.graph.values[index]
         labels: list[Tensor] = []
         if value.name is not None:
             ndim = len(value.shape)
             labels = [
-                vector(self.ties.slots[value.name, dim], dim, ndim)
+                vector_label(self.coupling.slots[value.name, dim], dim, ndim)
                 for dim in range(ndim)
-                if (value.name, dim) in self.ties.slots
+                if (value.name, dim) in self.coupling.slots
             ]
-        return Labelled(value.shape, tuple(labels), weight=value.name is not None, repeated=value.repeated)
+        return LabelledTensor(value.shape, tuple(labels), weight=value.name is not None, expanded=value.expanded)
 
     def run(self) -> None:
         for index in range(len(self.graph.values)):
-            self._sharing.setdefault(self.graph.values[index].storage, []).append(index)
-        for step in self.graph.steps:
-            self.step = step
-            reads = tuple(self.state[index] for index in step.reads)
-            known = {ref: self.state[ref] for ref in step.reads}
-            args, kwargs = tree_map(partial(_lookup, known), (step.args, step.kwargs))
-            rule = rule_for(step.op)
+            self._same_storage.setdefault(self.graph.values[index].storage, []).append(index)
+        for call in self.graph.op_calls:
+            self.call = call
+            reads = tuple(self.tensors[index] for index in call.reads)
+            known = {index: self.tensors[index] for index in call.reads}
+            args, kwargs = tree_map(partial(_lookup, known), (call.args, call.kwargs))
+            rule = rule_for(call.op)
             results = rule(self, *args, **kwargs)
-            if isinstance(results, Result):
-                results = [results] * len(step.writes)
-            for index, result in zip(step.writes, results, strict=True):
-                self._put(index, result, reads, inherits=rule in KEEP_FILLER)
-            self.trail.append(Followed(step, reads, tuple(self.state[index] for index in step.writes)))
+            if isinstance(results, RuleResult):
+                results = [results] * len(call.writes)
+            for index, result in zip(call.writes, results, strict=True):
+                self._store(index, result, reads, inherits=rule in PRESERVES_FILLER)
+            self.calls.append(LabelledCall(call, reads, tuple(self.tensors[index] for index in call.writes)))
         for index in self.graph.outputs:
-            for label in self.state[index].labels:
-                self.ties.fix(label, "it is the network's output")
+            for label in self.tensors[index].labels:
+                self.coupling.freeze(label, "it is the network's output")
 
-    def _put(self, index: int, result: Result, reads: tuple[Labelled, ...], *, inherits: bool) -> None:
-        value, before = self.graph.values[index], self.state[index]
+    def _store(self, index: int, result: RuleResult, reads: tuple[LabelledTensor, ...], *, inherits: bool) -> None:
+        value, before = self.graph.values[index], self.tensors[index]
         labels = []
-        for label in tidy([tail(label, len(value.shape)) for label in result.labels]):
+        for label in simplify([add_leading_dims(label, len(value.shape)) for label in result.labels]):
             if label.numel() == 1:
-                self.ties.fix(label, self.why("a channel is picked out by its number"))
+                self.freeze(label, "a channel is selected by a fixed index")
             else:
                 labels.append(label)
-        solid = [read for read in reads if not read.filler]
-        after = Labelled(
+        distinct = [read for read in reads if not read.filler]
+        after = LabelledTensor(
             value.shape,
             tuple(labels),
-            weight=bool(solid) and all(read.weight for read in solid),
-            filler=result.filler if result.filler is not None else inherits and bool(reads) and not solid,
-            repeated=value.repeated,
-            aside=result.aside or (bool(reads) and all(read.aside for read in reads)),
-            carried=result.carried if result.carried is not None else inherits and any(read.carried for read in reads),
+            weight=bool(distinct) and all(read.weight for read in distinct),
+            filler=result.filler if result.filler is not None else inherits and bool(reads) and not distinct,
+            expanded=value.expanded,
+            byproduct=result.byproduct or (bool(reads) and all(read.byproduct for read in reads)),
+            passed_through=result.passed_through
+            if result.passed_through is not None
+            else inherits and any(read.passed_through for read in reads),
         )
-        if index in self.step.reads:  # written in place
-            others = [other for other in self._sharing[value.storage] if other != index]
+        if index in self.call.reads:  # written in place
+            others = [other for other in self._same_storage[value.storage] if other != index]
             if others and len(after.labels) > len(before.labels):
                 for label in after.labels:
-                    self.ties.fix(label, self.why("it is written into a part of another tensor"))
+                    self.freeze(label, "it is written in place into part of another tensor")
             if not result.filler:
                 for other in others:
-                    self.state[other] = replace(self.state[other], filler=False)
-        self.state[index] = after
+                    self.tensors[other] = replace(self.tensors[other], filler=False)
+        self.tensors[index] = after
 
-    # What rules are made of
+    # Called by the rules
 
-    def why(self, what: str) -> str:
-        where = f" in {self.step.module}" if self.step.module else ""
-        return f"{what} ({name_of(self.step.op)}{where})"
+    def add_rows(self, labels: Tensor) -> None:
+        """Notes the output channels of the module that is running."""
+        known = self.rows.setdefault(self.call.module, [])
+        if not any(torch.equal(labels, rows) for rows in known):
+            known.append(labels)
 
-    def saw_rows(self, labels: Tensor) -> None:
-        seen = self.rows.setdefault(self.step.module, [])
-        if not any(torch.equal(labels, rows) for rows in seen):
-            seen.append(labels)
+    def consume(self, operand: LabelledTensor, label: Tensor) -> None:
+        """Notes that the channels of an operand end here."""
+        index = next(index for index in self.call.reads if self.tensors[index] is operand)
+        self.consumed.append((len(self.calls), index, label))
 
-    def consume(self, operand: Labelled, label: Tensor) -> None:
-        index = next(index for index in self.step.reads if self.state[index] is operand)
-        self.consumed.append((len(self.trail), index, label))
+    def union(self, a: Tensor, b: Tensor) -> None:
+        """The slots in a and b, entry by entry, must be removed together."""
+        self.coupling.union(a, b, self._at_call("it is combined with a tensor that cannot be cut"))
 
-    def tie(self, a: Tensor, b: Tensor) -> None:
-        self.ties.tie(a, b, self.why("it meets a tensor that cannot be cut"))
+    def freeze(self, label: Tensor, reason: str) -> None:
+        """The slots of a label must stay."""
+        self.coupling.freeze(label, self._at_call(reason))
 
-    def fix(self, label: Tensor, what: str) -> None:
-        self.ties.fix(label, self.why(what))
+    def _at_call(self, reason: str) -> str:
+        where = f" in {self.call.module}" if self.call.module else ""
+        return f"{reason} ({op_name(self.call.op)}{where})"
 
     def collapse(self, label: Tensor, keep: tuple[int, ...]) -> Tensor:
-        """Tie the label along every dimension but `keep`, so that it varies along those alone."""
-        for dim in varies(label):
+        """Unites the slots along every dimension but `keep`, so that the label varies along those alone."""
+        for dim in varying_dims(label):
             if dim not in keep:
                 first = label.narrow(dim, 0, 1)
-                self.tie(first, label)
+                self.union(first, label)
                 label = first
         return label
 
-    def meet(self, operands: list[Labelled], ndim: int) -> list[Tensor]:
-        """Entries at the same (broadcast) place stand and fall together."""
-        met: list[Tensor] = []
-        sums = self.lanes and name_of(self.step.op).removesuffix("_") in ("add", "sub")
-        apart = sums and not any(operand.weight for operand in operands)
+    def broadcast(self, operands: list[LabelledTensor], ndim: int) -> list[Tensor]:
+        """The labels of operands that are combined entry by entry, with broadcasting: entries at one position are removed
+        together."""
+        result: list[Tensor] = []
+        adds = self.per_branch and op_name(self.call.op).removesuffix("_") in ("add", "sub")
+        apart = adds and not any(operand.weight for operand in operands)
         for operand in operands:
             for label in operand.labels:
-                label = tail(label, ndim)
-                partner = next((m for m in met if set(varies(m)) & set(varies(label))), None)
+                label = add_leading_dims(label, ndim)
+                partner = next((other for other in result if set(varying_dims(other)) & set(varying_dims(label))), None)
                 if partner is None:
-                    met.append(label)
+                    result.append(label)
                 elif not apart:
-                    self.tie(partner, label)
-        for label in met:
-            dims = set(varies(label))
+                    self.union(partner, label)
+        for label in result:
+            dims = set(varying_dims(label))
             for operand in operands:
                 lead = ndim - len(operand.shape)
-                if any(dims & set(varies(tail(other, ndim))) for other in operand.labels):
+                if any(dims & set(varying_dims(add_leading_dims(other, ndim))) for other in operand.labels):
                     continue
-                if any(dim >= lead and operand.solid(dim - lead) for dim in dims):
-                    self.fix(label, "it meets a tensor that cannot be cut")
-        return met
+                if any(dim >= lead and operand.distinct(dim - lead) for dim in dims):
+                    self.freeze(label, "it is combined with a tensor that cannot be cut")
+        return result
 
 
-def _lookup(known: dict[int, Labelled], leaf: Any) -> Any:
-    return known[leaf.index] if isinstance(leaf, Ref) else leaf
+def _lookup(known: dict[int, LabelledTensor], leaf: Any) -> Any:
+    return known[leaf.index] if isinstance(leaf, ValueRef) else leaf

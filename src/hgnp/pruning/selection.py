@@ -1,7 +1,15 @@
-"""Which neurons are the least important, and what a user may say about that."""
+"""Selection: the least important neurons, within the limits that a user sets.
 
+With `round_to` = m every layer that loses neurons ends at a width that is a multiple of m. Units are then removed in *rounded
+groups*. The units that take the same number of neurons from the same layers have one *footprint*: x of them take x·k_L
+neurons from layer L. With widths w_L the first rounded group makes every w_L − Σ x·k_L ≡ 0 (mod m); each later one takes the
+least number s of units of one footprint with s·k_L ≡ 0, and so leaves multiples again. Footprints that share a layer have
+their first rounded group together.
+"""
+
+import math
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,46 +20,59 @@ from torch import Tensor
 from hgnp.errors import InputError, InputTypeError
 
 Scores = Mapping[str, Tensor]
-"""Layer → one number a living neuron."""
+"""Layer → one number per remaining neuron."""
 Values = Mapping[str, list[float]]
-"""The same, checked, as Python numbers."""
-Coupling = Literal["coupled", "paper"]
+"""Validated scores as Python numbers."""
+CouplingMode = Literal["coupled", "paper"]
+Footprint = tuple[tuple[str, int], ...]
+"""(layer, how many of its neurons a unit has)"""
 
 
 class Selection(dict[str, list[int]]):
-    """Layer → positions of neurons, as they are now; valid until the next removal."""
+    """Layer → positions of neurons, counted among the remaining ones; valid until the next removal.
+
+    >>> import torch, hgnp
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+    >>> neurons = hgnp.Neurons(net, torch.zeros(1, 4))
+    >>> selection = neurons.least({"0": torch.tensor([0.3, 0.1, 0.2])}, 5)
+    >>> selection["0"], selection.taken, selection.requested
+    ([1, 2], 2, 5)
+    >>> selection
+    Selection(2 of 5 requested neurons; 0: 2)
+    """
 
     def __init__(
-        self, positions: Mapping[str, Sequence[int]], *, requested: int, version: int, coupling: Coupling
+        self, positions: Mapping[str, Sequence[int]], *, requested: int, version: int, coupling: CouplingMode
     ) -> None:
         super().__init__({layer: sorted(chosen) for layer, chosen in positions.items() if len(chosen)})
         self.requested = requested
-        """How many neurons were asked for."""
+        """How many neurons were requested."""
         self.version = version
+        """The version of the `Neurons` that the positions refer to."""
         self.coupling = coupling
 
     @property
     def taken(self) -> int:
-        """How many neurons these are: those of single layers, coupled ones each for itself."""
+        """How many neurons are selected, over all layers; each member of a coupled group counts."""
         return sum(len(positions) for positions in self.values())
 
     def __repr__(self) -> str:
-        short = f" of {self.requested} asked for" if self.taken < self.requested else ""
+        requested = f" of {self.requested} requested" if self.taken < self.requested else ""
         layers = ", ".join(f"{layer}: {len(positions)}" for layer, positions in self.items())
-        return f"Selection({self.taken} neurons{short}{'; ' + layers if layers else ''})"
+        return f"Selection({self.taken}{requested} neurons{'; ' + layers if layers else ''})"
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Neurons that live and die together."""
+    """Neurons that are removed together."""
 
     members: tuple[tuple[str, int], ...]
-    """(layer, position now)"""
+    """(layer, position)"""
     after: "Unit | None" = None
-    """What must have gone before it may go."""
+    """The unit that must be removed before this one."""
 
     def importance(self, scores: Values) -> float:
-        """The mean over the members: what a unit costs for each neuron it frees."""
+        """The mean over the members: the cost per neuron removed."""
         return sum(scores[layer][position] for layer, position in self.members) / len(self.members)
 
 
@@ -61,15 +82,15 @@ def ranked(units: Iterable[Unit], scores: Values) -> list[Unit]:
 
 
 def least_coupled(ranking: Sequence[Unit], n: int, room: Mapping[str, int]) -> list[Unit]:
-    """Units in the order given, as long as no more than n neurons go and `room` (layer → how many may go) is left."""
-    left, chosen, gone = dict(room), [], {id(None)}
+    """Units in the order given, while they fit into n neurons and into `room` (layer → how many neurons may be removed)."""
+    left, chosen, removed = dict(room), [], {id(None)}
     for unit in ranking:
-        if len(unit.members) > n or id(unit.after) not in gone:
+        if len(unit.members) > n or id(unit.after) not in removed:
             continue
         sizes = Counter(layer for layer, _ in unit.members)
         if all(size <= left[layer] for layer, size in sizes.items()):
             chosen.append(unit)
-            gone.add(id(unit))
+            removed.add(id(unit))
             n -= len(unit.members)
             for layer, size in sizes.items():
                 left[layer] -= size
@@ -78,80 +99,149 @@ def least_coupled(ranking: Sequence[Unit], n: int, room: Mapping[str, int]) -> l
     return chosen
 
 
-def scored(units: Iterable[Unit], scores: Values) -> list[Unit]:
+def with_scores(units: Iterable[Unit], scores: Values) -> list[Unit]:
     """The units whose layers all have scores."""
     return [unit for unit in units if all(layer in scores for layer, _ in unit.members)]
 
 
 def room_of(alive: Mapping[str, int], floors: Mapping[str, int]) -> dict[str, int]:
-    """How many neurons of each layer may go."""
+    """How many neurons of each layer may be removed."""
     return {name: max(count - floors[name], 0) for name, count in alive.items()}
 
 
-def coupling_of(selection: Mapping[str, Sequence[int]]) -> Coupling:
+def coupling_of(selection: Mapping[str, Sequence[int]]) -> CouplingMode:
     """A selection's coupling; a plain dict is coupled."""
     return getattr(selection, "coupling", "coupled")
 
 
-def as_lists(scores: Scores, alive: Mapping[str, int]) -> dict[str, list[float]]:
-    """Checked scores, as Python numbers."""
+# Widths in multiples
+
+
+def rounded_groups(units: Iterable[Unit], scores: Values, widths: Mapping[str, int], round_to: int) -> list[Unit]:
+    """Rounded groups, the least important first; those of one footprint in its own order. With `round_to` 1, the units."""
+    ranking = ranked(units, scores)
+    if round_to == 1:
+        return ranking
+    by_footprint: dict[Footprint, list[Unit]] = defaultdict(list)
+    for unit in ranking:
+        by_footprint[tuple(sorted(Counter(layer for layer, _ in unit.members).items()))].append(unit)
+    groups: list[tuple[float, Unit]] = []
+
+    def add(members: Sequence[Unit], after: tuple[float, Unit | None]) -> tuple[float, Unit]:
+        group = Unit(tuple(member for unit in members for member in unit.members), after[1])
+        groups.append((max(group.importance(scores), after[0]), group))
+        return groups[-1]
+
+    for sharing in _sharing_layers(by_footprint):
+        counts = _counts_to_multiples(sharing, widths, round_to)
+        if counts is None or any(len(by_footprint[footprint]) < count for footprint, count in counts.items()):
+            continue
+        first = [unit for footprint, count in counts.items() for unit in by_footprint[footprint][:count]]
+        start = add(first, (-math.inf, None)) if first else (-math.inf, None)
+        for footprint, count in counts.items():
+            step = math.lcm(*(round_to // math.gcd(round_to, size) for _, size in footprint))
+            last, mine = start, by_footprint[footprint]
+            for index in range(count, len(mine) - step + 1, step):
+                last = add(mine[index : index + step], last)
+    return [group for _, group in sorted(groups, key=lambda pair: pair[0])]
+
+
+def _sharing_layers(footprints: Iterable[Footprint]) -> list[list[Footprint]]:
+    """Footprints in lists that have no layer in common; in each, those with most layers first."""
+    lists: list[list[Footprint]] = []
+    for footprint in footprints:
+        layers = {layer for layer, _ in footprint}
+        mine = [other for other in lists if any(layer in layers for found in other for layer, _ in found)]
+        lists = [other for other in lists if other not in mine]
+        lists.append([*(found for other in mine for found in other), footprint])
+    return [sorted(found, key=len, reverse=True) for found in lists]
+
+
+def _counts_to_multiples(
+    sharing: Sequence[Footprint], widths: Mapping[str, int], round_to: int
+) -> dict[Footprint, int] | None:
+    """How many units of each footprint the first rounded group has. The last footprint with a layer rounds that layer."""
+    left = {layer: widths[layer] for footprint in sharing for layer, _ in footprint}
+    last = {layer: footprint for footprint in sharing for layer, _ in footprint}
+    counts = {}
+    for footprint in sharing:
+        rounds = [(layer, size) for layer, size in footprint if last[layer] == footprint]
+        fits = (x for x in range(round_to) if all((left[layer] - x * size) % round_to == 0 for layer, size in rounds))
+        if (count := next(fits, None)) is None:
+            return None
+        counts[footprint] = count
+        for layer, size in footprint:
+            left[layer] -= count * size
+    return counts
+
+
+# Validation
+
+
+def as_values(scores: Scores, alive: Mapping[str, int]) -> dict[str, list[float]]:
+    """Validated scores, as Python numbers."""
     if not isinstance(scores, Mapping):
-        raise InputTypeError(f"scores must map layer names to one number a neuron, not {type(scores).__name__}")
+        raise InputTypeError(f"scores must map layer names to one number per neuron, got {type(scores).__name__}")
     result = {}
     for layer, values in scores.items():
-        if layer not in alive:
-            raise InputError(f"scores: {layer!r} has no prunable neurons; those that do: {', '.join(alive) or 'none'}")
+        _check_prunable("scores", layer, alive)
         values = torch.as_tensor(values).detach()
         if values.shape != (alive[layer],):
             raise InputError(
-                f"scores[{layer!r}] has shape {tuple(values.shape)}; {alive[layer]} living neurons want ({alive[layer]},)"
+                f"scores[{layer!r}] must have shape ({alive[layer]},), one per remaining neuron, got {tuple(values.shape)}"
             )
         if not bool(torch.isfinite(values).all()):
-            raise InputError(f"scores[{layer!r}] has values that are not finite")
+            raise InputError(f"scores[{layer!r}] must be finite, got NaN or infinite values")
         result[layer] = values.tolist()
     return result
 
 
 def as_count(n: int) -> int:
-    """How many neurons to take, checked."""
+    """The number of neurons to select, validated."""
     if isinstance(n, bool) or not hasattr(n, "__index__") or operator.index(n) < 0:
-        raise InputError(f"n must be a whole number of neurons, 0 or more, not {n!r}")
+        raise InputError(f"n must be a whole number ≥ 0, got {n!r}")
     return operator.index(n)
 
 
 def as_round_to(round_to: int) -> int:
-    """What widths are to be multiples of, checked."""
+    """The number that widths must be multiples of, validated."""
     if isinstance(round_to, bool) or not hasattr(round_to, "__index__") or operator.index(round_to) < 1:
         raise InputError(f"round_to must be a whole number ≥ 1, such as 8, got {round_to!r}")
     return operator.index(round_to)
 
 
 def as_positions(layer: str, positions: Sequence[int], alive: int) -> Tensor:
-    """Checked positions of a layer with so many living neurons."""
+    """Positions in a layer with `alive` remaining neurons, validated."""
     try:
         chosen = torch.as_tensor(list(positions))
     except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"{layer}: positions must be a list of whole numbers, not {positions!r}") from None
+        raise InputError(f"selection[{layer!r}] must be a list of whole numbers, got {positions!r}") from None
     if chosen.dim() != 1 or (len(chosen) and (chosen.is_floating_point() or chosen.dtype == torch.bool)):
-        raise InputError(f"{layer}: positions must be a list of whole numbers, not {positions!r}")
+        raise InputError(f"selection[{layer!r}] must be a list of whole numbers, got {positions!r}")
     chosen = chosen.long().cpu()
     wrong = chosen[(chosen < 0) | (chosen >= alive)]
     if len(wrong):
-        raise InputError(f"{layer}: no neuron {int(wrong[0])}; it has {alive} living ones, 0 to {alive - 1}")
+        raise InputError(f"selection[{layer!r}] must hold positions from 0 to {alive - 1}, got {int(wrong[0])}")
     return chosen
 
 
 def floors_of(
     floor: int | Mapping[str, int], max_removed: float, alive: Mapping[str, int], totals: Mapping[str, int]
 ) -> dict[str, int]:
-    """How many neurons each layer keeps, checked: `floor`, and all but the share `max_removed` of its total at the start."""
+    """How many neurons each layer keeps, validated: `floor`, and all but the fraction `max_removed` of its original number."""
     if isinstance(max_removed, bool) or not isinstance(max_removed, int | float) or not 0 <= max_removed <= 1:
-        raise InputError(f"max_removed must be a share between 0 and 1, got {max_removed!r}")
+        raise InputError(f"max_removed must be a number between 0 and 1, got {max_removed!r}")
     for name in floor if isinstance(floor, Mapping) else ():
-        if name not in alive:
-            raise InputError(f"floor: {name!r} has no prunable neurons; those that do: {', '.join(alive) or 'none'}")
+        _check_prunable("floor", name, alive)
     floors = {name: floor.get(name, 1) if isinstance(floor, Mapping) else floor for name in alive}
     for name, least in floors.items():
         if isinstance(least, bool) or not isinstance(least, int) or least < 1:
-            raise InputError(f"floor must be at least 1, a whole number: no layer is emptied; got {least!r} for {name}")
+            raise InputError(f"floor must be a whole number ≥ 1, as no layer is emptied, got {least!r} for {name}")
     return {name: max(least, totals[name] - int(max_removed * totals[name] + 1e-9)) for name, least in floors.items()}
+
+
+def _check_prunable(argument: str, layer: str, alive: Mapping[str, int]) -> None:
+    if layer not in alive:
+        raise InputError(
+            f"{argument} must name layers with prunable neurons, got {layer!r}; those layers are {', '.join(alive) or 'none'}"
+        )

@@ -1,4 +1,4 @@
-"""The neurons that are alive: which of them may go, where each stands now, and who is left after a removal."""
+"""Pruning state: which neurons remain, where each one is now, and what a removal leaves."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -7,71 +7,110 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.modules.conv import _ConvNd
 
 from hgnp.errors import InputError, meant
+from hgnp.pruning.rules import op_name
 from hgnp.pruning.selection import Unit, as_positions
 from hgnp.pruning.structure import Structure
 from hgnp.pruning.widths import Shape
 
 
 @dataclass(frozen=True)
-class Living:
+class PruningState:
     structure: Structure
     rows: Mapping[str, Tensor]
     """Layer → the slots of its neurons."""
     alive: Tensor
-    """For every slot, whether it is."""
+    """For every slot, whether it remains."""
 
-    def of(self, layer: str) -> Tensor:
-        """The slots of a layer's living neurons: a neuron's position is its place in here."""
+    def remaining(self, layer: str) -> Tensor:
+        """The slots of a layer's remaining neurons. A neuron's position is its index here."""
         return self.rows[layer][self.alive[self.rows[layer]]]
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """The shape of every tensor."""
+        """The current shape of every tensor."""
         return self.structure.shapes | self.structure.shapes_after(self.alive)
 
     @cached_property
     def count(self) -> int:
-        """Neurons that may go."""
-        return sum(int((~self.structure.fixed[self.of(layer)]).sum()) for layer in self.rows)
+        """The number of neurons that can be removed."""
+        return sum(int((~self.structure.frozen[self.remaining(layer)]).sum()) for layer in self.rows)
 
     @cached_property
     def units(self) -> dict[int, Unit]:
-        """Neurons that may go, by what they hang on."""
+        """Root → the neurons that are removed together."""
         members: dict[int, list[tuple[str, int]]] = defaultdict(list)
         for layer in self.rows:
-            living = self.of(layer)
-            free = ~self.structure.fixed[living]
-            positions, roots = free.nonzero().squeeze(1).tolist(), self.structure.roots[living[free]].tolist()
+            slots = self.remaining(layer)
+            free = ~self.structure.frozen[slots]
+            positions, roots = free.nonzero().squeeze(1).tolist(), self.structure.roots[slots[free]].tolist()
             for position, root in zip(positions, roots, strict=True):
                 members[root].append((layer, position))
         return {root: Unit(tuple(unit)) for root, unit in members.items()}
 
-    def without(self, selection: Mapping[str, Sequence[int]], roots: Tensor) -> "Living":
-        """Who is left once the selection, and what hangs on it by `roots`, is gone. Names what is wrong with it."""
+    def without(self, selection: Mapping[str, Sequence[int]], roots: Tensor) -> "PruningState":
+        """The state after removing the selection and everything coupled to it by `roots`. Validates the selection."""
         if not isinstance(selection, Mapping):
-            raise InputError(f"selection: {selection!r} was given; a dict such as {{'layer': [0, 1]}} would do")
+            raise InputError(f"selection must be a dict such as {{'layer': [0, 1]}}, got {selection!r}")
         structure = self.structure
-        dead = torch.zeros(len(roots), dtype=torch.bool)
+        removed = torch.zeros(len(roots), dtype=torch.bool)
         for layer, positions in selection.items():
             if layer not in self.rows:
-                raise InputError(f"selection: no layer {layer!r} with neurons{meant(layer, self.rows)}")
-            living = self.of(layer)
-            slots = living[as_positions(layer, positions, len(living))]
-            frozen = slots[structure.fixed[slots]]
+                raise InputError(f"selection must name layers with neurons, got {layer!r}{meant(layer, self.rows)}")
+            remaining = self.remaining(layer)
+            slots = remaining[as_positions(layer, positions, len(remaining))]
+            frozen = slots[structure.frozen[slots]]
             if len(frozen):
-                raise InputError(f"{layer}: neurons cannot be removed: {structure.ties.reason(int(frozen[0]))}")
-            dead[roots[slots]] = True
-        left = Living(structure, self.rows, self.alive & ~dead[roots])
+                reason = structure.coupling.reason(int(frozen[0]))
+                raise InputError(f"selection must hold prunable neurons, got frozen ones of {layer}: {reason}")
+            removed[roots[slots]] = True
+        left = PruningState(structure, self.rows, self.alive & ~removed[roots])
         for layer in selection:
-            if not len(left.of(layer)):
-                raise InputError(f"{layer}: the selection would leave it without neurons")
-        for (name, _), slots in structure.ties.slots.items():
+            if not len(left.remaining(layer)):
+                raise InputError(f"selection must leave each layer a neuron, got all of {layer}")
+        for (name, _), slots in structure.coupling.slots.items():
             if not bool(left.alive[slots].any()):
-                raise InputError(f"{name}: the selection, with what hangs on it, would leave nothing of it")
+                raise InputError(
+                    f"selection must leave part of each tensor, got all of {name} with the coupled neurons"
+                )
         return left
 
-    def gone(self, left: "Living") -> dict[str, list[int]]:
-        """Layer → the positions, as they are now, of those that are not left."""
-        return {layer: (~left.alive[self.of(layer)]).nonzero().squeeze(1).tolist() for layer in self.rows}
+    def removed(self, left: "PruningState") -> dict[str, list[int]]:
+        """Layer → the positions, in this state, of the neurons that are not in `left`."""
+        return {layer: (~left.alive[self.remaining(layer)]).nonzero().squeeze(1).tolist() for layer in self.rows}
+
+    def weights(self, layer: str) -> Tensor:
+        """The weights into a layer's remaining neurons, neurons first."""
+        module = self.structure.net.get_submodule(layer)
+        if isinstance(module, _ConvNd) and module.transposed:  # (inputs, outputs of a group, *kernel), already cut
+            grouped = module.weight.detach().unflatten(0, (module.groups, -1))
+            return grouped.transpose(1, 2).flatten(0, 1)
+        rows = self.rows[layer]
+        name, dim, slots = next(
+            (name, dim, slots)
+            for (name, dim), slots in self.structure.coupling.slots.items()
+            if slots[0] <= rows[0] <= slots[-1]
+        )
+        weight = dict(self.structure.net.named_parameters())[name].detach().movedim(dim, 0)
+        position = torch.cumsum(self.alive[slots], 0) - 1  # slot → its current position
+        return weight[position[rows[self.alive[rows]] - slots[0]].to(weight.device)]
+
+    def norm_scale(self, layer: str) -> Tensor | None:
+        """The scale γ of the norm that reads the layer's output, or None."""
+        propagation = self.structure.propagations[False]
+        outputs = {
+            index
+            for labelled in propagation.calls
+            if labelled.call.module == layer
+            for index, tensor in zip(labelled.call.writes, labelled.writes, strict=True)
+            if not tensor.weight
+        }
+        for call in propagation.graph.op_calls:
+            if "norm" in op_name(call.op) and call.reads[0] in outputs and call.module != layer:
+                for index in call.reads[1:]:
+                    name = propagation.graph.values[index].name
+                    if name is not None and name.endswith("weight"):
+                        return dict(self.structure.net.named_parameters())[name].detach()
+        return None

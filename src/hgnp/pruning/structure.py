@@ -1,9 +1,8 @@
-"""The network as it stands: slots, what ties them, and whether a cut would really fit.
+"""The structure of a network: its traced forward passes, the slots of its tensors and their coupling.
 
-`Structure` records the forward in eval and in train mode (auxiliary heads live in one of them only), follows the channels
-through both, and can try a cut: the network's own code runs on tensors of the smaller shapes, and every step must produce
-exactly the old result with the dead entries left out, in the old order. A hard-coded `view`, a fixed split point or a
-constant that depends on the width is caught there.
+`Structure` traces the forward pass in evaluation and in training mode (an auxiliary head exists in one of them only) and
+propagates labels through both. It also says which shapes, widths and multiply–accumulates a cut leaves, and traces the
+network at the smaller shapes; `verify.py` checks those traces.
 """
 
 import math
@@ -14,40 +13,42 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from hgnp.errors import InputError, first_line
-from hgnp.pruning.coupling import Settled, Ties, UnsettledError
-from hgnp.pruning.graph import Graph, Inputs, kind_of, tensors_of
-from hgnp.pruning.labels import compact, varies
-from hgnp.pruning.propagation import Followed, Follower
-from hgnp.pruning.rules import name_of
-from hgnp.pruning.trace import UNSEEN, quiet_norms, record
-from hgnp.pruning.verify import Misfit, alike, compare, shape_after
-from hgnp.pruning.widths import Shape, stated_widths
+from hgnp.pruning.coupling import Coupling, NewCouplingError, ReadOnlyCoupling
+from hgnp.pruning.graph import Graph, Inputs, spec_of, tensors_of
+from hgnp.pruning.labels import compact, shape_after, varying_dims
+from hgnp.pruning.propagation import LabelledCall, LabelPropagation
+from hgnp.pruning.rules import op_name
+from hgnp.pruning.trace import UNTRACEABLE, batch_norms_to_eval, trace_forward
+from hgnp.pruning.widths import Shape, stated_widths, weight_name
 from hgnp.removal import Removal
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """A network's forward in eval (False) and in train mode."""
+class TracedForward:
+    """A network's forward pass in evaluation (False) and in training mode (True)."""
 
     graphs: Mapping[bool, Graph]
-    quiet: bool
-    """Whether batch norms had to be in eval mode for it, as each sees one value a channel."""
+    eval_norms: bool
+    """Whether batch norms were in evaluation mode for both, as the example input has one value per channel."""
 
 
 class PathError(InputError):
-    """The forward takes a path that is not known."""
+    """The forward pass takes a path that was not traced."""
 
     def __init__(self, module: str, reason: str) -> None:
-        where = f"in {module}" if module else "in its own forward"
+        where = module or "its own forward"
         super().__init__(
-            f"net: {where} it takes a path that was not recorded ({reason}); make Neurons with an example_input that takes it"
+            f"net must take a traced path, got another one in {where} ({reason}); create Neurons with an example_input that "
+            "takes it"
         )
 
 
 class Structure:
-    """`seen` is what was recorded of the network as it is, if it was: it is not recorded again."""
+    """`traced` is the trace of the network as it is, if there is one already. With `per_branch`, additions leave their operands
+    uncoupled."""
 
     def __init__(
         self,
@@ -55,128 +56,132 @@ class Structure:
         inputs: Inputs,
         *,
         approximate: bool,
-        lanes: bool = False,
-        seen: Recorded | None = None,
+        per_branch: bool = False,
+        traced: TracedForward | None = None,
     ) -> None:
         self.net, self.inputs = net, inputs
-        self._approximate, self._lanes = approximate, lanes
+        self._approximate, self._per_branch = approximate, per_branch
         self.shapes: dict[str, Shape] = {name: tuple(t.shape) for name, t in tensors_of(net).items()}
-        self.kinds = {name: kind_of(tensor) for name, tensor in tensors_of(net).items()}  # the network may move later
-        self.ties = Ties(self.shapes)
-        self.quiet: bool = seen is not None and seen.quiet
-        self.tried: tuple[Tensor, Recorded] | None = None
-        """The last cut that was tried and fits, and what was recorded of it."""
-        self.followers: dict[bool, Follower] = {}
+        self._specs = {name: spec_of(tensor) for name, tensor in tensors_of(net).items()}  # the network may move later
+        self.coupling = Coupling(self.shapes)
+        self._eval_norms = traced is not None and traced.eval_norms
+        self.propagations: dict[bool, LabelPropagation] = {}
         for training in (False, True):
-            graph = self._record(training) if seen is None else seen.graphs[training]
-            follower = self.followers[training] = Follower(graph, self.ties, approximate=approximate, lanes=lanes)
+            graph = self._trace(training) if traced is None else traced.graphs[training]
+            propagation = self.propagations[training] = self._propagation(graph, self.coupling)
             if graph.error is not None:
-                everything = torch.arange(len(self.ties))
-                self.ties.fix(everything, f"the forward depends on its data ({first_line(graph.error)})")
-            follower.run()
-        self._fix_unused()
-        self._make_rectangular(self.ties, *self.followers.values())
-        self.settle()
+                everything = torch.arange(len(self.coupling))
+                self.coupling.freeze(everything, f"the forward pass depends on its data ({first_line(graph.error)})")
+            propagation.run()
+        self._freeze_unused()
+        _make_rectangular(self.coupling, *self.propagations.values())
+        self.update_roots()
 
     @property
-    def recorded(self) -> Recorded:
-        return Recorded({training: follower.graph for training, follower in self.followers.items()}, self.quiet)
+    def traced(self) -> TracedForward:
+        graphs = {training: propagation.graph for training, propagation in self.propagations.items()}
+        return TracedForward(graphs, self._eval_norms)
 
-    def settle(self) -> None:
-        """Take note of what has been tied and fixed."""
-        self.roots = self.ties.roots()
-        self.fixed = self.ties.fixed(self.roots)
+    def update_roots(self) -> None:
+        """Reads the roots and frozen slots off the coupling, after it has changed."""
+        self.roots = self.coupling.roots()
+        self.frozen = self.coupling.frozen(self.roots)
 
-    def _record(self, training: bool) -> Graph:
-        graph = record(self.net, self.inputs, training=training)
+    def _propagation(self, graph: Graph, coupling: Coupling) -> LabelPropagation:
+        return LabelPropagation(graph, coupling, approximate=self._approximate, per_branch=self._per_branch)
+
+    def _trace(self, training: bool) -> Graph:
+        graph = trace_forward(self.net, self.inputs, training=training)
         if training and isinstance(graph.error, ValueError) and "more than 1 value per channel" in str(graph.error):
-            self.quiet = True
-            graph = record(self.net, self.inputs, training=True, adjust=lambda: quiet_norms(self.net))
-        if graph.error is not None and not isinstance(graph.error, UNSEEN):
-            where = f" in {graph.where}" if graph.where else ""
+            self._eval_norms = True
+            graph = trace_forward(self.net, self.inputs, training=True, adjust=lambda: batch_norms_to_eval(self.net))
+        if graph.error is not None and not isinstance(graph.error, UNTRACEABLE):
+            where = f" in {graph.error_module}" if graph.error_module else ""
             mode = "train" if training else "eval"
             raise InputError(
                 f"net(example_input) failed{where} ({mode} mode): {first_line(graph.error)}"
             ) from graph.error
         return graph
 
-    def _fix_unused(self) -> None:
+    def _freeze_unused(self) -> None:
         used = {
-            follower.graph.values[index].name
-            for follower in self.followers.values()
-            for step in follower.graph.steps
-            for index in step.reads
+            propagation.graph.values[index].name
+            for propagation in self.propagations.values()
+            for call in propagation.graph.op_calls
+            for index in call.reads
         }
         storages: dict[int, str] = {}
         for name, tensor in tensors_of(self.net).items():
             owner = storages.setdefault(tensor.untyped_storage().data_ptr(), name) if tensor.numel() else name
             for dim in range(tensor.dim()):
-                slots = self.ties.slots.get((name, dim))
+                slots = self.coupling.slots.get((name, dim))
                 if slots is not None and name not in used:
-                    self.ties.fix(slots, "it is not used in the forward")
+                    self.coupling.freeze(slots, "it is not used in the forward pass")
                 if owner != name and slots is not None:
                     for shared in (name, owner):
-                        self.ties.fix(self.slots_of(shared), f"{owner} and {name} are two tensors in one memory")
+                        self.coupling.freeze(self._slots_of(shared), f"{owner} and {name} share memory")
 
-    def slots_of(self, name: str) -> Tensor:
-        mine = [slots for (owner, _), slots in self.ties.slots.items() if owner == name]
+    def _slots_of(self, name: str) -> Tensor:
+        mine = [slots for (owner, _), slots in self.coupling.slots.items() if owner == name]
         return torch.cat(mine) if mine else torch.zeros(0, dtype=torch.long)
 
-    @staticmethod
-    def _make_rectangular(ties: Ties, *followers: Follower) -> None:
-        """A tensor loses whole slices. Where a label varies along several dimensions, as after splitting channels into
-        groups, the same place in every group goes: code fixes how many groups there are, rarely how large they are."""
-        labels = {
-            id(label): label
-            for follower in followers
-            for labelled in follower.state
-            for label in labelled.labels
-            if len(varies(label)) > 1
-        }
-        changed = bool(labels)
-        while changed:
-            changed = False
-            for label in labels.values():  # in the order of the forward: the split comes before what is made of it
-                spread = compact(ties.roots_of(label))
-                for dim in varies(spread)[:-1]:
-                    first = spread.narrow(dim, 0, 1)
-                    ties.tie(first, spread, "its channels are laid out in a way that cannot be cut")
-                    spread, changed = first, True
+    def neuron_rows(self) -> dict[str, Tensor]:
+        """Layer → the slots of its neurons.
 
-    def path(self, inputs: Inputs) -> Follower:
-        """The forward of these inputs in eval mode. PathError if it ties or fixes more than what was recorded."""
-        everyone = torch.ones(len(self.ties), dtype=torch.bool)
-        adjust = self._adjust(everyone)
-        graph = record(self.net, inputs, training=False, shapes=self.shapes, adjust=adjust, read=True)
+        Layers are linear layers and convolutions, whether their own forward or a surrounding module's uses their weight, and
+        any other module without children that multiplies with exactly one weight of its own.
+        """
+        result: dict[str, Tensor] = {}
+        for name, module in self.net.named_modules():
+            found = [rows for propagation in self.propagations.values() for rows in propagation.rows.get(name, [])]
+            standard = isinstance(module, nn.Linear | _ConvNd)
+            single = not any(True for _ in module.children()) and all(torch.equal(rows, found[0]) for rows in found)
+            if found and (standard or single):
+                result[name] = found[0]
+            elif standard:
+                dim = 1 if getattr(module, "transposed", False) else 0
+                slots = self.coupling.slots.get((f"{name}.{weight_name(module)}".removeprefix("."), dim))
+                if slots is not None:
+                    result[name] = slots
+        return result
+
+    def propagate(self, inputs: Inputs) -> LabelPropagation:
+        """Label propagation through the forward pass of these inputs in evaluation mode. PathError if it couples or freezes
+        more than the traced passes do."""
+        all_alive = torch.ones(len(self.coupling), dtype=torch.bool)
+        adjust = self._adjust(all_alive)
+        graph = trace_forward(self.net, inputs, training=False, shapes=self.shapes, adjust=adjust, compute_inputs=True)
         if graph.error is not None:
-            raise PathError(graph.where, first_line(graph.error)) from graph.error
-        ties = Settled(self.ties)
-        follower = Follower(graph, ties, approximate=self._approximate, lanes=self._lanes)
+            raise PathError(graph.error_module, first_line(graph.error)) from graph.error
+        coupling = ReadOnlyCoupling(self.coupling)
+        propagation = self._propagation(graph, coupling)
         try:
-            follower.run()
-            self._make_rectangular(ties, follower)
-        except UnsettledError as error:
-            raise PathError(follower.step.module, f"more neurons belong together there, or stay: {error}") from error
-        return follower
+            propagation.run()
+            _make_rectangular(coupling, propagation)
+        except NewCouplingError as error:
+            raise PathError(
+                propagation.call.module, f"it couples or freezes more neurons than the traced path: {error}"
+            ) from error
+        return propagation
 
-    # Cuts
+    # Cuts. `alive` is a mask over all slots
 
     def shapes_after(self, alive: Tensor) -> dict[str, Shape]:
         """The shapes that a cut changes."""
         after = {name: list(shape) for name, shape in self.shapes.items()}
-        for (name, dim), slots in self.ties.slots.items():
+        for (name, dim), slots in self.coupling.slots.items():
             after[name][dim] = int(alive[slots].sum())
         return {name: tuple(shape) for name, shape in after.items() if tuple(shape) != self.shapes[name]}
 
     def widths_after(self, alive: Tensor) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
-        """(name, module, attributes) for every module that states widths."""
+        """(name, module, attributes) for every module, with the attributes that state widths."""
         after = self.shapes_after(alive)
         first_inputs: dict[str, Shape] = {}
         groups: dict[str, int] = {}
-        for follower in self.followers.values():
-            for name, index in follower.graph.calls:
-                first_inputs[name] = shape_after(follower.state[index], alive)
-            groups |= {name: int(alive[block].sum()) for name, block in follower.blocks.items()}
+        for propagation in self.propagations.values():
+            for name, index in propagation.graph.module_inputs:
+                first_inputs[name] = shape_after(propagation.tensors[index], alive)
+            groups |= {name: int(alive[label].sum()) for name, label in propagation.groups.items()}
         names = {id(tensor): name for name, tensor in tensors_of(self.net).items()}
         for name, module in self.net.named_modules():
             own = dict(module.named_parameters(remove_duplicate=False)) | dict(
@@ -190,12 +195,12 @@ class Structure:
             yield name, module, stated_widths(module, shape, first_inputs.get(name), groups.get(name))
 
     def removal(self, before: Tensor, after: Tensor) -> Removal:
-        """What goes from one state of life to the next, in positions as they are before."""
+        """What a removal changes, from one mask of remaining slots to the next, in positions before it."""
         slices: dict[str, dict[int, Tensor]] = defaultdict(dict)
-        for (name, dim), slots in self.ties.slots.items():
-            stay = after[slots[before[slots]]]
-            if not bool(stay.all()):
-                slices[name][dim] = stay.nonzero().squeeze(1)
+        for (name, dim), slots in self.coupling.slots.items():
+            keep = after[slots[before[slots]]]
+            if not bool(keep.all()):
+                slices[name][dim] = keep.nonzero().squeeze(1)
         widths = {}
         for name, module, stated in self.widths_after(after):
             changed = {attribute: value for attribute, value in stated.items() if getattr(module, attribute) != value}
@@ -203,71 +208,62 @@ class Structure:
                 widths[name] = changed
         return Removal(dict(slices), widths)
 
-    def misfit(self, alive: Tensor, *, aligned: bool = True) -> Misfit | None:
-        """Run the network's own code at the smaller shapes. None if every step gives what it should.
-
-        `aligned=False` compares shapes alone, for cuts that knowingly put other channels side by side.
-        """
-        found = self._try(alive, lambda before, graph: compare(before, graph, alive, aligned))
-        if found is None:
-            return None
-        # Torch itself takes other paths (fewer copies) when a width is down to one. Then the cut is tried with two left, and
-        # at one the code must run, do the same kinds of things and end in the same shapes.
-        wider = self._two_of_each(alive)
-        if torch.equal(wider, alive) or self._try(wider, lambda before, graph: compare(before, graph, wider, aligned)):
-            return found
-        return self._try(alive, lambda before, graph: None if alike(before, graph, alive) else found)
-
-    def _try(self, alive: Tensor, judge: Callable[[Follower, Graph], Misfit | None]) -> Misfit | None:
+    def trace_cut(self, alive: Tensor) -> Iterator[tuple[LabelPropagation, bool, Graph]]:
+        """The network's own code traced at the shapes after a cut: (label propagation of the whole network, mode, graph)."""
         shapes = self.shapes | self.shapes_after(alive)
-        adjust, graphs = self._adjust(alive), {}
-        for training, follower in self.followers.items():
-            graph = record(self.net, self.inputs, training=training, shapes=shapes, kinds=self.kinds, adjust=adjust)
-            graphs[training] = graph
-            found = judge(follower, graph)
-            if found is not None:
-                return found
-        self.tried = alive, Recorded(graphs, self.quiet)
-        return None
+        adjust = self._adjust(alive)
+        for training, propagation in self.propagations.items():
+            graph = trace_forward(
+                self.net, self.inputs, training=training, shapes=shapes, specs=self._specs, adjust=adjust
+            )
+            yield propagation, training, graph
 
     def _adjust(self, alive: Tensor) -> Callable[[], None]:
-        """Sets the widths that modules state, for the time of a trial."""
+        """A function that sets the attributes that state widths, for the duration of a trace."""
         attributes = [(module, widths) for _, module, widths in self.widths_after(alive) if widths]
 
         def adjust() -> None:
             for module, widths in attributes:
                 module.__dict__.update(widths)
-            if self.quiet:
-                quiet_norms(self.net)
+            if self._eval_norms:
+                batch_norms_to_eval(self.net)
 
         return adjust
 
-    def _two_of_each(self, alive: Tensor) -> Tensor:
-        """The cut with something brought back wherever a tensor was left with one entry along a dimension."""
-        alive = alive.clone()
-        labels = [label for f in self.followers.values() for labelled in f.state for label in labelled.labels]
-        for label in labels:
-            left = alive[label]
-            for dim in varies(label):
-                stay = left.transpose(0, dim).reshape(label.shape[dim], -1).any(1)
-                if int(stay.sum()) == 1:
-                    dead = label.transpose(0, dim)[~stay].flatten()[0]
-                    alive[self.roots == self.roots[dead]] = True
-                    left = alive[label]
-        return alive
-
     def macs(self, alive: Tensor) -> int:
-        """Multiply–accumulates of convolutions and matrix products in one eval forward of the example input."""
-        return sum(_macs(followed, alive) for followed in self.followers[False].trail)
+        """Multiply–accumulates of convolutions and matrix products in one evaluation-mode forward pass of the example input."""
+        return sum(_macs(labelled, alive) for labelled in self.propagations[False].calls)
 
 
-def _macs(followed: Followed, alive: Tensor) -> int:
-    name = name_of(followed.step.op)
+def _make_rectangular(coupling: Coupling, *propagations: LabelPropagation) -> None:
+    """Couples slots so that every tensor loses whole slices. Where a label varies along several dimensions, as after splitting
+    channels into groups, the same position is removed from every group: code often fixes the number of groups, rarely their
+    size."""
+    labels = {
+        id(label): label
+        for propagation in propagations
+        for tensor in propagation.tensors
+        for label in tensor.labels
+        if len(varying_dims(label)) > 1
+    }
+    changed = bool(labels)
+    while changed:
+        changed = False
+        for label in labels.values():  # in the order of the forward pass: a split comes before its consumers
+            roots = compact(coupling.roots_of(label))
+            for dim in varying_dims(roots)[:-1]:
+                first = roots.narrow(dim, 0, 1)
+                coupling.union(first, roots, "its channels are laid out in a way that cannot be cut")
+                roots, changed = first, True
+
+
+def _macs(labelled: LabelledCall, alive: Tensor) -> int:
+    name = op_name(labelled.call.op)
     if name == "convolution":
-        x, w = (shape_after(read, alive) for read in followed.reads[:2])
-        transposed = followed.step.args[6]
-        return math.prod(x if transposed else shape_after(followed.writes[0], alive)) * math.prod(w[1:])
+        x, w = (shape_after(read, alive) for read in labelled.reads[:2])
+        transposed = labelled.call.args[6]
+        return math.prod(x if transposed else shape_after(labelled.writes[0], alive)) * math.prod(w[1:])
     if name in ("mm", "bmm", "addmm", "baddbmm", "mv"):
-        a, b = (shape_after(read, alive) for read in followed.reads[-2:])
+        a, b = (shape_after(read, alive) for read in labelled.reads[-2:])
         return math.prod(a) * (b[-1] if len(b) > 1 else 1)
     return 0

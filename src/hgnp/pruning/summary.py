@@ -1,4 +1,4 @@
-"""What there is in a network, to look at."""
+"""What `Neurons` reports: layers, frozen neurons, previews, and a table of them."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -9,6 +9,8 @@ from hgnp.errors import named
 
 @dataclass(frozen=True)
 class Layer:
+    """A layer with prunable neurons: how many remain, and how many there were."""
+
     name: str
     alive: int
     total: int
@@ -16,7 +18,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Frozen:
-    """Neurons that cannot be removed, and why."""
+    """Neurons of a layer that cannot be removed, and why."""
 
     name: str
     reason: str
@@ -25,7 +27,7 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Preview:
-    """What a network comes to."""
+    """The size of a network: `kept` is the fraction of the original parameters."""
 
     parameters: int
     neurons: int

@@ -1,7 +1,7 @@
-"""Cut tensors, and everything that keeps a number for each of their entries, all or nothing.
+"""Surgery: cuts tensors and all state per entry of them, atomically.
 
-A removal has two phases. First everyone prepares: new tensors are made beside the old ones and anything may fail. Then
-everyone commits: ready tensors are put in place. Should even that fail, what was put in place is taken back.
+A removal has two phases. In the first, everything is prepared: new tensors are created beside the old ones, and anything may
+fail. In the second, the changes are committed by assignments alone. If even that fails, those already made are undone.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,9 +18,9 @@ from hgnp.removal import Removal, Slices, cut
 
 @dataclass(frozen=True)
 class Change:
-    """One assignment, ready to be made or taken back."""
+    """One assignment, and its inverse."""
 
-    make: Callable[[], None]
+    apply: Callable[[], None]
     undo: Callable[[], None] = lambda: None
 
 
@@ -34,22 +34,22 @@ def changes_to_net(net: nn.Module, removal: Removal) -> list[Change]:
     for name, widths in removal.widths.items():
         module = modules[name]
         changes.append(set_attributes(module, widths))
-    # cuDNN reads a recurrent layer's weights from one chunk of memory, and PyTorch warns at every call where they are not
+    # cuDNN wants a recurrent layer's weights in one chunk of memory, and PyTorch warns at every call if they are not
     changes += [Change(module.flatten_parameters) for module in modules.values() if isinstance(module, nn.RNNBase)]
     return changes
 
 
 def changes_to_optimizer(net: nn.Module, optimizer: torch.optim.Optimizer, removal: Removal) -> list[Change]:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"optimizer: {optimizer!r} was given; a torch.optim.Optimizer of the network would do")
+        raise InputError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(id(parameter) in names for parameter in held):
-        raise InputError("optimizer holds none of the network's parameters")
+        raise InputError("optimizer must hold parameters of the network, got one that holds none of them")
     changes = []
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter))
-        # also where the parameter keeps its shape: LBFGS keeps the state of all parameters with the first
+        # also where the parameter keeps its shape: LBFGS stores the state of all parameters with the first one
         for key, value in state.items() if name is not None else ():
             what = f"{type(optimizer).__name__}'s state {key!r} of {name}"
             new = _cut_state(value, parameter, removal.slices.get(str(name), {}), what)
@@ -59,11 +59,11 @@ def changes_to_optimizer(net: nn.Module, optimizer: torch.optim.Optimizer, remov
 
 
 def _cut_state(value: Any, parameter: Tensor, slices: Slices, what: str) -> Any:
-    """The state with what stays. A factored optimizer keeps size 1 where it averaged; counters have no shape."""
+    """The remaining state. A factored optimizer has size 1 along dimensions that it averages; counters are scalars."""
     if isinstance(value, list | tuple | dict) and any(
         isinstance(v, Tensor) for v in (value.values() if isinstance(value, dict) else value)
     ):
-        raise InputError(f"{what} is a collection of tensors, which cannot be cut with the neurons")
+        raise InputError(f"{what} must be a tensor or a number to be cut with the neurons, got a collection of tensors")
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     fits = value.dim() == parameter.dim() and all(
@@ -71,41 +71,42 @@ def _cut_state(value: Any, parameter: Tensor, slices: Slices, what: str) -> Any:
     )
     if not fits:
         raise InputError(
-            f"{what} has shape {tuple(value.shape)} and cannot be cut with a parameter of shape {tuple(parameter.shape)}"
+            f"{what} must have the parameter's shape {tuple(parameter.shape)} or size 1, got {tuple(value.shape)}"
         )
     if not slices:
         return value
-    return cut(value, {dim: stay for dim, stay in slices.items() if value.shape[dim] == parameter.shape[dim]})
+    return cut(value, {dim: positions for dim, positions in slices.items() if value.shape[dim] == parameter.shape[dim]})
 
 
-def twins_of(net: nn.Module, also: Iterable[nn.Module]) -> list[nn.Module]:
-    """A list of networks that have the same tensors in the same shapes as `net`; ValueError if one has not."""
+def check_copies(net: nn.Module, also: Iterable[nn.Module]) -> list[nn.Module]:
+    """The networks as a list. InputError unless each has the same tensors in the same shapes as `net`."""
     if isinstance(also, nn.Module) or not isinstance(also, Iterable):
-        raise InputError(f"also: a {type(also).__name__} was given; a list of networks would do")
-    twins = list(also)
-    for place, twin in enumerate(twins):
-        _check_twin(net, twin, place)
-    return twins
+        raise InputError(f"also must be a list of networks, got {type(also).__name__}")
+    copies = list(also)
+    for index, copy in enumerate(copies):
+        _check_copy(net, copy, index)
+    return copies
 
 
-def _check_twin(net: nn.Module, twin: nn.Module, place: int) -> None:
-    if not isinstance(twin, nn.Module):
-        raise InputError(f"also[{place}]: a {type(twin).__name__} was given; a network would do")
-    hint = "; pass its .module" if isinstance(getattr(twin, "module", None), nn.Module) else ""
-    mine, its = tensors_of(net), tensors_of(twin)
+def _check_copy(net: nn.Module, copy: nn.Module, index: int) -> None:
+    if not isinstance(copy, nn.Module):
+        raise InputError(f"also[{index}] must be an nn.Module, got {type(copy).__name__}")
+    hint = "; pass its .module" if isinstance(getattr(copy, "module", None), nn.Module) else ""
+    mine, its = tensors_of(net), tensors_of(copy)
     for name in [*mine, *its]:
         if name not in mine or name not in its or mine[name].shape != its[name].shape:
-            found = tuple(its[name].shape) if name in its else "missing"
-            due = tuple(mine[name].shape) if name in mine else "absent"
-            raise InputError(f"also[{place}] is not a network of the same shape: {name} is {found}, here {due}{hint}")
+            found = f"shape {tuple(its[name].shape)}" if name in its else "none"
+            expected = f"of shape {tuple(mine[name].shape)}" if name in mine else "missing"
+            raise InputError(f"also[{index}] must have the tensors of net, {name} {expected}, got {found}{hint}")
 
 
 def commit(changes: Iterable[Change]) -> None:
+    """Makes all changes, or none."""
     done: list[Change] = []
     try:
         for change in changes:
             done.append(change)
-            change.make()
+            change.apply()
     except BaseException:
         for change in reversed(done):
             change.undo()
@@ -115,17 +116,17 @@ def commit(changes: Iterable[Change]) -> None:
 def replace_data(tensor: Tensor, data: Tensor, grad: Tensor | None) -> Change:
     old_data, old_grad = tensor.data, tensor.grad
 
-    def put(data: Tensor, grad: Tensor | None) -> None:
-        tensor.grad = None  # a gradient must fit its tensor at every moment
+    def assign(data: Tensor, grad: Tensor | None) -> None:
+        tensor.grad = None  # a gradient must have the shape of its tensor at all times
         if tensor.requires_grad:
-            # A loss that is still alive keeps the node that accumulates this gradient, with the old shape. Torch makes a new
-            # one only when the dtype changes, so it changes for a moment.
+            # A loss that still exists holds the node that accumulates this gradient, with the old shape. PyTorch creates a new
+            # node only when the dtype changes, so the dtype changes for a moment.
             other = torch.float32 if data.dtype != torch.float32 else torch.float64
             tensor.data = data.new_empty(0, dtype=other)
         tensor.data = data
         tensor.grad = grad
 
-    return Change(lambda: put(data, grad), lambda: put(old_data, old_grad))
+    return Change(lambda: assign(data, grad), lambda: assign(old_data, old_grad))
 
 
 def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> Change:

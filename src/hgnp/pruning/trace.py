@@ -1,8 +1,8 @@
-"""Record what a network really does, operator by operator, without computing anything.
+"""Tracing: records a network's forward pass, operator by operator, without computing anything.
 
-The network's own forward runs once on fake tensors (shapes without data) while a dispatch mode writes down every ATen
-operator. Python code, hooks and parametrisations take part as they would in training; weights, buffers, random state and
-the modules' attributes are left as found.
+The network's own forward runs once on fake tensors (shapes without data) while a dispatch mode records every ATen operator.
+Python code, hooks and parametrisations run as they would in training; weights, buffers, random number generators and the
+modules' attributes are restored.
 """
 
 import gc
@@ -32,115 +32,128 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from hgnp.errors import InputTypeError
-from hgnp.pruning.as_found import chance, left_as_found
 from hgnp.pruning.graph import (
+    FunctionCall,
     Graph,
     Inputs,
-    Invocation,
-    Kind,
-    Ref,
-    Step,
+    OpCall,
+    TensorSpec,
     Value,
+    ValueRef,
     function_name,
-    is_invocation,
-    kind_of,
-    numbers_of,
+    non_tensor_arguments,
+    produces_tensor,
+    spec_of,
     tensors_of,
 )
-from hgnp.pruning.module_calls import Frame, ModuleCalls
-from hgnp.state_guards import layer_of
+from hgnp.pruning.module_calls import ModuleCall, ModuleCallTracker
+from hgnp.state_guards import module_that_raised, preserve_state, python_rng_state
 
 
-class UnseenError(Exception):
-    """One forward does not show what others would do."""
+class UntraceableError(Exception):
+    """One forward pass does not show what others do."""
 
 
-KNOWN = {outcome: torch.tensor(outcome) for outcome in (False, True)}
-MOST_CACHED = 4096
-UNSEEN = (UnseenError, DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+MAX_CACHED_SHAPES = 4096
+UNTRACEABLE = (
+    UntraceableError,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+_BOOLEANS = {outcome: torch.tensor(outcome) for outcome in (False, True)}
 
 
-class _Recorder(TorchDispatchMode):
+class _OperatorTracer(TorchDispatchMode):
+    """Records every ATen operator call and the tensors that it reads and writes."""
+
     def __init__(self, net: nn.Module, weights: Mapping[int, str], inputs: list[Tensor]) -> None:
         super().__init__()
         self.graph = Graph()
-        self.calls = ModuleCalls(net, self._entered)
+        self.module_calls = ModuleCallTracker(net, self._on_module_call)
         self._weights = weights
         self._index: dict[int, int] = {}
-        self._chances: set[int] = set()
-        self._alive: list[Tensor] = []  # keeps id() unique for the length of the recording
+        self._uniform_samples: set[int] = set()
+        self._references: list[Tensor] = []  # keeps id() unique for the duration of the trace
         for tensor in inputs:
-            self.value(tensor, made=False)
+            self.value(tensor, computed=False)
 
-    def _entered(self, frame: Frame, args: tuple[Any, ...]) -> None:
+    def _on_module_call(self, call: ModuleCall, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor):
             with torch._C.DisableTorchFunction():
-                self.graph.calls.append((frame.module, self.value(args[0], made=False)))
+                self.graph.module_inputs.append((call.module, self.value(args[0], computed=False)))
 
-    def value(self, tensor: Tensor, *, made: bool) -> int:
+    def value(self, tensor: Tensor, *, computed: bool) -> int:
+        """The index of a tensor's value, which is added if it is new."""
         index = self._index.get(id(tensor))
         if index is None or self.graph.values[index].shape != tensor.shape:  # some operators reshape in place
             index = self._index[id(tensor)] = len(self.graph.values)
-            self._alive.append(tensor)
+            self._references.append(tensor)
             shape, named = tuple(int(n) for n in tensor.shape), self._weights.get(id(tensor))
             strided = tensor.layout == torch.strided
             self.graph.values.append(
                 Value(
                     shape=shape,
-                    repeated=tuple(n > 1 and s == 0 for n, s in zip(shape, tensor.stride(), strict=True))
+                    expanded=tuple(n > 1 and s == 0 for n, s in zip(shape, tensor.stride(), strict=True))
                     if strided
                     else (False,) * len(shape),
                     storage=tensor.untyped_storage()._cdata if strided else -1 - index,
                     name=named,
-                    made=made,
+                    computed=computed,
                     constant=None if named else tensor.constant if isinstance(tensor, FakeTensor) else tensor,
                 )
             )
         return index
 
-    def _settle_chance(self, op: OpOverload, args: tuple[Any, ...], result: Any) -> None:
-        """A layer that is dropped with probability 0 is never dropped: `torch.rand([]) < 0` is known."""
+    def _evaluate_sure_comparison(self, op: OpOverload, args: tuple[Any, ...], result: Any) -> None:
+        """A layer that is dropped with probability 0 is never dropped: the value of `torch.rand([]) < 0` is known."""
         name = str(op._schema.name).removeprefix("aten::")
-        if (name == "rand" and result.dim() == 0) or (name == "detach" and id(args[0]) in self._chances):
-            self._chances.add(id(result))
-        elif name in ("lt", "le", "gt", "ge") and id(args[0]) in self._chances and isinstance(args[1], int | float):
+        if (name == "rand" and result.dim() == 0) or (name == "detach" and id(args[0]) in self._uniform_samples):
+            self._uniform_samples.add(id(result))
+        elif (
+            name in ("lt", "le", "gt", "ge")
+            and id(args[0]) in self._uniform_samples
+            and isinstance(args[1], int | float)
+        ):
             outcome = _outcome(name, args[1])
             if outcome is not None and isinstance(result, FakeTensor):
-                result.constant = KNOWN[outcome]
+                result.constant = _BOOLEANS[outcome]
 
-    def known(self, tensor: Tensor) -> int | None:
+    def index_of(self, tensor: Tensor) -> int | None:
         return self._index.get(id(tensor))
 
-    def made(self) -> list["weakref.ref[Tensor]"]:
-        values = zip(self._alive, self.graph.values, strict=True)
-        return [weakref.ref(tensor) for tensor, value in values if value.made]
+    def computed(self) -> list["weakref.ref[Tensor]"]:
+        """References to the tensors that operators have returned."""
+        values = zip(self._references, self.graph.values, strict=True)
+        return [weakref.ref(tensor) for tensor, value in values if value.computed]
 
     def __torch_dispatch__(
         self, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunction():  # only what the network calls itself is an invocation
+        with torch._C.DisableTorchFunction():  # function calls are those of the network's own code
             return self._dispatch(op, args, kwargs or {})
 
     def _dispatch(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, _ = tree_flatten((args, kwargs))
-        reads = tuple(self.value(leaf, made=False) for leaf in leaves if isinstance(leaf, Tensor))
-        if _only_names_a_layout(op, args, kwargs):
+        reads = tuple(self.value(leaf, computed=False) for leaf in leaves if isinstance(leaf, Tensor))
+        if _only_changes_strides(op, args, kwargs):
             return op(*args, **kwargs)
         shapes_only = op is torch.ops.aten.native_batch_norm.default and isinstance(args[0], FakeTensor)
         result = _batch_norm(*args) if shapes_only else op(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self._settle_chance(op, args, result)
-        if made:
+        computed = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._evaluate_sure_comparison(op, args, result)
+        if computed:
             refs = tree_map(
-                lambda leaf: Ref(self._index[id(leaf)]) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+                lambda leaf: ValueRef(self._index[id(leaf)]) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
             )
-            writes = tuple(self.value(tensor, made=True) for tensor in made)
-            self.graph.steps.append(Step(op, refs[0], refs[1], reads, writes, self.calls.frame.module))
+            writes = tuple(self.value(tensor, computed=True) for tensor in computed)
+            module = self.module_calls.current.module
+            self.graph.op_calls.append(OpCall(op, refs[0], refs[1], reads, writes, module))
         return result
 
 
-def _only_names_a_layout(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether all entries stay where they are: pooling to one position gives its result channels-last strides in this way."""
+def _only_changes_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether all entries keep their positions: pooling to one position gives its result channels-last strides in this way."""
     if op is not torch.ops.aten.as_strided_.default or kwargs or len(args) != 3:
         return False
     tensor, size, stride = args
@@ -148,40 +161,41 @@ def _only_names_a_layout(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     return tuple(size) == tuple(tensor.shape) and same
 
 
-class _Invocations(TorchFunctionMode):
-    """Writes down which steps each call of a torch function comes to."""
+class _FunctionTracer(TorchFunctionMode):
+    """Records the torch functions that the network's own code calls, with the operator calls that each of them runs."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, operators: _OperatorTracer) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._operators = operators
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name, graph = function_name(func), self._recorder.graph
-        given, numbers = self._known((args, kwargs)), numbers_of(name, args, kwargs)
-        start = len(graph.steps)
+        name, graph = function_name(func), self._operators.graph
+        arguments, non_tensors = self._indices((args, kwargs)), non_tensor_arguments(name, args, kwargs)
+        start = len(graph.op_calls)
         try:
             result = func(*args, **kwargs)
         except Exception:
-            del graph.steps[start:]  # the network may catch it: half a call is none
+            del graph.op_calls[start:]  # the network may catch it: a call that failed halfway does not count
             raise
-        if is_invocation(name, result):
-            steps = range(start, len(graph.steps))
-            frame = self._recorder.calls.frame
-            new = self._known((args, kwargs))  # a weight is known from its first use
-            given = {place: new[place] if index is None else index for place, index in given.items()}
-            graph.invocations.append(Invocation(name, frame, given, self._known(result), steps, numbers))
+        if produces_tensor(name, result):
+            op_calls = range(start, len(graph.op_calls))
+            call = self._operators.module_calls.current
+            now = self._indices((args, kwargs))  # a weight has an index from its first use on
+            arguments = {position: now[position] if index is None else index for position, index in arguments.items()}
+            results = self._indices(result)
+            graph.function_calls.append(FunctionCall(name, call, arguments, results, op_calls, non_tensors))
         return result
 
-    def _known(self, tree: Any) -> dict[int, int | None]:
+    def _indices(self, tree: Any) -> dict[int, int | None]:
         leaves = enumerate(tree_leaves(tree))
-        return {place: self._recorder.known(leaf) for place, leaf in leaves if isinstance(leaf, Tensor)}
+        return {position: self._operators.index_of(leaf) for position, leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def _outcome(comparison: str, threshold: float) -> bool | None:
-    """What comparing any number in [0, 1) with the threshold gives, if it is always the same."""
+    """The result of comparing a number in [0, 1) with the threshold, if it is the same for all of them."""
     inclusive = comparison in ("le", "gt")
     if 0 < threshold < 1 or (inclusive and threshold == 0):
         return None
@@ -191,63 +205,63 @@ def _outcome(comparison: str, threshold: float) -> bool | None:
 def _batch_norm(
     x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """The shapes of a batch norm. Fake tensors get them from twenty smaller operators, most of the time of a recording."""
+    """The shapes of a batch norm's results. Fake tensors derive them by twenty operators, most of the time of a trace."""
     channels = x.shape[1]
     for entry in (weight, bias, mean, var):
         if entry is not None and entry.shape[0] != channels:
-            raise RuntimeError(f"a batch norm of {entry.shape[0]} channels is given {channels}")
+            raise RuntimeError(f"the input of a batch norm must have {entry.shape[0]} channels, got {channels}")
     return torch.empty_like(x), *(x.new_empty(channels if training else 0) for _ in range(2))
 
 
-def record(
+def trace_forward(
     net: nn.Module,
     inputs: Inputs,
     *,
     training: bool,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
-    kinds: Mapping[str, Kind] | None = None,
+    specs: Mapping[str, TensorSpec] | None = None,
     adjust: Callable[[], None] = lambda: None,
-    read: bool = False,
+    compute_inputs: bool = False,
 ) -> Graph:
-    """The forward of `net` in train or eval mode as a graph.
+    """The forward pass of `net` in training or evaluation mode as a graph.
 
-    `shapes` and `kinds` give parameters and buffers another shape, dtype and device for this one forward and `adjust` sets
-    module attributes to match: that is how a removal is tried before anything is touched. With `read`, the inputs and what is
-    made of them alone are computed, so that code which looks at them (whether a mask has padding) goes the way it will go.
+    `shapes` and `specs` give parameters and buffers another shape, dtype and device for this one pass and `adjust` sets module
+    attributes to match: this is how a cut is tried before any tensor changes. With `compute_inputs`, the inputs and what is
+    computed from them alone have data, so that code which reads them (whether a mask has padding) takes its real path.
     """
-    with torch.inference_mode(False), _uninterrupted():
-        graph, made = _record(net, inputs, training, shapes or {}, kinds or {}, adjust, read)
-    if FakeTensorMode.cache_info().size > MOST_CACHED:
-        FakeTensorMode.cache_clear()  # PyTorch keeps an entry for each operator and shape, and every removal makes new ones
-    if shapes is None and graph.error is None and any(tensor() is not None for tensor in made):
+    with torch.inference_mode(False), _defer_interrupts():
+        graph, computed = _trace(net, inputs, training, shapes or {}, specs or {}, adjust, compute_inputs)
+    if FakeTensorMode.cache_info().size > MAX_CACHED_SHAPES:
+        FakeTensorMode.cache_clear()  # PyTorch keeps an entry per operator and shape, and every removal adds new ones
+    if shapes is None and graph.error is None and any(tensor() is not None for tensor in computed):
         gc.collect()
-        if any(tensor() is not None for tensor in made):
-            warnings.warn("a hook or cache outside the network's modules kept tensors of a forward that computed nothing: "
-                          "empty it before it is read", stacklevel=2)  # fmt: skip
+        if any(tensor() is not None for tensor in computed):
+            warnings.warn("a hook or cache outside the network's modules kept fake tensors of the traced forward pass; clear "
+                          "it before reading it", stacklevel=2)  # fmt: skip
     return graph
 
 
-def _record(
+def _trace(
     net: nn.Module,
     inputs: Inputs,
     training: bool,
     shapes: Mapping[str, tuple[int, ...]],
-    kinds: Mapping[str, Kind],
+    specs: Mapping[str, TensorSpec],
     adjust: Callable[[], None],
-    read: bool,
+    compute_inputs: bool,
 ) -> tuple[Graph, list["weakref.ref[Tensor]"]]:
-    """The graph, and references to the tensors made on the way, which ought to be gone by now."""
+    """The graph, and references to the tensors that were computed, which should be freed by now."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes, weights = _fake_weights(net, fake_mode, shapes, kinds)
+    fakes, weights = _fake_weights(net, fake_mode, shapes, specs)
     args, kwargs = inputs
-    if not read:
+    if not compute_inputs:
         args, kwargs = tree_map(lambda leaf: fake_mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
-    recorder = _Recorder(net, weights, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
-    graph = recorder.graph
+    tracer = _OperatorTracer(net, weights, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+    graph = tracer.graph
     with (
-        left_as_found(net),
-        recorder.calls,
-        plain_attention(),
+        preserve_state(net),
+        tracer.module_calls,
+        math_attention(),
         warnings.catch_warnings(action="ignore"),
     ):
         net.train(training)
@@ -256,40 +270,40 @@ def _record(
             for own in (module.__dict__["_parameters"], module.__dict__["_buffers"]):
                 own.update({key: fakes[id(tensor)] for key, tensor in own.items() if tensor is not None})
         try:
-            before = chance()
-            # without the mode, what reads no weight is computed: a weight, being fake, brings its mode with it
-            fake = nullcontext() if read else fake_mode
-            with torch.enable_grad(), fake, recorder, _Invocations(recorder):
+            before = python_rng_state()
+            # without the mode, operators that read no weight compute data; a weight is fake and brings its mode with it
+            fake = nullcontext() if compute_inputs else fake_mode
+            with torch.enable_grad(), fake, tracer, _FunctionTracer(tracer):
                 output = net(*args, **kwargs)
-            graph.outputs = tuple(recorder.value(tensor, made=False) for tensor in _tensors(output))
-            if chance() != before:
-                raise UnseenError("it draws from Python's or NumPy's random numbers")
+            graph.outputs = tuple(tracer.value(tensor, computed=False) for tensor in _tensors(output))
+            if python_rng_state() != before:
+                raise UntraceableError("it uses Python's or NumPy's random numbers")
             if not graph.outputs:
-                raise InputTypeError(f"its output, a {type(output).__name__}, holds no tensor that can be found")
+                raise InputTypeError(f"the network must return tensors, got {type(output).__name__}")
         except Exception as error:
-            graph.error, graph.where = error, layer_of(net, error)
-    return graph, recorder.made()
+            graph.error, graph.error_module = error, module_that_raised(net, error)
+    return graph, tracer.computed()
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end: in the middle of a fake tensor's operation it makes PyTorch abort the process."""
-    before, came = signal.getsignal(signal.SIGINT), []
+def _defer_interrupts() -> Iterator[None]:
+    """Delays Ctrl-C to the end of the block: inside an operator on fake tensors it makes PyTorch abort the process."""
+    before, received = signal.getsignal(signal.SIGINT), []
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
-    signal.signal(signal.SIGINT, lambda *args: came.append(args))
+    signal.signal(signal.SIGINT, lambda *args: received.append(args))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if came:
-            before(*came[-1])
+        if received:
+            before(*received[-1])
 
 
 @contextmanager
-def plain_attention() -> Iterator[None]:
-    """Attention in operators that can be followed; and no report of shapes that do not fit, for that is what trials are for."""
+def math_attention() -> Iterator[None]:
+    """Attention as plain ATen operators, which have rules; and no log of shape errors, which traces of cuts may cause."""
     log = logging.getLogger(FakeTensorMode.__module__)
     level, fast = log.level, torch.backends.mha.get_fastpath_enabled()
     log.setLevel(logging.CRITICAL)
@@ -302,39 +316,39 @@ def plain_attention() -> Iterator[None]:
         log.setLevel(level)
 
 
-def quiet_norms(net: nn.Module) -> None:
-    """Put batch norms in eval mode: one value a channel cannot be normalised over the batch."""
+def batch_norms_to_eval(net: nn.Module) -> None:
+    """Puts batch norms in evaluation mode: one value per channel cannot be normalised over the batch."""
     for module in net.modules():
         if isinstance(module, _BatchNorm):
             module.training = False
 
 
 def _fake_weights(
-    net: nn.Module, fake_mode: FakeTensorMode, shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, Kind]
+    net: nn.Module, fake_mode: FakeTensorMode, shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, TensorSpec]
 ) -> tuple[dict[int, Tensor], dict[int, str]]:
     """Fake counterparts by the id of the real tensor, and names by the id of the fake one."""
     fakes: dict[int, Tensor] = {}
     weights: dict[int, str] = {}
     for name, tensor in tensors_of(net).items():
-        kind = kinds.get(name) or kind_of(tensor)
+        spec = specs.get(name) or spec_of(tensor)
         shape = shapes.get(name, tuple(tensor.shape))
-        if kind == kind_of(tensor) and shape == tensor.shape:
+        if spec == spec_of(tensor) and shape == tensor.shape:
             fake: Tensor = fake_mode.from_tensor(tensor)
         else:
             with fake_mode:
-                fake = torch.empty([shape[dim] for dim in kind.order], dtype=kind.dtype, device=kind.device)
-                fake = fake.permute([kind.order.index(dim) for dim in range(len(kind.order))])
+                fake = torch.empty([shape[dim] for dim in spec.dim_order], dtype=spec.dtype, device=spec.device)
+                fake = fake.permute([spec.dim_order.index(dim) for dim in range(len(spec.dim_order))])
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, tensor.requires_grad)
-        if kind.counter is not None:
-            fake.constant = torch.tensor(kind.counter)  # type: ignore[attr-defined]
+        if spec.counter is not None:
+            fake.constant = torch.tensor(spec.counter)  # type: ignore[attr-defined]
         fakes[id(tensor)] = fake
         weights[id(fake)] = name
     return fakes, weights
 
 
 def _tensors(output: Any, depth: int = 8) -> Iterator[Tensor]:
-    """The tensors in whatever a network returns: containers of any class, dataclasses, objects with attributes."""
+    """The tensors in a network's output: in containers of any class, dataclasses, objects with attributes."""
     if isinstance(output, Tensor):
         yield output
     elif depth and not isinstance(output, str | bytes | type | nn.Module):
@@ -343,7 +357,7 @@ def _tensors(output: Any, depth: int = 8) -> Iterator[Tensor]:
             inside += output.values()
         elif isinstance(output, Iterable) and isinstance(output, Sized):
             inside += output
-        slots = [slot for kind in type(output).__mro__ for slot in getattr(kind, "__slots__", ())]
+        slots = [slot for base in type(output).__mro__ for slot in getattr(base, "__slots__", ())]
         inside += [getattr(output, slot) for slot in slots if hasattr(output, slot)]
         inside += getattr(output, "__dict__", {}).values()
         for part in inside:

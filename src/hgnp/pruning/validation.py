@@ -1,42 +1,82 @@
-"""Networks whose tensors cannot be cut in place, each with what to do instead."""
+"""Validation of a network, its example input and the names of protected modules."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hgnp.errors import InputError, InputTypeError
+from hgnp.errors import InputError, InputTypeError, meant
+from hgnp.pruning.graph import Inputs
 
 
-def refuse(net: object) -> None:
-    """TypeError or ValueError, naming the layer, if `net` is not made of plain modules with plain dense tensors."""
+def check_net(net: object) -> None:
+    """InputTypeError or InputError, naming the layer, unless `net` is made of plain modules with plain dense tensors, which
+    can be cut in place."""
     if not isinstance(net, nn.Module):
-        raise InputTypeError(f"net must be an nn.Module, not {type(net).__name__}")
+        raise InputTypeError(f"net must be an nn.Module, got {type(net).__name__}")
     for name, module in net.named_modules():
         where = f"layer {name!r}" if name else "net"
-        kind = type(module)
-        home = kind.__module__
+        class_name, package = type(module).__name__, type(module).__module__.split(".")
         if isinstance(module, torch.jit.ScriptModule):
-            raise InputTypeError(f"{where} is scripted: its code is fixed; prune the Python module, then script it")
-        if kind.__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-            raise InputTypeError(f"{where} is compiled: prune the module it was made from, then compile it again")
-        if kind.__name__ in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
+            raise InputTypeError(f"{where} must be a Python module, got a scripted one; prune first, then script it")
+        if class_name == "OptimizedModule" or module._compiled_call_impl is not None:
             raise InputTypeError(
-                f"{where} is wrapped in {kind.__name__}: prune the module inside (.module), then wrap it again"
+                f"{where} must not be compiled, got a compiled module; prune the original module, then compile it"
             )
-        if "quantized" in home.split(".") or "quantizable" in home.split("."):
-            raise InputTypeError(f"{where} is quantised ({kind.__name__}): prune first, then quantise")
+        if class_name in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
+            raise InputTypeError(
+                f"{where} must not be wrapped, got {class_name}; prune the module inside (.module), then wrap it again"
+            )
+        if "quantized" in package or "quantizable" in package:
+            raise InputTypeError(
+                f"{where} must not be quantised, got a quantised {class_name}; prune first, then quantise"
+            )
     for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
-        _refuse_tensor(name, tensor)
+        _check_tensor(name, tensor)
 
 
-def _refuse_tensor(name: str, tensor: Tensor) -> None:
+def _check_tensor(name: str, tensor: Tensor) -> None:
     if is_lazy(tensor):
-        raise InputError(f"{name} is not initialised yet (a lazy module): run one forward first")
+        raise InputError(f"{name} must be initialised, got a lazy module; run one forward pass first")
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
         raise InputTypeError(
-            f"{name} is a {type(tensor).__name__}: only plain tensors can be cut; prune before sharding or converting"
+            f"{name} must be a plain tensor, got {type(tensor).__name__}; prune before sharding or converting"
         )
     if tensor.layout != torch.strided or tensor.is_quantized:
+        form = "quantised" if tensor.is_quantized else "sparse"
+        raise InputTypeError(f"{name} must be a dense tensor, got a {form} one")
+
+
+def as_inputs(example: Any) -> Inputs:
+    """Positional and keyword arguments from a tensor, a tuple or a dict."""
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, tuple | list):
+        return tuple(example), {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    raise InputTypeError(
+        f"example_input must be a tensor, a tuple or a dict of keyword arguments, got {type(example).__name__}"
+    )
+
+
+def protected_modules(net: nn.Module, protect: Iterable[str]) -> set[str]:
+    """The names of the protected modules and of all modules inside them."""
+    if isinstance(protect, str):
+        raise InputTypeError(f"protect must be a list of module names, got {protect!r}; write protect=[{protect!r}]")
+    if not isinstance(protect, Iterable):
         raise InputTypeError(
-            f"{name} is {'quantised' if tensor.is_quantized else 'sparse'}: only dense tensors can be cut"
+            f"protect must be a list of module names, got {type(protect).__name__}; [] protects nothing"
         )
+    names = [name for name, _ in net.named_modules()]
+    protected = set()
+    for entry in protect:
+        inside = {name for name in names if name == entry or name.startswith(f"{entry}.")}
+        if not inside:
+            raise InputError(
+                f"protect must name modules of the network, got {entry!r}{meant(entry, [name for name in names if name])}"
+            )
+        protected |= inside
+    return protected

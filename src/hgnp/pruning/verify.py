@@ -1,10 +1,11 @@
-"""Compare a trial with the forward it should equal.
+"""Verification of cuts: the network's own code, traced at the smaller shapes, must do what label propagation predicts.
 
-A trial is the network's own code run at smaller shapes. Every step must be the step it was, with the same constants, and give
-the old result with the dead entries left out, in the old order.
+Every operator call must be the one it was, with the same constants, and its result must be the old result without the removed
+entries, in the old order. A hard-coded `view`, a fixed split point or a constant that depends on the width is caught here.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,191 +13,298 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hgnp.errors import InputError, first_line
-from hgnp.pruning.graph import Graph, Step, Value
-from hgnp.pruning.labels import Labelled, compact, varies
-from hgnp.pruning.propagation import Followed, Follower
-from hgnp.pruning.rules import KEEP_FILLER, RESHAPES, filler, mover, name_of, rule_for, turns
+from hgnp.errors import first_line
+from hgnp.pruning.graph import Graph, OpCall, Value
+from hgnp.pruning.labels import LabelledTensor, keep, keep_masks, shape_after, varying_dims
+from hgnp.pruning.propagation import LabelledCall, LabelPropagation
+from hgnp.pruning.rules import (
+    PRESERVES_FILLER,
+    RESHAPES,
+    filler,
+    op_name,
+    permutes_dims,
+    rearrangement,
+    rule_for,
+)
+from hgnp.pruning.structure import Structure, TracedForward
 
 ANOTHER_PATH = "the smaller network takes another path through its code"
-SIZED = (*RESHAPES, "expand", "repeat", "native_group_norm", "native_layer_norm", "_fused_rms_norm", "constant_pad_nd")
+TAKES_SIZES = (
+    *RESHAPES,
+    "expand",
+    "repeat",
+    "native_group_norm",
+    "native_layer_norm",
+    "_fused_rms_norm",
+    "constant_pad_nd",
+)
+"""Operators among whose arguments are sizes, which may change with the width."""
 LAYOUT = ("clone", "contiguous", "alias", "detach", "mm", "bmm", "addmm", "baddbmm", "mv", "add", "add_")
+"""Operators that PyTorch adds, drops or merges depending on the memory layout."""
+Root = int
+RootClass = tuple[Root, ...]
+"""Roots whose slots lie in the same dimensions of the same tensors: a cut that works for one works for all."""
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """Why a cut does not fit, and the dead slots that were there when it showed."""
+    """Why a cut does not work, and the removed slots at the operator call where it fails."""
 
     reason: str
     slots: Tensor
 
 
-def keep_masks(labelled: Labelled, alive: Tensor) -> list[Tensor | None]:
-    """Which places along each dimension are left; None where all are. ValueError if no rectangle is left."""
-    masks: list[Tensor | None] = [None] * len(labelled.shape)
-    for label in labelled.labels:
-        left = compact(alive[label])
-        if left.numel() == 1:
-            if not bool(left):
-                raise InputError("nothing is left of a tensor")
-            continue
-        dims = varies(left)
-        outer = torch.ones((1,) * left.dim(), dtype=torch.bool)
-        for dim in dims:
-            others = tuple(d for d in dims if d != dim)
-            mask = left.any(others) if others else left
-            mask = mask.reshape(-1)
-            outer = outer & mask.reshape([-1 if d == dim else 1 for d in range(left.dim())])
-            current = masks[dim]
-            masks[dim] = mask if current is None else current & mask
-        if not torch.equal(outer.expand(left.shape), left):
-            raise InputError("what is left of a tensor is no rectangle")
-    return masks
+class CutVerifier:
+    """Verifies cuts of a network. `aligned=False` compares shapes alone, for cuts that combine different channels by
+    design (`branch_coupling.py`)."""
+
+    def __init__(self, structure: Structure, *, aligned: bool = True) -> None:
+        self._structure, self._aligned = structure, aligned
+        self.verified: tuple[Tensor, TracedForward] | None = None
+        """The last cut that was found to work, and its trace."""
+
+    def is_verified(self, alive: Tensor) -> bool:
+        """Whether this is the last cut that was found to work."""
+        return self.verified is not None and torch.equal(self.verified[0], alive)
+
+    def misfit(self, alive: Tensor) -> Misfit | None:
+        """Traces the network's own code at the smaller shapes. None if every operator call gives what it should."""
+        problem = self._check(alive, lambda before, graph: _compare(before, graph, alive, self._aligned))
+        if problem is None:
+            return None
+        # PyTorch takes other paths (fewer copies) where a width is 1. There the cut is checked with a width of 2, and with a
+        # width of 1 the code must run, call the same operators and return outputs of the same shapes.
+        wider = self._at_least_two(alive)
+        if torch.equal(wider, alive) or self._check(
+            wider, lambda before, graph: _compare(before, graph, wider, self._aligned)
+        ):
+            return problem
+        return self._check(alive, lambda before, graph: None if _same_operators(before, graph, alive) else problem)
+
+    def _check(self, alive: Tensor, compare: Callable[[LabelPropagation, Graph], Misfit | None]) -> Misfit | None:
+        graphs = {}
+        for before, training, graph in self._structure.trace_cut(alive):
+            graphs[training] = graph
+            problem = compare(before, graph)
+            if problem is not None:
+                return problem
+        self.verified = alive, TracedForward(graphs, self._structure.traced.eval_norms)
+        return None
+
+    def _at_least_two(self, alive: Tensor) -> Tensor:
+        """The cut with a group restored wherever a tensor was left with one entry along a dimension."""
+        alive, roots = alive.clone(), self._structure.roots
+        tensors = [tensor for before in self._structure.propagations.values() for tensor in before.tensors]
+        for label in [label for tensor in tensors for label in tensor.labels]:
+            left = alive[label]
+            for dim in varying_dims(label):
+                remains = left.transpose(0, dim).reshape(label.shape[dim], -1).any(1)
+                if int(remains.sum()) == 1:
+                    removed = label.transpose(0, dim)[~remains].flatten()[0]
+                    alive[roots == roots[removed]] = True
+                    left = alive[label]
+        return alive
+
+    # Before a neuron is called prunable
+
+    def freeze_unprunable(self, neurons: Tensor) -> None:
+        """Tries a cut of every class of groups that contains a neuron, and freezes those that fail. `neurons` are the slots of
+        all neurons."""
+        structure = self._structure
+        self._freeze_single_groups()
+        structure.update_roots()
+        classes = self._root_classes(neurons)
+        suspects: list[RootClass] = []
+        while classes:
+            alive, tried = self._sample(classes)
+            problem = self.misfit(alive)
+            if problem is None:
+                suspects += [found for found in classes if found not in tried]
+                break
+            roots = set(structure.roots[problem.slots].tolist())
+            blamed = [found for found in tried if roots & set(found)] or tried
+            suspects += blamed
+            classes = [found for found in classes if found not in blamed]
+        for suspect in suspects:
+            alive, tried = self._sample([suspect])
+            problem = self.misfit(alive) if tried else None
+            if problem is not None:
+                structure.coupling.freeze(torch.tensor(suspect), problem.reason)
+        structure.update_roots()
+
+    def _freeze_single_groups(self) -> None:
+        """Freezes groups that are all of a tensor's dimension: removing one would leave nothing of the tensor."""
+        coupling = self._structure.coupling
+        roots = coupling.roots()
+        for (name, _), slots in coupling.slots.items():
+            if len(roots[slots].unique()) == 1:
+                coupling.freeze(slots[:1], f"all of {name} is one coupled group")
+
+    def _root_classes(self, neurons: Tensor) -> list[RootClass]:
+        structure = self._structure
+        candidates = set(structure.roots[neurons].tolist()) - set(structure.roots[structure.frozen].tolist())
+        dimensions: dict[Root, list[int]] = defaultdict(list)
+        for index, slots in enumerate(structure.coupling.slots.values()):
+            for root in structure.roots[slots].unique().tolist():
+                if root in candidates:
+                    dimensions[root].append(index)
+        classes: dict[tuple[int, ...], list[Root]] = defaultdict(list)
+        for root in sorted(candidates):
+            classes[tuple(dimensions[root])].append(root)
+        return [tuple(found) for found in classes.values()]
+
+    def _sample(self, classes: list[RootClass]) -> tuple[Tensor, list[RootClass]]:
+        """A cut that removes something of every class and leaves something of every tensor; and the classes it cuts."""
+        structure = self._structure
+        generator = torch.Generator().manual_seed(len(classes))
+        tried = list(classes)
+        while True:
+            removed = torch.zeros(len(structure.coupling), dtype=torch.bool)
+            for roots in tried:
+                # a third, so that code which needs a multiple of two or three fails
+                count = max(1, len(roots) // 3)
+                order = torch.randperm(len(roots), generator=generator)[:count]
+                removed[torch.tensor(roots)[order]] = True
+            alive = ~removed[structure.roots]
+            emptied = [slots for slots in structure.coupling.slots.values() if not bool(alive[slots].any())]
+            if not emptied:
+                return alive, tried
+            emptying = set(structure.roots[torch.cat(emptied)].tolist())
+            # classes that empty a tensor together are tried one by one
+            tried = [roots for roots in tried if not emptying & set(roots)]
 
 
-def shape_after(labelled: Labelled, alive: Tensor) -> tuple[int, ...]:
-    masks = keep_masks(labelled, alive)
-    return tuple(size if mask is None else int(mask.sum()) for size, mask in zip(labelled.shape, masks, strict=True))
-
-
-def compare(before: Follower, graph: Graph, alive: Tensor, aligned: bool) -> Misfit | None:
-    trail = [followed for followed in before.trail if not _copies(followed.step)]
-    steps = [step for step in graph.steps if not _copies(step)]
-    old, new = _Names(before.graph.steps), _Names(graph.steps)
-    for followed, step in zip(trail, steps, strict=False):
-        problem = _difference(before.graph, followed, step, graph, alive, aligned)
-        if problem is None and old.of(followed.step) != new.of(step):
+def _compare(before: LabelPropagation, graph: Graph, alive: Tensor, aligned: bool) -> Misfit | None:
+    expected = [labelled for labelled in before.calls if not _copies(labelled.call)]
+    calls = [call for call in graph.op_calls if not _copies(call)]
+    old, new = _ValueNumbers(before.graph.op_calls), _ValueNumbers(graph.op_calls)
+    for labelled, call in zip(expected, calls, strict=False):
+        problem = _difference(before.graph, labelled, call, graph, alive, aligned)
+        if problem is None and old.of(labelled.call) != new.of(call):
             problem = ANOTHER_PATH
         if problem is not None:
-            return _misfit(followed, alive, problem)
+            return _misfit(labelled, alive, problem)
     if graph.error is not None:
-        return _misfit(trail[min(len(steps), len(trail) - 1)], alive, f"the network's code: {first_line(graph.error)}")
-    if len(steps) != len(trail):
-        return _misfit(trail[-1], alive, ANOTHER_PATH)
+        last = expected[min(len(calls), len(expected) - 1)]
+        return _misfit(last, alive, f"the network's code fails: {first_line(graph.error)}")
+    if len(calls) != len(expected):
+        return _misfit(expected[-1], alive, ANOTHER_PATH)
     return None
 
 
-def _copies(step: Step) -> bool:
-    """Whether a step copies a tensor. Torch does so where the layout in memory asks for it, which may change with a width."""
-    return name_of(step.op) in ("clone", "contiguous")
+def _copies(call: OpCall) -> bool:
+    """Whether a call copies a tensor. PyTorch does so where the memory layout requires it, which may change with a width."""
+    return op_name(call.op) in ("clone", "contiguous")
 
 
-class _Names:
-    """Numbers for values in the order in which they appear, the same for a tensor and its copies."""
+class _ValueNumbers:
+    """Numbers values in the order in which they appear; a tensor and its copies have one number."""
 
-    def __init__(self, steps: list[Step]) -> None:
+    def __init__(self, calls: list[OpCall]) -> None:
         self._original: dict[int, int] = {}
-        for step in steps:
-            if _copies(step):
-                self._original[step.writes[0]] = self._original.get(step.reads[0], step.reads[0])
+        for call in calls:
+            if _copies(call):
+                self._original[call.writes[0]] = self._original.get(call.reads[0], call.reads[0])
         self._number: dict[int, int] = {}
 
-    def of(self, step: Step) -> list[int]:
-        values = [self._original.get(index, index) for index in step.reads + step.writes]
+    def of(self, call: OpCall) -> list[int]:
+        values = [self._original.get(index, index) for index in call.reads + call.writes]
         return [self._number.setdefault(value, len(self._number)) for value in values]
 
 
 def _difference(
-    before: Graph, followed: Followed, step: Step, graph: Graph, alive: Tensor, aligned: bool
+    before: Graph, labelled: LabelledCall, call: OpCall, graph: Graph, alive: Tensor, aligned: bool
 ) -> str | None:
-    """What is wrong with a step of the trial, if anything is."""
-    was = followed.step
-    if _kind(step) != _kind(was) or len(step.reads) != len(was.reads) or len(step.writes) != len(was.writes):
+    """How a call differs from the expected one, or None."""
+    old = labelled.call
+    if _operator(call) != _operator(old) or len(call.reads) != len(old.reads) or len(call.writes) != len(old.writes):
         return ANOTHER_PATH
-    for labelled, index in zip(followed.writes, step.writes, strict=True):
-        if labelled.aside or labelled.filler:
+    for tensor, index in zip(labelled.writes, call.writes, strict=True):
+        if tensor.byproduct or tensor.filler:
             continue
         try:
-            due = shape_after(labelled, alive)
+            expected = shape_after(tensor, alive)
         except ValueError as error:
             return str(error)
-        found = graph.values[index].shape
-        # one entry repeated fits whatever it is repeated for
-        if len(found) != len(due) or any(
-            size != wanted and not labelled.loose(dim)
-            for dim, (size, wanted) in enumerate(zip(found, due, strict=True))
+        shape = graph.values[index].shape
+        if len(shape) != len(expected) or any(
+            size != wanted and not tensor.resizable(dim)
+            for dim, (size, wanted) in enumerate(zip(shape, expected, strict=True))
         ):
-            return f"the network's code fixes a size: {found} came out where {due} was due"
-    read = [graph.values[index] for index in step.reads]
-    constants = zip((before.values[index] for index in was.reads), read, strict=True)
+            return f"the network's code fixes a size: expected shape {expected}, got {shape}"
+    reads = [graph.values[index] for index in call.reads]
+    constants = zip((before.values[index] for index in old.reads), reads, strict=True)
     if (
-        _numbers(step, followed) != _numbers(was, followed)
-        or not all(_same_constant(old, new) for old, new in constants)
-        or (rule_for(was.op) not in (*KEEP_FILLER, filler) and any(map(_stretched, followed.reads, read)))
+        _width_independent(call, labelled) != _width_independent(old, labelled)
+        or not all(_same_constant(one, other) for one, other in constants)
+        or (rule_for(old.op) not in (*PRESERVES_FILLER, filler) and any(map(_resized, labelled.reads, reads)))
     ):
         return "a number in the network's code depends on the width"
-    if aligned and mover(was.op) and not turns(was.op) and not _all_alive(followed.reads[0], alive):
-        return _misplaced(followed, step, graph, alive)
+    moves = rearrangement(old.op) is not None and not permutes_dims(old.op)
+    if aligned and moves and not _all_alive(labelled.reads[0], alive):
+        return _misplaced(labelled, call, graph, alive)
     return None
 
 
-def _kind(step: Step) -> str:
-    name = name_of(step.op)
-    return "view" if name in RESHAPES else str(step.op)
+def _operator(call: OpCall) -> str:
+    return "view" if op_name(call.op) in RESHAPES else str(call.op)
 
 
-def _misplaced(followed: Followed, step: Step, graph: Graph, alive: Tensor) -> str | None:
-    """Whether the smaller tensor's entries go where the larger one's went."""
-    source, moved = followed.reads[0], mover(step.op)
-    assert moved is not None
-    sources = keep_masks(source, alive)
+def _misplaced(labelled: LabelledCall, call: OpCall, graph: Graph, alive: Tensor) -> str | None:
+    """Whether the smaller tensor's entries move to where the larger one's moved."""
+    source, rearranged = labelled.reads[0], rearrangement(call.op)
+    assert rearranged is not None
+    masks = keep_masks(source, alive)
     for label in source.labels:
-        cut = _cut(label, [m if label.shape[d] > 1 else None for d, m in enumerate(sources)])
-        now = moved(cut.expand(graph.values[step.reads[0]].shape), step.args[1:], step.kwargs)
-        then = moved(label.expand(source.shape), followed.step.args[1:], followed.step.kwargs)
-        for labelled, left, whole in zip(followed.writes, now, then, strict=True):
-            if not torch.equal(left, _cut(whole, keep_masks(labelled, alive))):
-                return "the network's code moves its channels to other places when there are fewer"
+        cut = keep(label, [mask if label.shape[dim] > 1 else None for dim, mask in enumerate(masks)])
+        smaller = rearranged(cut.expand(graph.values[call.reads[0]].shape), call.args[1:], call.kwargs)
+        larger = rearranged(label.expand(source.shape), labelled.call.args[1:], labelled.call.kwargs)
+        for tensor, left, whole in zip(labelled.writes, smaller, larger, strict=True):
+            if not torch.equal(left, keep(whole, keep_masks(tensor, alive))):
+                return "the network's code moves its channels elsewhere when there are fewer"
     return None
 
 
-def alike(before: Follower, graph: Graph, alive: Tensor) -> bool:
-    """Whether two forwards do the same kinds of things, however torch lays out the tensors in between."""
+def _same_operators(before: LabelPropagation, graph: Graph, alive: Tensor) -> bool:
+    """Whether two forward passes call the same operators, apart from those that depend on the memory layout."""
 
-    def kinds(steps: list[Step]) -> list[str]:
-        return [name_of(step.op) for step in steps if mover(step.op) is None and name_of(step.op) not in LAYOUT]
+    def names(calls: list[OpCall]) -> list[str]:
+        return [op_name(call.op) for call in calls if rearrangement(call.op) is None and op_name(call.op) not in LAYOUT]
 
-    outputs = [shape_after(before.state[index], alive) for index in before.graph.outputs]
+    outputs = [shape_after(before.tensors[index], alive) for index in before.graph.outputs]
     return (
         graph.error is None
-        and kinds(before.graph.steps) == kinds(graph.steps)
+        and names(before.graph.op_calls) == names(graph.op_calls)
         and outputs == [graph.values[index].shape for index in graph.outputs]
     )
 
 
-def _cut(tensor: Tensor, masks: list[Tensor | None]) -> Tensor:
-    for dim, mask in enumerate(masks):
-        if mask is not None:
-            tensor = tensor.index_select(dim, mask.nonzero().squeeze(1))
-    return tensor
+def _all_alive(tensor: LabelledTensor, alive: Tensor) -> bool:
+    return all(bool(alive[label].all()) for label in tensor.labels)
 
 
-def _all_alive(labelled: Labelled, alive: Tensor) -> bool:
-    return all(bool(alive[label].all()) for label in labelled.labels)
-
-
-def _numbers(step: Step, followed: Followed) -> list[int | float]:
-    """The numbers among a step's arguments that must not change with the width; sizes may."""
-    name = name_of(step.op)
-    args: Sequence[Any] = step.args
+def _width_independent(call: OpCall, labelled: LabelledCall) -> list[int | float]:
+    """The numbers among a call's arguments that must not change with the width; sizes may."""
+    name = op_name(call.op)
+    args: Sequence[Any] = call.args
     if name in ("full", "new_full", "full_like", "fill", "fill_", "scalar_tensor"):
         args = args[-1:]
     elif name in ("slice", "select", "split", "split_with_sizes"):
-        place = 2 if name.startswith("split") else 1
-        dim = args[place] if len(args) > place else 0
-        args = args if followed.reads[0].along(dim) is None else []
+        position = 2 if name.startswith("split") else 1
+        dim = args[position] if len(args) > position else 0
+        args = args if labelled.reads[0].along(dim) is None else []
     elif name == "convolution":
         args = args[3:8]
-    elif name in SIZED or rule_for(step.op) is filler:
+    elif name in TAKES_SIZES or rule_for(call.op) is filler:
         args = []
-    return [leaf for leaf in tree_leaves((args, step.kwargs)) if isinstance(leaf, int | float)]
+    return [leaf for leaf in tree_leaves((args, call.kwargs)) if isinstance(leaf, int | float)]
 
 
-def _stretched(labelled: Labelled, value: Value) -> bool:
-    """Whether a tensor that fits whatever width it is given was given another one."""
+def _resized(tensor: LabelledTensor, value: Value) -> bool:
+    """Whether a tensor that fits any width has another width now."""
     return any(
-        size != old and (labelled.filler or labelled.loose(dim))
-        for dim, (old, size) in enumerate(zip(labelled.shape, value.shape, strict=False))
+        size != old and (tensor.filler or tensor.resizable(dim))
+        for dim, (old, size) in enumerate(zip(tensor.shape, value.shape, strict=False))
     )
 
 
@@ -206,8 +314,8 @@ def _same_constant(one: Value, other: Value) -> bool:
     return one.constant.shape == other.constant.shape and torch.equal(one.constant, other.constant)
 
 
-def _misfit(followed: Followed, alive: Tensor, problem: str) -> Misfit:
-    labels = [label.reshape(-1) for labelled in followed.reads + followed.writes for label in labelled.labels]
+def _misfit(labelled: LabelledCall, alive: Tensor, problem: str) -> Misfit:
+    labels = [label.reshape(-1) for tensor in labelled.reads + labelled.writes for label in tensor.labels]
     slots = torch.unique(torch.cat(labels)) if labels else torch.zeros(0, dtype=torch.long)
-    where = f" in {followed.step.module}" if followed.step.module else ""
-    return Misfit(f"{problem} ({name_of(followed.step.op)}{where})", slots[~alive[slots]])
+    where = f" in {labelled.call.module}" if labelled.call.module else ""
+    return Misfit(f"{problem} ({op_name(labelled.call.op)}{where})", slots[~alive[slots]])

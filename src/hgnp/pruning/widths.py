@@ -1,4 +1,4 @@
-"""Module attributes that state a width, and what they must say for given tensor shapes."""
+"""Module attributes that state a width, and their values for given tensor shapes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +11,9 @@ Shape = tuple[int, ...]
 
 
 def weight_name(module: nn.Module) -> str:
-    """The name, inside the module, of the tensor that holds its weight's shape, whatever re-parametrises it."""
+    """The name, inside the module, of the tensor with its weight's shape, under any parametrisation."""
     owned = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
-    # the second is weight norm's direction; the first of a pair is its magnitude
+    # original1 is weight norm's direction; original0 is its magnitude
     for name in (
         "weight",
         "parametrizations.weight.original1",
@@ -31,8 +31,8 @@ def stated_widths(
 ) -> dict[str, Any]:
     """Attribute → value, for the attributes of `module` that depend on widths.
 
-    `shape` gives the shape of one of its tensors, `input_shape` that of its first input and `groups` the number of its
-    groups left, where whole groups go.
+    `shape` gives the shape of one of its tensors, `input_shape` is that of its first input and `groups` the number of its
+    remaining groups, where whole groups are removed.
     """
     weight = shape(weight_name(module))
     if isinstance(module, nn.Linear) and weight:

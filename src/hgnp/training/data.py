@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.losses import CrossEntropy, Loss, loss_curvature
 from hgnp.errors import InputError, InputTypeError, brief, first_line
-from hgnp.state_guards import evaluating, layer_of
+from hgnp.state_guards import evaluating, module_that_raised
 
 Unpack = Callable[[Any], tuple[Any, Any]]
 
@@ -117,7 +117,7 @@ def check_first(net: nn.Module, loss: Loss, output: Output | None, batch: tuple[
         with evaluating(net), torch.no_grad():
             out = run(net, inputs)
     except Exception as error:
-        layer = layer_of(net, error)
+        layer = module_that_raised(net, error)
         raise InputError(
             f"net: its forward failed on the first batch of {name}{f' in {layer}' if layer else ''}: {first_line(error)}"
         ) from error

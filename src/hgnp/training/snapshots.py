@@ -18,7 +18,7 @@ from hgnp.io.atomic import read_json
 from hgnp.progress import Progress
 from hgnp.recipe import Recipe
 from hgnp.result import Snapshot
-from hgnp.state_guards import as_found
+from hgnp.state_guards import preserve_modes
 from hgnp.training import checkpoint, rng_state
 from hgnp.training.loop import Run
 from hgnp.training.optimizers import OptimizerOrMaker, make_optimizer, make_scheduler
@@ -96,7 +96,7 @@ def _finetuned(run: Run, spare: Spare, value: float, epoch: int) -> Snapshot:
     part = Run(own.net, run.task, recipe, folder, Within(run.progress, f"snapshot {value:g}"), run.about)
     try:
         part.prepare(stored, own.optimizer, own.scheduler, run.made_with["protect"])
-        with as_found(own.net):
+        with preserve_modes(own.net):
             part.train(None)
             result = part.finish()
     finally:

@@ -25,7 +25,7 @@ from hgnp.curvature.validation import tracked
 from hgnp.errors import InputError
 from hgnp.reducer import Reducer
 from hgnp.removal import Removal, listen
-from hgnp.state_guards import layer_of
+from hgnp.state_guards import module_that_raised
 
 Seeds = list[tuple[Tensor, Tensor]]
 """Parameters, each with its part of v."""
@@ -156,7 +156,7 @@ class Passes:
                 raise mode.unfit  # the network's own code has caught it and taken another path
             return output
         except UnfitError as error:
-            raise InputError(f"layer {layer_of(self.net, error)!r}: {error}") from error
+            raise InputError(f"layer {module_that_raised(self.net, error)!r}: {error}") from error
         finally:
             if mode is not None:
                 mode.unfit = None  # they would hold each other

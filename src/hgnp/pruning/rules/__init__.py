@@ -1,43 +1,43 @@
-"""What each ATen operator does to channels.
+"""Rules: what each ATen operator does to channels.
 
-A rule takes the operator's own arguments, tensors replaced by `Labelled`, ties and fixes slots through the follower `f`
-and returns a `Result` for each tensor the operator returns (one for all, if it returns a single one).
+A rule takes the label propagation `p` and the operator's own arguments, with each tensor replaced by its `LabelledTensor`. It
+unites and freezes slots through `p` and returns a `RuleResult` for each tensor that the operator returns (or one for all).
 
-Exactness is measured against masking: a dead entry reads as zero. Matrix products, convolutions and sums over channels
-are therefore exact; means, maxima and softmaxes over channels are not and fix them.
+Exactness is measured against masking: a removed entry reads as zero. Matrix products, convolutions and sums over channels
+are therefore exact; means, maxima and softmaxes over channels are not, and freeze them.
 """
 
 import torch
 from torch._ops import OpOverload
 
 from hgnp.pruning.rules import norms, products, reductions
-from hgnp.pruning.rules.elementwise import elementwise, fill, filler, unknown
-from hgnp.pruning.rules.registry import RULES, Rule, name_of
-from hgnp.pruning.rules.views import RESHAPES, move, mover, split, turns
+from hgnp.pruning.rules.elementwise import elementwise, fill, filler, unsupported
+from hgnp.pruning.rules.registry import RULES, Rule, op_name
+from hgnp.pruning.rules.views import RESHAPES, permutes_dims, rearrange, rearrangement, split
 
 __all__ = [
     "RESHAPES",
     "elementwise",
     "filler",
-    "mover",
-    "name_of",
     "norms",
+    "op_name",
+    "permutes_dims",
     "products",
+    "rearrangement",
     "reductions",
     "rule_for",
-    "turns",
 ]
 
 
-KEEP_FILLER: tuple[Rule, ...] = (elementwise, move, split, fill)
-"""One value everywhere stays so entry by entry and when moved about; a sum over it depends on how many there are."""
+PRESERVES_FILLER: tuple[Rule, ...] = (elementwise, rearrange, split, fill)
+"""Rules whose results are fillers if all operands are: a sum over a filler, in contrast, depends on its size."""
 
 
 def rule_for(op: OpOverload) -> Rule:
-    name = name_of(op)
+    name = op_name(op)
     rule = RULES.get(name) or RULES.get(name.removesuffix("_"))
-    if rule is move and name.endswith("_"):  # reshapes its argument in place
-        return unknown
+    if rule is rearrange and name.endswith("_"):  # reshapes its argument in place
+        return unsupported
     if rule is not None:
         return rule
-    return elementwise if torch.Tag.pointwise in op.tags else unknown
+    return elementwise if torch.Tag.pointwise in op.tags else unsupported

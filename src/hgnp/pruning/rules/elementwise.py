@@ -1,72 +1,74 @@
-"""Operators that work entry by entry, and the tensors they fill."""
+"""Elementwise operators, and operators that create a tensor of one value or noise."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hgnp.pruning.labels import Labelled, Result, tail, varies
-from hgnp.pruning.rules.registry import name_of, rule, tensors
+from hgnp.pruning.labels import LabelledTensor, RuleResult, add_leading_dims, varying_dims
+from hgnp.pruning.rules.registry import op_name, rule, tensor_arguments
 
 if TYPE_CHECKING:
-    from hgnp.pruning.propagation import Follower
+    from hgnp.pruning.propagation import LabelPropagation
 
 
-def unknown(f: "Follower", *args: Any, **kwargs: Any) -> Result:
-    for operand in tensors(args, kwargs):
+def unsupported(p: "LabelPropagation", *args: Any, **kwargs: Any) -> RuleResult:
+    for operand in tensor_arguments(args, kwargs):
         for label in operand.labels:
-            f.fix(label, "this operator is not followed")
-    return Result([], filler=False)
+            p.freeze(label, "this operator has no rule")
+    return RuleResult([], filler=False)
 
 
 @rule("leaky_relu", "hardtanh", "native_dropout", "_to_copy", "detach", "alias", "lift_fresh", "contiguous", "hardswish",
       "_prelu_kernel", "rrelu_with_noise", "rrelu_with_noise_functional", "log_sigmoid_forward", "tanhshrink", "bernoulli",
       "floor_divide", "complex", "polar")  # fmt: skip
-def elementwise(f: "Follower", *args: Any, **kwargs: Any) -> Result:
-    operands = tensors(args, kwargs)
+def elementwise(p: "LabelPropagation", *args: Any, **kwargs: Any) -> RuleResult:
+    operands = tensor_arguments(args, kwargs)
     ndim = max(len(operand.shape) for operand in operands)
-    met = f.meet(operands, ndim)
-    if name_of(f.step.op).removesuffix("_") in ("add", "sub", "rsub") and any(operand.carried for operand in operands):
-        numbers = [Labelled(())] if any(isinstance(arg, int | float) and arg for arg in args) else []
-        fix_offsets(f, met, [*operands, *numbers])
-    return Result(met)
+    combined = p.broadcast(operands, ndim)
+    if op_name(p.call.op).removesuffix("_") in ("add", "sub", "rsub") and any(
+        operand.passed_through for operand in operands
+    ):
+        numbers = [LabelledTensor(())] if any(isinstance(arg, int | float) and arg for arg in args) else []
+        freeze_offset_channels(p, combined, [*operands, *numbers])
+    return RuleResult(combined)
 
 
-def fix_offsets(f: "Follower", labels: list[Tensor], operands: list[Labelled]) -> None:
-    """Fix labels that some operand does not have: it adds to dead channels too, which then do not read as zero."""
+def freeze_offset_channels(p: "LabelPropagation", labels: list[Tensor], operands: list[LabelledTensor]) -> None:
+    """Freezes labels that an operand of an addition lacks: it is added to removed channels too, which are then not zero."""
     for label in labels:
-        dims = set(varies(label))
+        dims = set(varying_dims(label))
         for operand in operands:
-            mine = {dim for other in operand.labels for dim in varies(tail(other, label.dim()))}
+            mine = {dim for other in operand.labels for dim in varying_dims(add_leading_dims(other, label.dim()))}
             if not dims & mine:
-                f.fix(label, "a layer over other dimensions adds a number of its own to it")
+                p.freeze(label, "the bias of a layer over other dimensions is added to it")
 
 
 @rule("copy_")
-def copy(f: "Follower", target: Labelled, source: Labelled, *args: Any) -> Result:
-    f.meet([replace(target, filler=True), source], len(target.shape))
-    return Result(list(source.labels), filler=source.filler)
+def copy(p: "LabelPropagation", target: LabelledTensor, source: LabelledTensor, *args: Any) -> RuleResult:
+    p.broadcast([replace(target, filler=True), source], len(target.shape))
+    return RuleResult(list(source.labels), filler=source.filler)
 
 
 @rule("fill", "zero")
-def fill(f: "Follower", x: Labelled, *args: Any) -> Result:
-    return Result(list(x.labels))
+def fill(p: "LabelPropagation", x: LabelledTensor, *args: Any) -> RuleResult:
+    return RuleResult(list(x.labels))
 
 
 @rule("zeros", "ones", "full", "empty", "empty_strided", "new_zeros", "new_ones", "new_full", "new_empty",
       "new_empty_strided", "zeros_like", "ones_like", "full_like", "empty_like", "scalar_tensor", "rand", "randn",
       "rand_like", "randn_like", "bernoulli_", "normal_", "uniform_", "random_", "exponential_")  # fmt: skip
-def filler(f: "Follower", *args: Any, **kwargs: Any) -> Result:
-    return Result([], filler=True)
+def filler(p: "LabelPropagation", *args: Any, **kwargs: Any) -> RuleResult:
+    return RuleResult([], filler=True)
 
 
 @rule("glu")
-def glu(f: "Follower", x: Labelled, dim: int = -1) -> Result:
+def glu(p: "LabelPropagation", x: LabelledTensor, dim: int = -1) -> RuleResult:
     dim %= len(x.shape)
     labels = []
     for label in x.labels:
         if label.shape[dim] > 1:
             label, gate = label.chunk(2, dim)
-            f.tie(label, gate)
+            p.union(label, gate)
         labels.append(label)
-    return Result(labels)
+    return RuleResult(labels)

@@ -1,104 +1,118 @@
-"""Operators that reduce, mix, pool or resample."""
+"""Operators that reduce, accumulate, pool or resample."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hgnp.pruning.labels import Labelled, Result, varies, vector
+from hgnp.pruning.labels import LabelledTensor, RuleResult, varying_dims, vector_label
 from hgnp.pruning.rules.elementwise import elementwise
-from hgnp.pruning.rules.registry import Rule, positive, rule, tensors
+from hgnp.pruning.rules.registry import Rule, normalise_dims, rule, tensor_arguments
 
 if TYPE_CHECKING:
-    from hgnp.pruning.propagation import Follower
+    from hgnp.pruning.propagation import LabelPropagation
 
 
-def _reduce(f: "Follower", x: Labelled, dims: tuple[int, ...], keepdim: bool, *, exact: bool, norm: bool) -> Result:
+def _reduce(
+    p: "LabelPropagation", x: LabelledTensor, dims: tuple[int, ...], keepdim: bool, *, exact: bool, norm: bool
+) -> RuleResult:
     labels = []
     for label in x.labels:
-        inside = set(varies(label)) & set(dims)
-        if inside and set(varies(label)) - inside:
-            label = f.collapse(label, tuple(d for d in varies(label) if d not in dims))
+        inside = set(varying_dims(label)) & set(dims)
+        if inside and set(varying_dims(label)) - inside:
+            label = p.collapse(label, tuple(d for d in varying_dims(label) if d not in dims))
         elif inside:
-            if not ((exact and not x.weight) or (norm and f.approximate and not x.weight)):
-                f.fix(label, "its channels are reduced to one value")
+            if not ((exact and not x.weight) or (norm and p.approximate and not x.weight)):
+                p.freeze(label, "its channels are reduced to one value")
             elif not x.weight:
-                f.consume(x, label)
+                p.consume(x, label)
             continue
         labels.append(label if keepdim else label.squeeze(dims))
-    return Result(labels)
+    return RuleResult(labels)
 
 
 @rule("sum")
-def total(f: "Follower", x: Labelled, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Result:
-    return _reduce(f, x, positive(dim, len(x.shape)), keepdim, exact=True, norm=False)
+def total(
+    p: "LabelPropagation", x: LabelledTensor, dim: Any = None, keepdim: bool = False, **kwargs: Any
+) -> RuleResult:
+    return _reduce(p, x, normalise_dims(dim, len(x.shape)), keepdim, exact=True, norm=False)
 
 
 @rule("linalg_vector_norm")
 def vector_norm(
-    f: "Follower", x: Labelled, order: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
-) -> Result:
+    p: "LabelPropagation", x: LabelledTensor, order: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
+) -> RuleResult:
     exact = isinstance(order, int | float) and 0 < order < float("inf")
-    return _reduce(f, x, positive(dim, len(x.shape)), keepdim, exact=exact, norm=False)
+    return _reduce(p, x, normalise_dims(dim, len(x.shape)), keepdim, exact=exact, norm=False)
 
 
 @rule("norm")
-def norm(f: "Follower", x: Labelled, order: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Result:
-    return vector_norm(f, x, 2 if order is None else order, dim, keepdim)  # type: ignore[return-value]
+def norm(
+    p: "LabelPropagation", x: LabelledTensor, order: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
+) -> RuleResult:
+    return vector_norm(p, x, 2 if order is None else order, dim, keepdim)  # type: ignore[return-value]
 
 
 @rule("mean", "var", "std", "var_mean", "std_mean")
-def mean(f: "Follower", x: Labelled, dim: Any = None, keepdim: bool = False, *args: Any, **kwargs: Any) -> Result:
+def mean(
+    p: "LabelPropagation", x: LabelledTensor, dim: Any = None, keepdim: bool = False, *args: Any, **kwargs: Any
+) -> RuleResult:
     if isinstance(dim, bool):  # var(x, unbiased) reduces everything
         dim = None
-    return _reduce(f, x, positive(dim, len(x.shape)), bool(kwargs.get("keepdim", keepdim)), exact=False, norm=True)
+    return _reduce(
+        p, x, normalise_dims(dim, len(x.shape)), bool(kwargs.get("keepdim", keepdim)), exact=False, norm=True
+    )
 
 
 @rule("amax", "amin", "prod", "logsumexp", "argmax", "argmin", "any", "all", "median")
-def extreme(f: "Follower", x: Labelled, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Result:
-    return _reduce(f, x, positive(dim, len(x.shape)), keepdim, exact=False, norm=False)
+def extreme(
+    p: "LabelPropagation", x: LabelledTensor, dim: Any = None, keepdim: bool = False, **kwargs: Any
+) -> RuleResult:
+    return _reduce(p, x, normalise_dims(dim, len(x.shape)), keepdim, exact=False, norm=False)
 
 
 @rule("max", "min")
-def maximum(f: "Follower", x: Labelled, dim: Any = None, keepdim: bool = False) -> Result:
-    if isinstance(dim, Labelled):
-        return elementwise(f, x, dim)  # type: ignore[return-value]
-    return extreme(f, x, dim, keepdim)  # type: ignore[return-value]
+def maximum(p: "LabelPropagation", x: LabelledTensor, dim: Any = None, keepdim: bool = False) -> RuleResult:
+    if isinstance(dim, LabelledTensor):
+        return elementwise(p, x, dim)  # type: ignore[return-value]
+    return extreme(p, x, dim, keepdim)  # type: ignore[return-value]
 
 
 @rule("_softmax", "_log_softmax", "_safe_softmax")
-def softmax(f: "Follower", x: Labelled, *args: Any, **kwargs: Any) -> Result:
-    """Shares are never zero, so a channel that is turned into shares, over whatever dimension, does not read as zero after."""
+def softmax(p: "LabelPropagation", x: LabelledTensor, *args: Any, **kwargs: Any) -> RuleResult:
+    """The outputs of a softmax, over any dimension, are never zero, so a removed channel would not read as zero after it."""
     for label in x.labels:
-        f.fix(label, "it is turned into shares that add up to one")
-    return Result([])
+        p.freeze(label, "a softmax makes it nonzero")
+    return RuleResult([])
 
 
 @rule("cumsum", "cumprod", "logcumsumexp", "sort")
-def mixed(f: "Follower", x: Labelled, dim: int = -1, *args: Any, **kwargs: Any) -> Result:
+def mixed(p: "LabelPropagation", x: LabelledTensor, dim: int = -1, *args: Any, **kwargs: Any) -> RuleResult:
     dim %= max(len(x.shape), 1)
     labels = []
     for label in x.labels:
-        if label.shape[dim] > 1 and varies(label) == (dim,):
-            f.fix(label, "each of its channels depends on the others")
+        if label.shape[dim] > 1 and varying_dims(label) == (dim,):
+            p.freeze(label, "each of its channels depends on the others")
             continue
-        labels.append(f.collapse(label, tuple(d for d in varies(label) if d != dim)) if label.shape[dim] > 1 else label)
-    return Result(labels)
+        labels.append(
+            p.collapse(label, tuple(d for d in varying_dims(label) if d != dim)) if label.shape[dim] > 1 else label
+        )
+    return RuleResult(labels)
 
 
-# Pooled, resampled, padded in space
+# Spatial pooling, resampling and padding
 
 
 def _spatial(dims: int) -> Rule:
-    def channelwise(f: "Follower", x: Labelled, *args: Any, **kwargs: Any) -> Result:
+    def channelwise(p: "LabelPropagation", x: LabelledTensor, *args: Any, **kwargs: Any) -> RuleResult:
         space = range(len(x.shape) - dims, len(x.shape))
-        for label in [label for other in tensors(args, kwargs) for label in other.labels]:
-            f.fix(label, "it holds places, not channels")
+        for label in [label for other in tensor_arguments(args, kwargs) for label in other.labels]:
+            p.freeze(label, "it holds indices, not channels")
         labels = []
         for label in x.labels:
-            if set(varies(label)) <= set(space):
-                f.fix(label, "its channels are mixed as if they were places")
+            if set(varying_dims(label)) <= set(space):
+                p.freeze(label, "its channels are mixed as if they were spatial positions")
             else:
-                labels.append(f.collapse(label, tuple(d for d in varies(label) if d not in space)))
-        return Result(labels)
+                labels.append(p.collapse(label, tuple(d for d in varying_dims(label) if d not in space)))
+        return RuleResult(labels)
 
     return channelwise
 
@@ -115,17 +129,19 @@ rule("upsample_trilinear3d", "grid_sampler_3d")(_spatial(3))
 
 
 @rule("im2col")
-def im2col(f: "Follower", x: Labelled, kernel: Sequence[int], *args: Any) -> Result:
-    labels = [f.collapse(label, (1,)) for label in x.labels]
+def im2col(p: "LabelPropagation", x: LabelledTensor, kernel: Sequence[int], *args: Any) -> RuleResult:
+    labels = [p.collapse(label, (1,)) for label in x.labels]
     patch = kernel[0] * kernel[1]
-    return Result([vector(label.reshape(-1).repeat_interleave(patch), 1, 3) for label in labels])
+    return RuleResult([vector_label(label.reshape(-1).repeat_interleave(patch), 1, 3) for label in labels])
 
 
 @rule("col2im")
-def col2im(f: "Follower", x: Labelled, size: Sequence[int], kernel: Sequence[int], *args: Any) -> Result:
+def col2im(
+    p: "LabelPropagation", x: LabelledTensor, size: Sequence[int], kernel: Sequence[int], *args: Any
+) -> RuleResult:
     labels = []
     for label in x.labels:
-        patches = f.collapse(label, (1,)).reshape(-1, kernel[0] * kernel[1])
-        f.tie(patches[:, :1], patches)
-        labels.append(vector(patches[:, 0], 1, 4))
-    return Result(labels)
+        patches = p.collapse(label, (1,)).reshape(-1, kernel[0] * kernel[1])
+        p.union(patches[:, :1], patches)
+        labels.append(vector_label(patches[:, 0], 1, 4))
+    return RuleResult(labels)

@@ -1,4 +1,4 @@
-"""Operator name → rule."""
+"""The registry of rules by operator name, and helpers for their arguments."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from hgnp.pruning.labels import Labelled, Result
+from hgnp.pruning.labels import LabelledTensor, RuleResult
 
 if TYPE_CHECKING:
-    from hgnp.pruning.propagation import Follower as Follower
+    from hgnp.pruning.propagation import LabelPropagation as LabelPropagation
 
-Rule = Callable[..., Result | list[Result]]
+Rule = Callable[..., RuleResult | list[RuleResult]]
 RULES: dict[str, Rule] = {}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule. A name without the trailing underscore serves the in-place operator too."""
+    """Registers a rule. A name without the trailing underscore covers the in-place operator too."""
 
     def register(function: Rule) -> Rule:
         for name in names:
@@ -26,16 +26,16 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def name_of(op: OpOverload) -> str:
+def op_name(op: OpOverload) -> str:
     return str(op._schema.name).removeprefix("aten::")
 
 
-def tensors(*args: Any) -> list[Labelled]:
-    return [leaf for leaf in tree_leaves(args) if isinstance(leaf, Labelled)]
+def tensor_arguments(*args: Any) -> list[LabelledTensor]:
+    return [leaf for leaf in tree_leaves(args) if isinstance(leaf, LabelledTensor)]
 
 
-def positive(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Dimensions counted from the front; none given means all."""
+def normalise_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """Non-negative dimensions; None means all of them."""
     if dims is None or (not isinstance(dims, int) and len(dims) == 0):
         return tuple(range(ndim))
     return tuple(d % ndim for d in ([dims] if isinstance(dims, int) else dims)) if ndim else ()

@@ -1,4 +1,4 @@
-"""Operators that move entries about: they are applied to the labels themselves."""
+"""Operators that rearrange or look up entries. Rearrangements are applied to the labels themselves."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,31 +8,31 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from hgnp.pruning.coupling import FIXED
-from hgnp.pruning.labels import Labelled, Result, compact, varies, vector
-from hgnp.pruning.rules.registry import RULES, name_of, rule, tensors
+from hgnp.pruning.coupling import FROZEN
+from hgnp.pruning.labels import LabelledTensor, RuleResult, compact, varying_dims, vector_label
+from hgnp.pruning.rules.registry import RULES, op_name, rule, tensor_arguments
 
 if TYPE_CHECKING:
-    from hgnp.pruning.propagation import Follower
+    from hgnp.pruning.propagation import LabelPropagation
 
-Mover = Callable[[Tensor, Sequence[Any], dict[str, Any]], list[Tensor]]
+Rearrangement = Callable[[Tensor, Sequence[Any], dict[str, Any]], list[Tensor]]
 
 
-def mover(op: OpOverload) -> Mover | None:
-    """How `op` moves the entries of its first argument about, if that is all it does."""
-    name = name_of(op)
+def rearrangement(op: OpOverload) -> Rearrangement | None:
+    """A function that rearranges a label as `op` does the entries of its first argument; None if `op` does anything else."""
+    name = op_name(op)
     if name in RESHAPES:
         return lambda label, args, kwargs: [label.reshape(tuple(args[0]))]
     if name == "pixel_shuffle":
         return lambda label, args, kwargs: [torch.nn.functional.pixel_shuffle(label, args[0])]
-    if RULES.get(name) in (move, split):
+    if RULES.get(name) in (rearrange, split):
         return lambda label, args, kwargs: _listed(op(label, *args, **kwargs))
     return None
 
 
-def turns(op: OpOverload) -> bool:
-    """Whether `op` only reorders dimensions, so that a label need not be spread out to be moved."""
-    return name_of(op) in ("permute", "transpose", "t", "unsqueeze")
+def permutes_dims(op: OpOverload) -> bool:
+    """Whether `op` only permutes or inserts dimensions, so that a label need not be expanded first."""
+    return op_name(op) in ("permute", "transpose", "t", "unsqueeze")
 
 
 def _listed(result: Any) -> list[Tensor]:
@@ -45,76 +45,74 @@ RESHAPES = ("view", "_unsafe_view", "reshape", "_reshape_alias")
 @rule("permute", "transpose", "t", "expand", "slice", "select", "squeeze", "unsqueeze", "repeat", "roll", "flip",
       "unfold", "diagonal", "pixel_shuffle", "pixel_unshuffle", "split_with_sizes", "unsafe_split_with_sizes",
       "unbind", *RESHAPES)  # fmt: skip
-def move(f: "Follower", x: Labelled, *args: Any, **kwargs: Any) -> list[Result]:
-    moved = mover(f.step.op)
+def rearrange(p: "LabelPropagation", x: LabelledTensor, *args: Any, **kwargs: Any) -> list[RuleResult]:
+    moved = rearrangement(p.call.op)
     assert moved is not None
-    parts = [moved(label if turns(f.step.op) else label.expand(x.shape), args, kwargs) for label in x.labels]
-    return [Result([part[place] for part in parts]) for place in range(len(f.step.writes))]
+    parts = [moved(label if permutes_dims(p.call.op) else label.expand(x.shape), args, kwargs) for label in x.labels]
+    return [RuleResult([part[index] for part in parts]) for index in range(len(p.call.writes))]
 
 
 @rule("split", "unsafe_split")
-def split(f: "Follower", x: Labelled, size: int, dim: int = 0) -> list[Result]:
-    """`chunk` cuts where the width says: the parts keep their places only if each loses as much as the others."""
-    results = move(f, x, size, dim)
+def split(p: "LabelPropagation", x: LabelledTensor, size: int, dim: int = 0) -> list[RuleResult]:
+    """`chunk` splits in proportion to the width: the parts keep their channels only if each loses as many as the others."""
+    results = rearrange(p, x, size, dim)
     assert isinstance(results, list)
     if x.shape[dim] % size == 0:
         for first, *others in zip(*(result.labels for result in results), strict=True):
             if first.shape[dim] > 1:
                 for other in others:
-                    f.tie(compact(first), compact(other))
+                    p.union(compact(first), compact(other))
     return results
 
 
 @rule("channel_shuffle", "native_channel_shuffle")
-def channel_shuffle(f: "Follower", x: Labelled, groups: int) -> Result:
+def channel_shuffle(p: "LabelPropagation", x: LabelledTensor, groups: int) -> RuleResult:
     labels = []
     for label in x.labels:
         if label.shape[1] > 1:
             grid = label.unflatten(1, (groups, -1))
-            f.tie(grid.narrow(1, 0, 1), grid)
+            p.union(grid.narrow(1, 0, 1), grid)
             label = grid.transpose(1, 2).flatten(1, 2)
         labels.append(label)
-    return Result(labels)
+    return RuleResult(labels)
 
 
 @rule("constant_pad_nd")
-def pad(f: "Follower", x: Labelled, amounts: Sequence[int], value: float = 0) -> Result:
+def pad(p: "LabelPropagation", x: LabelledTensor, amounts: Sequence[int], value: float = 0) -> RuleResult:
     labels = []
     for label in x.labels:
-        for place in range(len(amounts) // 2):
-            dim = len(x.shape) - 1 - place
-            if label.shape[dim] > 1:  # elsewhere the padding belongs to the channel it pads
-                before_after = [0] * (2 * place) + list(amounts[2 * place : 2 * place + 2])
-                label = torch.nn.functional.pad(label, before_after, value=FIXED)
+        for back in range(len(amounts) // 2):
+            dim = len(x.shape) - 1 - back
+            if label.shape[dim] > 1:  # along other dimensions the padding belongs to its channel
+                before_after = [0] * (2 * back) + list(amounts[2 * back : 2 * back + 2])
+                label = torch.nn.functional.pad(label, before_after, value=FROZEN)
         labels.append(label)
-    return Result(labels)
+    return RuleResult(labels)
 
 
 @rule("cat")
-def cat(f: "Follower", parts: Sequence[Labelled], dim: int = 0) -> Result:
-    parts = [
-        part for part in parts if part.shape != (0,)
-    ]  # an old idiom: concatenation that starts from an empty tensor
+def cat(p: "LabelPropagation", parts: Sequence[LabelledTensor], dim: int = 0) -> RuleResult:
+    parts = [part for part in parts if part.shape != (0,)]  # code may start a concatenation from an empty tensor
     ndim = len(parts[0].shape)
     dim %= ndim
     pieces, across = [], []
     for part in parts:
         piece = part.along(dim)
-        piece = torch.full((1,) * ndim, FIXED) if piece is None else piece
+        piece = torch.full((1,) * ndim, FROZEN) if piece is None else piece
         pieces.append(piece.expand((*piece.shape[:dim], part.shape[dim], *piece.shape[dim + 1 :])))
         for label in part.labels:
-            if label.shape[dim] > 1 and label is not part.along(dim):  # rows and columns of places, flattened
-                f.fix(label, "several of its dimensions are concatenated as one")
+            if label.shape[dim] > 1 and label is not part.along(dim):  # rows and columns of positions, flattened
+                p.freeze(label, "several of its dimensions are concatenated as one")
         rest = tuple(label for label in part.labels if label.shape[dim] == 1)
         narrow = (*part.shape[:dim], 1, *part.shape[dim + 1 :])
         across.append(replace(part, shape=narrow, labels=rest))
     full = [max(piece.shape[d] for piece in pieces) for d in range(ndim)]
     joined = torch.cat([p.expand([p.shape[d] if d == dim else full[d] for d in range(ndim)]) for p in pieces], dim)
-    return Result([joined, *f.meet(across, ndim)])
+    return RuleResult([joined, *p.broadcast(across, ndim)])
 
 
 @rule("stack")
-def stack(f: "Follower", parts: Sequence[Labelled], dim: int = 0) -> Result:
+def stack(p: "LabelPropagation", parts: Sequence[LabelledTensor], dim: int = 0) -> RuleResult:
     ndim = len(parts[0].shape) + 1
     dim %= ndim
     wider = [
@@ -122,53 +120,57 @@ def stack(f: "Follower", parts: Sequence[Labelled], dim: int = 0) -> Result:
             part,
             shape=(*part.shape[:dim], 1, *part.shape[dim:]),
             labels=tuple(label.unsqueeze(dim) for label in part.labels),
-            repeated=(),
+            expanded=(),
         )
         for part in parts
     ]
-    return cat(f, wider, dim)  # type: ignore[return-value]
+    return cat(p, wider, dim)  # type: ignore[return-value]
 
 
-# Looked up
+# Lookups
 
 
 @rule("index")
-def index(f: "Follower", x: Labelled, indices: Sequence[Labelled | None]) -> Result:
+def index(p: "LabelPropagation", x: LabelledTensor, indices: Sequence[LabelledTensor | None]) -> RuleResult:
     looked_up = [dim for dim, entry in enumerate(indices) if entry is not None]
     zeros = [None if entry is None else torch.zeros(entry.shape, dtype=torch.long) for entry in indices]
-    _fix_places(f, tensors(indices))
-    kept = _keep_outside(f, x, looked_up)
-    return Result([torch.ops.aten.index.Tensor(label.expand(x.shape), zeros) for label in kept.labels])
+    _freeze_indices(p, tensor_arguments(indices))
+    kept = _freeze_along(p, x, looked_up)
+    return RuleResult([torch.ops.aten.index.Tensor(label.expand(x.shape), zeros) for label in kept.labels])
 
 
 @rule("index_select")
-def index_select(f: "Follower", x: Labelled, dim: int, entries: Labelled) -> Result:
-    _fix_places(f, [entries])
-    return Result(list(_keep_outside(f, x, [dim % len(x.shape)]).labels))
+def index_select(p: "LabelPropagation", x: LabelledTensor, dim: int, entries: LabelledTensor) -> RuleResult:
+    _freeze_indices(p, [entries])
+    return RuleResult(list(_freeze_along(p, x, [dim % len(x.shape)]).labels))
 
 
 @rule("gather")
-def gather(f: "Follower", x: Labelled, dim: int, entries: Labelled, **kwargs: Any) -> Result:
+def gather(p: "LabelPropagation", x: LabelledTensor, dim: int, entries: LabelledTensor, **kwargs: Any) -> RuleResult:
     dims = [d for d in range(len(x.shape)) if d == dim % len(x.shape) or entries.shape[d] != x.shape[d]]
-    return Result(f.meet([_keep_outside(f, x, dims), _keep_outside(f, entries, dims)], len(x.shape)))
+    return RuleResult(p.broadcast([_freeze_along(p, x, dims), _freeze_along(p, entries, dims)], len(x.shape)))
 
 
 @rule("embedding")
-def embedding(f: "Follower", table: Labelled, entries: Labelled, *args: Any, **kwargs: Any) -> Result:
+def embedding(
+    p: "LabelPropagation", table: LabelledTensor, entries: LabelledTensor, *args: Any, **kwargs: Any
+) -> RuleResult:
     ndim = len(entries.shape) + 1
-    _fix_places(f, [entries])
-    return Result([vector(label.reshape(-1), ndim - 1, ndim) for label in _keep_outside(f, table, [0]).labels])
+    _freeze_indices(p, [entries])
+    return RuleResult(
+        [vector_label(label.reshape(-1), ndim - 1, ndim) for label in _freeze_along(p, table, [0]).labels]
+    )
 
 
-def _fix_places(f: "Follower", indices: Sequence[Labelled]) -> None:
+def _freeze_indices(p: "LabelPropagation", indices: Sequence[LabelledTensor]) -> None:
     for entry in indices:
         for label in entry.labels:
-            f.fix(label, "it holds places, not channels")
+            p.freeze(label, "it holds indices, not channels")
 
 
-def _keep_outside(f: "Follower", x: Labelled, dims: Sequence[int]) -> Labelled:
-    """Without the labels along `dims`: those are fixed."""
+def _freeze_along(p: "LabelPropagation", x: LabelledTensor, dims: Sequence[int]) -> LabelledTensor:
+    """The tensor without its labels along `dims`, which are frozen."""
     for label in x.labels:
-        if set(varies(label)) & set(dims):
-            f.fix(label, "its entries are looked up by number")
-    return replace(x, labels=tuple(label for label in x.labels if not set(varies(label)) & set(dims)))
+        if set(varying_dims(label)) & set(dims):
+            p.freeze(label, "its entries are looked up by index")
+    return replace(x, labels=tuple(label for label in x.labels if not set(varying_dims(label)) & set(dims)))

@@ -1,4 +1,4 @@
-"""Forwards that take another path than the recorded one: scored as gates written in by hand say, or refused by module."""
+"""Forward passes that take another path than the traced one: scored like gates written by hand, or refused by module."""
 
 import contextlib
 from collections.abc import Callable
@@ -82,7 +82,7 @@ class Recurrent(Gated):
 
 @pytest.mark.parametrize("functional", [False, True])
 @pytest.mark.parametrize("steps", [1, 3, 5, 8])
-def test_a_loop_that_was_recorded_with_five_steps(functional: bool, steps: int) -> None:
+def test_a_loop_traced_with_five_steps_is_scored_with_any_number(functional: bool, steps: int) -> None:
     torch.manual_seed(0)
     net = Recurrent(functional).double()
     neurons = hgnp.Neurons(net, batch(4, 5, 3)[0])
@@ -92,7 +92,7 @@ def test_a_loop_that_was_recorded_with_five_steps(functional: bool, steps: int) 
     scored_as_by_hand(net, neurons, given)
 
 
-def test_batches_that_take_several_paths_are_scored_together() -> None:
+def test_batches_on_different_paths_are_scored_together() -> None:
     torch.manual_seed(0)
     net = Recurrent(True).double()
     neurons = hgnp.Neurons(net, batch(4, 5, 3)[0])
@@ -127,7 +127,7 @@ class Branching(Gated):
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_a_branch_that_was_recorded_may_be_left_out(early: bool) -> None:
+def test_a_traced_branch_can_be_skipped(early: bool) -> None:
     torch.manual_seed(0)
     net = Branching(early).double()
     neurons = hgnp.Neurons(net, batch(4, 6, 3)[0])
@@ -135,12 +135,12 @@ def test_a_branch_that_was_recorded_may_be_left_out(early: bool) -> None:
         scored_as_by_hand(net, neurons, batch(6, steps, 3))
 
 
-def test_a_branch_that_was_not_recorded_is_refused_by_name() -> None:
+def test_an_untraced_branch_is_refused_by_name() -> None:
     net = Branching(False).double()
     neurons = hgnp.Neurons(net, batch(4, 3, 3)[0])
     assert [layer.name for layer in neurons.layers] == ["a"]
     with pytest.raises(
-        ValueError, match=r"^net: in b it takes a path that was not recorded \(.*\); make Neurons with"
+        ValueError, match=r"^net must take a traced path, got another one in b \(.*\); create Neurons with"
     ) as caught:
         hgnp.sensitivity(net, neurons, [batch(6, 6, 3)])
     assert "\n" not in str(caught.value)
@@ -168,20 +168,20 @@ PICKS: dict[str, Callable[[Tensor, bool], tuple[Tensor, Tensor]]] = {
 
 
 @pytest.mark.parametrize("pick", PICKS)
-def test_channels_that_are_read_by_another_layer_are_refused(pick: str) -> None:
+def test_channels_read_by_another_layer_than_traced_are_refused(pick: str) -> None:
     torch.manual_seed(0)
     net = Crossed(PICKS[pick]).double()
     neurons = hgnp.Neurons(net, batch(4, 3)[0])
     assert "a" in hgnp.sensitivity(net, neurons, [batch(3, 3)])
-    if pick == "by order":  # `chunk` ties the halves, so that either layer may read either
+    if pick == "by order":  # `chunk` couples the halves, so that either layer may read either
         hgnp.sensitivity(net, neurons, [batch(6, 3)])
         return
-    with pytest.raises(ValueError, match=r"^net: in left it takes a path that was not recorded"):
+    with pytest.raises(ValueError, match=r"^net must take a traced path, got another one in left"):
         hgnp.sensitivity(net, neurons, [batch(6, 3)])
 
 
-def test_what_is_harmless_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batch size, resolution and code that handles no channels."""
+def test_other_sizes_and_code_without_channels_need_no_new_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch size, resolution and code that processes no channels."""
 
     class Plain(Gated):
         layers: ClassVar[dict[str, str]] = {"a": "a", "b": "b"}
@@ -215,19 +215,19 @@ def test_what_is_harmless_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch)
     neurons = hgnp.Neurons(net, torch.randn(2, 2, 6, 6).double())
 
     def again(*_: Any, **__: Any) -> None:
-        raise AssertionError("the network was recorded again")
+        raise AssertionError("the network was traced again")
 
-    monkeypatch.setattr(structure, "record", again)
+    monkeypatch.setattr(structure, "trace_forward", again)
     for samples, side in ((1, 6), (2, 8), (5, 4)):
         scored_as_by_hand(net, neurons, batch(samples, 2, side, side))
 
 
-def test_hooks_are_gone_after_scoring_and_after_a_refusal() -> None:
+def test_scoring_removes_its_hooks_also_after_an_error() -> None:
     hooks = torch.nn.modules.module
     net = Branching(False).double()
     neurons = hgnp.Neurons(net, batch(4, 3, 3)[0])
     hgnp.sensitivity(net, neurons, [batch(4, 3, 3)])
-    with pytest.raises(ValueError, match="path that was not recorded"):
+    with pytest.raises(ValueError, match="must take a traced path"):
         hgnp.sensitivity(net, neurons, [batch(6, 6, 3)])
     assert not hooks._global_forward_hooks
     assert not hooks._global_forward_pre_hooks
@@ -241,7 +241,7 @@ class Fails(nn.Linear):
 
 
 class Spare(Gated):
-    """Goes on with `b` where `a` fails, as it always does, after it has begun."""
+    """Continues with `b` when `a` fails, as it always does, halfway."""
 
     layers: ClassVar[dict[str, str]] = {"b": "b"}
 
@@ -256,16 +256,16 @@ class Spare(Gated):
         except RuntimeError:
             x = self.b(x)
         x = self.gate("b", torch.tanh(x))
-        x = torch.tanh(x @ self.own)  # no layer's neurons: they belong to the network itself
+        x = torch.tanh(x @ self.own)  # a parameter of the network itself, not of a layer
         return self.out(x)
 
 
-class Plainly(Spare):
+class WithoutException(Spare):
     def forward(self, x: Tensor) -> Tensor:
         return self.out(torch.tanh(torch.tanh(self.b(x)) @ self.own))
 
 
-def test_an_exception_that_the_network_catches_does_not_shift_its_layers() -> None:
+def test_an_exception_that_the_network_catches_is_traced_correctly() -> None:
     torch.manual_seed(0)
     net = Spare().double()
     given = batch(5, 4)
@@ -274,7 +274,7 @@ def test_an_exception_that_the_network_catches_does_not_shift_its_layers() -> No
     scored_as_by_hand(net, neurons, given)
     flat = hgnp.Flatness(net, mu=0.1, bound=0.0)
     flat.backward(*given)
-    twin = Plainly().double()
+    twin = WithoutException().double()
     twin.load_state_dict(net.state_dict())
     other = hgnp.Flatness(twin, mu=0.1, bound=0.0)
     other.backward(*given)
@@ -309,7 +309,7 @@ class Attention(Gated):
         return self.out(self.gate("v", x)).mean(1)
 
 
-def test_attention_that_was_recorded_without_a_mask_is_scored_with_one() -> None:
+def test_attention_traced_without_a_mask_is_scored_with_one() -> None:
     torch.manual_seed(0)
     net, (x, y) = Attention().double(), batch(5, 7, 4)
     neurons = hgnp.Neurons(net, x)
@@ -326,7 +326,7 @@ def test_attention_that_was_recorded_without_a_mask_is_scored_with_one() -> None
 
 
 class Falling(nn.Module):
-    """Catches whatever its loop raises, and goes another way."""
+    """Catches any error of its loop and takes another path."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ class Falling(nn.Module):
             return self.other(x[:, 0])
 
 
-def test_a_path_that_is_refused_is_not_hidden_by_a_network_that_catches_errors() -> None:
+def test_a_path_error_that_the_network_catches_is_still_handled() -> None:
     net, given = Falling().double(), batch(6, 8, 3)
     found = hgnp.sensitivity(net, hgnp.Neurons(net, given[0][:2, :5]), [given])
     expected = hgnp.sensitivity(net, hgnp.Neurons(net, given[0][:2]), [given])
@@ -349,7 +349,7 @@ def test_a_path_that_is_refused_is_not_hidden_by_a_network_that_catches_errors()
 
 
 class Projecting(nn.Module):
-    """What its projection does not fit is taken as it is."""
+    """Skips its projection for inputs of another size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -361,7 +361,7 @@ class Projecting(nn.Module):
         return self.last(F.relu(self.first(x)))
 
 
-def test_a_layer_whose_call_failed_is_not_used() -> None:
+def test_a_layer_whose_call_fails_counts_as_unused() -> None:
     neurons = hgnp.Neurons(Projecting(), torch.randn(2, 20))
     assert [layer.name for layer in neurons.layers] == ["first"]
-    assert {entry.name: entry.reason for entry in neurons.frozen}["proj"] == "it is not used in the forward"
+    assert {entry.name: entry.reason for entry in neurons.frozen}["proj"] == "it is not used in the forward pass"

@@ -1,0 +1,146 @@
+"""Neurons that cannot be removed exactly are frozen, with the reason."""
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cases import Net, conv
+from hgnp import Neurons
+from pruning_cases import (
+    IMAGES,
+    VECTORS,
+    prunable_layers,
+    three_layers,
+    two_layers,
+)
+
+WIDTH_IN_A_CONSTANT = {
+    "ones summed": lambda n, h: n.out(h / torch.ones_like(h).sum(1, keepdim=True)),
+    "ones counted": lambda n, h: n.out(h * torch.ones_like(h).cumsum(1)),
+    "softmax of zeros": lambda n, h: n.out(h * torch.zeros_like(h).softmax(1)),
+    "norm of ones": lambda n, h: n.out(h) / torch.ones(h.size(1)).double().norm(),
+    "halves": lambda n, h: n.out(h * torch.cat([h.new_zeros(h.size(1) // 2), h.new_ones(h.size(1) - h.size(1) // 2)])),
+    "expanded and summed": lambda n, h: n.out(h) * h.new_tensor(2.0).expand(h.size(1)).sum(),
+    "a list of numbers": lambda n, h: n.out(h) * torch.tensor([1.0, 2.0, h.size(1)]).double(),
+    "one of a list": lambda n, h: n.out(h * torch.tensor([1.0, h.size(1) ** -0.5]).double()[1]),
+    "from NumPy": lambda n, h: n.out(h) * torch.from_numpy(np.array([1.0, 2.0, h.size(1)])),
+    "the shape": lambda n, h: n.out(h) / torch.tensor(h.shape).prod(),
+    "the order of a norm": lambda n, h: n.out(h) * h.norm(p=h.size(1), dim=1, keepdim=True),
+    "weights summed with ones": lambda n, h: n.out(h * n.w) * (n.w @ torch.ones(len(n.w)).double()),
+}
+
+
+@pytest.mark.parametrize("code", WIDTH_IN_A_CONSTANT.values(), ids=WIDTH_IN_A_CONSTANT)
+def test_a_constant_that_depends_on_the_width_freezes_the_layer(code: Any) -> None:
+    net = two_layers(lambda n, x: code(n, n.a(x)), w=nn.Parameter(torch.rand(12)))
+    assert prunable_layers(net) == []
+
+
+def test_a_spatial_roll_by_the_width_freezes_the_layer() -> None:
+    net = Net(lambda n, x: n.b(torch.roll(n.a(x), n.a.out_channels, 2)), a=conv(3, 8), b=conv(8, 2)).double()
+    assert prunable_layers(net, IMAGES) == []
+
+
+def test_a_partial_convolution_that_counts_its_inputs_freezes_the_layer() -> None:
+    """A partial convolution divides by the number of its inputs."""
+
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = n.a(x)
+        return n.b(h) / F.conv2d(torch.ones_like(h), torch.ones(1, h.size(1), 1, 1).double())  # type: ignore[no-any-return]
+
+    assert prunable_layers(Net(forward, a=conv(3, 8), b=nn.Conv2d(8, 2, 1)).double(), IMAGES) == []
+
+
+def test_a_softmax_freezes_the_channels_that_it_reads() -> None:
+    """Talking heads: after a softmax over keys a masked head is not zero."""
+
+    def forward(n: Any, x: Tensor) -> Tensor:
+        return n.out(n.b(n.a(x).softmax(1)).mean(1))  # type: ignore[no-any-return]
+
+    net = Net(forward, a=nn.Linear(5, 6), b=nn.Linear(6, 7), out=nn.Linear(7, 2)).double()
+    assert prunable_layers(net, torch.randn(2, 4, 5).double()) == ["b"]
+
+
+def test_padded_channels_in_a_grid_are_frozen() -> None:
+    """Channels and zero padding in one grid are frozen, and the search for rectangular cuts terminates."""
+
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = F.pad(n.a(x), (0, 0, 0, 0, 1, 1)).unflatten(1, (3, 2)).transpose(1, 2).flatten(1, 2)
+        return n.b(h)  # type: ignore[no-any-return]
+
+    assert prunable_layers(Net(forward, a=conv(3, 4), b=conv(6, 2)).double(), IMAGES) == []
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["random", "numpy"])
+def test_a_branch_on_python_random_numbers_freezes_everything(draw: Any) -> None:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = n.a(x)
+        return n.out(h + n.b(h) if n.training and draw() < 0.5 else h)  # type: ignore[no-any-return]
+
+    neurons = Neurons(two_layers(forward, b=nn.Linear(12, 12)), VECTORS)
+    assert neurons.count == 0
+    assert "random numbers" in neurons.frozen[0].reason
+
+
+@pytest.mark.parametrize(("probability", "expected"), [(0.0, ["a", "b"]), (1.0, ["a", "b"]), (0.1, [])])
+def test_a_layer_dropped_with_probability_0_or_1_stays_prunable(probability: float, expected: list[str]) -> None:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = n.a(x)
+        if not (n.training and torch.rand([]) < probability):
+            h = n.c(n.b(h).tanh())
+        return n.out(h)  # type: ignore[no-any-return]
+
+    net = two_layers(forward, b=nn.Linear(12, 7), c=nn.Linear(7, 12)).train()
+    assert [name for name in prunable_layers(net) if name in "ab"] == expected
+
+
+def test_a_branch_on_tensor_values_freezes_everything() -> None:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        x = n.a(x)
+        return n.out(x if x.sum() > 0 else -x)
+
+    net = Net(forward, a=nn.Linear(5, 6), out=nn.Linear(6, 2)).double()
+    neurons = Neurons(net, VECTORS)
+    assert neurons.count == 0
+    assert all("depends on its data" in entry.reason for entry in neurons.frozen)
+    assert neurons.least({}, 5).taken == 0
+
+
+def test_a_cut_that_takes_another_branch_is_refused() -> None:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        x = n.a(x)
+        return n.out(x.tanh() if x.shape[1] > 5 else x.relu())
+
+    net = Net(forward, a=nn.Linear(5, 12), out=nn.Linear(12, 2)).double()
+    neurons = Neurons(net, VECTORS)
+    neurons.remove({"a": [0, 1, 2]})
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(ValueError, match="takes another path"):
+        neurons.remove({"a": [0, 1, 2, 3]})
+    assert all(torch.equal(net.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def test_a_tensor_attribute_that_is_no_buffer_freezes_the_layer() -> None:
+    net = Net(lambda n, x: n.out(n.a(x).tanh() * n.scale), a=nn.Linear(5, 6), out=nn.Linear(6, 2)).double()
+    net.scale = torch.linspace(1, 2, 6).double()  # type: ignore[assignment]
+    assert prunable_layers(net, VECTORS) == []
+
+
+def test_parameters_that_share_memory_are_frozen() -> None:
+    net = three_layers(nn.Linear(6, 7))
+    net[4].weight = nn.Parameter(net[2].weight.data[:2, :6].new_zeros(2, 7))
+    net[2].bias = nn.Parameter(net[4].weight.data.view(-1)[:7])
+    neurons = Neurons(net, VECTORS)
+    assert any("share memory" in entry.reason for entry in neurons.frozen)
+
+
+def test_unused_layers_are_frozen() -> None:
+    net = Net(lambda n, x: n.out(n.a(x)), a=nn.Linear(5, 6), spare=nn.Linear(3, 3), out=nn.Linear(6, 2)).double()
+    entry = next(entry for entry in Neurons(net, VECTORS).frozen if entry.name == "spare")
+    assert entry.reason == "it is not used in the forward pass"

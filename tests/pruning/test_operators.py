@@ -1,0 +1,200 @@
+"""Operators and layouts that need care: removal equals masking, in float64."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hgnp
+from cases import Net, conv
+from hgnp import Neurons
+from pruning_cases import IMAGES, VECTORS, assert_pruned_equals_masked, assert_removal_equals_masking, random_scores
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_token_mixing_with_a_bias_freezes_the_channels(bias: bool) -> None:
+    """With a bias over tokens a masked channel does not stay zero; without one it does."""
+
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = n.a(x)
+        h = h + n.tokens(h.transpose(1, 2)).transpose(1, 2)
+        return n.out(h.mean(1))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    net = Net(forward, a=nn.Linear(5, 6), tokens=nn.Linear(4, 4, bias=bias), out=nn.Linear(6, 2)).double().eval()
+    x = torch.randn(2, 4, 5).double()
+    whole, neurons = copy.deepcopy(net), Neurons(net, x)
+    assert [layer.name for layer in neurons.layers] == ([] if bias else ["a"])
+    if not bias:
+        removed = neurons.remove({"a": [1, 3]})
+        assert_pruned_equals_masked(net, whole, removed, ((x,), {}))
+
+
+def test_gather_couples_the_layers_of_its_operands() -> None:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        where = n.g(x).flatten(2).argmax(2, keepdim=True)
+        return n.out(torch.gather(n.a(x).flatten(2), 2, where)[..., 0])  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    net = Net(forward, a=conv(3, 8), g=conv(3, 8), out=nn.Linear(8, 2)).double().eval()
+    whole = copy.deepcopy(net)
+    removed = Neurons(net, IMAGES).remove({"a": [2]})
+    assert removed == {"a": [2], "g": [2]}
+    assert_pruned_equals_masked(net, whole, removed, ((IMAGES,), {}))
+
+
+@pytest.fixture
+def image() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(2, 3, 8, 8, dtype=torch.double)
+
+
+def shifted(norm: nn.GroupNorm) -> nn.GroupNorm:
+    nn.init.normal_(norm.bias)
+    return norm
+
+
+def test_group_norm_with_one_group_per_channel_is_exact(image: Tensor) -> None:
+    net = nn.Sequential(conv(3, 8), nn.InstanceNorm2d(8), conv(8, 8), shifted(nn.GroupNorm(8, 8)), conv(8, 4))
+    assert_removal_equals_masking(net, image, {"0": [1, 4], "2": [0, 7]})
+
+
+def test_weight_norm_keeps_its_columns_and_prunes_its_rows(image: Tensor) -> None:
+    net = nn.Sequential(conv(3, 8), nn.utils.parametrizations.weight_norm(conv(8, 8)), nn.ReLU(), conv(8, 4))
+    frozen = {entry.name: entry.reason for entry in hgnp.Neurons(net.double(), image).frozen}
+    assert frozen.keys() == {"0", "3"}
+    assert "norm mixes" in frozen["0"]
+    assert_removal_equals_masking(net, image, {"1": [0, 3, 5]})
+
+
+class StandardisedConv(nn.Conv2d):
+    """Weights with mean 0 and variance 1 over each filter, as in NFNets and Big Transfer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.weight.reshape(1, len(self.weight), -1)
+        weight = nn.functional.batch_norm(rows, None, None, training=True).reshape_as(self.weight)
+        return self._conv_forward(x, weight, self.bias)
+
+
+def test_a_standardised_weight_keeps_its_columns_and_prunes_its_rows(image: Tensor) -> None:
+    net = nn.Sequential(conv(3, 8), nn.ReLU(), StandardisedConv(8, 8, 3), nn.ReLU(), conv(8, 4))
+    frozen = {entry.name: entry.reason for entry in hgnp.Neurons(net.double(), image).frozen}
+    assert frozen.keys() == {"0", "4"}
+    assert "norm mixes" in frozen["0"]
+    assert_removal_equals_masking(net, image, {"2": [0, 3, 5]})
+
+
+class Conv1D(nn.Module):
+    """Hugging Face's linear layer with a transposed weight, as in GPT-2."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view((*x.shape[:-1], self.nf))
+
+
+def test_gpt2_mlp_units_are_pruned() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(Conv1D(16, 6), nn.GELU(), Conv1D(6, 16))
+    assert_removal_equals_masking(net, torch.randn(2, 5, 6, dtype=torch.double), {"0": [2, 3, 11]})
+    assert (net[0].nf, net[2].nx) == (16, 16)
+
+
+class PositionsAndToken(nn.Module):
+    """The stem of a vision transformer: a flattened embedding of rows and columns, with a class token in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.head = nn.Conv2d(3, 6, 2, 2), nn.Linear(6, 4)
+        self.position, self.token = nn.Parameter(torch.randn(1, 6, 4, 4)), nn.Parameter(torch.randn(1, 1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (self.patch(x) + self.position).flatten(2).transpose(1, 2)
+        return self.head(torch.cat([self.token.expand(len(x), -1, -1), x], 1))
+
+
+def test_a_class_token_is_cut_with_the_patch_embedding(image: Tensor) -> None:
+    net = PositionsAndToken()
+    with torch.no_grad():  # removal also removes these parameters, while masking the layer keeps them
+        net.position[:, [1, 2]] = 0
+        net.token[..., [1, 2]] = 0
+    assert_removal_equals_masking(net, image, {"patch": [1, 2]})
+
+
+class Queries(nn.Module):
+    """A layer that is applied to a parameter: learned queries or a position embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.layer = nn.Parameter(torch.randn(6, 5)), nn.Linear(5, 8)
+        self.mix, self.head = nn.Linear(3, 6), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mix(x) @ torch.tanh(self.layer(self.query)))
+
+
+def test_a_layer_applied_to_a_parameter_has_its_own_neurons() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, dtype=torch.double)
+    alive = {layer.name: layer.alive for layer in hgnp.Neurons(Queries().double(), x).layers}
+    assert alive["layer"] == 8
+    assert_removal_equals_masking(Queries(), x, {"layer": [2, 7]})
+
+
+@pytest.mark.parametrize("coupling", ["coupled", "paper"])
+def test_pooling_to_one_position_prunes_in_every_memory_format(coupling: str) -> None:
+    """PyTorch gives the result channels-last strides in place, which moves no entry."""
+    net = nn.Sequential(
+        conv(3, 6), nn.BatchNorm2d(6), nn.ReLU(), conv(6, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    )
+    net = net.double().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 5, 5, dtype=torch.double).contiguous(memory_format=torch.channels_last)
+    neurons = hgnp.Neurons(net, x)
+    for left in (12, 10):  # with "paper" the network is analysed anew after a removal
+        scores = {layer.name: torch.arange(layer.alive).double() for layer in neurons.layers}
+        neurons.remove(neurons.least(scores, 2, coupling=coupling))
+        assert [entry.name for entry in neurons.frozen] == ["6"]
+        assert neurons.count == left
+    assert_removal_equals_masking(copy.deepcopy(net), x, {"0": [1], "3": [0, 4]})
+
+
+def linear_attention(n: Any, x: Tensor) -> Tensor:
+    q, k, v = n.q(x).relu(), n.k(x).relu(), n.v(x)
+    return n.out(torch.einsum("nld,nde->nle", q, torch.einsum("nld,nle->nde", k, v)))  # type: ignore[no-any-return]
+
+
+def every_other(n: Any, x: Tensor) -> Tensor:
+    h = n.a(x) * 1
+    h[:, ::2] += n.b(x)
+    return n.out(h.tanh())  # type: ignore[no-any-return]
+
+
+DIFFICULT = {
+    "linear attention": lambda: (
+        Net(linear_attention, q=nn.Linear(5, 4), k=nn.Linear(5, 4), v=nn.Linear(5, 6), out=nn.Linear(6, 2)),
+        torch.randn(2, 3, 5).double(),
+    ),
+    "squeeze": lambda: (
+        Net(lambda n, x: n.out(n.a(x).mean((2, 3), keepdim=True).squeeze()), a=conv(3, 6), out=nn.Linear(6, 2)),
+        IMAGES,
+    ),
+    "every other channel": lambda: (
+        Net(every_other, a=nn.Linear(5, 12), b=nn.Linear(5, 6), out=nn.Linear(12, 2)),
+        VECTORS,
+    ),
+}
+
+
+@pytest.mark.parametrize("make", DIFFICULT.values(), ids=DIFFICULT)
+def test_remove_accepts_what_least_selects(make: Any) -> None:
+    net, x = make()
+    net = net.double().eval()
+    whole = copy.deepcopy(net)
+    neurons = Neurons(net, x)
+    removed = neurons.remove(neurons.least(random_scores(neurons), 10_000))
+    assert_pruned_equals_masked(net, whole, removed, ((x,), {}))

@@ -1,0 +1,105 @@
+"""Networks and inputs that cannot be pruned are refused by name."""
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from hgnp import Neurons
+from pruning_cases import (
+    VECTORS,
+    prunable_layers,
+    three_layers,
+)
+
+
+def test_net_and_example_input_are_checked() -> None:
+    with pytest.raises(TypeError, match=r"^net must be an nn.Module, got function$"):
+        Neurons(lambda x: x, VECTORS)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"^example_input must be a tensor, a tuple or a dict of keyword arguments, got int$"
+    ):
+        Neurons(three_layers(nn.Linear(6, 7)), 5)
+    with pytest.raises(ValueError, match=r"net\(example_input\) failed in 0 \(eval mode\)"):
+        Neurons(three_layers(nn.Linear(6, 7)), VECTORS[:, :3])
+
+
+def test_lazy_modules_are_refused_until_initialised() -> None:
+    net = nn.Sequential(nn.LazyLinear(6), nn.LazyLinear(2))
+    with pytest.raises(
+        ValueError, match=r"^0.weight must be initialised, got a lazy module; run one forward pass first$"
+    ):
+        Neurons(net, torch.zeros(2, 5))
+    net(torch.zeros(2, 5))
+    assert prunable_layers(net, torch.zeros(2, 5)) == ["0"]
+
+
+def test_scripted_modules_are_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Linear(6, 7))
+        net = three_layers(scripted)
+    with pytest.raises(
+        TypeError, match=r"^layer '2' must be a Python module, got a scripted one; prune first, then script it$"
+    ):
+        Neurons(net, VECTORS)
+
+
+def test_compiled_modules_are_refused() -> None:
+    net = three_layers(nn.Linear(6, 7))
+    with pytest.raises(TypeError, match=r"^net must not be compiled, got a compiled module; prune the original module"):
+        Neurons(torch.compile(net, backend="eager"), VECTORS)  # type: ignore[arg-type]
+    net[2].compile(backend="eager")
+    with pytest.raises(TypeError, match=r"^layer '2' must not be compiled"):
+        Neurons(net, VECTORS)
+
+
+def test_quantised_modules_are_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantised = torch.ao.nn.quantized.dynamic.Linear(6, 7)
+    net = nn.Sequential(nn.Linear(5, 6), quantised)
+    with pytest.raises(TypeError, match=r"^layer '1' must not be quantised, got a quantised Linear; prune first"):
+        Neurons(net, VECTORS.float())
+
+
+def test_sparse_parameters_are_refused() -> None:
+    net = three_layers(nn.Linear(6, 7))
+    net[2].weight = nn.Parameter(net[2].weight.detach().to_sparse())
+    with pytest.raises(TypeError, match=r"^2.weight must be a dense tensor, got a sparse one$"):
+        Neurons(net, VECTORS)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_wrapped_modules_are_refused() -> None:
+    wrapped = nn.parallel.DistributedDataParallel(three_layers(nn.Linear(6, 7)))
+    with pytest.raises(
+        TypeError, match=r"^net must not be wrapped, got DistributedDataParallel; prune the module inside \(.module\)"
+    ):
+        Neurons(wrapped, VECTORS)
+    with pytest.raises(TypeError, match="net must not be wrapped, got DataParallel"):
+        Neurons(nn.DataParallel(three_layers(nn.Linear(6, 7))), VECTORS)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_sharded_modules_are_refused() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    net = three_layers(nn.Linear(6, 7))
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    with pytest.raises(TypeError, match=r"0.weight must be a plain tensor, got .*DTensor|must not be wrapped"):
+        Neurons(fully_shard(net, mesh=mesh), VECTORS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = FullyShardedDataParallel(three_layers(nn.Linear(6, 7)), device_id=torch.device("cpu"))
+    with pytest.raises(TypeError, match="net must not be wrapped, got FullyShardedDataParallel"):
+        Neurons(wrapped, VECTORS)
