@@ -306,7 +306,7 @@ def test_drafts_of_writers_that_were_killed_go(cut_short: Path, tmp_path: Path) 
 
 
 def test_two_runs_in_one_folder_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hgnp.training.run_folder.PATIENCE", 0.2)
+    monkeypatch.setattr("hgnp.training.run_folder.LOCK_TIMEOUT", 0.2)
     refused: list[str] = []
 
     def second(state: Any) -> None:

@@ -160,8 +160,8 @@ def test_an_interrupted_run_says_how_to_go_on() -> None:
 def test_a_full_disk_is_a_run_that_stopped_and_can_be_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     """A limit on the size of files stands in for the disk: the same error from the same system call."""
     full = (
-        "import resource, signal\nfrom hgnp.progress import Lines\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "Lines.epoch = lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"
+        "import resource, signal\nfrom hgnp.progress import LineProgress\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "LineProgress.epoch = lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"
     )
     process = start("run", *TINY, "--set", "recipe.finetune_epochs=1", "--out", "x", before=full)
     _, err = process.communicate(timeout=60)

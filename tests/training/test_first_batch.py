@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hgnp
-from hgnp.progress import Lines
+from hgnp.progress import LineProgress
 from hgnp.training.data import Batches
-from hgnp.training.first_batch import look
+from hgnp.training.first_batch import check_first_batches
 from hgnp.training.task import Task
 from train_cases import loaders, made, recipe, stripes
 
@@ -103,7 +103,7 @@ def test_the_look_leaves_no_trace() -> None:
     train, val = Tensors([stripes()]), Tensors([stripes(), stripes(seed=4)])
     before = copy.deepcopy(net.state_dict()), torch.get_rng_state(), random.getstate()
     device = torch.device("cpu")
-    first = look(
+    first = check_first_batches(
         net,
         Task(Batches(train, "train", None, device), Batches(val, "val", None, device), F.cross_entropy, metric, None),
     )
@@ -148,7 +148,7 @@ def test_a_plateau_is_not_one_of_labels_that_are_ignored(every: bool, tmp_path: 
     plateau = lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)  # noqa: E731
     notes: list[str] = []
 
-    class Heard(Lines):
+    class Heard(LineProgress):
         def note(self, text: str) -> None:
             notes.append(text)
 
@@ -173,7 +173,7 @@ def test_a_network_that_cannot_be_copied_says_that_its_latency_is_not_measured()
     net.lock = threading.Lock()  # type: ignore[assignment]
     notes: list[str] = []
 
-    class Heard(Lines):
+    class Heard(LineProgress):
         def note(self, text: str) -> None:
             notes.append(text)
 

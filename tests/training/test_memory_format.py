@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hgnp
-from hgnp.progress import Silent
+from hgnp.progress import SilentProgress
 from hgnp.training import memory_format
 from train_cases import Net, loaders, made, recipe, stripes
 
@@ -18,7 +18,7 @@ from train_cases import Net, loaders, made, recipe, stripes
 class Flat(nn.Module):
     """Reads pictures by a view of their memory or, with `reshape`, in any format; wide enough for the rule."""
 
-    def __init__(self, *, reshape: bool, width: int = memory_format.WIDE) -> None:
+    def __init__(self, *, reshape: bool, width: int = memory_format.MIN_CHANNELS) -> None:
         super().__init__()
         self.reshape = reshape
         self.first, self.inner = nn.Conv2d(1, 4, 3, stride=2), nn.Conv2d(4, width, 2, padding=1)
@@ -29,7 +29,7 @@ class Flat(nn.Module):
         return self.last(x.flatten(1) if self.reshape else x.view(len(x), -1))
 
 
-class Notes(Silent):
+class Notes(SilentProgress):
     def __init__(self) -> None:
         self.texts: list[str] = []
 
@@ -150,7 +150,11 @@ def test_a_network_that_cannot_be_copied_runs_as_found() -> None:
 
 @pytest.mark.parametrize(
     ("reshape", "width", "last"),
-    [(True, memory_format.WIDE, True), (False, memory_format.WIDE, False), (True, memory_format.WIDE - 1, False)],
+    [
+        (True, memory_format.MIN_CHANNELS, True),
+        (False, memory_format.MIN_CHANNELS, False),
+        (True, memory_format.MIN_CHANNELS - 1, False),
+    ],
     ids=["wide", "wide, with a view", "narrow"],
 )
 def test_the_rule(reshape: bool, width: int, last: bool) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hgnp
 from hgnp.curvature.step import make_step
 from hgnp.experiments.models import DigitsNet
-from hgnp.progress import Lines
+from hgnp.progress import LineProgress
 from hgnp.pruning.structure import Structure
 from hgnp.pruning.summary import Frozen
 from hgnp.training.measure import Measurements
@@ -257,7 +257,7 @@ def test_what_is_frozen_by_a_removal_is_told(
 ) -> None:
     late = Frozen("late", "it is tired", 7)
     monkeypatch.setattr(hgnp.Neurons, "frozen", property(lambda self: (late,) if self.version else ()))
-    hgnp.prune(made(), *loaders(), recipe=recipe(), _progress=Lines())
+    hgnp.prune(made(), *loaders(), recipe=recipe(), _progress=LineProgress())
     assert capsys.readouterr().out.count("late: its 7 neurons can no longer be removed: it is tired") == 1
 
 

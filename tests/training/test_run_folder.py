@@ -18,20 +18,20 @@ import hgnp
 from hgnp.io.weights import digest
 from hgnp.training import checkpoint
 from hgnp.training.measure import Measurements
-from hgnp.training.run_folder import Folder
+from hgnp.training.run_folder import RunFolder
 from train_cases import loaders, made, recipe
 
 IN_A_THREAD = """
 import sys, threading
 from pathlib import Path
-from hgnp.training.run_folder import Folder
+from hgnp.training.run_folder import RunFolder
 
 def go():
-    folder = Folder(Path(sys.argv[1]))
-    with folder.claimed(resume=False):
-        folder.keep({"epoch": 0})
+    folder = RunFolder(Path(sys.argv[1]))
+    with folder.locked(resume=False):
+        folder.write_checkpoint({"epoch": 0})
         threading.main_thread().join()
-        folder.keep({"epoch": 1})
+        folder.write_checkpoint({"epoch": 1})
 
 threading.Thread(target=go).start()
 """
@@ -67,14 +67,14 @@ def test_a_checkpoint_is_of_its_moment_though_training_goes_on(tmp_path: Path, m
         threads.append(threading.current_thread())
         write(*args)
 
-    folder = Folder(tmp_path)
+    folder = RunFolder(tmp_path)
     weight = torch.zeros(3)
-    with folder.claimed(resume=False):
-        folder.keep({"weight": weight})
+    with folder.locked(resume=False):
+        folder.write_checkpoint({"weight": weight})
         assert folder.checkpoint.exists()  # the first is waited for
         monkeypatch.setattr(checkpoint, "write", slowly)
         weight.fill_(1.0)
-        folder.keep({"weight": weight})  # does not wait
+        folder.write_checkpoint({"weight": weight})  # does not wait
         weight.fill_(2.0)
         assert checkpoint.read(folder.checkpoint)["weight"].tolist() == [0.0] * 3
         go.set()
@@ -85,21 +85,21 @@ def test_a_checkpoint_is_of_its_moment_though_training_goes_on(tmp_path: Path, m
 
 @pytest.mark.parametrize("then", ["keep", "leave"])
 def test_one_that_cannot_be_written_is_told(then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, tried = Folder(tmp_path), threading.Event()
+    folder, tried = RunFolder(tmp_path), threading.Event()
 
     def full(*_: Any) -> None:
         tried.set()
         raise OSError(28, "No space left on device")
 
     def two() -> None:
-        with folder.claimed(resume=False):
-            folder.keep({"epoch": 1})
+        with folder.locked(resume=False):
+            folder.write_checkpoint({"epoch": 1})
             monkeypatch.setattr(checkpoint, "write", full)
-            folder.keep({"epoch": 2})
+            folder.write_checkpoint({"epoch": 2})
             if then == "keep":
                 assert tried.wait(60)
                 monkeypatch.undo()
-                folder.keep({"epoch": 3})
+                folder.write_checkpoint({"epoch": 3})
                 pytest.fail("it went on")
 
     with pytest.raises(OSError, match=r"written to \(No space left on device\); the last good checkpoint is"):
@@ -122,9 +122,9 @@ def spoil(value: Any) -> None:
 
 
 def test_nothing_of_a_copy_is_shared_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(self: Folder, tree: dict[str, Any]) -> None:
-        if tree["plan"]["epoch"] == 4:
-            ready = checkpoint.packed(tree)
+    def look(self: RunFolder, tree: dict[str, Any]) -> None:
+        if tree["run"]["epoch"] == 4:
+            ready = checkpoint.pack(tree)
             before = digest(ready.tensors, ready.about)
             live = [tree, adam.state, plateau.__dict__, made_net.state_dict()]
             spoil(live)
@@ -132,10 +132,10 @@ def test_nothing_of_a_copy_is_shared_with_the_run(tmp_path: Path, monkeypatch: p
             raise StopError
         keep(self, tree)
 
-    keep, made_net = Folder.keep, made()
+    keep, made_net = RunFolder.write_checkpoint, made()
     adam = torch.optim.Adam(made_net.parameters(), amsgrad=True)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(adam)
-    monkeypatch.setattr(Folder, "keep", look)
+    monkeypatch.setattr(RunFolder, "write_checkpoint", look)
     with pytest.raises(StopError):
         hgnp.prune(
             made_net, *loaders(), recipe=recipe(mu=0.01, bound=0.0, schedule="constant"), optimizer=adam,
@@ -144,42 +144,42 @@ def test_nothing_of_a_copy_is_shared_with_the_run(tmp_path: Path, monkeypatch: p
 
 
 def test_a_copy_is_made_once_the_last_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = checkpoint.packed
+    packed = checkpoint.pack
 
     def alone(tree: dict[str, Any]) -> checkpoint.Packed:
         assert not under_way
         return packed(tree)
 
-    folder = Folder(tmp_path)
-    with folder.claimed(resume=False):
-        folder.keep({"epoch": 1})
+    folder = RunFolder(tmp_path)
+    with folder.locked(resume=False):
+        folder.write_checkpoint({"epoch": 1})
         under_way = slowed(0.2, monkeypatch)
         monkeypatch.setattr(checkpoint, "packed", alone)
-        folder.keep({"epoch": 2})
+        folder.write_checkpoint({"epoch": 2})
         while not under_way:
             time.sleep(0.01)
-        folder.keep({"epoch": 3})
+        folder.write_checkpoint({"epoch": 3})
     assert checkpoint.read(folder.checkpoint) == {"epoch": 3}
 
 
 def test_a_run_in_a_thread_outlives_the_main_one(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", IN_A_THREAD, str(tmp_path)], check=True, timeout=60)
-    assert checkpoint.read(Folder(tmp_path).checkpoint) == {"epoch": 1}
+    assert checkpoint.read(RunFolder(tmp_path).checkpoint) == {"epoch": 1}
 
 
 def test_ctrl_c_while_waiting_does_not_leave_before_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = Folder(tmp_path)
+    folder = RunFolder(tmp_path)
 
     def two() -> None:
-        with folder.claimed(resume=False):
-            folder.keep({"epoch": 1})
+        with folder.locked(resume=False):
+            folder.write_checkpoint({"epoch": 1})
             slowed(1.0, monkeypatch)
-            folder.keep({"epoch": 2})
+            folder.write_checkpoint({"epoch": 2})
             main = threading.get_ident()
             threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT]).start()
-            folder.keep({"epoch": 3})
+            folder.write_checkpoint({"epoch": 3})
 
     with pytest.raises(KeyboardInterrupt):
         two()
@@ -188,14 +188,14 @@ def test_ctrl_c_while_waiting_does_not_leave_before_it_is_written(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no locks")
 def test_a_folder_is_free_though_workers_live_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hgnp.training.run_folder.PATIENCE", 0.0)
-    with Folder(tmp_path).claimed(resume=False):
+    monkeypatch.setattr("hgnp.training.run_folder.LOCK_TIMEOUT", 0.0)
+    with RunFolder(tmp_path).locked(resume=False):
         worker = os.fork()
         if worker == 0:  # as those of a DataLoader that its user keeps
             time.sleep(60)
             os._exit(0)
     try:
-        with Folder(tmp_path).claimed(resume=False):
+        with RunFolder(tmp_path).locked(resume=False):
             pass
     finally:
         os.kill(worker, signal.SIGKILL)

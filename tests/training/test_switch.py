@@ -8,7 +8,7 @@ import torch
 
 import hgnp
 from hgnp.recipe import Recipe
-from hgnp.training.plan import Plan
+from hgnp.training.run_state import RunState
 from train_cases import Net, loaders, made, recipe
 
 STRONG: dict[str, Any] = {"mu": 0.3, "bound": -1.0}  # always penalised, and strongly enough to be seen at once
@@ -74,15 +74,15 @@ def test_in_the_middle_of_an_epoch() -> None:
 
 
 def test_mu_warms_up_from_the_switch_on() -> None:
-    plan = Plan(Recipe(keep=0.1, method="hybrid", threshold=0.5, mu=0.8, mu_warmup_epochs=4))
+    plan = RunState(Recipe(keep=0.1, method="hybrid", threshold=0.5, mu=0.8, mu_warmup_epochs=4))
     assert plan.mu(0.0) == 0.0
     plan.epoch = 10
-    plan.note_kept(0.6)
+    plan.update_switch(0.6)
     assert plan.mu(0.5) == 0.0
-    plan.note_kept(0.5)
+    plan.update_switch(0.5)
     assert [plan.mu(0.0), plan.mu(0.5)] == pytest.approx([0.0, 0.1])
     plan.epoch = 12
-    plan.note_kept(0.4)
+    plan.update_switch(0.4)
     assert plan.mu(0.0) == pytest.approx(0.4)
     plan.epoch = 14
     assert plan.mu(0.0) == 0.8

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hgnp
-from hgnp.training.data import Ahead
-from hgnp.training.optimizers import begun
+from hgnp.training.data import Prefetcher
+from hgnp.training.optimizers import initialize_momentum
 from hgnp.training.trainer import Steps
 from train_cases import loaders, made, recipe, stripes
 
@@ -127,7 +127,9 @@ def test_fused_steps_of_parameters_that_come_later() -> None:
     found = []
     for fused in (True, None):
         net = made()
-        optimizer = begun(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, fused=fused))
+        optimizer = initialize_momentum(
+            torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, fused=fused)
+        )
         for step in range(4):
             net.a.requires_grad_(step > 1)
             optimizer.zero_grad()
@@ -162,7 +164,7 @@ def test_a_batch_may_be_fetched_ahead() -> None:
 
     for fails in (False, True):
         made: list[int] = []
-        ahead = Ahead(batches())
+        ahead = Prefetcher(batches())
         iterator = iter(ahead)
         assert next(iterator) == (0, 0)
         assert made == [0]
@@ -181,7 +183,7 @@ def test_a_loader_s_error_holds_nothing() -> None:
     def train() -> weakref.ref[Held]:
         held = Held()
         with contextlib.suppress(KeyError):
-            list(Ahead(batches()))
+            list(Prefetcher(batches()))
         return weakref.ref(held)
 
     def batches() -> Iterator[tuple[int, int]]:

@@ -17,7 +17,7 @@ from hgnp.execution.eager import Eager
 from hgnp.execution.graphed import Graphed
 from hgnp.recipe import Recipe
 from hgnp.sam import SAMStep
-from hgnp.training.data import Ahead
+from hgnp.training.data import Prefetcher
 from hgnp.training.task import Task
 
 CHECK_EVERY = 32  # steps; a look at the losses waits for the device
@@ -100,11 +100,13 @@ class Epochs:
         rate: Callable[[float], float] | None,
         mu: Callable[[float], float],
         before_step: Callable[[tuple[Any, Any]], None],
+        after_step: Callable[[int], bool],
         show: Callable[[int, float | None], None],
     ) -> Steps:
-        """One pass over `batches`. `rate` and `mu` say how they go over the epoch, from 0 to 1."""
+        """One pass over `batches`, which ends early once `after_step` returns True. `rate` and `mu` are functions of the share
+        of the epoch that is over, from 0 to 1."""
         self.net.train()
-        ahead = Ahead(batches)
+        ahead = Prefetcher(batches)
         if isinstance(self.executor, Graphed):
             self.executor.begin_epoch()
         seen = Steps()
@@ -120,17 +122,22 @@ class Epochs:
                         group["lr"] = peak * rate(share)
                 self.state.mu = mu(share)
                 self.step(batch, seen)
+                paused = time.perf_counter()
+                stop = after_step(step)
+                start += time.perf_counter() - paused
                 if (step + 1) % CHECK_EVERY == 0:
                     self._check(seen, epoch)
                 if time.perf_counter() - shown > SHOW_EVERY:
                     shown = time.perf_counter()
                     show(step + 1, float(seen.losses[seen.checked - 1]) if seen.checked else None)
+                if stop:
+                    break
             self._check(seen, epoch)
         seen.seconds = time.perf_counter() - start
         return seen
 
     @contextmanager
-    def _fetching(self, ahead: Ahead) -> Iterator[None]:
+    def _fetching(self, ahead: Prefetcher) -> Iterator[None]:
         """Batches are fetched before a step waits for the device."""
         graphed = self.executor if isinstance(self.executor, Graphed) else None
         if graphed is not None:
