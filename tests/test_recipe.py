@@ -49,7 +49,7 @@ def test_a_scheduler_of_the_users_replaces_the_default_schedule(tmp_path: Path) 
     assert [row["lr"] for row in result.history] == [0.05 / 2, 0.05 / 4]
     used = json.loads((tmp_path / "run/run.json").read_text())["recipe"]
     assert (used["schedule"], used["refresh_every"]) == ("constant", 8)
-    with pytest.raises(ValueError, match="scheduler: it was given beside schedule='cosine'"):
+    with pytest.raises(ValueError, match="schedule must be None or 'constant' with a scheduler, got 'cosine'"):
         hgnp.prune(made(), *loaders(), recipe=recipe(schedule="cosine"), scheduler=halving)
 
 

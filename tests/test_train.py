@@ -293,6 +293,6 @@ def test_on_epoch_ends_a_run(tmp_path: Path) -> None:
 
     result = hgnp.prune(made(), *loaders(), recipe=recipe(), on_epoch=stop, out=tmp_path / "run")
     assert [epoch for epoch, _, _ in seen] == [0, 1]
-    assert result.stopped == "on_epoch ended it after epoch 1"
+    assert result.stopped == "on_epoch stopped the run after epoch 1"
     assert not result.reached
     assert "misses" in repr(result)

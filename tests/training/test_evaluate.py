@@ -150,7 +150,7 @@ def test_labels_that_are_all_ignored_give_no_loss_and_no_accuracy(loss: Any) -> 
     evaluation = Evaluation(nn.Linear(4, 3), loss, None, None)
     data = [(torch.randn(2, 4), torch.full((2,), -100))] * 2
     assert evaluation(data) == (None, None)
-    assert evaluation.note == "val: no label counts, so that there is no validation loss"
+    assert evaluation.note == "val: every label is ignored, so there is no validation loss"
 
 
 def test_a_batch_that_a_loss_of_one_s_own_finds_no_label_in_is_left_out_and_one_that_diverged_is_not() -> None:

@@ -77,10 +77,10 @@ def test_what_would_take_too_long_is_not_begun(monkeypatch: pytest.MonkeyPatch) 
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("begun")
 
-    for name in ("SHARE", "LEAST_SECONDS", "WORTH_A_TRY"):
+    for name in ("SHARE", "LEAST_SECONDS", "MIN_LIMIT"):
         monkeypatch.setattr(measure, name, 1e-9)
     monkeypatch.setattr(measure, "sharpness", never)
-    monkeypatch.setattr(measure, "side_by_side", never)
+    monkeypatch.setattr(measure, "time_interleaved", never)
     result = hgnp.prune(made(), *loaders(), recipe=recipe())
     assert set(result.after.missing) == {"sharpness", "latency_ms"}
 
@@ -159,7 +159,7 @@ def test_what_takes_too_long_is_not_begun_before_the_first_epoch_either(monkeypa
     begun: list[float] = []
     monkeypatch.setattr(measure, "sharpness", lambda *args, max_seconds, **options: begun.append(max_seconds))
     monkeypatch.setattr(measure, "LEAST_SECONDS", 1e-9)
-    monkeypatch.setattr(measure, "WORTH_A_TRY", 1e-9)
+    monkeypatch.setattr(measure, "MIN_LIMIT", 1e-9)
     result = hgnp.prune(made(), *loaders(), recipe=recipe(warmup_epochs=0))
     assert begun == []
     assert result.before.missing["sharpness"] == measure.NO_TIME

@@ -39,7 +39,7 @@ class Notes(SilentProgress):
 
 @pytest.fixture
 def narrow_counts_as_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_format, "WIDE", 1)
+    monkeypatch.setattr(memory_format, "MIN_CHANNELS", 1)
 
 
 def channels_last(x: Tensor) -> bool:
@@ -122,7 +122,7 @@ def test_a_resumed_run_keeps_the_memory_format_it_began_with(monkeypatch: pytest
         return hgnp.prune(made(), *loaders(), recipe=mine, optimizer=optimizer, out=out, resume=True, on_epoch=on_epoch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(memory_format, "WIDE", 1)
+        patch.setattr(memory_format, "MIN_CHANNELS", 1)
         whole = go(tmp_path / "whole")
         with pytest.raises(StopError):
             go(tmp_path / "pieces", 1)
@@ -145,7 +145,7 @@ def test_a_network_that_cannot_be_copied_runs_as_found() -> None:
 
     told = Notes()
     assert hgnp.prune(Single(reshape=True), *loaders(), recipe=recipe(keep=0.5), _progress=told).reached
-    assert told.texts[0] == "steps run as found, as a step with channels last failed: no room"
+    assert told.texts[0] == "the memory format is unchanged, as a step with channels last failed: no room"
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,8 @@ def test_the_rule(reshape: bool, width: int, last: bool) -> None:
         hgnp.prune(net, *loaders(), recipe=recipe(keep=0.5, execution=execution), on_epoch=on_epoch, _progress=told)
         assert seen.pop() == expected
         failed = [
-            text for text in told.texts if text.startswith("steps run as found, as a step with channels last failed: ")
+            text
+            for text in told.texts
+            if text.startswith("the memory format is unchanged, as a step with channels last failed: ")
         ]
         assert len(failed) == (execution == "auto" and not reshape)

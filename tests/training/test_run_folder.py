@@ -83,7 +83,7 @@ def test_a_checkpoint_is_of_its_moment_though_training_goes_on(tmp_path: Path, m
     assert threads[0] is not threading.main_thread()
 
 
-@pytest.mark.parametrize("then", ["keep", "leave"])
+@pytest.mark.parametrize("then", ["write", "leave"])
 def test_one_that_cannot_be_written_is_told(then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, tried = RunFolder(tmp_path), threading.Event()
 
@@ -96,16 +96,16 @@ def test_one_that_cannot_be_written_is_told(then: str, tmp_path: Path, monkeypat
             folder.write_checkpoint({"epoch": 1})
             monkeypatch.setattr(checkpoint, "write", full)
             folder.write_checkpoint({"epoch": 2})
-            if then == "keep":
+            if then == "write":
                 assert tried.wait(60)
                 monkeypatch.undo()
                 folder.write_checkpoint({"epoch": 3})
                 pytest.fail("it went on")
 
-    with pytest.raises(OSError, match=r"written to \(No space left on device\); the last good checkpoint is"):
+    with pytest.raises(OSError, match=r"written \(No space left on device\); the last good checkpoint is"):
         two()
     # what could be written was, though the run ends
-    assert checkpoint.read(folder.checkpoint) == {"epoch": 3 if then == "keep" else 1}
+    assert checkpoint.read(folder.checkpoint) == {"epoch": 3 if then == "write" else 1}
 
 
 def spoil(value: Any) -> None:
@@ -154,7 +154,7 @@ def test_a_copy_is_made_once_the_last_is_written(tmp_path: Path, monkeypatch: py
     with folder.locked(resume=False):
         folder.write_checkpoint({"epoch": 1})
         under_way = slowed(0.2, monkeypatch)
-        monkeypatch.setattr(checkpoint, "packed", alone)
+        monkeypatch.setattr(checkpoint, "pack", alone)
         folder.write_checkpoint({"epoch": 2})
         while not under_way:
             time.sleep(0.01)
@@ -226,7 +226,7 @@ def test_a_full_disk_is_told_with_the_folder(file: str, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(os, "replace", full)
     last = "there is no checkpoint yet" if file == "run.json" else "the last good checkpoint is .*checkpoint"
-    with pytest.raises(OSError, match=rf"run could not be written to \(No space left on device\); {last}"):
+    with pytest.raises(OSError, match=rf"run could not be written \(No space left on device\); {last}"):
         prune(tmp_path / "run")
     monkeypatch.undo()
     assert prune(tmp_path / "run", resume=True).reached

@@ -175,7 +175,9 @@ class Frozen(Net):
 def test_what_cannot_be_copied_or_made_twice_is_refused_before_the_run() -> None:
     wanted = recipe(snapshots=(0.5,))
     net = Frozen()
-    with pytest.raises(ValueError, match=r"snapshots need a network, .* copy.deepcopy can copy: RuntimeError: I am"):
+    with pytest.raises(
+        ValueError, match=r"net, .* must work with copy.deepcopy to take snapshots, but failed: RuntimeError: I am"
+    ):
         hgnp.prune(net, *loaders(), recipe=wanted)
     other = made()
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
@@ -184,7 +186,7 @@ def test_what_cannot_be_copied_or_made_twice_is_refused_before_the_run() -> None
         return torch.optim.SGD(other.parameters(), lr=0.1)
 
     with pytest.raises(
-        ValueError, match="optimizer must hold the network's parameters alone, got others; a maker uses"
+        ValueError, match="optimizer must hold the network's parameters alone, got others; a function must use"
     ):
         hgnp.prune(other, *loaders(), recipe=wanted, optimizer=maker)
     torch.testing.assert_close(other.state_dict(), before, rtol=0, atol=0)
@@ -261,7 +263,7 @@ def test_values_are_checked_and_put_in_order() -> None:
 
 def test_a_folder_with_snapshots_of_another_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run" / "snapshots" / "0.5").mkdir(parents=True)
-    with pytest.raises(FileExistsError, match="but a snapshots, which a run would overwrite"):
+    with pytest.raises(FileExistsError, match="but has snapshots, which a run would overwrite"):
         pruned(tmp_path / "run", snapshots=(0.5,))
 
 
