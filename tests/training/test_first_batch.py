@@ -135,7 +135,7 @@ def test_the_metric_is_named_after_what_is_computed(mixed: bool, hard: bool, nam
 def test_labels_of_the_validation_are_checked_where_those_of_the_training_are_mixed() -> None:
     x, y = stripes()
     soft = F.one_hot(y, 3).float()
-    with pytest.raises(ValueError, match="val: labels must be from 0 to 2, .* got 3"):
+    with pytest.raises(ValueError, match=r"val: labels must be from 0 to 2, .* got 3"):
         hgnp.prune(made(), [(x, soft)], [(x, y), (x, y + 3)], recipe=recipe())
 
 
