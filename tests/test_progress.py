@@ -1,4 +1,4 @@
-"""What is seen of a run while it goes on."""
+"""Progress of a run: lines, a bar, or nothing."""
 
 import io
 from typing import Any
@@ -25,7 +25,7 @@ def play(progress: Progress, row: dict[str, Any], left: float | None) -> None:
     progress.stop()
 
 
-def test_lines_say_what_matters_a_line_an_epoch() -> None:
+def test_line_progress_prints_one_line_per_epoch() -> None:
     stream = io.StringIO()
     play(LineProgress(stream), ROW, 75.0)
     assert stream.getvalue().splitlines() == [
@@ -35,13 +35,13 @@ def test_lines_say_what_matters_a_line_an_epoch() -> None:
     ]
 
 
-def test_what_is_not_known_is_left_out() -> None:
+def test_line_progress_leaves_out_unknown_figures() -> None:
     stream = io.StringIO()
     play(LineProgress(stream), {**ROW, "loss": None, "metric": None, "radius": None}, None)
     assert stream.getvalue().splitlines()[1] == "epoch   2 prune     loss not finite  kept 34.5%  1.5 s"
 
 
-def test_another_metric_is_no_percentage() -> None:
+def test_metrics_other_than_accuracy_are_not_percentages() -> None:
     stream = io.StringIO()
     lines = LineProgress(stream)
     lines.start({**INFO, "metric": "psnr"})
@@ -49,7 +49,7 @@ def test_another_metric_is_no_percentage() -> None:
     assert "psnr 31.42" in stream.getvalue()
 
 
-def test_lines_go_to_stdout_and_silence_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_line_progress_prints_to_stdout_and_silent_progress_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     play(SilentProgress(), ROW, None)
     assert capsys.readouterr().out == ""
     play(LineProgress(), ROW, None)

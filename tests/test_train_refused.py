@@ -1,4 +1,4 @@
-"""`hgnp.prune`: what can go wrong, and what is left then."""
+"""`hgnp.prune`: bad input, damaged folders, and the state they leave."""
 
 import copy
 import json
@@ -92,7 +92,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     refused("out must be a folder, got the file", FileExistsError, out=tmp_path / "file")
 
 
-def test_what_is_wrong_with_the_validation_is_said_before_the_training() -> None:
+def test_bad_validation_data_is_refused_before_training() -> None:
     x, y = stripes()
     steps: list[int] = []
 
@@ -116,13 +116,13 @@ def test_what_is_wrong_with_the_validation_is_said_before_the_training() -> None
     refused("val: labels must be from 0 to 2, .* got 5", val=[(x, y), (x, y + 5)])
 
 
-def test_a_single_sample_that_a_batch_norm_cannot_learn_from() -> None:
+def test_a_batch_of_one_sample_is_refused_where_batch_norm_needs_more() -> None:
     x, y = stripes()
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     refused("train: batch 1 has a single sample, .* drop_last=True", net=net, train=[(x, y), (x[:1], y[:1])])
 
 
-def test_schedulers_that_cannot_follow() -> None:
+def test_schedulers_of_another_optimizer_or_with_too_few_steps_are_refused() -> None:
     net = made()
     other = torch.optim.SGD(net.parameters(), lr=0.1)
     refused(
@@ -225,7 +225,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: nn.ReLU()])
-def test_nothing_to_train(make: Callable[[], nn.Module]) -> None:
+def test_a_network_without_parameters_is_refused(make: Callable[[], nn.Module]) -> None:
     refused("net must have parameters", net=make())
 
 
@@ -276,7 +276,7 @@ def test_a_run_is_resumed_only_with_what_it_started_with(cut_short: Path) -> Non
     resumed("state: it is of another network", cut_short, net=made(outputs=4))
 
 
-def test_a_damaged_run_is_said_to_be(cut_short: Path, tmp_path: Path) -> None:
+def test_a_damaged_run_is_refused(cut_short: Path, tmp_path: Path) -> None:
     content = (cut_short / "checkpoint.safetensors").read_bytes()
     info = json.loads((cut_short / "run.json").read_text())
     for number, (name, changed, message) in enumerate(
@@ -313,14 +313,14 @@ def test_a_finished_run_needs_no_checkpoint_but_a_whole_result(tmp_path: Path) -
     resumed("result.json: damaged: 'before'", out)
 
 
-def test_files_that_are_not_a_run_s_stay(tmp_path: Path) -> None:
+def test_files_that_are_not_a_runs_are_not_overwritten(tmp_path: Path) -> None:
     mine = hgnp.save(made(), tmp_path)
     content = mine.read_bytes()
     refused("but has model.safetensors, which a run would overwrite", FileExistsError, out=tmp_path)
     assert mine.read_bytes() == content
 
 
-def test_drafts_of_writers_that_were_killed_go(cut_short: Path, tmp_path: Path) -> None:
+def test_temporary_files_of_killed_writers_are_removed(cut_short: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(cut_short, out)
     for name in (".checkpoint.safetensors.abcd1234", ".mine.abcd1234"):
@@ -345,6 +345,6 @@ def test_two_runs_in_one_folder_do_not_mix(tmp_path: Path, monkeypatch: pytest.M
     first = hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path, on_epoch=second)
     assert len(refused) == 1
     assert hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path, resume=True).history == first.history
-    with pytest.raises(FileExistsError):  # and is let go where it was refused
+    with pytest.raises(FileExistsError):  # the folder is unlocked after the refusal
         hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path)
     hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path, resume=True)

@@ -17,6 +17,7 @@ from hgnp.pruning.selection import Coupling
 Quantity = Literal["params", "neurons", "macs"]
 Method = Literal["hgnp", "taylor", "hybrid", "l1", "l2", "bn_scale", "geometric_median", "random", "sam"]
 PruneUnit = Literal["epochs", "steps"]
+Bundle = Literal["default", "paper"]
 Schedule = Literal["constant", "steps", "cosine", "one_cycle"]
 Anneal = Literal["finetune", "run"]
 Precision = Literal["auto", "float32", "bf16", "fp16"]
@@ -119,7 +120,7 @@ class Recipe:
     score_mu: float | None = None
     mu_warmup_epochs: int = 0
     bound: float = 0.5
-    flatness: str | Mapping[str, str] = "default"
+    flatness: Bundle | Mapping[str, str] = "default"
     refresh_every: int | None = None
     skip_inactive: bool | None = None
     rho: float = 0.05

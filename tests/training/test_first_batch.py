@@ -50,7 +50,7 @@ def steps_before(message: str, **given: Any) -> int:
     return len(steps)
 
 
-def test_a_metric_that_cannot_work_is_refused_before_training() -> None:
+def test_a_metric_that_fails_is_refused_before_training() -> None:
     x, y = stripes(60)
     assert not steps_before("it failed on the validation data: TypeError", metric=lambda out: 0.0)
     assert not steps_before("it failed on the validation data: KeyError: 'logits'", metric=lambda o, t: {}["logits"])
@@ -98,7 +98,7 @@ class Counting:
         self.seen = 0
 
 
-def test_the_look_leaves_no_trace() -> None:
+def test_checking_the_first_batches_leaves_no_trace() -> None:
     net, metric = made(), Counting()
     train, val = Tensors([stripes()]), Tensors([stripes(), stripes(seed=4)])
     before = copy.deepcopy(net.state_dict()), torch.get_rng_state(), random.getstate()
@@ -132,7 +132,7 @@ def test_the_metric_is_named_after_what_is_computed(mixed: bool, hard: bool, nam
     assert result.after.metric == pytest.approx(want, rel=1e-5)
 
 
-def test_labels_of_the_validation_are_checked_where_those_of_the_training_are_mixed() -> None:
+def test_validation_labels_are_checked_where_training_labels_are_mixed() -> None:
     x, y = stripes()
     soft = F.one_hot(y, 3).float()
     with pytest.raises(ValueError, match=r"val: labels must be from 0 to 2, .* got 3"):
@@ -140,7 +140,7 @@ def test_labels_of_the_validation_are_checked_where_those_of_the_training_are_mi
 
 
 @pytest.mark.parametrize("every", [True, False])
-def test_a_plateau_is_not_one_of_labels_that_are_ignored(every: bool, tmp_path: Path) -> None:
+def test_reduce_lr_on_plateau_is_not_stepped_when_every_label_is_ignored(every: bool, tmp_path: Path) -> None:
     """Neither a batch nor a whole set without labels moves the learning rate."""
     x, y = stripes()
     none = torch.full_like(y, 255)

@@ -97,7 +97,7 @@ def test_weights_and_momenta_are_channels_last_during_the_run_only() -> None:
 
 @pytest.mark.parametrize("found", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.usefixtures("narrow_counts_as_wide")
-def test_weights_are_laid_out_as_found_after_a_run_that_fails(found: torch.memory_format) -> None:
+def test_weights_have_their_original_memory_format_after_a_run_that_fails(found: torch.memory_format) -> None:
     net = made()
     net.to(memory_format=found)  # type: ignore[call-overload]
     with pytest.raises(ArithmeticError, match="the loss is"):
@@ -105,7 +105,7 @@ def test_weights_are_laid_out_as_found_after_a_run_that_fails(found: torch.memor
     assert net.b.weight.is_contiguous(memory_format=found)
 
 
-def test_a_resumed_run_keeps_the_memory_format_it_began_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_memory_format(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class StopError(Exception):
         pass
 
@@ -126,7 +126,7 @@ def test_a_resumed_run_keeps_the_memory_format_it_began_with(monkeypatch: pytest
         whole = go(tmp_path / "whole")
         with pytest.raises(StopError):
             go(tmp_path / "pieces", 1)
-    with pytest.raises(StopError):  # by the rule, a network as narrow as this one would now run as found
+    with pytest.raises(StopError):  # by the rule, a network as narrow as this one would now keep its memory format
         go(tmp_path / "pieces", 3)
     pieces = go(tmp_path / "pieces")
     for one, other in zip(pieces.history, whole.history, strict=True):
@@ -138,7 +138,7 @@ def test_a_resumed_run_keeps_the_memory_format_it_began_with(monkeypatch: pytest
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_a_network_that_cannot_be_copied_runs_as_found() -> None:
+def test_a_network_that_cannot_be_copied_keeps_its_memory_format() -> None:
     class Single(Flat):
         def __deepcopy__(self, memo: object) -> "Single":
             raise MemoryError("no room")
@@ -157,7 +157,7 @@ def test_a_network_that_cannot_be_copied_runs_as_found() -> None:
     ],
     ids=["wide", "wide, with a view", "narrow"],
 )
-def test_the_rule(reshape: bool, width: int, last: bool) -> None:
+def test_wide_networks_run_channels_last_if_their_code_can(reshape: bool, width: int, last: bool) -> None:
     seen = []
 
     def on_epoch(state: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A checkpoint is of its moment, is written beside the training, and is never lost in silence."""
+"""Run folders: checkpoints are written in the background, hold the state at their call, and never fail silently."""
 
 import os
 import shutil
@@ -59,7 +59,9 @@ def prune(out: Path, **given: Any) -> hgnp.Result:
     return hgnp.prune(made(), *loaders(), recipe=recipe(), out=out, **given)
 
 
-def test_a_checkpoint_is_of_its_moment_though_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_holds_the_state_at_its_call_while_training_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write, go, threads = checkpoint.write, threading.Event(), []
 
     def slowly(*args: Any) -> None:
@@ -84,7 +86,7 @@ def test_a_checkpoint_is_of_its_moment_though_training_goes_on(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("then", ["write", "leave"])
-def test_one_that_cannot_be_written_is_told(then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_cannot_be_written_raises(then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, tried = RunFolder(tmp_path), threading.Event()
 
     def full(*_: Any) -> None:
@@ -121,7 +123,7 @@ def spoil(value: Any) -> None:
             value.clear()
 
 
-def test_nothing_of_a_copy_is_shared_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packed_checkpoint_shares_no_memory_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def look(self: RunFolder, tree: dict[str, Any]) -> None:
         if tree["run"]["epoch"] == 4:
             ready = checkpoint.pack(tree)
@@ -143,7 +145,7 @@ def test_nothing_of_a_copy_is_shared_with_the_run(tmp_path: Path, monkeypatch: p
         )  # fmt: skip
 
 
-def test_a_copy_is_made_once_the_last_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_packed_after_the_last_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = checkpoint.pack
 
     def alone(tree: dict[str, Any]) -> checkpoint.Packed:
@@ -187,7 +189,7 @@ def test_ctrl_c_while_waiting_does_not_leave_before_it_is_written(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no locks")
-def test_a_folder_is_free_though_workers_live_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_unlocked_while_workers_still_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hgnp.training.run_folder.LOCK_TIMEOUT", 0.0)
     with RunFolder(tmp_path).locked(resume=False):
         worker = os.fork()
@@ -202,7 +204,7 @@ def test_a_folder_is_free_though_workers_live_on(tmp_path: Path, monkeypatch: py
         os.waitpid(worker, 0)
 
 
-def test_latencies_are_measured_with_nothing_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latencies_are_measured_while_nothing_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     latency, beside = Measurements.with_latency, []
 
     def watched(*args: Any) -> Any:
@@ -216,7 +218,7 @@ def test_latencies_are_measured_with_nothing_beside_them(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("file", ["run.json", "metrics.jsonl", "model.safetensors", "result.json"])
-def test_a_full_disk_is_told_with_the_folder(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_raises_with_the_folders_name(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace = os.replace
 
     def full(draft: Path, path: Path) -> None:
@@ -232,7 +234,7 @@ def test_a_full_disk_is_told_with_the_folder(file: str, tmp_path: Path, monkeypa
     assert prune(tmp_path / "run", resume=True).reached
 
 
-def test_a_run_whose_folder_is_moved_away_can_be_gone_on_with(tmp_path: Path) -> None:
+def test_a_run_whose_folder_is_moved_away_can_be_resumed(tmp_path: Path) -> None:
     def on_epoch(state: Any) -> None:
         if state.epoch == 1:
             shutil.move(tmp_path / "run", tmp_path / "moved")

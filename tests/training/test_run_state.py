@@ -1,4 +1,4 @@
-"""The clock of a run, against runs played through with a network whose parameters go as the square of its neurons."""
+"""The state of a run, against simulated runs of a network whose parameters fall as the square of its neurons."""
 
 import itertools
 import math
@@ -67,7 +67,7 @@ def test_estimates_are_right_and_the_position_is_linear(unit: str, anneal: str) 
 
 @pytest.mark.parametrize("neurons", [0, 1])
 @pytest.mark.parametrize("target", ["params", "neurons"])
-def test_where_no_neuron_is_left_to_go_a_run_is_still_estimated(neurons: int, target: str) -> None:
+def test_the_length_of_a_run_without_removable_neurons_is_still_estimated(neurons: int, target: str) -> None:
     """All that is left may be frozen, above the target."""
     plan = RunState(Recipe(keep=0.1, warmup_epochs=0, finetune_epochs=2, target=target))
     assert plan.epochs_left(left=0.5, neurons=neurons, at_start=50, steps=None) == 1 + 2

@@ -24,8 +24,8 @@ class CallbackState:
         step: The step's number within the epoch, from 0; None in `on_epoch`.
         row: The epoch's row of the history; empty in `on_step`.
         history: One row per completed epoch.
-        net: The network.
-        optimizer: Its optimizer.
+        net: The network that is being trained.
+        optimizer: The optimizer of the run.
         neurons: Its neurons: `neurons.kept`, `neurons.layers`, `neurons.version` and so on.
         flatness: The penalty's state: `flatness.radius`, `flatness.curvature`, `flatness.block` of the last step. NaN and None
             for methods without the penalty.
