@@ -149,7 +149,7 @@ def test_networks_in_also_are_resumed_and_loaded_with_the_run(coupling: str, tmp
     whole = run(tmp_path / "whole")
     with pytest.raises(StopError):
         run(tmp_path / "pieces", last=4)
-    with pytest.raises(ValueError, match="resume: also must be 1 as when the run started, got 0"):
+    with pytest.raises(ValueError, match="resume: networks in also must be 1 as when the run started, got 0"):
         hgnp.prune(made(), *loaders(), recipe=r, out=tmp_path / "pieces", resume=True)
     torch.testing.assert_close(run(tmp_path / "pieces").state_dict(), whole.state_dict(), rtol=0, atol=0)
     torch.testing.assert_close(run(tmp_path / "pieces").state_dict(), whole.state_dict(), rtol=0, atol=0)  # finished

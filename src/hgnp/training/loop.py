@@ -98,7 +98,7 @@ class TrainingLoop:
             "scheduler": None if self.scheduler is None else type(self.scheduler).__name__,
             "parameter groups": len(self.optimizer.param_groups),
             "protect": sorted(protect),
-            "also": len(self.also),
+            "networks in also": len(self.also),
             "batches per epoch": task.train.count,
         }
         step, self.scoring, self.step_state = make_steps(net, task, recipe)
@@ -340,7 +340,7 @@ class TrainingLoop:
     def _take_snapshot(self, value: float) -> None:
         """Store the state that snapshots.py fine-tunes later, as if the target had been met in the epoch that just ended."""
         state, last = self._state(), self.run_state.epoch - 1
-        state["networks"], state["setup"] = state["networks"][:1], self.setup | {"also": 0}
+        state["networks"], state["setup"] = state["networks"][:1], self.setup | {"networks in also": 0}
         state["run"] |= {"reached": last, "stopped": None, "parts": 0, "snapshots": {}}
         if self.folder is None:
             self.states[last] = checkpoint.pack(state)
