@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import hgnp
 from hgnp.experiments.models import VGG16, DigitsNet, ResNet18
-from hgnp.timing import side_by_side
+from hgnp.timing import time_interleaved
 
 Step = Callable[[], object]
 
@@ -101,7 +101,7 @@ def medians(steps: list[Step], budget: float, clock: Callable[[], float] = time.
     def repeated(step: Step) -> Step:
         return lambda: [step() for _ in range(many)]
 
-    found = side_by_side(
+    found = time_interleaved(
         [repeated(step) for step in steps], device=DEVICE, repeats=60, warmup=1, budget=budget, clock=clock
     )
     return [timing.median / many for timing in found]

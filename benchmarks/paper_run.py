@@ -32,11 +32,11 @@ from hgnp.experiments.build import Experiment, prepare
 from hgnp.experiments.overrides import effective
 from hgnp.io import runs
 from hgnp.io.atomic import read_json, write, write_json
-from hgnp.progress import Lines, duration, score
+from hgnp.progress import LineProgress, format_duration, format_metric
 from hgnp.training import rng_state
 from hgnp.training.data import Batches
 from hgnp.training.optimizers import make_optimizer
-from hgnp.training.task import State
+from hgnp.training.task import CallbackState
 from hgnp.training.trainer import Trainer
 
 WARMUP, TIMED = 8, 60  # plain steps
@@ -48,7 +48,7 @@ class OutOfTimeError(Exception):
     """The minutes are over."""
 
 
-class Costs(Lines):
+class Costs(LineProgress):
     """Watches a run: times the plain epoch at new widths and the checkpoints, keeps the report, ends the run in time."""
 
     def __init__(self, experiment: Experiment, out: Path, minutes: float | None) -> None:
@@ -64,7 +64,7 @@ class Costs(Lines):
         super().start(info)
         self.known["wall"].append(0.0)  # one for each part of a run
 
-    def on_epoch(self, state: State) -> None:
+    def on_epoch(self, state: CallbackState) -> None:
         start, key = time.perf_counter(), widths(state.row)
         if key not in self.known["plain"]:
             self.known["plain"][key] = plain_epoch(state.net, self.experiment, state.row["lr"])
@@ -92,7 +92,7 @@ class Costs(Lines):
 def plain_epoch(net: nn.Module, experiment: Experiment, lr: float) -> float:
     """Seconds of a plain epoch at these widths. The network, the data and all random streams are left as found."""
     options, device = experiment.options, next(net.parameters()).device
-    with rng_state.untouched(experiment.train, experiment.val):
+    with rng_state.preserved(experiment.train, experiment.val):
         own = copy.deepcopy(net)
         task = {name: options[name] for name in ("loss", "output") if name in options}
         optimizer = make_optimizer(own, experiment.recipe, options.get("optimizer"))
@@ -161,12 +161,14 @@ def against(rows: Iterable[Row], plain: Mapping[str, float]) -> dict[str, Any]:
 
 def markdown(report: Mapping[str, Any]) -> str:
     seconds, overhead = report["seconds"], report["overhead"]
-    what = "" if report["score"] is None else f"{report['metric']} {score(report['score'], report['metric'])} at "
+    what = (
+        "" if report["score"] is None else f"{report['metric']} {format_metric(report['score'], report['metric'])} at "
+    )
     lines = [
         f"# {report['name']}, {report['method']}", "",
         f"`{report['command']}`, {report['date']}, {report['device']}, torch {report['versions']['torch']}.", "",
         f"{what}κ = {report['kept']:.2%} ({report['parameters']:,} parameters) after {report['epochs']} epochs; "
-        f"{report['state']}. {duration(seconds['wall'])} in {report['parts']} part(s).", "",
+        f"{report['state']}. {format_duration(seconds['wall'])} in {report['parts']} part(s).", "",
         "Steps of the run's epochs against plain steps at the same widths, by the same executor in the same process "
         f"({TIMED} steps after {WARMUP}, scaled to an epoch). The run's own first steps at new widths are counted in.", "",
         "| phase | epochs | s of steps | s of plain steps | ratio | steps with the hinge open |", "|---|--:|--:|--:|--:|--:|",

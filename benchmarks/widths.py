@@ -32,7 +32,7 @@ from hgnp.experiments.reload import networks, sample
 from hgnp.io import runs
 from hgnp.io.atomic import write
 from hgnp.reporting.bench import Entry, equal_accuracy
-from hgnp.timing import side_by_side
+from hgnp.timing import time_interleaved
 from hgnp.training.optimizers import make_optimizer
 from hgnp.training.trainer import Trainer
 
@@ -97,7 +97,7 @@ def steps(nets: Sequence[nn.Module], picture: Tensor, arguments: argparse.Namesp
         call = partial(train, epochs, itertools.repeat(batch), STEPS)
         call()  # graphs are captured
         calls.append(call)
-    return [timing.median / STEPS for timing in side_by_side(calls, device=device, repeats=arguments.repeats)]
+    return [timing.median / STEPS for timing in time_interleaved(calls, device=device, repeats=arguments.repeats)]
 
 
 def rows_of(net: str, seed: int, arguments: argparse.Namespace, save: Callable[[Sequence[Row]], None]) -> list[Row]:

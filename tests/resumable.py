@@ -1,6 +1,6 @@
-"""A run in a process of its own, to be killed: `python resumable.py OUT METHOD`.
+"""A run in a separate process, to be killed: `python resumable.py OUT METHOD`.
 
-Its data set draws from Python's, NumPy's and PyTorch's streams, in workers, and its loader has a generator of its own.
+Its data set draws from the generators of Python, NumPy and PyTorch in workers, and its loader has its own generator.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Run folders in the format of docs/runs.md, made from formulas, so that what is read from them is known."""
+"""Run folders in the format of docs/runs.md, written from formulas, so that every number in them is known."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def write_run(
     features: dict[str, Any] | None = None,
     **recipe: Any,
 ) -> Path:
-    """κ goes from 1 to `keep` in equal rounds of one epoch. The metric of a level's last epoch is accuracy(κ); warm-up and
+    """κ falls from 1 to `keep` in equal rounds of one epoch. The metric of a level's last epoch is accuracy(κ); warm-up and
     fine-tuning rise to it. `epochs`: the run was interrupted after so many. `accuracy=None`: no validation data."""
     folder.mkdir(parents=True)
     chosen = Recipe(keep=keep, method=method, warmup_epochs=WARMUP, finetune_epochs=FINETUNE, seed=seed, **recipe)

@@ -1,4 +1,4 @@
-"""What is seen of a run while it goes on."""
+"""Progress of a run: lines, a bar, or nothing."""
 
 import io
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hgnp.progress import Bar, Lines, Progress, Silent, duration
+from hgnp.progress import BarProgress, LineProgress, Progress, SilentProgress, format_duration
 
 INFO = {
     "name": "demo", "model": "Net", "method": "hgnp", "device": "cpu", "metric": "accuracy", "start": "random weights",
@@ -25,9 +25,9 @@ def play(progress: Progress, row: dict[str, Any], left: float | None) -> None:
     progress.stop()
 
 
-def test_lines_say_what_matters_a_line_an_epoch() -> None:
+def test_line_progress_prints_one_line_per_epoch() -> None:
     stream = io.StringIO()
-    play(Lines(stream), ROW, 75.0)
+    play(LineProgress(stream), ROW, 75.0)
     assert stream.getvalue().splitlines() == [
         "demo: hgnp, 1,234 parameters, 56 neurons, cpu, from random weights, resumed after 2 epochs, in runs/[x]",
         "epoch   2 prune     loss 0.1235  accuracy 98.76%  kept 34.5%  radius 1.23  1.5 s  1 min 15 s left",
@@ -35,30 +35,30 @@ def test_lines_say_what_matters_a_line_an_epoch() -> None:
     ]
 
 
-def test_what_is_not_known_is_left_out() -> None:
+def test_line_progress_leaves_out_unknown_figures() -> None:
     stream = io.StringIO()
-    play(Lines(stream), {**ROW, "loss": None, "metric": None, "radius": None}, None)
+    play(LineProgress(stream), {**ROW, "loss": None, "metric": None, "radius": None}, None)
     assert stream.getvalue().splitlines()[1] == "epoch   2 prune     loss not finite  kept 34.5%  1.5 s"
 
 
-def test_another_metric_is_no_percentage() -> None:
+def test_metrics_other_than_accuracy_are_not_percentages() -> None:
     stream = io.StringIO()
-    lines = Lines(stream)
+    lines = LineProgress(stream)
     lines.start({**INFO, "metric": "psnr"})
     lines.epoch({**ROW, "metric": 31.41592}, None)
     assert "psnr 31.42" in stream.getvalue()
 
 
-def test_lines_go_to_stdout_and_silence_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
-    play(Silent(), ROW, None)
+def test_line_progress_prints_to_stdout_and_silent_progress_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    play(SilentProgress(), ROW, None)
     assert capsys.readouterr().out == ""
-    play(Lines(), ROW, None)
+    play(LineProgress(), ROW, None)
     assert capsys.readouterr().out.count("\n") == 3
 
 
 def test_the_bar_shows_the_same_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
-    play(Bar(Console(file=stream, force_terminal=True, width=150, color_system=None)), ROW, 75.0)
+    play(BarProgress(Console(file=stream, force_terminal=True, width=150, color_system=None)), ROW, 75.0)
     shown = stream.getvalue()
     for part in ("demo: hgnp, 1,234 parameters", "in runs/[x]", "epoch 2", "loss 0.1235", "accuracy 98.76%", "kept 34.5%",
                  "radius 1.23", "1 min 15 s left", "the page was [written]"):  # fmt: skip
@@ -70,4 +70,4 @@ def test_the_bar_shows_the_same_on_a_terminal(capsys: pytest.CaptureFixture[str]
     ("seconds", "text"), [(0.4, "0 s"), (59.6, "1 min 00 s"), (75, "1 min 15 s"), (7260, "2 h 01 min")]
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text

@@ -1,4 +1,4 @@
-"""What a recipe stands for: the advised defaults, and the values that a run takes where a field is None."""
+"""`Recipe`: defaults, the values that replace None, help() and fields with fixed values."""
 
 import dataclasses
 import inspect
@@ -6,12 +6,15 @@ import json
 import pydoc
 import re
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 
 import hgnp
+from hgnp.curvature.sharpness import Sharpness
+from hgnp.result import Facts, Snapshot, Target
+from hgnp.training.task import CallbackState
 from train_cases import loaders, made, recipe
 
 
@@ -49,7 +52,7 @@ def test_a_scheduler_of_the_users_replaces_the_default_schedule(tmp_path: Path) 
     assert [row["lr"] for row in result.history] == [0.05 / 2, 0.05 / 4]
     used = json.loads((tmp_path / "run/run.json").read_text())["recipe"]
     assert (used["schedule"], used["refresh_every"]) == ("constant", 8)
-    with pytest.raises(ValueError, match="scheduler: it was given beside schedule='cosine'"):
+    with pytest.raises(ValueError, match="schedule must be None or 'constant' with a scheduler, got 'cosine'"):
         hgnp.prune(made(), *loaders(), recipe=recipe(schedule="cosine"), scheduler=halving)
 
 
@@ -58,10 +61,11 @@ def explained(text: str, name: str) -> bool:
     return re.search(rf"^[ |]+{name}: \S.{{15,}}", text, re.MULTILINE) is not None
 
 
-def test_help_explains_every_field_of_a_recipe() -> None:
-    text = pydoc.render_doc(hgnp.Recipe, renderer=pydoc.plaintext)
+@pytest.mark.parametrize("cls", [hgnp.Recipe, hgnp.Result, Facts, Snapshot, Target, Sharpness, CallbackState])
+def test_help_explains_every_field(cls: Any) -> None:
+    text = pydoc.render_doc(cls, renderer=pydoc.plaintext)
     section = text[text.index("Attributes:") : text.index("Methods defined here")]
-    assert [field.name for field in dataclasses.fields(hgnp.Recipe) if not explained(section, field.name)] == []
+    assert [field.name for field in dataclasses.fields(cls) if not explained(section, field.name)] == []
 
 
 def test_help_explains_every_argument_of_prune() -> None:
@@ -76,6 +80,7 @@ def test_fields_with_fixed_values_take_those_of_their_type_alone() -> None:
         for kind in (hint, *get_args(hint)):
             if get_origin(kind) is Literal:
                 fixed[name] = get_args(kind)
+    assert fixed.pop("flatness") == ("default", "paper")  # or a mapping of choices
     assert set(fixed) == {
         "target", "method", "prune_unit", "coupling", "schedule", "anneal", "precision", "execution", "measure"
     }  # fmt: skip

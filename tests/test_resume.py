@@ -121,5 +121,5 @@ def test_a_finished_run_is_returned(tmp_path: Path) -> None:
 def test_another_recipe_is_refused(tmp_path: Path) -> None:
     run(str(tmp_path / "a"), "random")
     changed = hgnp.Recipe(**(recipe("random").as_dict() | {"lr": 0.01}))
-    with pytest.raises(ValueError, match=r"resume: the run in .* has lr=0.05, not 0.01"):
+    with pytest.raises(ValueError, match=r"resume: lr must be 0.05 as in .*, got 0.01"):
         hgnp.prune(Net(), [], recipe=changed, out=tmp_path / "a", resume=True)

@@ -1,4 +1,4 @@
-"""`hgnp.prune`: Algorithm 2 as a user meets it."""
+"""`hgnp.prune`: Algorithm 2 through its public interface."""
 
 import copy
 import time
@@ -21,7 +21,7 @@ KEYS = (
 )
 
 
-def test_one_call(tmp_path: Path) -> None:
+def test_prune_returns_the_pruned_network_with_its_history_and_measurements(tmp_path: Path) -> None:
     net = made()
     result = hgnp.prune(net, *loaders(), recipe=recipe(measure="full"), out=tmp_path / "run")
     assert result.model is net
@@ -96,7 +96,7 @@ def test_a_run_equals_the_loop_one_would_write() -> None:
 
 
 @pytest.mark.parametrize(("warmup", "every", "first"), [(3, 2, 4), (2, 1, 2), (0, 3, 0)])
-def test_when_neurons_go(warmup: int, every: int, first: int) -> None:
+def test_rounds_follow_warmup_epochs_and_prune_every(warmup: int, every: int, first: int) -> None:
     r = recipe(warmup_epochs=warmup, prune_every=every, finetune_epochs=3, neurons_per_round=10)
     history = hgnp.prune(made(), *loaders(), recipe=r).history
     rounds = [row["epoch"] for row in history if row["removed"]]
@@ -126,7 +126,7 @@ def test_the_run_ends_at_or_just_under_its_target(target: str) -> None:
     assert result.target.got > 0.35 - one / whole
 
 
-def test_nothing_goes_when_all_is_to_be_kept() -> None:
+def test_keep_1_removes_nothing() -> None:
     result = hgnp.prune(made(), *loaders(), recipe=recipe(keep=1.0, warmup_epochs=2, finetune_epochs=1))
     assert (result.epochs, result.kept, result.reached) == (3, 1.0, True)
     assert result.before.neurons == result.after.neurons == 48
@@ -144,7 +144,7 @@ def test_every_method_goes_through_the_same_loop(method: str) -> None:
     assert with_term == wanted.get(method, [False] * len(with_term))
 
 
-def test_methods_choose_differently() -> None:
+def test_methods_remove_different_neurons() -> None:
     cuts = {}
     for method in METHODS:
         net = made()
@@ -165,17 +165,17 @@ def test_methods_choose_differently() -> None:
     assert len(set(cuts.values())) == len(METHODS)
 
 
-def test_few_neurons_every_so_many_steps() -> None:
+def test_prune_unit_steps_removes_neurons_every_few_steps() -> None:
     r = recipe(method="taylor", prune_unit="steps", prune_every=2, neurons_per_round=1, keep=0.8, finetune_epochs=1)
     history = hgnp.prune(made(), *loaders(), recipe=r).history
     assert [row["removed"] for row in history[:2]] == [0, 0]
-    assert history[2]["removed"] == 3  # six steps an epoch
+    assert history[2]["removed"] == 3  # six steps per epoch
     assert sum(row["removed"] for row in history) == 48 - history[-1]["neurons"]
 
 
 @pytest.mark.parametrize("unit", ["epochs", "steps"])
-def test_seconds_of_the_steps_alone(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What scoring takes is part of an epoch, not of its steps."""
+def test_train_seconds_do_not_include_scoring(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of scoring is part of an epoch, not of its steps."""
     scored = Pruner.round
 
     def slow(self: Pruner, batches: list[Any]) -> int:
@@ -189,7 +189,7 @@ def test_seconds_of_the_steps_alone(unit: str, monkeypatch: pytest.MonkeyPatch) 
         assert 0 < row["train_seconds"] < row["seconds"] - rounds
 
 
-def test_ablations_differ_only_where_they_should() -> None:
+def test_ablations_change_training_or_scores_alone() -> None:
     strong = {"bound": 0.0, "warmup_epochs": 1, "finetune_epochs": 0, "keep": 0.6}
     both = hgnp.prune(made(), *loaders(), recipe=recipe(mu=0.3, **strong)).history
     scores_alone = hgnp.prune(made(), *loaders(), recipe=recipe(mu=0.0, score_mu=0.3, **strong)).history
@@ -213,7 +213,7 @@ def test_a_trained_net_is_pruned_at_once() -> None:
 
 
 def test_a_trained_net_without_training() -> None:
-    """As interface and README show it."""
+    """As in the README."""
     net = made()
     hgnp.prune(net, *loaders(), recipe=recipe(keep=1.0, warmup_epochs=4, finetune_epochs=0))
     x, y = stripes()
@@ -240,7 +240,7 @@ def test_regression() -> None:
     assert result.history[-1]["loss"] < result.history[0]["loss"]
 
 
-def test_several_labels_at_once_and_a_metric_over_the_whole_set() -> None:
+def test_multi_label_targets_and_a_metric_over_the_whole_set() -> None:
     x, y = stripes()
     labels = F.one_hot(y, 3).double().float()
     data = [(x[i : i + 16], labels[i : i + 16]) for i in range(0, 96, 16)]
@@ -284,7 +284,7 @@ def test_own_unpack_and_no_validation() -> None:
     assert result.history[0]["val_loss"] is None
 
 
-def test_on_epoch_ends_a_run(tmp_path: Path) -> None:
+def test_on_epoch_stops_a_run(tmp_path: Path) -> None:
     seen = []
 
     def stop(state: Any) -> bool:
@@ -293,6 +293,6 @@ def test_on_epoch_ends_a_run(tmp_path: Path) -> None:
 
     result = hgnp.prune(made(), *loaders(), recipe=recipe(), on_epoch=stop, out=tmp_path / "run")
     assert [epoch for epoch, _, _ in seen] == [0, 1]
-    assert result.stopped == "on_epoch ended it after epoch 1"
+    assert result.stopped == "on_epoch stopped the run after epoch 1"
     assert not result.reached
     assert "misses" in repr(result)

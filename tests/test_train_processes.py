@@ -1,4 +1,4 @@
-"""`hgnp.prune` where several processes train together: each would go its own way, so that it is refused."""
+"""`hgnp.prune` refuses to run in several processes: each would remove different neurons."""
 
 import os
 import subprocess
@@ -48,7 +48,7 @@ def test_a_group_of_two_processes_is_refused(tmp_path: Path) -> None:
         )
 
 
-def test_what_torchrun_starts_is_refused_before_there_is_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torchrun_process_is_refused_before_a_group_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=ONE):
         hgnp.prune(made(), *loaders(), recipe=recipe())
@@ -57,7 +57,7 @@ def test_what_torchrun_starts_is_refused_before_there_is_a_group(monkeypatch: py
         hgnp.prune(made(), *loaders(), recipe=recipe(keep=1.0, warmup_epochs=1, method="taylor"))
 
 
-def test_the_command_ends_with_code_2_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_command_exits_with_code_2_and_writes_nothing(tmp_path: Path) -> None:
     done: Any = subprocess.run(
         [sys.executable, "-m", "hgnp", "run", "--out", "x"], cwd=tmp_path, capture_output=True, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "RANK": "0"},

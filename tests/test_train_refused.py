@@ -1,4 +1,4 @@
-"""`hgnp.prune`: what can go wrong, and what is left then."""
+"""`hgnp.prune`: bad input, damaged folders, and the state they leave."""
 
 import copy
 import json
@@ -32,37 +32,51 @@ def refused(message: str, error: type[Exception] = ValueError, net: nn.Module | 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     x, y = stripes()
-    refused("train: the loader yields nothing", train=[])
-    refused("train: a list_iterator was given, which is used up after an epoch", train=iter([(x, y)]))
-    refused("val: a generator was given, which is used up after an epoch", val=(b for b in [(x, y)]))
-    refused("train: a int was given; a DataLoader", TypeError, train=5)
-    refused("val: the loader yields nothing", val=[])
-    refused("train: label 7 is out of range; the network has 3 outputs", train=[(x, y), (x, torch.full((96,), 7))])
-    refused("train: label -1 is out of range", train=[(x, y - 1)])
+    refused("train must yield batches in every epoch, .* got none", train=[])
     refused(
-        r"net: its output of shape \(96, 3\) does not fit train's labels of shape \(96, 1\)", train=[(x, y.view(-1, 1))]
+        "train must be a DataLoader or a list of batches, got a list_iterator, which is exhausted", train=iter([(x, y)])
     )
-    refused("net: it returned a tuple; output=lambda", net=_Tuple())
-    refused("net: its forward failed on the first batch of train in a: ", train=[(x.repeat(1, 2, 1, 1), y)])
-    refused("train: a batch is 3 parts", train=[(x, y, y)])
-    refused("train: a batch has x but no 'labels'", train=[{"x": x}])
     refused(
-        "loss: it returned of shape", loss=lambda o, t: F.cross_entropy(o, t, reduction="none"), recipe=recipe(mu=0.0)
+        "val must be a DataLoader or a list of batches, got a generator, which is exhausted", val=(b for b in [(x, y)])
+    )
+    refused("train must be a DataLoader or a list of batches, got a int", TypeError, train=5)
+    refused("val must yield batches in every epoch, .* got none", val=[])
+    refused(
+        "train: labels must be from 0 to 2, as the network has 3 outputs, got 7",
+        train=[(x, y), (x, torch.full((96,), 7))],
+    )
+    refused("train: labels must be from 0 to 2, .* got -1", train=[(x, y - 1)])
+    refused(
+        r"net must return .* for train's labels of shape \(96, 1\), got an output of shape \(96, 3\)",
+        train=[(x, y.view(-1, 1))],
+    )
+    refused("net must return a tensor, got a tuple; pass output", net=_Tuple())
+    refused("net must take the first batch of train, but its forward failed in a: ", train=[(x.repeat(1, 2, 1, 1), y)])
+    refused("train: a batch must be .*, got 3 parts", train=[(x, y, y)])
+    refused("train: a batch must have the key 'labels', got x", train=[{"x": x}])
+    refused(
+        "loss must return one number, .* got a value of shape",
+        loss=lambda o, t: F.cross_entropy(o, t, reduction="none"),
+        recipe=recipe(mu=0.0),
     )
     refused(r"keep must be at least 0\.\d+ of the params, got 0\.001: every", recipe=recipe(keep=0.001))
     refused("every layer keeps a multiple of 8 and 3 neurons are frozen", recipe=recipe(keep=0.1, round_to=8))
-    refused("recipe: a dict was given", TypeError, recipe={"keep": 0.1})
-    refused("resume: True was given without out", resume=True)
-    refused("optimizer: LBFGS", optimizer=torch.optim.LBFGS)
+    refused("recipe must be an hgnp.Recipe, .* got a dict", TypeError, recipe={"keep": 0.1})
+    refused("out must be the folder of the run with resume=True, got None", resume=True)
+    refused("optimizer must evaluate the loss once per step, .* got LBFGS", optimizer=torch.optim.LBFGS)
     refused(
         "optimizer must hold the network's parameters alone, got others",
         optimizer=torch.optim.SGD(made(3).parameters(), lr=0.1),
     )
-    refused("scheduler: it was given beside", recipe=recipe(schedule="cosine"), scheduler=lambda o: None)
+    refused(
+        "schedule must be None or 'constant' with a scheduler, got 'cosine'",
+        recipe=recipe(schedule="cosine"),
+        scheduler=lambda o: None,
+    )
     refused("protect must name modules of the network, got 'd'", protect=["d"])
     refused("protect must be a list of module names, got NoneType", TypeError, protect=None)
-    for name in ("loss", "metric", "unpack", "output", "on_epoch", "optimizer", "scheduler"):
-        refused(f"{name}: 'x' was given|{name} must be a function, got 'x'", **{name: "x"})
+    for name in ("loss", "metric", "unpack", "output", "on_step", "on_epoch", "optimizer", "scheduler"):
+        refused(f"^{name}.*'x'", **{name: "x"})
     refused(
         r"loss must be a function or an instance, got the class CrossEntropyLoss; use CrossEntropyLoss\(\)",
         loss=nn.CrossEntropyLoss,
@@ -72,16 +86,16 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         with off:
             refused(r"gradients must be enabled, got torch.no_grad\(\)")
     refused("inputs must hold at least one sample, got an empty batch", train=[(x, y), (x[:0], y[:0])])
-    refused("unpack: it returned a Tensor", unpack=lambda batch: batch[0])
+    refused("unpack must return .*, got a Tensor", unpack=lambda batch: batch[0])
     refused("metric must return one number, higher is better, got a tensor of shape", metric=lambda out, target: out)
-    refused("device: abacus was given", device="abacus")
-    refused("device: 1.5 was given", device=1.5)
-    refused("out: a int was given", TypeError, out=5)
+    refused("device must be one that PyTorch can use here, got abacus", device="abacus")
+    refused("device must be one that PyTorch can use here, got 1.5", device=1.5)
+    refused("out must be a path, got a int", TypeError, out=5)
     (tmp_path / "file").write_text("")
-    refused("is a file; a folder would do", FileExistsError, out=tmp_path / "file")
+    refused("out must be a folder, got the file", FileExistsError, out=tmp_path / "file")
 
 
-def test_what_is_wrong_with_the_validation_is_said_before_the_training() -> None:
+def test_bad_validation_data_is_refused_before_training() -> None:
     x, y = stripes()
     steps: list[int] = []
 
@@ -89,18 +103,23 @@ def test_what_is_wrong_with_the_validation_is_said_before_the_training() -> None
         steps.append(torch.is_grad_enabled())
         return F.cross_entropy(out, target)
 
-    refused("val: the loader yields nothing", val=[], loss=loss)
-    refused("val: a batch is 3 parts", val=[(x, y, y)], loss=loss)
-    refused("net: its forward failed on the first batch of val in a", val=[(x.repeat(1, 2, 1, 1), y)], loss=loss)
+    refused("val must yield batches", val=[], loss=loss)
+    refused("val: a batch must be .*, got 3 parts", val=[(x, y, y)], loss=loss)
     refused(
-        "scheduler: ReduceLROnPlateau needs", val=None, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau, loss=loss
+        "net must take the first batch of val, but its forward failed in a", val=[(x.repeat(1, 2, 1, 1), y)], loss=loss
+    )
+    refused(
+        "val must be set with ReduceLROnPlateau",
+        val=None,
+        scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau,
+        loss=loss,
     )
     assert not any(steps)  # none was a training step
-    refused("val: label 5 is out of range", val=[(x, y + 5)])
-    refused("val: label 5 is out of range", val=[(x, y), (x, y + 5)])
+    refused("val: labels must be from 0 to 2, .* got 5", val=[(x, y + 5)])
+    refused("val: labels must be from 0 to 2, .* got 5", val=[(x, y), (x, y + 5)])
 
 
-def test_a_single_sample_that_a_batch_norm_cannot_learn_from() -> None:
+def test_a_batch_of_one_sample_is_refused_where_batch_norm_needs_more() -> None:
     x, y = stripes()
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     refused(
@@ -110,12 +129,14 @@ def test_a_single_sample_that_a_batch_norm_cannot_learn_from() -> None:
     )
 
 
-def test_schedulers_that_cannot_follow() -> None:
+def test_schedulers_of_another_optimizer_or_with_too_few_steps_are_refused() -> None:
     net = made()
     other = torch.optim.SGD(net.parameters(), lr=0.1)
-    refused("scheduler: it is that of another optimizer", net=net, scheduler=torch.optim.lr_scheduler.StepLR(other, 1))
+    refused(
+        "scheduler must belong to the run's optimizer", net=net, scheduler=torch.optim.lr_scheduler.StepLR(other, 1)
+    )
     short = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=2)
-    refused("scheduler: it is stepped once an epoch, and refused: Tried to step 3 times", scheduler=short)
+    refused("scheduler must take one step per epoch, but failed: Tried to step 3 times", scheduler=short)
 
 
 class _Stream(IterableDataset[tuple[Tensor, Tensor]]):
@@ -148,7 +169,7 @@ def test_a_failed_start_leaves_the_network_alone() -> None:
     net = made()
     before = copy.deepcopy(net.state_dict())
     x, y = stripes()
-    refused("label -1", net=net, train=[(x, y - 1)])
+    refused("got -1", net=net, train=[(x, y - 1)])
     refused("got 0.001", net=net, recipe=recipe(keep=0.001))
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
     assert net.training
@@ -174,7 +195,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(method: str, tmp_path: Path) ->
         hgnp.DivergedError, match=r"the loss is nan in epoch 2, step 0; the last good checkpoint is .*, after 2"
     ):
         hgnp.prune(made(), *loaders(), recipe=good, out=tmp_path / "run", on_epoch=explode)
-    with pytest.raises(hgnp.DivergedError, match="no checkpoint was kept"):
+    with pytest.raises(
+        hgnp.DivergedError, match="there is no checkpoint, as out is not set; a smaller lr or mu may help"
+    ):
         hgnp.prune(made(), *loaders(), recipe=recipe(method=method, lr=1e20))
 
 
@@ -205,12 +228,12 @@ except OSError as error:
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    refused("out: .* cannot be made", OSError, out="/proc/nowhere/run")
+    refused("out: .* cannot be created", OSError, out="/proc/nowhere/run")
 
 
 @pytest.mark.parametrize("make", [lambda: nn.ReLU()])
-def test_nothing_to_train(make: Callable[[], nn.Module]) -> None:
-    refused("net: it has no parameters", net=make())
+def test_a_network_without_parameters_is_refused(make: Callable[[], nn.Module]) -> None:
+    refused("net must have parameters", net=make())
 
 
 # A run's folder
@@ -235,7 +258,7 @@ def cut_short(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resumed(message: str, out: Path, error: type[Exception] = ValueError, **given: Any) -> None:
-    """That going on is refused, and leaves network and folder as they were."""
+    """Resuming is refused, and leaves network and folder as they were."""
     net = given.pop("net", None) or made()
     before = copy.deepcopy(net.state_dict())
     files = {file: file.read_bytes() for file in out.iterdir()}
@@ -245,20 +268,22 @@ def resumed(message: str, out: Path, error: type[Exception] = ValueError, **give
     assert {file: file.read_bytes() for file in out.iterdir()} == files
 
 
-def test_a_run_goes_on_only_with_what_it_began_with(cut_short: Path) -> None:
-    resumed("resume: the run began with optimizer 'SGD', not 'AdamW'", cut_short, optimizer=torch.optim.AdamW)
+def test_a_run_is_resumed_only_with_what_it_started_with(cut_short: Path) -> None:
+    resumed(
+        "resume: optimizer must be 'SGD' as when the run started, got 'AdamW'", cut_short, optimizer=torch.optim.AdamW
+    )
     step = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
-    resumed("resume: the run began with scheduler None, not 'StepLR'", cut_short, scheduler=step)
+    resumed("resume: scheduler must be None .*, got 'StepLR'", cut_short, scheduler=step)
     groups = lambda parameters: torch.optim.SGD([{"params": [p]} for p in parameters], lr=0.1)  # noqa: E731
-    resumed("resume: the run began with parameter groups 1, not 12", cut_short, optimizer=groups)
-    resumed("resume: the run began with protect", cut_short, protect=["a"])
-    resumed("resume: the run began with batches an epoch 6, not 12", cut_short, train=loaders(batch=8)[0])
+    resumed("resume: parameter groups must be 1 .*, got 12", cut_short, optimizer=groups)
+    resumed("resume: protect must be", cut_short, protect=["a"])
+    resumed("resume: batches per epoch must be 6 .*, got 12", cut_short, train=loaders(batch=8)[0])
     other = DataLoader(TensorDataset(*stripes()), batch_size=16, generator=torch.Generator())
-    resumed("loaders are others", cut_short, train=other)
+    resumed("train and val must have the generators and states of the resumed run's loaders", cut_short, train=other)
     resumed("state must be of this network at its original size", cut_short, net=made(outputs=4))
 
 
-def test_a_damaged_run_is_said_to_be(cut_short: Path, tmp_path: Path) -> None:
+def test_a_damaged_run_is_refused(cut_short: Path, tmp_path: Path) -> None:
     content = (cut_short / "checkpoint.safetensors").read_bytes()
     info = json.loads((cut_short / "run.json").read_text())
     for number, (name, changed, message) in enumerate(
@@ -266,7 +291,7 @@ def test_a_damaged_run_is_said_to_be(cut_short: Path, tmp_path: Path) -> None:
             (
                 "checkpoint.safetensors",
                 content[:-2000] + bytes([content[-2000] ^ 64]) + content[-1999:],
-                "not a checkpoint of hgnp, or a damaged",
+                "must be a checkpoint of hgnp, got a damaged or foreign file",
             ),
             ("checkpoint.safetensors", content[:5000], "not a readable safetensors file"),
             ("run.json", b"[]", "run.json: damaged"),
@@ -278,10 +303,10 @@ def test_a_damaged_run_is_said_to_be(cut_short: Path, tmp_path: Path) -> None:
         (out / name).write_bytes(changed)
         resumed(message, out)
     (out / "run.json").unlink()
-    resumed("has no run.json, so it is no run, but a metrics.jsonl", out, FileExistsError)
+    resumed("has no run.json, so it is not a run, but has metrics.jsonl", out, FileExistsError)
     shutil.copytree(cut_short, tmp_path / "gone")
     (tmp_path / "gone/checkpoint.safetensors").unlink()
-    resumed("checkpoint.safetensors is missing, so the run cannot go on", tmp_path / "gone", FileNotFoundError)
+    resumed("checkpoint.safetensors is missing, so the run cannot be resumed", tmp_path / "gone", FileNotFoundError)
 
 
 def test_a_finished_run_needs_no_checkpoint_but_a_whole_result(tmp_path: Path) -> None:
@@ -295,14 +320,14 @@ def test_a_finished_run_needs_no_checkpoint_but_a_whole_result(tmp_path: Path) -
     resumed("result.json: damaged: 'before'", out)
 
 
-def test_files_that_are_not_a_run_s_stay(tmp_path: Path) -> None:
+def test_files_that_are_not_a_runs_are_not_overwritten(tmp_path: Path) -> None:
     mine = hgnp.save(made(), tmp_path)
     content = mine.read_bytes()
-    refused("a model.safetensors, which a run would overwrite", FileExistsError, out=tmp_path)
+    refused("but has model.safetensors, which a run would overwrite", FileExistsError, out=tmp_path)
     assert mine.read_bytes() == content
 
 
-def test_drafts_of_writers_that_were_killed_go(cut_short: Path, tmp_path: Path) -> None:
+def test_temporary_files_of_killed_writers_are_removed(cut_short: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(cut_short, out)
     for name in (".checkpoint.safetensors.abcd1234", ".mine.abcd1234"):
@@ -313,13 +338,13 @@ def test_drafts_of_writers_that_were_killed_go(cut_short: Path, tmp_path: Path) 
 
 
 def test_two_runs_in_one_folder_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hgnp.training.run_folder.PATIENCE", 0.2)
+    monkeypatch.setattr("hgnp.training.run_folder.LOCK_TIMEOUT", 0.2)
     refused: list[str] = []
 
     def second(state: Any) -> None:
         if state.epoch == 1:
             with pytest.raises(
-                BlockingIOError, match=r"out: another process is running in .*; another folder would do"
+                BlockingIOError, match=r"out must be a folder without a running process, got .*; choose another folder"
             ) as error:
                 hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path, resume=True)
             refused.append(str(error.value))
@@ -327,6 +352,6 @@ def test_two_runs_in_one_folder_do_not_mix(tmp_path: Path, monkeypatch: pytest.M
     first = hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path, on_epoch=second)
     assert len(refused) == 1
     assert hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path, resume=True).history == first.history
-    with pytest.raises(FileExistsError):  # and is let go where it was refused
+    with pytest.raises(FileExistsError):  # the folder is unlocked after the refusal
         hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path)
     hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path, resume=True)

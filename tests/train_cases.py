@@ -28,7 +28,7 @@ def made(seed: int = 0, outputs: int = 3) -> Net:
 
 
 def stripes(n: int = 96, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Three kinds of stripes with noise: something that can be learned in seconds."""
+    """Three classes of noisy stripes, which are learned in seconds."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.arange(n) % 3
     x = torch.randn(n, 1, 6, 6, generator=generator) * 0.3
@@ -46,7 +46,7 @@ def loaders(batch: int = 16) -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 
 def recipe(**given: Any) -> hgnp.Recipe:
-    """Constant learning rate, the term in every step and nothing measured, unless something else is asked for."""
+    """Constant learning rate, the flatness term in every step, nothing measured; `given` replaces any field."""
     quick = {"keep": 0.3, "warmup_epochs": 2, "neurons_per_round": 8, "finetune_epochs": 2, "lr": 0.05, "seed": 0}
     plain = {"schedule": "constant", "refresh_every": 1, "skip_inactive": False, "measure": "none"}
     return hgnp.Recipe(**(quick | plain | given))

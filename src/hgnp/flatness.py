@@ -84,6 +84,13 @@ class Flatness:
         )  # fmt: skip
         self._eager = Eager(self._step, self._state)
 
+    @classmethod
+    def of(cls, step: Step, state: State) -> "Flatness":
+        """A view of a step and its state, for the callbacks of a run."""
+        view = cls.__new__(cls)
+        view._step, view._state, view._eager = step, state, Eager(step, state)
+        return view
+
     def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
         """Adds scale·∇(C + μ·max(0, q − B)) to `.grad` and returns C, which is not scaled."""
         return self._eager.backward(inputs, target, scale=scale)

@@ -1,4 +1,4 @@
-"""What is seen of a run while it goes on: a bar on a terminal, one plain line per epoch elsewhere, or nothing."""
+"""Progress of a run: a bar on a terminal, one plain line per epoch elsewhere, or nothing."""
 
 import sys
 from collections.abc import Mapping
@@ -11,23 +11,25 @@ from rich.progress import Progress as Bars
 
 
 class Progress(Protocol):
-    """What a run tells, in this order: start, then steps and epochs, with notes anywhere, then stop."""
+    """Receives a run's progress in this order: start, then steps and epochs, with notes anywhere, then stop."""
 
     def start(self, info: Mapping[str, Any]) -> None:
-        """`info`: run.json's content, with `epochs_done` and `out`."""
+        """`info`: the content of run.json, with `epochs_done` and `out`."""
 
     def step(self, epoch: int, step: int, steps: int | None, loss: float | None) -> None:
-        """A few times a second at most."""
+        """Called at most a few times per second."""
 
     def epoch(self, row: Mapping[str, Any], left: float | None) -> None:
-        """`row`: a line of metrics.jsonl; `left`: seconds until the run ends, as far as can be said."""
+        """`row`: a line of metrics.jsonl; `left`: estimated seconds until the run ends, if known."""
 
     def note(self, text: str) -> None: ...
 
     def stop(self) -> None: ...
 
 
-class Silent:
+class SilentProgress:
+    """Shows nothing."""
+
     def start(self, info: Mapping[str, Any]) -> None: ...
 
     def step(self, epoch: int, step: int, steps: int | None, loss: float | None) -> None: ...
@@ -39,8 +41,8 @@ class Silent:
     def stop(self) -> None: ...
 
 
-class Lines(Silent):
-    """A plain line an epoch, out at once: for logs and pipes."""
+class LineProgress(SilentProgress):
+    """One plain line per epoch, flushed at once: for logs and pipes."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
@@ -48,19 +50,19 @@ class Lines(Silent):
 
     def start(self, info: Mapping[str, Any]) -> None:
         self._metric = info.get("metric") or self._metric
-        self.note(opening(info))
+        self.note(opening_line(info))
 
     def epoch(self, row: Mapping[str, Any], left: float | None) -> None:
-        values = [f"{name} {value}" for name, value in figures(row, self._metric)]
-        times = [f"{row['seconds']:.1f} s"] + ([f"{duration(left)} left"] if left else [])
+        values = [f"{name} {value}" for name, value in epoch_figures(row, self._metric)]
+        times = [f"{row['seconds']:.1f} s"] + ([f"{format_duration(left)} left"] if left else [])
         self.note("  ".join([f"epoch {row['epoch']:>3} {row['phase']:<8}", *values, *times]))
 
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
 
-class Bar(Silent):
-    """A bar over the epoch's steps, with what the last epoch came to; on stderr, so that stdout stays clean."""
+class BarProgress(SilentProgress):
+    """A bar over the epoch's steps, with the figures of the last epoch; on stderr, so that stdout stays clean."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._bars = Bars(
@@ -76,7 +78,7 @@ class Bar(Silent):
 
     def start(self, info: Mapping[str, Any]) -> None:
         self._metric = info.get("metric") or self._metric
-        self.note(opening(info))
+        self.note(opening_line(info))
         self._task = self._bars.add_task(f"epoch {info.get('epochs_done', 0)}", total=None, figures="")
         self._bars.start()
 
@@ -85,9 +87,9 @@ class Bar(Silent):
         self._show(f"epoch {epoch}", step, steps, shown + self._last)
 
     def epoch(self, row: Mapping[str, Any], left: float | None) -> None:
-        known = [f"{name} {value}" for name, value in figures(row, self._metric) if name != "loss"]
-        self._last = "  ".join(known + ([f"{duration(left)} left"] if left else []))
-        self._show(f"epoch {row['epoch']} {row['phase']}", 1, 1, f"loss {number(row['loss'])}  {self._last}")
+        known = [f"{name} {value}" for name, value in epoch_figures(row, self._metric) if name != "loss"]
+        self._last = "  ".join(known + ([f"{format_duration(left)} left"] if left else []))
+        self._show(f"epoch {row['epoch']} {row['phase']}", 1, 1, f"loss {format_loss(row['loss'])}  {self._last}")
 
     def note(self, text: str) -> None:
         self._bars.console.print(escape(text), highlight=False, soft_wrap=True)
@@ -100,8 +102,8 @@ class Bar(Silent):
             self._bars.update(self._task, description=description, completed=step, total=steps, figures=text)
 
 
-def opening(info: Mapping[str, Any]) -> str:
-    """One line that says what runs, where, and from where it resumes."""
+def opening_line(info: Mapping[str, Any]) -> str:
+    """One line: the network, the method, the device, the folder, and the epoch that the run resumes from."""
     start = info["at_start"]
     name = info.get("name") or info["model"]
     parts = [
@@ -116,27 +118,29 @@ def opening(info: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def figures(row: Mapping[str, Any], metric: str) -> list[tuple[str, str]]:
-    """What matters of an epoch, by name; what is not known is left out."""
-    shown = [("loss", number(row["loss"]))]
+def epoch_figures(row: Mapping[str, Any], metric: str) -> list[tuple[str, str]]:
+    """Loss, metric, κ and radius of an epoch as (name, text); unknown ones are left out."""
+    shown = [("loss", format_loss(row["loss"]))]
     if row.get("metric") is not None:
-        shown.append((metric, score(row["metric"], metric)))
+        shown.append((metric, format_metric(row["metric"], metric)))
     shown.append(("kept", f"{row['kept']:.1%}"))
     if row.get("radius") is not None:
         shown.append(("radius", f"{row['radius']:.3g}"))
     return shown
 
 
-def score(value: float, metric: str) -> str:
+def format_metric(value: float, metric: str) -> str:
     """Accuracy as a percentage, any other metric as a number."""
     return f"{value:.2%}" if metric == "accuracy" else f"{value:.4g}"
 
 
-def number(value: float | None) -> str:
+def format_loss(value: float | None) -> str:
+    """A loss with four decimals; None stands for one that is not finite."""
     return "not finite" if value is None else f"{value:.4f}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
+    """Such as "42 s", "3 min 05 s" or "1 h 07 min"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -1,4 +1,4 @@
-"""`Recipe`: what a user sets for a run, checked when it is made.
+"""`Recipe`: the settings of a run, validated on construction.
 
 Algorithm 2 in the paper's letters: E1 `warmup_epochs`, E2 `prune_every`, N `neurons_per_round`, κ̄ `keep`, E3
 `finetune_epochs`; μ `mu` (and `score_mu`), B `bound`.
@@ -12,11 +12,12 @@ from typing import Any, Literal, get_args
 
 from hgnp.curvature.choices import ALLOWED, choose
 from hgnp.errors import InputError, check_renamed, meant, refuse_renamed
+from hgnp.pruning.selection import Coupling
 
-Target = Literal["params", "neurons", "macs"]
+Quantity = Literal["params", "neurons", "macs"]
 Method = Literal["hgnp", "taylor", "hybrid", "l1", "l2", "bn_scale", "geometric_median", "random", "sam"]
 PruneUnit = Literal["epochs", "steps"]
-Coupling = Literal["coupled", "paper"]
+Bundle = Literal["default", "paper"]
 Schedule = Literal["constant", "steps", "cosine", "one_cycle"]
 Anneal = Literal["finetune", "run"]
 Precision = Literal["auto", "float32", "bf16", "fp16"]
@@ -28,73 +29,77 @@ METHODS: tuple[str, ...] = get_args(Method)
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a network is trained, pruned and fine-tuned. Immutable; `dataclasses.replace` makes a changed one.
+    """How a network is trained, pruned and fine-tuned. Immutable: `dataclasses.replace` returns a changed copy.
 
-    A run prunes before epoch e when e ≥ warmup_epochs and e is a multiple of prune_every, until the target is met; that epoch
-    is completed and finetune_epochs more follow.
+    Neurons are removed before epoch e if e ≥ warmup_epochs and e is a multiple of prune_every, until the target is met. That
+    epoch is completed, and finetune_epochs more follow.
+
+    Example::
+
+        recipe = hgnp.Recipe(keep=0.10, warmup_epochs=5, neurons_per_round=50, finetune_epochs=5)
+        baseline = dataclasses.replace(recipe, method="taylor")
 
     Attributes:
-        keep: The fraction to be left of what `target` counts: the paper's κ̄. With 1 nothing is pruned.
-        target: What `keep` is a fraction of: "params" (the paper's), "neurons" (those that can be removed) or "macs".
-        snapshots: Fractions of what `target` counts, between `keep` and 1. A copy of the network is taken after the epoch in
-            which a round comes down to one of them, and fine-tuned by itself for `finetune_epochs`; the run continues as if
-            there were none.
-        method: "hgnp", "taylor", "hybrid" (Taylor, then HGNP from `threshold` on), "l1", "l2", "bn_scale", "geometric_median"
-            or "random" (plain training, another score), or "sam" (Taylor scores, trained by sharpness-aware minimisation).
-        threshold: Where method "hybrid" switches: it trains and scores by Taylor while more than this fraction of the
-            parameters is left (the paper's κ, whatever `target` counts), by HGNP from then on. 1 is HGNP throughout, 0 Taylor.
+        keep: The fraction of the `target` quantity to keep: the paper's κ̄. With 1 nothing is pruned.
+        target: The quantity that `keep` refers to: "params" (as in the paper), "neurons" (the removable ones) or "macs".
+        snapshots: Fractions between `keep` and 1. When pruning reaches one of them, a copy of the network is taken at the end
+            of the epoch and fine-tuned separately for `finetune_epochs`; the run itself is not affected.
+        method: "hgnp"; "taylor"; "hybrid" (Taylor, then HGNP once `threshold` is reached); "l1", "l2", "bn_scale",
+            "geometric_median" or "random" (plain training, another score); "sam" (Taylor scores, trained by sharpness-aware
+            minimization).
+        threshold: For method "hybrid" only. The run trains and scores by Taylor while more than this fraction of the
+            parameters is left (the paper's κ, whatever the target is), by HGNP from then on. 1 is HGNP throughout, 0 Taylor.
 
-        warmup_epochs: Epochs before the first neuron is removed. 0 for a network that is trained already.
-        prune_every: Epochs, or steps (see `prune_unit`), from one round of pruning to the next.
-        prune_unit: "epochs" or "steps". The Taylor baseline removes a neuron every so many steps.
-        neurons_per_round: Neurons of single layers in a round; a channel that runs through five layers counts five. The last
-            round takes only what the target needs.
+        warmup_epochs: Epochs before the first removal. 0 for a network that is already trained.
+        prune_every: Epochs, or steps (see `prune_unit`), between two rounds of pruning.
+        prune_unit: "epochs" or "steps". The paper's Taylor baseline on AlexNet removes one neuron every 30 steps.
+        neurons_per_round: Neurons to remove per round. A channel that is coupled through five layers counts five times. The
+            last round removes only as many as the target needs.
         finetune_epochs: Epochs after the one in which the target was met.
-        coupling: "coupled": layers that are added lose the same channels. "paper": the same number of channels, each its own.
-        floor: Neurons that every layer keeps.
-        round_to: Layers that lose neurons end at a multiple of this many: hardware likes multiples of 8. Neurons are removed in
-            bundles then.
-        max_removed: The largest share of a layer's neurons, of those it had at the start, that may be removed.
-        approximate: Whether channels that a norm mixes (LayerNorm, GroupNorm) may be removed too.
-        score_batches: Mini-batches that a round's scores are computed on.
+        coupling: "coupled": layers whose outputs are added lose the same channels. "paper": they lose the same number of
+            channels, each its own.
+        floor: Minimum number of neurons that every layer keeps.
+        round_to: Pruned layers end at a width that is a multiple of this, such as 8 for tensor cores.
+        max_removed: The largest fraction of a layer's initial neurons that may be removed.
+        approximate: Whether channels that a norm mixes (LayerNorm, GroupNorm) may be removed, which changes the others.
+        score_batches: Mini-batches that the scores of a round are computed on.
 
-        mu: Weight of the flatness term in training.
-        score_mu: Its weight in the scores. None: as in training.
-        mu_warmup_epochs: Epochs over which the term's weight in training rises from 0, from the start or from the hybrid's
-            switch on.
-        bound: Curvature up to this is not penalised.
+        mu: Weight μ of the flatness term in training.
+        score_mu: Weight of the flatness term in the scores. None: the same as `mu`.
+        mu_warmup_epochs: Epochs over which μ rises linearly from 0, counted from the start or from the hybrid's switch.
+        bound: The bound B: curvature up to B is not penalised.
         flatness: "default", "paper", or a mapping of `Flatness`'s named choices, such as {"curvature": "hessian"}.
-        refresh_every: Steps from one refresh of the penalised direction to the next. None: 8 if it lags by a batch, 1 in the
-            paper's order.
-        skip_inactive: Whether the term is skipped until the next refresh if curvature is within the bound in the first step
-            along a new direction. None: True if the direction lags by a batch, False in the paper's order.
-        rho: Radius of the "sam" method.
+        refresh_every: Steps between two refreshes of the penalised direction v. None: 8 if v comes from the last batch, 1 in
+            the paper's order.
+        skip_inactive: Whether the flatness term is skipped until the next refresh if it is inactive (curvature within the
+            bound) in the first step along a new v. None: True if v comes from the last batch, False in the paper's order.
+        rho: Radius ρ of method "sam".
 
-        lr: Learning rate of the SGD that is made when no optimizer is given.
-        momentum: Momentum of that SGD.
-        weight_decay: Weight decay of that SGD.
-        nesterov: Whether that SGD uses Nesterov momentum.
-        schedule: "constant", "steps", "cosine" or "one_cycle": how the learning rate changes over what `anneal` names. None:
-            "cosine", or "constant" if `prune` is given a scheduler.
-        anneal: "finetune": the rate stays at its peak while neurons are removed and the schedule spans the fine-tuning. "run":
-            the schedule spans the whole run, whose length is estimated anew at every round.
-        lr_steps: Where "steps" multiplies the rate by `lr_factor`, as fractions of the schedule.
-        lr_factor: What "steps" multiplies the rate by.
-        lr_final: What "cosine" and "one_cycle" end at, as a fraction of the peak.
-        clip_norm: Gradients are scaled down to this norm if theirs is larger.
+        lr: Learning rate of the default optimizer, SGD.
+        momentum: Momentum of the default optimizer.
+        weight_decay: Weight decay of the default optimizer.
+        nesterov: Whether the default optimizer uses Nesterov momentum.
+        schedule: The learning-rate schedule: "constant", "steps", "cosine" or "one_cycle". None: "cosine", or "constant" if
+            `prune` gets a scheduler.
+        anneal: What the schedule spans. "finetune": the fine-tuning; until then the learning rate stays at its peak. "run":
+            the whole run, whose length is re-estimated every epoch.
+        lr_steps: The positions, as fractions of the schedule, at which "steps" multiplies the learning rate by `lr_factor`.
+        lr_factor: The factor of "steps".
+        lr_final: The final learning rate of "cosine" and "one_cycle", as a fraction of the peak.
+        clip_norm: Largest norm of the gradient; a larger gradient is scaled down to it. None: no clipping.
 
-        precision: "float32", "bf16" or "fp16": mixed precision by autocast, "fp16" with a gradient scaler. "auto": "bf16" on a
-            GPU that has it, "float32" elsewhere.
-        execution: "auto": on a GPU, whole steps in CUDA graphs and images channels last; on a CPU, channels last for networks
-            with a convolution of 256 channels or more. "eager": operation by operation, in the memory format of the network as
-            given.
-        measure: How long sharpness and latency of the full and of the pruned network may take. "auto": each 1 % of the run's
-            time so far, and at least 0.25 s; what takes longer is left out. "full": as long as needed. "none": not measured.
-        seed: Seeds every random stream at the start of the run. None: they continue from where they are.
+        precision: "float32"; "bf16" or "fp16" for mixed precision by autocast, "fp16" with a gradient scaler. "auto": "bf16"
+            on a GPU that supports it, else "float32".
+        execution: "auto": on a GPU, CUDA graphs of whole steps and channels-last images; on a CPU, channels last for networks
+            with a convolution of 256 channels or more. "eager": operation by operation, in the network's own memory format.
+        measure: Time limit for measuring the sharpness and latency of the full and the pruned network. "auto": 1 % of the
+            run's time so far for each, and at least 0.25 s; a number that takes longer is left out. "full": no limit. "none":
+            they are not measured.
+        seed: Seeds all random number generators at the start of the run. None: they are not seeded.
     """
 
     keep: float
-    target: Target = "params"
+    target: Quantity = "params"
     snapshots: tuple[float, ...] = ()
     method: Method = "hgnp"
     threshold: float | None = None
@@ -115,7 +120,7 @@ class Recipe:
     score_mu: float | None = None
     mu_warmup_epochs: int = 0
     bound: float = 0.5
-    flatness: str | Mapping[str, str] = "default"
+    flatness: Bundle | Mapping[str, str] = "default"
     refresh_every: int | None = None
     skip_inactive: bool | None = None
     rho: float = 0.05
@@ -174,24 +179,24 @@ class Recipe:
             )
 
     def uses_term(self, kept: float) -> bool:
-        """Whether a network with this fraction of its parameters is trained and scored with the flatness term."""
+        """Whether training and scores use the flatness term when this fraction of the parameters is left."""
         return self.method == "hgnp" or (self.threshold is not None and kept <= self.threshold)
 
     @property
     def scoring_mu(self) -> float:
-        """The flatness term's weight in the scores, where they use it."""
+        """Weight of the flatness term in the scores, where they use it."""
         if self.method not in ("hgnp", "hybrid"):
             return 0.0
         return self.mu if self.score_mu is None else self.score_mu
 
     @property
     def training_mu(self) -> float:
-        """The flatness term's weight in training, where it is used."""
+        """Weight of the flatness term in training, where it is used."""
         return self.mu if self.method in ("hgnp", "hybrid") else 0.0
 
     @property
     def flatness_choices(self) -> tuple[str, dict[str, Any]]:
-        """The bundle and the choices by name, as `Flatness` takes them."""
+        """The bundle ("default" or "paper") and the choices by name that replace its own, as `Flatness` takes them."""
         if isinstance(self.flatness, str):
             return self.flatness, {}
         choices = dict(self.flatness)
@@ -199,12 +204,11 @@ class Recipe:
         check_renamed(choices, ALLOWED, "flatness")
         for name in choices:
             if name not in ALLOWED:
-                raise InputError(f"flatness: it has no choice {name!r}{meant(name, ALLOWED)}")
+                raise InputError(f"flatness has no choice {name!r}{meant(name, ALLOWED)}")
         return bundle, choices
 
     def resolved(self, *, scheduler: bool = False) -> "Recipe":
-        """The recipe as a run uses it, with a value in place of each None that stands for one. `scheduler`: whether the run has
-        a scheduler of the user's."""
+        """The recipe with every None replaced by the default that it stands for. `scheduler`: whether `prune` gets one."""
         bundle, choices = self.flatness_choices
         lagged = choose(bundle, **choices).direction_from == "last_batch"
         return dataclasses.replace(
@@ -215,19 +219,20 @@ class Recipe:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Every field, in types that JSON and YAML have."""
+        """Every field, in types that JSON and YAML can hold."""
         values = dataclasses.asdict(self)
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
+        """The inverse of `as_dict`; fields other than `keep` may be missing."""
         names = [field.name for field in dataclasses.fields(cls)]
         check_renamed(values, names, "recipe")
         for name in values:
             if name not in names:
-                raise InputError(f"recipe: there is no field {name!r}{meant(name, names)}")
+                raise InputError(f"recipe has no field {name!r}{meant(name, names)}")
         if "keep" not in values:
-            raise InputError("recipe: keep is missing; it says what fraction of the parameters is to be left")
+            raise InputError("recipe must have the field keep, the fraction of the parameters to keep")
         return cls(**values)
 
 
@@ -251,7 +256,7 @@ def _distinct_between(keep: float, values: Any) -> bool:
 
 
 def _one_of(kind: Any) -> tuple[str, Any]:
-    """One of a Literal's values."""
+    """A check for the values of a Literal type."""
     names = get_args(kind)
     return " or ".join(map(repr, names)), lambda value: isinstance(value, str) and value in names
 
@@ -267,9 +272,9 @@ _WEIGHT = ("a finite number ≥ 0", lambda value: _number(value) and value >= 0)
 _RATE = ("a finite number > 0", lambda value: _number(value) and value > 0)
 _FRACTION = ("a fraction ≥ 0 and ≤ 1", lambda value: _number(value) and 0 <= value <= 1)
 _SWITCH = ("True or False", lambda value: isinstance(value, bool))
-_CHECKS: dict[str, tuple[str, Any]] = {
+_CHECKS: dict[str, tuple[str, Any]] = {  # field → what must hold, in words and as a predicate
     "keep": ("a fraction > 0 and ≤ 1", lambda value: _number(value) and 0 < value <= 1),
-    "target": _one_of(Target),
+    "target": _one_of(Quantity),
     "method": _one_of(Method),
     "threshold": _or_none(_FRACTION),
     "warmup_epochs": _EPOCHS,

@@ -1,4 +1,4 @@
-"""What a run comes to."""
+"""The result of a run."""
 
 import dataclasses
 import os
@@ -9,96 +9,129 @@ from typing import Any
 from torch import nn
 
 from hgnp.io.weights import save
-from hgnp.recipe import Recipe
+from hgnp.recipe import Quantity, Recipe
 
 Row = dict[str, Any]
-"""A line of metrics.jsonl; docs/runs.md lists its keys."""
+"""One row of the history, a line of metrics.jsonl; docs/runs.md lists its keys."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a network; None where it was not or could not be measured."""
+    """Measurements of one network.
+
+    Attributes:
+        metric: On the validation data; None without such data.
+        loss: On the validation data; None without such data.
+        parameters: Number of parameters.
+        neurons: Number of neurons that can be removed.
+        macs: Multiply–accumulate operations per sample.
+        sharpness: The largest eigenvalue of the Hessian on up to 128 samples; None if it was not measured.
+        latency_ms: Milliseconds per batch, timed alternately with the other network; None if it was not measured.
+        missing: Why `sharpness` or `latency_ms` is None: name → reason.
+    """
 
     metric: float | None
     loss: float | None
-    """On the validation data."""
     parameters: int
     neurons: int
-    """Those that can be removed."""
     macs: int
-    """Of one sample."""
     sharpness: float | None = None
-    """The largest eigenvalue of the Hessian, on a few validation samples."""
     latency_ms: float | None = None
-    """Of a batch, timed in turns with the other network."""
     missing: dict[str, str] = field(default_factory=dict)
-    """Why `sharpness` or `latency_ms` is None, by its name."""
 
 
 @dataclass(frozen=True)
 class Target:
-    kind: str
-    """"params", "neurons" or "macs"."""
+    """The target of a run, and what it achieved.
+
+    Attributes:
+        kind: The quantity: "params", "neurons" or "macs".
+        asked: The fraction to keep, `recipe.keep`.
+        got: The fraction that is left.
+    """
+
+    kind: Quantity
     asked: float
     got: float
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The network at an intermediate κ, fine-tuned by itself."""
+    """The network at an intermediate κ, fine-tuned separately.
+
+    Attributes:
+        asked: The value of `recipe.snapshots`.
+        got: The fraction of the target's quantity that is left: a round may go below the value.
+        kept: Parameters left, as a fraction of those at the start.
+        metric: On the validation data; None without such data.
+        val_loss: On the validation data; None without such data.
+        parameters: Number of parameters.
+        neurons: Number of neurons that can be removed.
+        macs: Multiply–accumulate operations per sample.
+        epoch: The epoch at whose end the network was copied.
+        epochs: Epochs of fine-tuning.
+        path: Its folder, for `hgnp.load`; None without `out`. Values that one round reaches share a folder.
+        model: The network, if there is no folder.
+    """
 
     asked: float
-    """The value of `recipe.snapshots`."""
     got: float
-    """The fraction of what the target counts that is really left: a round may go below the value."""
     kept: float
-    """Parameters left, as a fraction of those at the start."""
     metric: float | None
     val_loss: float | None
     parameters: int
     neurons: int
     macs: int
-    """Of one sample."""
     epoch: int
-    """The epoch at whose end the network was copied."""
     epochs: int
-    """Of fine-tuning."""
     path: Path | None = None
-    """Its folder, for `hgnp.load`; a run of several values in one round has one folder for them. None without `out`."""
     model: nn.Module | None = None
-    """The network, if there is no folder."""
 
     def as_dict(self, out: Path | None) -> dict[str, Any]:
-        """In types that JSON has; `path` as seen from the run's folder."""
+        """In types that JSON can hold; `path` relative to the run's folder."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "model"}
         return values | {"path": None if self.path is None or out is None else self.path.relative_to(out).as_posix()}
 
 
 @dataclass(frozen=True)
 class Result:
-    """The pruned network and everything one wants to know about it."""
+    """The pruned network, its history, and measurements before and after.
+
+    Example::
+
+        result = hgnp.prune(net, train_loader, val_loader, recipe=hgnp.Recipe(keep=0.1))
+        print(result.kept, result.before.metric, result.after.metric)
+        result.save("small/")
+
+    Attributes:
+        model: The network that `prune` was called with, pruned in place.
+        history: One row per epoch: loss, penalty, radius, curvature, metric, kept, neurons, lr, seconds and more.
+        recipe: The recipe, with the defaults that depend on other settings filled in.
+        before: The network after the warm-up, before the first removal.
+        after: The network at the end.
+        target: The target, and what is left.
+        metric: Name of the metric.
+        latency: How `latency_ms` was measured: batch, threads, device, repeats; None if it was not.
+        seconds: Time of all epochs.
+        parts: 1, plus one for each time the run was resumed.
+        stopped: Why the run ended before its target, if it did.
+        out: The run's folder, if it has one.
+        snapshots: One for each value of `recipe.snapshots` that the run reached, from large κ to small.
+    """
 
     model: nn.Module
-    """The network that was given, pruned in place."""
     history: list[Row]
-    """A row an epoch: loss, penalty, radius, curvature, metric, kept, neurons, lr, seconds and more."""
     recipe: Recipe
     before: Facts
-    """When the first neuron went: after the warm-up, at full size."""
     after: Facts
     target: Target
     metric: str
-    """The metric's name."""
     latency: dict[str, Any] | None
-    """How `latency_ms` was measured: batch, threads, device."""
     seconds: float
     parts: int = 1
-    """One, and one more for each time the run was resumed."""
     stopped: str | None = None
-    """Why the run ended before its target, if it did."""
     out: Path | None = None
     snapshots: tuple[Snapshot, ...] = ()
-    """One for each value of `recipe.snapshots` that the run came down to, from large κ to small."""
 
     @property
     def reached(self) -> bool:
@@ -107,6 +140,7 @@ class Result:
 
     @property
     def epochs(self) -> int:
+        """Number of epochs."""
         return len(self.history)
 
     @property
@@ -115,7 +149,7 @@ class Result:
         return float(self.history[-1]["kept"]) if self.history else 1.0
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the pruned network; `hgnp.load(path, MyNet())` brings it back."""
+        """Save the pruned network; `hgnp.load(path, MyNet())` loads it."""
         return save(self.model, path)
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Networks timed side by side."""
+"""Timing of several calls, interleaved."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ import torch
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one call: the median over repeats and the quartiles around it."""
+class Latency:
+    """Milliseconds of one call: the median over repeats, and the quartiles as `low` and `high`."""
 
     median: float
     low: float
@@ -19,7 +19,7 @@ class Timing:
     repeats: int
 
 
-def side_by_side(
+def time_interleaved(
     calls: Sequence[Callable[[], Any]],
     *,
     device: torch.device,
@@ -27,10 +27,11 @@ def side_by_side(
     warmup: int = 3,
     budget: float = float("inf"),
     clock: Callable[[], float] = time.perf_counter,
-) -> list[Timing]:
-    """Each call timed `repeats` times after `warmup`, in turns, so that all of them meet the same conditions. Slow calls are
-    repeated less once the seconds in `budget` are over, at least 3 times after 1. On a machine that is shared, `clock` may be
-    `time.process_time`: the processor's time of this process alone, fit for calls of one thread."""
+) -> list[Latency]:
+    """Time each call `repeats` times after `warmup` calls, alternately, so that all run under the same conditions.
+
+    Slow calls are repeated less often once `budget` seconds are over, but at least 3 times after 1. On a shared machine `clock`
+    may be `time.process_time`, the CPU time of this process alone, which suits single-threaded calls."""
     seconds: list[list[float]] = [[] for _ in calls]
     start_of_all = time.perf_counter()
     for turn in range(warmup + repeats):
@@ -43,7 +44,7 @@ def side_by_side(
             call()
             _wait(device)
             mine.append(clock() - start)
-    return [_timing(mine[warmup:]) for mine in seconds]
+    return [_latency(mine[warmup:]) for mine in seconds]
 
 
 def _wait(device: torch.device) -> None:
@@ -51,6 +52,6 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _timing(seconds: Sequence[float]) -> Timing:
+def _latency(seconds: Sequence[float]) -> Latency:
     low, median, high = (float(value) * 1e3 for value in np.percentile(seconds, [25, 50, 75]))
-    return Timing(median, low, high, len(seconds))
+    return Latency(median, low, high, len(seconds))

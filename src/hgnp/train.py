@@ -1,9 +1,9 @@
-"""`prune`, the one call: train, prune while training, fine-tune. The loop itself is `training/run.py`."""
+"""`prune`: train, prune during training and fine-tune in one call. The loop itself is `training/loop.py`."""
 
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,19 +17,20 @@ from hgnp.errors import InputError, InputTypeError, first_line
 from hgnp.io import runs
 from hgnp.io.atomic import read_json
 from hgnp.io.weights import load
-from hgnp.progress import Bar, Lines, Progress, Silent
+from hgnp.progress import BarProgress, LineProgress, Progress, SilentProgress
+from hgnp.pruning.surgery import twins_of
 from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Snapshot, Target
 from hgnp.state_guards import preserve_modes
 from hgnp.training import checkpoint, rng_state
 from hgnp.training.data import Batches, Unpack
 from hgnp.training.evaluate import Accumulator, Metric
-from hgnp.training.loop import Run
-from hgnp.training.optimizers import OptimizerOrMaker
-from hgnp.training.plan import history_of
-from hgnp.training.run_folder import Folder
-from hgnp.training.snapshots import Spare, finetuned
-from hgnp.training.task import State, Task
+from hgnp.training.loop import TrainingLoop
+from hgnp.training.optimizers import OptimizerOrFactory
+from hgnp.training.run_folder import RunFolder
+from hgnp.training.run_state import read_history
+from hgnp.training.snapshots import InitialCopy, finetune_snapshots
+from hgnp.training.task import Callback, Task
 
 
 def prune(
@@ -40,109 +41,145 @@ def prune(
     recipe: Recipe,
     loss: Loss = F.cross_entropy,
     metric: Metric | None = None,
-    optimizer: OptimizerOrMaker | None = None,
+    optimizer: OptimizerOrFactory | None = None,
     scheduler: Any = None,
     unpack: Unpack | None = None,
     output: Output | None = None,
     protect: Iterable[str] = (),
+    also: Iterable[nn.Module] = (),
     device: str | torch.device | None = None,
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    on_epoch: Callable[[State], object] | None = None,
+    on_step: Callback | None = None,
+    on_epoch: Callback | None = None,
     verbose: bool = True,
     _progress: Progress | None = None,
     _about: dict[str, Any] | None = None,
 ) -> Result:
-    """Train `net` and prune it in place by `recipe`.
+    """Train `net` and prune it in place by `recipe`: Algorithm 2.
+
+    Example::
+
+        recipe = hgnp.Recipe(keep=0.1, warmup_epochs=5, finetune_epochs=5)
+        result = hgnp.prune(net, train_loader, val_loader, recipe=recipe, out="runs/mine")
+        print(result, result.after.metric)
 
     Args:
-        net: Any nn.Module that PyTorch can record. It stays the same object, with smaller tensors.
-        train: A loader of batches, iterated anew every epoch.
-        val: A loader of validation batches; without it there is no metric.
-        recipe: How to train, prune and fine-tune: `hgnp.Recipe(keep=0.1)` leaves a tenth of the parameters.
-        loss: loss(output, target) → a scalar, a mean over the batch.
-        metric: metric(outputs, targets) over the whole validation set, higher is better, or an object with update(output,
-            target), compute() and reset(), given batch by batch; accuracy for class labels.
-        optimizer: An optimizer over the network's parameters, or what makes one from them; SGD by the recipe otherwise.
-        scheduler: A learning-rate scheduler of that optimizer, or what makes one from it, stepped every epoch.
-        unpack: unpack(batch) → (inputs, target), where batches are neither (x, y) nor mappings with `labels`.
-        output: Picks the logits from what the network returns.
-        protect: Names of layers, or of modules whose layers all stay.
-        device: Where to train; the network's own device otherwise.
-        out: The run's folder: checkpoint every epoch, metrics, the pruned model (docs/runs.md).
-        resume: Continue the run in `out`, to the result it would have had; a finished one is returned.
-        on_epoch: Called after every epoch; returning True ends the run there.
+        net: Any nn.Module that PyTorch can trace. It stays the same object, with smaller tensors.
+        train: A loader of training batches; every epoch iterates over it once.
+        val: A loader of validation batches. Without it there is no validation loss and no metric.
+        recipe: How to train, prune and fine-tune: `hgnp.Recipe(keep=0.1)` keeps a tenth of the parameters.
+        loss: loss(output, target) → a scalar, the mean over the batch.
+        metric: metric(outputs, targets) over the whole validation set, higher is better; or an object with update(output,
+            target), compute() and reset(), which is updated batch by batch. Default: accuracy for class labels, else minus the
+            validation loss.
+        optimizer: An optimizer over the network's parameters, or a function that takes the parameters and returns one.
+            Default: SGD with the recipe's settings.
+        scheduler: A learning-rate scheduler of that optimizer, or a function that takes the optimizer and returns one. It is
+            stepped once per epoch and replaces `recipe.schedule`.
+        unpack: unpack(batch) → (inputs, target). Default: (x, y) pairs, and mappings with `labels`.
+        output: Picks the logits from what the network returns, e.g. ``lambda o: o.logits``.
+        protect: Names of layers that keep all their neurons; the name of a module protects every layer in it.
+        also: Networks of the same shape as `net`, such as an EMA copy. They lose the same neurons, and are part of the
+            checkpoint; `on_step` is the place to update them.
+        device: The device to train on. Default: the network's own.
+        out: The run's folder: a checkpoint every epoch, metrics, the pruned model (docs/runs.md).
+        resume: Continue the run in `out` to the result that it would have had without the interruption. A finished run is
+            loaded.
+        on_step: on_step(state) is called after every training step; returning True stops the run. `state` has `epoch`, `step`,
+            `net`, `optimizer`, `neurons`, `flatness` and `history`.
+        on_epoch: on_epoch(state) is called after every epoch, with the epoch's `row` of the history too; returning True stops
+            the run.
         verbose: Show progress on stderr: a bar on a terminal, one line per epoch elsewhere.
 
     Returns:
-        The pruned network, one row per epoch, and what is known of the network before and after.
+        The pruned network, its history with one row per epoch, and measurements before and after pruning.
+
+    Raises:
+        HgnpError: Arguments that do not fit together (also a ValueError or TypeError), or a loss that is no longer finite
+            (`DivergedError`).
     """
     if not isinstance(net, nn.Module):
-        raise InputTypeError(f"net: a {type(net).__name__} was given; an nn.Module would do")
+        raise InputTypeError(f"net must be an nn.Module, got a {type(net).__name__}")
     check_one_process(net)
     if not isinstance(recipe, Recipe):
-        raise InputTypeError(f"recipe: a {type(recipe).__name__} was given; hgnp.Recipe(keep=0.1) would do")
+        raise InputTypeError(f"recipe must be an hgnp.Recipe, such as Recipe(keep=0.1), got a {type(recipe).__name__}")
     check_functions(
         loss=loss,
         metric=None if isinstance(metric, Accumulator) else metric,
         unpack=unpack,
         output=output,
+        on_step=on_step,
         on_epoch=on_epoch,
     )
-    for name, made in (("optimizer", optimizer), ("scheduler", scheduler)):
-        if made is not None and not callable(made) and not hasattr(made, "step"):
-            raise InputError(f"{name}: {made!r} was given; one, or its maker, would do")
+    for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if given is not None and not callable(given) and not hasattr(given, "step"):
+            raise InputError(f"{name} must be a torch {name} or a function that returns one, got {given!r}")
     check_gradients()
     if device is not None:
         as_device(device)
     if next(net.parameters(), None) is None:
-        raise InputError("net: it has no parameters")
+        raise InputError("net must have parameters, got a network without any")
+    also = twins_of(net, also)
     if resume and out is None:
-        raise InputError("resume: True was given without out, the folder of the run to resume")
+        raise InputError("out must be the folder of the run with resume=True, got None")
     recipe = recipe.resolved(scheduler=scheduler is not None)
-    folder = None if out is None else Folder(out)
-    with contextlib.nullcontext() if folder is None else folder.claimed(resume=resume):
+    folder = None if out is None else RunFolder(out)
+    with contextlib.nullcontext() if folder is None else folder.locked(resume=resume):
         stored = None
         if folder is not None:
             if folder.info.exists():
                 folder.check_recipe(recipe)
             if folder.finished:
-                return finished(folder, net, recipe)
+                return load_finished(folder, net, also, recipe)
             stored = checkpoint.read(folder.checkpoint) if folder.checkpoint.exists() else None
         if recipe.seed is not None:
             rng_state.seed(recipe.seed)
         home = next(net.parameters()).device
         if device is not None:
-            net.to(device)
+            _move((net, *also), device)
         place = next(net.parameters()).device
         batches = Batches(train, "train", unpack, place)
         held_out = None if val is None else Batches(val, "val", unpack, place)
-        progress = _progress or (Silent() if not verbose else Bar() if sys.stderr.isatty() else Lines(sys.stderr))
-        run = Run(net, Task(batches, held_out, loss, metric, output), recipe, folder, progress, _about or {})
+        progress = _progress or _default_progress(verbose=verbose)
+        loop = TrainingLoop(net, Task(batches, held_out, loss, metric, output), recipe, folder, progress, _about or {})
+        initial = None
         try:
-            spare = Spare.of(net, recipe, optimizer, scheduler, validated=val is not None) if recipe.snapshots else None
-            run.prepare(stored, optimizer, scheduler, protect)
+            if recipe.snapshots:
+                initial = InitialCopy.create(net, recipe, optimizer, scheduler, validated=val is not None)
+            loop.prepare(stored, optimizer, scheduler, protect, also)
         except BaseException:
-            run.take_back()
+            loop.undo_prepare()
             if device is not None:
-                net.to(home)
+                _move((net, *also), home)
             raise
         try:
             with preserve_modes(net):
-                run.train(on_epoch)
-                return run.finish(() if spare is None else finetuned(run, spare))
+                loop.train(on_step, on_epoch)
+                return loop.finish(() if initial is None else finetune_snapshots(loop, initial))
         finally:
-            run.tell("stop")
+            loop.progress.stop()
+
+
+def _move(networks: Iterable[nn.Module], device: str | torch.device) -> None:
+    for network in networks:
+        network.to(device)
+
+
+def _default_progress(*, verbose: bool) -> Progress:
+    if not verbose:
+        return SilentProgress()
+    return BarProgress() if sys.stderr.isatty() else LineProgress(sys.stderr)
 
 
 def check_one_process(net: nn.Module | None = None) -> None:
-    """ValueError where several processes train together: each would prune other neurons than the rest."""
+    """Refuse data-parallel training: each process would remove different neurons."""
     for module in () if net is None else net.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise InputError("net must be a plain module, got one wrapped in DistributedDataParallel; give net.module")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         processes = torch.distributed.get_world_size()
-    else:  # torchrun's, before a group is made
+    else:  # set by torchrun, before a process group exists
         given = os.environ.get("WORLD_SIZE", "")
         processes = int(given) if given.isdecimal() else 1
     if processes > 1:
@@ -152,12 +189,12 @@ def check_one_process(net: nn.Module | None = None) -> None:
         )
 
 
-def finished(folder: Folder, net: nn.Module, recipe: Recipe) -> Result:
-    """The result of a run that has ended, with its network in `net`."""
+def load_finished(folder: RunFolder, net: nn.Module, also: Sequence[nn.Module], recipe: Recipe) -> Result:
+    """The result of a finished run, with its networks loaded into `net` and `also`."""
     stored = read_json(folder.result)
     if folder.checkpoint.exists():
-        history = history_of(checkpoint.read(folder.checkpoint)["plan"])
-    else:  # it is large, and a finished run can do without
+        history = read_history(checkpoint.read(folder.checkpoint)["run"])
+    else:  # a finished run's checkpoint may be deleted, as it is large
         history = [dict(row) for row in runs.read(folder.path).rows]
     try:
         result = Result(
@@ -167,16 +204,21 @@ def finished(folder: Folder, net: nn.Module, recipe: Recipe) -> Result:
             snapshots=tuple(Snapshot(**each | {"path": folder.path / each["path"]}) for each in stored.get("snapshots", ())),
         )  # fmt: skip
     except (KeyError, TypeError) as error:
-        raise InputError(f"{folder.result}: damaged: {error}; without it, resume makes it anew") from None
+        raise InputError(f"{folder.result}: damaged: {error}; delete it, and resume writes it again") from None
+    files = [folder.also(place) for place in range(len(also))]
+    if not all(file.exists() for file in files) or folder.also(len(also)).exists():
+        raise InputError(f"resume: also must have as many networks as when {folder.path} was run, got {len(also)}")
     load(folder.model, net)
+    for file, network in zip(files, also, strict=True):
+        load(file, network)
     return result
 
 
 def as_device(device: str | torch.device) -> torch.device:
-    """One that numbers can be on; ValueError if it is none, or is not here."""
+    """A device that exists and holds data; InputError for any other."""
     try:
         found = torch.device(device)
-        torch.empty(1, device=found).cpu()  # a meta tensor has nothing to copy
+        torch.empty(1, device=found).cpu()  # fails for meta, which has no data to copy
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise InputError(f"device: {device!s} was given; {first_line(error)}") from None
+        raise InputError(f"device must be one that PyTorch can use here, got {device!s}: {first_line(error)}") from None
     return found

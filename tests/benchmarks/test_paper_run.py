@@ -12,7 +12,7 @@ import hgnp
 from hgnp.experiments.build import prepare
 from hgnp.experiments.models import DigitsNet
 from hgnp.experiments.overrides import effective
-from hgnp.progress import Silent
+from hgnp.progress import SilentProgress
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import paper_run
@@ -28,7 +28,7 @@ def runs_of_both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, 
     """The folder of an ordinary run, that of one with its costs, stopped after every epoch, and how often it was called."""
     ordinary, costly = (tmp_path_factory.mktemp("runs") / name for name in ("ordinary", "costly"))
     experiment = prepare(effective("demo", data=None, method=None, settings=SETTINGS, seed=3, device="cpu"))
-    experiment.run(out=ordinary, resume=False, progress=Silent())
+    experiment.run(out=ordinary, resume=False, progress=SilentProgress())
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
     command = ["demo", "--seed", "3", "--device", "cpu", "--out", str(costly), *settings]
     paper_run.main([*command, "--minutes", "0"])
@@ -83,7 +83,7 @@ def test_the_report_adds_up(runs_of_both: tuple[Path, Path, int]) -> None:
 def test_a_refused_run_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         paper_run.main(["demo", "--out", str(tmp_path / "a"), "--set", "recipe.kepp=1"])
-    assert "there is no field 'kepp'" in capsys.readouterr().err
+    assert "recipe has no field 'kepp'" in capsys.readouterr().err
     with pytest.raises(ValueError, match="keep"):
         paper_run.main(["demo", "--device", "cpu", "--out", str(tmp_path / "a"), "--set", "recipe.keep=1e-6"])
     assert not (tmp_path / "a").exists()

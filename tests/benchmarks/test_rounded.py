@@ -6,7 +6,7 @@ from pathlib import Path
 from hgnp.experiments.build import prepare
 from hgnp.experiments.overrides import effective
 from hgnp.experiments.reload import networks
-from hgnp.progress import Silent
+from hgnp.progress import SilentProgress
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from rounded import rounded
@@ -19,7 +19,7 @@ SETTINGS = [
 
 def test_widths_are_the_nearest_multiples(tmp_path: Path) -> None:
     experiment = prepare(effective("demo", data=None, method=None, settings=SETTINGS, seed=3, device="cpu"))
-    result = experiment.run(out=tmp_path / "run", resume=False, progress=Silent())
+    result = experiment.run(out=tmp_path / "run", resume=False, progress=SilentProgress())
     experiment.config.write(tmp_path / "run" / "config.yaml")
     left = result.history[-1]["widths"]
     assert any(width % 4 for width in left.values())

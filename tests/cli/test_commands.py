@@ -39,7 +39,7 @@ def test_help_version_and_presets(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "dem"], "'dem' is neither a file nor a preset; did you mean demo?"),
         (["run", "missing.yaml"], "missing.yaml: there is no such file"),
         (["run", "."], "'.' is neither a file nor a preset"),
-        (["run", "--set", "recipe.kepe=0.1"], "recipe: there is no field 'kepe'; did you mean keep"),
+        (["run", "--set", "recipe.kepe=0.1"], "recipe has no field 'kepe'; did you mean keep"),
         (["run", "--set", "recipe.keep=7"], "recipe.keep must be a fraction > 0 and ≤ 1, got 7"),
         (["run", "--method", "magic"], "recipe.method must be 'hgnp' or"),
         (
@@ -48,7 +48,7 @@ def test_help_version_and_presets(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["run", "--set", "recipe.threshold=0.5"], "recipe.threshold must be None with method 'hgnp', got 0.5"),
         (["run", "--data", "x"], "--data: digits takes no folder"),
-        (["run", "--device", "abacus"], "device: abacus was given"),
+        (["run", "--device", "abacus"], "device must be one that PyTorch can use here, got abacus"),
         (["presets", "dem"], "there is no preset 'dem'; did you mean demo"),
     ],
 )

@@ -13,7 +13,7 @@ import hgnp
 from hgnp.cli import app
 from hgnp.experiments.data import digits
 from hgnp.experiments.models import DigitsNet
-from hgnp.progress import Lines
+from hgnp.progress import LineProgress
 
 QUICK = [
     "--set", "model_args.width=8", "--set", "data_args.batch=256", "--set", "recipe.warmup_epochs=1", "--set",
@@ -66,7 +66,9 @@ def test_the_written_configuration_gives_the_same_run_also_when_it_is_interrupte
     assert call("run", *QUICK, "--seed", "3", "--out", "whole") == 0
     with monkeypatch.context() as patch:
         # as by Ctrl-C, after the second epoch, in the middle of pruning
-        patch.setattr(Lines, "epoch", lambda _, row, left: row["epoch"] == 1 and signal.raise_signal(signal.SIGINT))
+        patch.setattr(
+            LineProgress, "epoch", lambda _, row, left: row["epoch"] == 1 and signal.raise_signal(signal.SIGINT)
+        )
         assert call("run", "whole/config.yaml", "--out", "broken") == 130
     assert "hgnp run broken/config.yaml --out broken --resume" in capsys.readouterr().err
     assert len(rows("broken")) == 2

@@ -160,13 +160,13 @@ def test_an_interrupted_run_says_how_to_go_on() -> None:
 def test_a_full_disk_is_a_run_that_stopped_and_can_be_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     """A limit on the size of files stands in for the disk: the same error from the same system call."""
     full = (
-        "import resource, signal\nfrom hgnp.progress import Lines\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "Lines.epoch = lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"
+        "import resource, signal\nfrom hgnp.progress import LineProgress\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "LineProgress.epoch = lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"
     )
     process = start("run", *TINY, "--set", "recipe.finetune_epochs=1", "--out", "x", before=full)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1, err
-    assert err.startswith("hgnp: x could not be written to (")
+    assert err.startswith("hgnp: x could not be written (")
     assert err.endswith("; the last good checkpoint is x/checkpoint.safetensors\n")
     assert call("run", "x/config.yaml", "--out", "x", "--resume") == 0
     assert "2 epochs" in capsys.readouterr().out
@@ -272,7 +272,7 @@ def test_what_a_terminal_cannot_show_is_replaced() -> None:
         ("unpack=failing:unpack", "def unpack(a, b):\n    pass\n", "unpack: it failed on a batch of train: TypeError"),
         ("output=nope", "", "output: it failed on what net returns, a Tensor"),
         ("data=failing:data", "def data(**given):\n    open('nowhere.csv')\n", "data: data failed: FileNotFoundError"),
-        ("device=meta", "", "device: meta was given"),
+        ("device=meta", "", "device must be one that PyTorch can use here, got meta"),
     ],
 )
 def test_what_fails_in_the_user_s_functions_is_named(

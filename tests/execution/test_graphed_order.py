@@ -11,7 +11,7 @@ from hgnp.curvature.step import Statistics
 from hgnp.execution.graphed import Graphed
 from hgnp.execution.graphs import shape_key
 from hgnp.flatness import parts
-from hgnp.training.data import Ahead
+from hgnp.training.data import Prefetcher
 
 
 def test_pieces_are_captured_at_their_second_time_and_q_before_its_block_is_known(
@@ -58,7 +58,7 @@ def test_the_next_batch_is_fetched_before_the_host_waits(direction_from: str, mo
     order: list[str] = []
     q = Statistics.q.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(Statistics, "q", property(lambda seen: order.append("q") or q(seen)))
-    ahead = Ahead(batches)
+    ahead = Prefetcher(batches)
 
     def fetch() -> Any:
         order.append("fetch")

@@ -99,8 +99,8 @@ def test_the_current_folder_can_be_imported(folder: Path, monkeypatch: pytest.Mo
         ({"optimizer": "torch.optim:SGD", "optimizer_args": {"momentun": 1}}, "optimizer_args: SGD takes no 'momentun'"),
         ({"recipe": {"keep": 2}}, "recipe.keep must be a fraction > 0 and ≤ 1, got 2"),
         ({"recipe": {"keep": 0.5, "seed": 4}}, "recipe.seed must equal seed or be left out, got 4"),
-        ({"device": "gpu"}, "device: gpu was given; "),
-        ({"device": "cuda:99"}, "device: cuda:99 was given; "),
+        ({"device": "gpu"}, "device must be one that PyTorch can use here, got gpu"),
+        ({"device": "cuda:99"}, "device must be one that PyTorch can use here, got cuda:99"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_built_is_named_before_anything_is_made(

@@ -86,7 +86,7 @@ def test_the_command_of_a_run_gives_the_configuration_that_is_checked() -> None:
         ({"seeds": [True]}, "s.yaml: seeds must be"),
         ({"seeds": 600}, "s: a study must have at most 1,000 runs, got 1,200"),
         ({"set": ["recipe.mu=0"]}, "s.yaml: set must be a mapping such as {recipe.mu: 0.01}, got ['recipe.mu=0']"),
-        ({"set": {"recipe.kepe": 1}}, "s: hgnp on demo: recipe: there is no field 'kepe'; did you mean keep"),
+        ({"set": {"recipe.kepe": 1}}, "s: hgnp on demo: recipe has no field 'kepe'; did you mean keep"),
         ({"name": "a b"}, "s.yaml: name must be letters, digits"),
         ({"baseline": "tylor"}, "s.yaml: baseline must be one of the methods, got 'tylor'; did you mean taylor"),
         ({"about": 3}, "s.yaml: about must be text, got 3"),
@@ -125,7 +125,7 @@ def test_the_command_refuses_in_one_line(
         (["demo", "--set", "recipe.keep=7"], "demo: hgnp on demo: recipe.keep must be a fraction > 0 and ≤ 1, got 7"),
         (["demo", "--jobs", "0"], "Invalid value for '--jobs'"),
         (["vgg16-cifar10", "--data", "nowhere"], "--data must be a folder, got nowhere, which does not exist"),
-        (["demo", "--device", "gpu"], "device: gpu was given; Expected one of"),
+        (["demo", "--device", "gpu"], "device must be one that PyTorch can use here, got gpu"),
         (["demo", "--out", "list.yaml"], "--out must be a folder, got list.yaml, which is a file"),
     ):
         assert call("study", *arguments) == 2

@@ -28,7 +28,7 @@ def test_means_are_over_samples_and_labels_that_are_ignored_do_not_count() -> No
     assert accuracy == pytest.approx(right[y != 1].double().mean().item())
 
 
-def test_graphs_are_of_the_network_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_captured_again_when_the_network_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: a replay finds what was found when the graph was made, as it reads the memory of then."""
 
     class Stand:
@@ -122,7 +122,7 @@ def test_the_loss_of_batches_is_that_of_the_whole_set(name: str) -> None:
         assert metric == -found
 
 
-def test_the_loss_of_a_map_of_labels_is_that_of_the_whole_set() -> None:
+def test_the_loss_of_dense_labels_is_that_of_the_whole_set() -> None:
     torch.manual_seed(0)
     net, x = nn.Conv2d(2, 3, 1).double(), torch.randn(N, 2, 4, 5, dtype=torch.double)
     y = torch.randint(-1, 3, (N, 4, 5))
@@ -150,10 +150,10 @@ def test_labels_that_are_all_ignored_give_no_loss_and_no_accuracy(loss: Any) -> 
     evaluation = Evaluation(nn.Linear(4, 3), loss, None, None)
     data = [(torch.randn(2, 4), torch.full((2,), -100))] * 2
     assert evaluation(data) == (None, None)
-    assert evaluation.note == "val: no label counts, so that there is no validation loss"
+    assert evaluation.note == "val: every label is ignored, so there is no validation loss"
 
 
-def test_a_batch_that_a_loss_of_one_s_own_finds_no_label_in_is_left_out_and_one_that_diverged_is_not() -> None:
+def test_a_custom_loss_that_is_nan_leaves_a_batch_out_only_if_its_outputs_are_finite() -> None:
     torch.manual_seed(0)
     net, x, y = nn.Linear(4, 3).double(), torch.randn(N, 4, dtype=torch.double), torch.arange(N) % 3
     y[5] = -100
@@ -183,7 +183,7 @@ def _both(out: dict[str, torch.Tensor], target: list[torch.Tensor]) -> torch.Ten
     return F.cross_entropy(out["a"], target[0]) + F.cross_entropy(out["b"], target[1])
 
 
-def test_outputs_and_targets_of_several_tensors_are_joined_one_by_one() -> None:
+def test_outputs_and_targets_of_several_tensors_are_concatenated_tensor_by_tensor() -> None:
     torch.manual_seed(0)
     net, x, a, b = Two(), torch.randn(N, 4), torch.arange(N) % 3, torch.arange(N) % 2
     data = [(x, [a, b]) for x, a, b in zip(x.split(SPLITS), a.split(SPLITS), b.split(SPLITS), strict=True)]
@@ -213,7 +213,7 @@ class Right:
         self.right = self.count = 0
 
 
-def test_an_accumulator_is_given_batch_by_batch_and_left_empty() -> None:
+def test_an_accumulator_is_updated_batch_by_batch_and_left_empty() -> None:
     torch.manual_seed(0)
     net, x, y = nn.Linear(4, 3), torch.randn(N, 4), torch.arange(N) % 3
     metric = Right()

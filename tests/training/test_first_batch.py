@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hgnp
-from hgnp.progress import Lines
+from hgnp.progress import LineProgress
 from hgnp.training.data import Batches
-from hgnp.training.first_batch import look
+from hgnp.training.first_batch import check_first_batches
 from hgnp.training.task import Task
 from train_cases import loaders, made, recipe, stripes
 
@@ -50,13 +50,13 @@ def steps_before(message: str, **given: Any) -> int:
     return len(steps)
 
 
-def test_a_metric_that_cannot_work_is_refused_before_training() -> None:
+def test_a_metric_that_fails_is_refused_before_training() -> None:
     x, y = stripes(60)
     assert not steps_before("it failed on the validation data: TypeError", metric=lambda out: 0.0)
     assert not steps_before("it failed on the validation data: KeyError: 'logits'", metric=lambda o, t: {}["logits"])
     assert not steps_before("metric must return one number, .* got a NoneType", metric=lambda out, target: None)
     assert not steps_before(
-        "got targets that are a list; give output, or an object with update",
+        "got targets that are a list; pass output, or a metric with update",
         metric=lambda out, target: 0.0,
         train=[(x, y)],
         val=[(x, [{"boxes": torch.zeros(3, 4)} for _ in x])],
@@ -98,12 +98,12 @@ class Counting:
         self.seen = 0
 
 
-def test_the_look_leaves_no_trace() -> None:
+def test_checking_the_first_batches_leaves_no_trace() -> None:
     net, metric = made(), Counting()
     train, val = Tensors([stripes()]), Tensors([stripes(), stripes(seed=4)])
     before = copy.deepcopy(net.state_dict()), torch.get_rng_state(), random.getstate()
     device = torch.device("cpu")
-    first = look(
+    first = check_first_batches(
         net,
         Task(Batches(train, "train", None, device), Batches(val, "val", None, device), F.cross_entropy, metric, None),
     )
@@ -132,15 +132,15 @@ def test_the_metric_is_named_after_what_is_computed(mixed: bool, hard: bool, nam
     assert result.after.metric == pytest.approx(want, rel=1e-5)
 
 
-def test_labels_of_the_validation_are_checked_where_those_of_the_training_are_mixed() -> None:
+def test_validation_labels_are_checked_where_training_labels_are_mixed() -> None:
     x, y = stripes()
     soft = F.one_hot(y, 3).float()
-    with pytest.raises(ValueError, match="val: label 3 is out of range"):
+    with pytest.raises(ValueError, match=r"val: labels must be from 0 to 2, .* got 3"):
         hgnp.prune(made(), [(x, soft)], [(x, y), (x, y + 3)], recipe=recipe())
 
 
 @pytest.mark.parametrize("every", [True, False])
-def test_a_plateau_is_not_one_of_labels_that_are_ignored(every: bool, tmp_path: Path) -> None:
+def test_reduce_lr_on_plateau_is_not_stepped_when_every_label_is_ignored(every: bool, tmp_path: Path) -> None:
     """Neither a batch nor a whole set without labels moves the learning rate."""
     x, y = stripes()
     none = torch.full_like(y, 255)
@@ -148,7 +148,7 @@ def test_a_plateau_is_not_one_of_labels_that_are_ignored(every: bool, tmp_path: 
     plateau = lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)  # noqa: E731
     notes: list[str] = []
 
-    class Heard(Lines):
+    class Heard(LineProgress):
         def note(self, text: str) -> None:
             notes.append(text)
 
@@ -161,7 +161,7 @@ def test_a_plateau_is_not_one_of_labels_that_are_ignored(every: bool, tmp_path: 
         assert {(row["val_loss"], row["metric"]) for row in result.history} == {(None, None)}
         assert (result.after.loss, result.after.metric) == (None, None)
         assert len([note for note in notes if note.startswith("scheduler: ReduceLROnPlateau is not stepped")]) == 1
-        assert len([note for note in notes if note.startswith("val: no label counts")]) == 1
+        assert len([note for note in notes if note.startswith("val: every label is ignored")]) == 1
     else:
         with torch.no_grad():
             want = F.cross_entropy(result.model.eval()(x), y)
@@ -173,7 +173,7 @@ def test_a_network_that_cannot_be_copied_says_that_its_latency_is_not_measured()
     net.lock = threading.Lock()  # type: ignore[assignment]
     notes: list[str] = []
 
-    class Heard(Lines):
+    class Heard(LineProgress):
         def note(self, text: str) -> None:
             notes.append(text)
 

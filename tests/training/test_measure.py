@@ -42,7 +42,7 @@ def test_sharpness_is_that_of_the_first_validation_samples() -> None:
 
 
 @pytest.mark.usefixtures("starved")
-def test_what_there_is_no_time_for_is_missing_with_a_reason(tmp_path: Path) -> None:
+def test_a_number_that_takes_too_long_is_missing_with_a_reason(tmp_path: Path) -> None:
     result = hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path / "run")
     for facts in (result.before, result.after):
         assert facts.sharpness is None
@@ -57,7 +57,7 @@ def test_what_there_is_no_time_for_is_missing_with_a_reason(tmp_path: Path) -> N
     assert full.after.latency_ms is not None
 
 
-def test_the_time_allowed_is_a_share_of_the_run_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_is_a_fraction_of_the_runs_time(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed: list[float] = []
     sharpness = measure.sharpness
 
@@ -73,19 +73,19 @@ def test_the_time_allowed_is_a_share_of_the_run_s(monkeypatch: pytest.MonkeyPatc
     assert allowed == pytest.approx([100 * warmup, 100 * result.seconds])
 
 
-def test_what_would_take_too_long_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measurement_that_would_take_too_long_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any, **__: Any) -> Any:
-        raise AssertionError("begun")
+        raise AssertionError("started")
 
-    for name in ("SHARE", "LEAST_SECONDS", "WORTH_A_TRY"):
+    for name in ("SHARE", "LEAST_SECONDS", "MIN_LIMIT"):
         monkeypatch.setattr(measure, name, 1e-9)
     monkeypatch.setattr(measure, "sharpness", never)
-    monkeypatch.setattr(measure, "side_by_side", never)
+    monkeypatch.setattr(measure, "time_interleaved", never)
     result = hgnp.prune(made(), *loaders(), recipe=recipe())
     assert set(result.after.missing) == {"sharpness", "latency_ms"}
 
 
-def test_nothing_is_measured_or_copied_if_none_is_asked_for() -> None:
+def test_measure_none_measures_and_copies_nothing() -> None:
     class Single(Net):
         def __deepcopy__(self, memo: Any) -> nn.Module:
             raise AssertionError("copied")
@@ -108,7 +108,7 @@ class Restless(Net):
         return super().forward(F.dropout(x, 0.2, training=True) * (1 + 1e-6 * self.calls))
 
 
-def test_how_much_is_measured_does_not_change_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_does_not_change_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for how in ("full", "auto", "none"):
         if how == "auto":
@@ -155,11 +155,13 @@ def test_a_network_that_refuses_a_batch_of_256_is_not_timed() -> None:
     assert result.after.missing["latency_ms"] == "at most 64 samples fit"
 
 
-def test_what_takes_too_long_is_not_begun_before_the_first_epoch_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[float] = []
-    monkeypatch.setattr(measure, "sharpness", lambda *args, max_seconds, **options: begun.append(max_seconds))
+def test_a_measurement_that_takes_too_long_is_not_started_before_the_first_epoch_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[float] = []
+    monkeypatch.setattr(measure, "sharpness", lambda *args, max_seconds, **options: started.append(max_seconds))
     monkeypatch.setattr(measure, "LEAST_SECONDS", 1e-9)
-    monkeypatch.setattr(measure, "WORTH_A_TRY", 1e-9)
+    monkeypatch.setattr(measure, "MIN_LIMIT", 1e-9)
     result = hgnp.prune(made(), *loaders(), recipe=recipe(warmup_epochs=0))
-    assert begun == []
+    assert started == []
     assert result.before.missing["sharpness"] == measure.NO_TIME

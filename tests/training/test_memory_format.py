@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hgnp
-from hgnp.progress import Silent
+from hgnp.progress import SilentProgress
 from hgnp.training import memory_format
 from train_cases import Net, loaders, made, recipe, stripes
 
@@ -18,7 +18,7 @@ from train_cases import Net, loaders, made, recipe, stripes
 class Flat(nn.Module):
     """Reads pictures by a view of their memory or, with `reshape`, in any format; wide enough for the rule."""
 
-    def __init__(self, *, reshape: bool, width: int = memory_format.WIDE) -> None:
+    def __init__(self, *, reshape: bool, width: int = memory_format.MIN_CHANNELS) -> None:
         super().__init__()
         self.reshape = reshape
         self.first, self.inner = nn.Conv2d(1, 4, 3, stride=2), nn.Conv2d(4, width, 2, padding=1)
@@ -29,7 +29,7 @@ class Flat(nn.Module):
         return self.last(x.flatten(1) if self.reshape else x.view(len(x), -1))
 
 
-class Notes(Silent):
+class Notes(SilentProgress):
     def __init__(self) -> None:
         self.texts: list[str] = []
 
@@ -39,7 +39,7 @@ class Notes(Silent):
 
 @pytest.fixture
 def narrow_counts_as_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_format, "WIDE", 1)
+    monkeypatch.setattr(memory_format, "MIN_CHANNELS", 1)
 
 
 def channels_last(x: Tensor) -> bool:
@@ -97,7 +97,7 @@ def test_weights_and_momenta_are_channels_last_during_the_run_only() -> None:
 
 @pytest.mark.parametrize("found", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.usefixtures("narrow_counts_as_wide")
-def test_weights_are_laid_out_as_found_after_a_run_that_fails(found: torch.memory_format) -> None:
+def test_weights_have_their_original_memory_format_after_a_run_that_fails(found: torch.memory_format) -> None:
     net = made()
     net.to(memory_format=found)  # type: ignore[call-overload]
     with pytest.raises(ArithmeticError, match="the loss is"):
@@ -105,7 +105,7 @@ def test_weights_are_laid_out_as_found_after_a_run_that_fails(found: torch.memor
     assert net.b.weight.is_contiguous(memory_format=found)
 
 
-def test_a_resumed_run_keeps_the_memory_format_it_began_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_memory_format(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class StopError(Exception):
         pass
 
@@ -122,11 +122,11 @@ def test_a_resumed_run_keeps_the_memory_format_it_began_with(monkeypatch: pytest
         return hgnp.prune(made(), *loaders(), recipe=mine, optimizer=optimizer, out=out, resume=True, on_epoch=on_epoch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(memory_format, "WIDE", 1)
+        patch.setattr(memory_format, "MIN_CHANNELS", 1)
         whole = go(tmp_path / "whole")
         with pytest.raises(StopError):
             go(tmp_path / "pieces", 1)
-    with pytest.raises(StopError):  # by the rule, a network as narrow as this one would now run as found
+    with pytest.raises(StopError):  # by the rule, a network as narrow as this one would now keep its memory format
         go(tmp_path / "pieces", 3)
     pieces = go(tmp_path / "pieces")
     for one, other in zip(pieces.history, whole.history, strict=True):
@@ -138,22 +138,26 @@ def test_a_resumed_run_keeps_the_memory_format_it_began_with(monkeypatch: pytest
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_a_network_that_cannot_be_copied_runs_as_found() -> None:
+def test_a_network_that_cannot_be_copied_keeps_its_memory_format() -> None:
     class Single(Flat):
         def __deepcopy__(self, memo: object) -> "Single":
             raise MemoryError("no room")
 
     told = Notes()
     assert hgnp.prune(Single(reshape=True), *loaders(), recipe=recipe(keep=0.5), _progress=told).reached
-    assert told.texts[0] == "steps run as found, as a step with channels last failed: no room"
+    assert told.texts[0] == "the memory format is unchanged, as a step with channels last failed: no room"
 
 
 @pytest.mark.parametrize(
     ("reshape", "width", "last"),
-    [(True, memory_format.WIDE, True), (False, memory_format.WIDE, False), (True, memory_format.WIDE - 1, False)],
+    [
+        (True, memory_format.MIN_CHANNELS, True),
+        (False, memory_format.MIN_CHANNELS, False),
+        (True, memory_format.MIN_CHANNELS - 1, False),
+    ],
     ids=["wide", "wide, with a view", "narrow"],
 )
-def test_the_rule(reshape: bool, width: int, last: bool) -> None:
+def test_wide_networks_run_channels_last_if_their_code_can(reshape: bool, width: int, last: bool) -> None:
     seen = []
 
     def on_epoch(state: Any) -> bool:
@@ -167,6 +171,8 @@ def test_the_rule(reshape: bool, width: int, last: bool) -> None:
         hgnp.prune(net, *loaders(), recipe=recipe(keep=0.5, execution=execution), on_epoch=on_epoch, _progress=told)
         assert seen.pop() == expected
         failed = [
-            text for text in told.texts if text.startswith("steps run as found, as a step with channels last failed: ")
+            text
+            for text in told.texts
+            if text.startswith("the memory format is unchanged, as a step with channels last failed: ")
         ]
         assert len(failed) == (execution == "auto" and not reshape)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hgnp
 from hgnp.curvature.step import make_step
 from hgnp.experiments.models import DigitsNet
-from hgnp.progress import Lines
+from hgnp.progress import LineProgress
 from hgnp.pruning.summary import Frozen
 from hgnp.pruning.verify import CutVerifier
 from hgnp.training.measure import Measurements
@@ -37,7 +37,7 @@ def test_a_target_that_the_method_cannot_meet_is_refused_before_training() -> No
 
 
 @pytest.mark.parametrize("coupling", ["coupled", "paper"])
-def test_what_can_be_reached_is_asked_of_the_coupling_that_the_run_has(
+def test_the_reachable_target_is_computed_with_the_runs_coupling(
     coupling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = Residual()
@@ -82,7 +82,7 @@ def test_a_target_that_derivatives_cannot_meet_is_refused_before_training(method
     assert result.reached  # weights are there in every mode
 
 
-def test_a_network_of_which_nothing_can_go_says_why() -> None:
+def test_a_network_without_removable_neurons_is_refused_with_the_reasons() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
     with pytest.raises(
         ValueError, match=r"keep must be 1 .*, got 0\.3: no neuron can be removed \(1: it is protected; 3: "
@@ -102,7 +102,7 @@ class _Bias(nn.Module):
         return x.flatten(1)[:, :3] + self.bias
 
 
-def test_a_run_that_can_remove_no_more_says_so_however_often_it_was_resumed(
+def test_a_run_that_can_remove_no_more_neurons_says_so_also_when_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As what its scores speak of is not enough for the target, which is not looked at here."""
@@ -142,7 +142,7 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("keep", [0.8, 0.6, 0.5, 0.35])
-def test_the_last_round_takes_no_more_than_it_must(keep: float) -> None:
+def test_the_last_round_removes_no_more_than_the_target_needs(keep: float) -> None:
     torch.manual_seed(0)
     net = Residual()
     x = loaders()[0].dataset[0][0].unsqueeze(0).repeat(2, 1, 1, 1)
@@ -157,14 +157,14 @@ def test_the_last_round_takes_no_more_than_it_must(keep: float) -> None:
     assert neurons.kept == max(kept for kept in possible if kept <= keep)
 
 
-def test_a_network_is_left_in_the_mode_it_came_in() -> None:
+def test_a_run_restores_the_modules_training_modes() -> None:
     net = made().eval()
     hgnp.prune(net, *loaders(), recipe=recipe())
     assert not any(module.training for module in net.modules())
 
 
 @pytest.mark.parametrize("given", [{}, {"coupling": "paper"}, {"target": "macs"}, {"neurons_per_round": 1}], ids=str)
-def test_a_run_in_multiples_reaches_its_target(given: dict[str, Any]) -> None:
+def test_a_run_with_round_to_reaches_its_target(given: dict[str, Any]) -> None:
     result = hgnp.prune(
         made(), *loaders(), recipe=recipe(**({"keep": 0.35, "round_to": 4, "warmup_epochs": 1} | given))
     )
@@ -176,7 +176,7 @@ def test_a_run_in_multiples_reaches_its_target(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("keep", [0.8, 0.6, 0.5])
-def test_the_last_round_takes_no_more_than_bundles_must_and_tries_its_best_cut_alone(
+def test_the_last_round_with_round_to_is_minimal_and_confirms_its_best_selection_alone(
     keep: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
@@ -201,7 +201,7 @@ def test_the_last_round_takes_no_more_than_bundles_must_and_tries_its_best_cut_a
     assert len(tried) == 2  # the round's own cut, and the one that is just enough
 
 
-def test_a_bundle_that_later_ones_made_needless_stays() -> None:
+def test_a_bundle_that_later_ones_make_unnecessary_is_not_removed() -> None:
     """By importance the first layer's bundle goes first, then two of the second's, which alone meet the target."""
     net = DigitsNet()
     neurons = hgnp.Neurons(net, torch.zeros(2, 1, 8, 8))
@@ -239,7 +239,7 @@ class Moody(nn.Module):
         return self.out(torch.relu(self.b(x)).mean((2, 3)))
 
 
-def test_the_last_round_tries_every_cut_where_the_best_does_not_fit() -> None:
+def test_the_last_round_confirms_every_selection_if_the_best_fails() -> None:
     torch.manual_seed(0)
     net = Moody()
     neurons = hgnp.Neurons(net, torch.zeros(2, 1, 6, 6))
@@ -252,16 +252,16 @@ def test_the_last_round_tries_every_cut_where_the_best_does_not_fit() -> None:
     assert not 3 <= net.a.out_channels <= 5
 
 
-def test_what_is_frozen_by_a_removal_is_told(
+def test_neurons_that_a_removal_freezes_are_noted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     late = Frozen("late", "it is tired", 7)
     monkeypatch.setattr(hgnp.Neurons, "frozen", property(lambda self: (late,) if self.version else ()))
-    hgnp.prune(made(), *loaders(), recipe=recipe(), _progress=Lines())
+    hgnp.prune(made(), *loaders(), recipe=recipe(), _progress=LineProgress())
     assert capsys.readouterr().out.count("late: its 7 neurons can no longer be removed: it is tired") == 1
 
 
-def test_rounds_and_steps_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_and_measurements_run_on_the_stream_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     inside: list[bool] = []
     now = [0]
 

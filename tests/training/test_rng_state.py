@@ -42,7 +42,7 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class OwnLoader:
-    """A loader of one's own with the protocol: what is loaded is where the next iteration goes on."""
+    """A custom loader with a state_dict: the next iteration continues at the loaded position."""
 
     def __init__(self) -> None:
         self.order, self.at, self.batches = torch.Generator().manual_seed(2), 0, 6
@@ -140,7 +140,7 @@ def test_every_epoch_has_all_samples_once(name: str, validated: bool) -> None:
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_resumed_run_ends_as_if_it_had_never_stopped(name: str, tmp_path: Path) -> None:
     _, whole = trained(LOADERS[name](), val=LOADERS[name](), out=tmp_path / "whole")
-    for stop in (0, 2):  # before that epoch's checkpoint: it goes on with the one before
+    for stop in (0, 2):  # before that epoch's checkpoint: it resumes from the one before
         with pytest.raises(StoppedError):
             trained(LOADERS[name](), val=LOADERS[name](), out=tmp_path / "pieces", resume=True, stop=stop)
     _, pieces = trained(LOADERS[name](), val=LOADERS[name](), out=tmp_path / "pieces", resume=True)
@@ -151,14 +151,14 @@ def test_a_resumed_run_ends_as_if_it_had_never_stopped(name: str, tmp_path: Path
     torch.testing.assert_close(pieces.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
 
 
-def test_a_run_without_validation_data_measures_on_a_batch_that_it_has(tmp_path: Path) -> None:
+def test_a_run_without_validation_data_measures_on_its_first_batch(tmp_path: Path) -> None:
     """Rounds come in the middle of an epoch, where the loader must not be iterated a second time."""
     epochs, result = trained(OwnLoader(), recipe={"prune_unit": "steps", "prune_every": 4, "measure": "full"})
     assert [len(steps) for steps in epochs] == [6] * len(epochs)
     assert result.before.sharpness is not None
 
 
-def test_a_position_that_a_user_loaded_is_not_that_of_an_epoch() -> None:
+def test_a_loader_position_that_a_user_loaded_does_not_shorten_an_epoch() -> None:
     loader = stateful(0)
     next(iter(loader))
     loader.load_state_dict(copy.deepcopy(loader.state_dict()))

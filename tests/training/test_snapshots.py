@@ -1,4 +1,4 @@
-"""Snapshots: what they come to, and that the run does not notice them."""
+"""Snapshots: their results, and that they do not affect the run."""
 
 import random
 from pathlib import Path
@@ -40,7 +40,7 @@ class Dropping(nn.Module):
 
 
 def pruned(out: Path | None = None, **changes: Any) -> tuple[hgnp.Result, list[Any]]:
-    """A run of `Dropping`, and what comes out of all random streams after it. Its loader has a generator of its own."""
+    """A run of `Dropping`, and the next numbers of all random number generators. Its loader has its own generator."""
     torch.manual_seed(3)
     net, generator = Dropping(), torch.Generator().manual_seed(5)
     train = DataLoader(TensorDataset(*stripes()), batch_size=16, shuffle=True, generator=generator)
@@ -64,12 +64,12 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", ["hgnp", "paper", "hybrid"])
 def test_the_run_is_the_same_with_and_without_snapshots(name: str, tmp_path: Path) -> None:
-    without, streams = pruned(**RECIPES[name])
+    without, numbers = pruned(**RECIPES[name])
     for out in (None, tmp_path / "run"):
         with_, its = pruned(out, snapshots=(0.7, 0.5), **RECIPES[name])
         assert len(with_.snapshots) == 2
         assert timeless(with_.history) == timeless(without.history)
-        assert its == streams
+        assert its == numbers
         assert_same(with_.model, without.model)
 
 
@@ -127,7 +127,7 @@ def test_saved_and_held_networks_have_the_metric_that_is_reported(tmp_path: Path
     assert again.as_dict() == filed.as_dict()
 
 
-def test_values_that_one_round_passes_share_a_folder(tmp_path: Path) -> None:
+def test_values_reached_by_one_round_share_a_folder(tmp_path: Path) -> None:
     run = hgnp.prune(made(), *loaders(), recipe=recipe(keep=0.2, snapshots=(0.5, 0.6, 0.9)), out=tmp_path / "run")
     large, middle, small = run.snapshots
     assert [each.asked for each in run.snapshots] == [0.9, 0.6, 0.5]
@@ -172,10 +172,12 @@ class Frozen(Net):
         raise RuntimeError("I am the only one")
 
 
-def test_what_cannot_be_copied_or_made_twice_is_refused_before_the_run() -> None:
+def test_networks_and_optimizers_that_cannot_be_copied_are_refused_before_the_run() -> None:
     wanted = recipe(snapshots=(0.5,))
     net = Frozen()
-    with pytest.raises(ValueError, match=r"snapshots need a network, .* copy.deepcopy can copy: RuntimeError: I am"):
+    with pytest.raises(
+        ValueError, match=r"net, .* must work with copy.deepcopy to take snapshots, but failed: RuntimeError: I am"
+    ):
         hgnp.prune(net, *loaders(), recipe=wanted)
     other = made()
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
@@ -184,7 +186,7 @@ def test_what_cannot_be_copied_or_made_twice_is_refused_before_the_run() -> None
         return torch.optim.SGD(other.parameters(), lr=0.1)
 
     with pytest.raises(
-        ValueError, match="optimizer must hold the network's parameters alone, got others; a maker uses"
+        ValueError, match="optimizer must hold the network's parameters alone, got others; a function must use"
     ):
         hgnp.prune(other, *loaders(), recipe=wanted, optimizer=maker)
     torch.testing.assert_close(other.state_dict(), before, rtol=0, atol=0)
@@ -210,7 +212,7 @@ class Notes:
     def stop(self) -> None: ...
 
 
-def test_a_run_that_is_stopped_has_the_snapshots_it_came_to_and_says_which_are_missing() -> None:
+def test_a_stopped_run_has_the_snapshots_it_reached_and_notes_the_others() -> None:
     notes = Notes()
     run = hgnp.prune(
         made(), *loaders(), recipe=recipe(keep=0.2, snapshots=(0.8, 0.3)), _progress=notes,
@@ -249,7 +251,7 @@ def test_a_snapshot_that_diverges_is_left_out(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "result.json").exists()
 
 
-def test_values_are_checked_and_put_in_order() -> None:
+def test_snapshot_values_are_checked_and_sorted() -> None:
     assert recipe(keep=0.1, snapshots=[0.2, 0.144, 0.5]).snapshots == (0.5, 0.2, 0.144)
     assert recipe(keep=0.1, snapshots=[0.2, 0.5]).as_dict()["snapshots"] == [0.5, 0.2]
     for values in ((0.1,), (0.05,), (1,), (1.0,), (0.5, 0.5), ("0.5",), (True,), 0.5, "0.5", (float("nan"),), None):
@@ -261,12 +263,12 @@ def test_values_are_checked_and_put_in_order() -> None:
 
 def test_a_folder_with_snapshots_of_another_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run" / "snapshots" / "0.5").mkdir(parents=True)
-    with pytest.raises(FileExistsError, match="but a snapshots, which a run would overwrite"):
+    with pytest.raises(FileExistsError, match="but has snapshots, which a run would overwrite"):
         pruned(tmp_path / "run", snapshots=(0.5,))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_copies_train_in_graphs_of_their_own(tmp_path: Path) -> None:
+def test_on_a_gpu_snapshots_train_in_their_own_graphs(tmp_path: Path) -> None:
     train, val = loaders()
     wanted = recipe(keep=0.2, snapshots=(0.7, 0.4), mu=0.01, bound=0.0, finetune_epochs=3)
     net = made().cuda()

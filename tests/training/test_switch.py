@@ -8,7 +8,7 @@ import torch
 
 import hgnp
 from hgnp.recipe import Recipe
-from hgnp.training.plan import Plan
+from hgnp.training.run_state import RunState
 from train_cases import Net, loaders, made, recipe
 
 STRONG: dict[str, Any] = {"mu": 0.3, "bound": -1.0}  # always penalised, and strongly enough to be seen at once
@@ -26,7 +26,7 @@ def same(one: tuple[Net, Any], other: tuple[Net, Any]) -> bool:
 
 
 @pytest.mark.parametrize("unit", ["epochs", "steps"])
-def test_at_one_it_is_hgnp_and_at_zero_taylor(unit: str) -> None:
+def test_the_hybrid_is_hgnp_at_threshold_1_and_taylor_at_0(unit: str) -> None:
     rounds = {"prune_unit": unit, "prune_every": 1 if unit == "epochs" else 4}
     pure = {method: run(method=method, **rounds) for method in ("hgnp", "taylor")}
     assert same(run(method="hybrid", threshold=1.0, **rounds), pure["hgnp"])
@@ -34,7 +34,7 @@ def test_at_one_it_is_hgnp_and_at_zero_taylor(unit: str) -> None:
     assert not same(pure["hgnp"], pure["taylor"])
 
 
-def test_it_is_taylor_to_the_bit_until_the_threshold_and_has_the_term_from_then_on() -> None:
+def test_the_hybrid_is_bit_equal_to_taylor_until_the_threshold_and_uses_the_term_afterwards() -> None:
     _, taylor = run(method="taylor")
     levels = sorted({row["kept"] for row in taylor}, reverse=True)
     threshold = levels[2]  # after the second round: a network at the threshold itself is HGNP's
@@ -60,7 +60,7 @@ def test_scores_have_the_term_from_the_round_after_the_switch_on() -> None:
     assert hybrid[switch + 1]["widths"] != taylor[switch + 1]["widths"]
 
 
-def test_in_the_middle_of_an_epoch() -> None:
+def test_the_hybrid_switches_in_the_middle_of_an_epoch() -> None:
     by_steps = {"prune_unit": "steps", "prune_every": 2, "neurons_per_round": 2}
     _, taylor = run(method="taylor", **by_steps)
     whole = [row["kept"] for row in taylor]
@@ -74,15 +74,15 @@ def test_in_the_middle_of_an_epoch() -> None:
 
 
 def test_mu_warms_up_from_the_switch_on() -> None:
-    plan = Plan(Recipe(keep=0.1, method="hybrid", threshold=0.5, mu=0.8, mu_warmup_epochs=4))
+    plan = RunState(Recipe(keep=0.1, method="hybrid", threshold=0.5, mu=0.8, mu_warmup_epochs=4))
     assert plan.mu(0.0) == 0.0
     plan.epoch = 10
-    plan.note_kept(0.6)
+    plan.update_switch(0.6)
     assert plan.mu(0.5) == 0.0
-    plan.note_kept(0.5)
+    plan.update_switch(0.5)
     assert [plan.mu(0.0), plan.mu(0.5)] == pytest.approx([0.0, 0.1])
     plan.epoch = 12
-    plan.note_kept(0.4)
+    plan.update_switch(0.4)
     assert plan.mu(0.0) == pytest.approx(0.4)
     plan.epoch = 14
     assert plan.mu(0.0) == 0.8
@@ -102,12 +102,12 @@ def test_kappa_counts_parameters_whatever_the_target() -> None:
         *(({"method": "hybrid", "threshold": value}, "threshold") for value in (-0.1, 48, float("nan"), True, "fit")),
     ],
 )  # fmt: skip
-def test_thresholds_that_make_no_sense_are_refused(given: dict[str, Any], message: str) -> None:
+def test_invalid_thresholds_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         recipe(**given)
 
 
-def test_uses_term_is_the_one_rule() -> None:
+def test_uses_term_follows_method_and_threshold() -> None:
     for kept, threshold in itertools.product((1.0, 0.5, 0.1), (0.0, 0.5, 1.0)):
         assert recipe(method="hybrid", threshold=threshold).uses_term(kept) == (kept <= threshold)
         assert recipe(method="hgnp").uses_term(kept)

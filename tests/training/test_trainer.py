@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hgnp
-from hgnp.training.data import Ahead
-from hgnp.training.optimizers import begun
+from hgnp.training.data import Prefetcher
+from hgnp.training.optimizers import initialize_momentum
 from hgnp.training.trainer import EpochStatistics
 from train_cases import loaders, made, recipe, stripes
 
@@ -53,7 +53,7 @@ def test_a_schedule_ends_with_a_run_that_meets_its_target_amid_an_epoch() -> Non
         assert position[-1] + (position[-1] - position[-2]) == pytest.approx(1.0)
 
 
-def test_steps_and_one_cycle() -> None:
+def test_schedules_steps_and_one_cycle() -> None:
     stepped = rates(
         hgnp.prune(made(), *loaders(), recipe=recipe(schedule="steps", anneal="run", lr_steps=[0.5], lr_factor=0.2))
     )
@@ -85,7 +85,7 @@ def test_own_optimizer_and_scheduler() -> None:
     assert made_inside.reached
 
 
-def test_the_term_s_weight_warms_up() -> None:
+def test_mu_warms_up() -> None:
     history = hgnp.prune(made(), *loaders(), recipe=recipe(mu=0.01, bound=0.0, mu_warmup_epochs=3)).history
     assert [row["mu"] for row in history[:4]] == pytest.approx([0.01 * (i + 5 / 6) / 3 for i in range(3)] + [0.01])
     assert 0 < history[0]["penalty"] < 0.01 * history[0]["curvature"]
@@ -123,11 +123,13 @@ def test_clipping_does_not_see_the_gradients_of_earlier_steps() -> None:
     assert norms == pytest.approx([norms[0]] * 3)
 
 
-def test_fused_steps_of_parameters_that_come_later() -> None:
+def test_fused_sgd_takes_parameters_that_are_unfrozen_later() -> None:
     found = []
     for fused in (True, None):
         net = made()
-        optimizer = begun(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, fused=fused))
+        optimizer = initialize_momentum(
+            torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, fused=fused)
+        )
         for step in range(4):
             net.a.requires_grad_(step > 1)
             optimizer.zero_grad()
@@ -137,7 +139,7 @@ def test_fused_steps_of_parameters_that_come_later() -> None:
     torch.testing.assert_close(*found)
 
 
-def test_bfloat16() -> None:
+def test_bf16_trains_float32_weights() -> None:
     result = hgnp.prune(made(), *loaders(), recipe=recipe(precision="bf16"))
     assert result.after.metric is not None
     assert result.after.metric > 0.9
@@ -146,7 +148,7 @@ def test_bfloat16() -> None:
     assert result.history[0]["loss"] != exact.history[0]["loss"]
 
 
-def test_an_epoch_at_rest_has_its_hinge_closed() -> None:
+def test_an_epoch_that_skips_the_term_has_no_active_penalty() -> None:
     resting, plain = (EpochStatistics(losses=[torch.tensor(1.0)] * 2, skipped=rested).summary(0.5) for rested in (2, 0))
     assert (resting["active"], resting["penalty"], resting["radius"]) == (0.0, 0.0, None)
     assert plain["active"] is None  # there was no term
@@ -162,7 +164,7 @@ def test_a_batch_may_be_fetched_ahead() -> None:
 
     for fails in (False, True):
         made: list[int] = []
-        ahead = Ahead(batches())
+        ahead = Prefetcher(batches())
         iterator = iter(ahead)
         assert next(iterator) == (0, 0)
         assert made == [0]
@@ -174,14 +176,14 @@ def test_a_batch_may_be_fetched_ahead() -> None:
             next(iterator)
 
 
-def test_a_loader_s_error_holds_nothing() -> None:
+def test_a_loaders_error_does_not_keep_the_callers_frame_alive() -> None:
     class Held:
         pass
 
     def train() -> weakref.ref[Held]:
         held = Held()
         with contextlib.suppress(KeyError):
-            list(Ahead(batches()))
+            list(Prefetcher(batches()))
         return weakref.ref(held)
 
     def batches() -> Iterator[tuple[int, int]]:

@@ -105,7 +105,7 @@ def _table(study: "Study") -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    from hgnp.progress import score
+    from hgnp.progress import format_metric
     from hgnp.reporting.composed import LABEL
 
     pairs = {pair.label: pair for pair in study.pairs}
@@ -119,7 +119,7 @@ def _table(study: "Study") -> Any:
         pair = pairs.get(group.label)
         cells = ["–"] * len(levels)
         if group.curve is not None:
-            cells = [_at(group.curve, level, study.metric, score) for level in levels]
+            cells = [_at(group.curve, level, study.metric) for level in levels]
         gain = "" if pair is None or pair.gain is None else f"{pair.gain:+.2f} %"
         crossed = "" if pair is None else " ".join(f"{c.kept:.0%}" for c in pair.crossings) or "never"
         runs = f" ({len(group.runs)} runs)" if len(group.runs) > 1 else ""
@@ -127,7 +127,7 @@ def _table(study: "Study") -> Any:
     if study.switch is not None and study.switch.threshold is not None:
         values = [study.composed_at(level) for level in levels]
         over = study.composed_gain
-        cells = ["–" if value is None else score(value, study.metric) for value in values]
+        cells = ["–" if value is None else format_metric(value, study.metric) for value in values]
         gain = "" if over is None else f"{over:+.2f} %"
         table.add_row(f"{LABEL}, κ ≤ {study.switch.threshold:.1%}", *cells, gain, "")
     return table
@@ -137,7 +137,7 @@ def _snapshots(study: "Study") -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    from hgnp.progress import score
+    from hgnp.progress import format_metric
 
     values = sorted({point.asked for group in study.groups for point in group.snapshots}, reverse=True)
     table = Table("", box=None, padding=(0, 2, 0, 0))
@@ -148,18 +148,24 @@ def _snapshots(study: "Study") -> Any:
         cells = []
         for value in values:
             point = points.get(value)
-            spread = f" ± {score(point.spread, study.metric)}" if point and point.spread is not None else ""
-            cells.append("–" if point is None else f"{score(point.mean, study.metric)}{spread} ({point.kept:.1%})")
+            spread = f" ± {format_metric(point.spread, study.metric)}" if point and point.spread is not None else ""
+            cells.append(
+                "–" if point is None else f"{format_metric(point.mean, study.metric)}{spread} ({point.kept:.1%})"
+            )
         table.add_row(escape(group.label), *cells)
     return table
 
 
-def _at(curve: Any, level: float, metric: str, score: Any) -> str:
+def _at(curve: Any, level: float, metric: str) -> str:
     import numpy as np
+
+    from hgnp.progress import format_metric
 
     kept = curve.kept[::-1] if curve.kept[0] > curve.kept[-1] else curve.kept
     order = slice(None, None, -1) if curve.kept[0] > curve.kept[-1] else slice(None)
     mean = float(np.interp(level, kept, curve.mean[order]))
     if not curve.spread:
-        return str(score(mean, metric))
-    return f"{score(mean, metric)} ± {score(float(np.interp(level, kept, curve.spread[order])), metric)}"
+        return format_metric(mean, metric)
+    return (
+        f"{format_metric(mean, metric)} ± {format_metric(float(np.interp(level, kept, curve.spread[order])), metric)}"
+    )

@@ -42,12 +42,12 @@ def run(
 ) -> None:
     """Train, prune and fine-tune a network. Without an argument: the demo, half a minute on two cores."""  # fmt: skip
     from hgnp.experiments.overrides import effective
-    from hgnp.progress import Bar, Lines
+    from hgnp.progress import BarProgress, LineProgress
 
     config = effective(what, data=data, method=method, settings=set_ or [], seed=seed, device=device)
     folder = out or default_folder(f"{config.name}-{method}" if method else config.name, resume=resume)
     say = sys.stderr if as_json else sys.stdout
-    progress = Bar() if sys.stderr.isatty() else Lines(say)
+    progress = BarProgress() if sys.stderr.isatty() else LineProgress(say)
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"--out: {folder} is a file; a folder would do")
     begun, done = ((folder / name).exists() for name in ("run.json", "result.json"))

@@ -172,11 +172,11 @@ class Lines:
     def tick(self, running: Sequence["PlannedRun"]) -> None: ...
 
     def ended(self, outcome: "Outcome") -> None:
-        from hgnp.progress import duration
+        from hgnp.progress import format_duration
 
         self.done += 1
         how = where(self.out / outcome.run.name) if outcome.error is None else f"failed: {outcome.error}"
-        self.line(f"{outcome.run.name}: {how}, {duration(outcome.seconds)} ({self.done} of {self.total})")
+        self.line(f"{outcome.run.name}: {how}, {format_duration(outcome.seconds)} ({self.done} of {self.total})")
 
     def line(self, text: str) -> None:
         print(text, file=self.say, flush=True)
@@ -211,12 +211,12 @@ class Table(Lines):
             return
         from rich.table import Table as Grid
 
-        from hgnp.progress import duration
+        from hgnp.progress import format_duration
 
         self.shown = time.monotonic()
         grid = Grid(box=None, padding=(0, 2, 0, 0), show_header=False)
         for run in running:
-            grid.add_row(run.name, where(self.out / run.name), duration(self.shown - self.begun[run.name]))
+            grid.add_row(run.name, where(self.out / run.name), format_duration(self.shown - self.begun[run.name]))
         self.live.update(grid, refresh=True)
 
 
@@ -224,11 +224,11 @@ def where(folder: Path) -> str:
     """How far a run is: its last epoch in a few words."""
     from hgnp.experiments.study_runs import last_row
     from hgnp.io.atomic import read_json
-    from hgnp.progress import figures
+    from hgnp.progress import epoch_figures
 
     row = last_row(folder)
     if row is None:
         return "starting"
     metric = read_json(folder / "run.json").get("metric") or "metric"
-    known = [f"{name} {value}" for name, value in figures(row, metric) if name != "radius"]
+    known = [f"{name} {value}" for name, value in epoch_figures(row, metric) if name != "radius"]
     return "  ".join([f"epoch {row['epoch']}", *known])

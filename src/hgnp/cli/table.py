@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hgnp.io.runs import unmeasured
-from hgnp.progress import duration, score
+from hgnp.progress import format_duration, format_metric
 
 FILES = {
     "model.safetensors": "the pruned network, for hgnp.load",
@@ -45,7 +45,7 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     latency = result.get("latency") or {}
     how = f" (batch {latency['batch']}, {_threads(latency)})" if latency else ""
     shown = {
-        "metric": (metric, lambda value: score(value, metric)),
+        "metric": (metric, lambda value: format_metric(value, metric)),
         "parameters": ("parameters", lambda value: f"{value:,}"),
         "neurons": ("neurons", lambda value: f"{value:,}"),
         "macs": ("MACs", lambda value: f"{value:,}"),
@@ -72,7 +72,7 @@ def snapshots(result: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("folder")
     for row in result["snapshots"]:
-        metric = "–" if row["metric"] is None else score(row["metric"], result["metric"])
+        metric = "–" if row["metric"] is None else format_metric(row["metric"], result["metric"])
         sizes = [f"{row[key]:,}" for key in ("parameters", "neurons", "macs")]
         table.add_row(f"{row['asked']:.2%}", f"{row['got']:.2%}", metric, *sizes, escape(str(row["path"])))
     return table
@@ -87,7 +87,7 @@ def ending(result: Mapping[str, Any]) -> str:
         "target reached" if result["reached"] else f"target NOT reached ({result.get('stopped') or 'no reason known'})"
     )
     parts = f", in {result['parts']} parts" if result.get("parts", 1) > 1 else ""
-    return f"{verdict}: {left}; {_many(result['epochs'], 'epoch')}, {duration(result['seconds'])}{parts}"
+    return f"{verdict}: {left}; {_many(result['epochs'], 'epoch')}, {format_duration(result['seconds'])}{parts}"
 
 
 def _threads(latency: Mapping[str, Any]) -> str:

@@ -32,14 +32,19 @@ MAX_BYTES = 8 << 30  # of the basis, which large networks fill before that
 
 @dataclass(frozen=True)
 class Sharpness:
+    """The top of the Hessian's spectrum.
+
+    Attributes:
+        eigenvalues: The k algebraically largest eigenvalues, in descending order.
+        residuals: ‖Hy − θy‖ of each; some eigenvalue of H lies at most that far from θ.
+        steps: Number of products with the Hessian, each one pass over the data.
+        converged: Whether every residual is below `tolerance` times the largest eigenvalue's magnitude.
+    """
+
     eigenvalues: tuple[float, ...]
-    """The k algebraically largest, in descending order."""
     residuals: tuple[float, ...]
-    """‖Hy − θy‖ of each; some eigenvalue of H lies at most that far from it."""
     steps: int
-    """Products with the Hessian, each a pass over the data."""
     converged: bool
-    """Every residual is below `tolerance` times the largest eigenvalue's size."""
 
 
 def sharpness(

@@ -20,7 +20,7 @@ from hgnp.errors import InputError, brief
 from hgnp.pruning import Neurons
 from hgnp.reporting.timings import Bench, conditions
 from hgnp.reporting.variants import DEFAULTS, VARIANTS, Way, compiling, way
-from hgnp.timing import side_by_side
+from hgnp.timing import time_interleaved
 
 BATCHES = {"cpu": 128, "cuda": 2000}
 WARMUP = 3
@@ -214,7 +214,9 @@ def _timed(
         else:
             calls.append(call)
             timed.append(row)
-    for row, timing in zip(timed, side_by_side(calls, device=device, repeats=repeats, warmup=WARMUP)[1:], strict=True):
+    for row, timing in zip(
+        timed, time_interleaved(calls, device=device, repeats=repeats, warmup=WARMUP)[1:], strict=True
+    ):
         row |= {"median_ms": timing.median, "low_ms": timing.low, "high_ms": timing.high, "repeats": timing.repeats}
     full = {row["variant"]: row["median_ms"] for row in rows if row["network"] == "full"}
     for row in timed:

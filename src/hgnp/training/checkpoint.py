@@ -1,7 +1,7 @@
-"""Everything that going on needs, in one file without pickle.
+"""A run's whole state in one safetensors file, without pickle.
 
-A tree of dicts, lists, tuples, numbers, strings, None, tensors and numpy arrays becomes a safetensors file: tensors under
-running numbers, the tree itself as JSON beside them. Keys that are not strings, tuples and infinities survive.
+The state is a tree of dicts, lists, tuples, numbers, strings, None, tensors and numpy arrays. Tensors are numbered entries of
+the file; the tree itself is JSON in its metadata. Tuples, infinities and keys that are not strings survive.
 """
 
 import json
@@ -16,7 +16,7 @@ from torch import Tensor
 from hgnp.errors import InputError, InputTypeError
 from hgnp.io.weights import digest, read_tensors, write_tensors
 
-FORMAT = 1
+FORMAT = 2
 KEY = "hgnp-checkpoint"
 
 
@@ -28,13 +28,13 @@ class Packed:
     about: dict[str, Any]
 
 
-def packed(tree: dict[str, Any]) -> Packed:
+def pack(tree: dict[str, Any]) -> Packed:
     tensors: dict[str, Tensor] = {}
-    return Packed(tensors, {"format": FORMAT, "tree": _packed(tree, tensors, "")})
+    return Packed(tensors, {"format": FORMAT, "tree": _pack(tree, tensors, "")})
 
 
-def unpacked(ready: Packed) -> dict[str, Any]:
-    tree: dict[str, Any] = _unpacked(ready.about["tree"], ready.tensors)
+def unpack(ready: Packed) -> dict[str, Any]:
+    tree: dict[str, Any] = _unpack(ready.about["tree"], ready.tensors)
     return tree
 
 
@@ -51,13 +51,13 @@ def read(file: Path) -> dict[str, Any]:
         if version == FORMAT:
             if content.pop("sha256", None) != digest(tensors, content):
                 raise InputError("its content does not match its checksum")
-            return unpacked(Packed(tensors, content))
+            return unpack(Packed(tensors, content))
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise InputError(f"{file}: not a checkpoint of hgnp, or a damaged one") from error
-    raise InputError(f"{file}: written in format {version} by another hgnp; this one reads {FORMAT}")
+        raise InputError(f"{file} must be a checkpoint of hgnp, got a damaged or foreign file") from error
+    raise InputError(f"{file} must have format {FORMAT}, got {version}, written by another version of hgnp")
 
 
-def _packed(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
+def _pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor | np.ndarray):
@@ -65,26 +65,31 @@ def _packed(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         if isinstance(value, np.ndarray):
             tensors[name] = torch.from_numpy(value.copy())
             return {"array": name}
-        elsewhere = value.detach().contiguous() if value.is_cuda else value.detach()  # laid out where that is quick
+        elsewhere = (
+            value.detach().contiguous() if value.is_cuda else value.detach()
+        )  # rearranged on the device, which is fast
         tensors[name] = elsewhere.cpu() if value.is_cuda else elsewhere.clone(memory_format=torch.contiguous_format)
         return {"tensor": name}
     if isinstance(value, np.generic):
-        return _packed(value.item(), tensors, where)
+        return _pack(value.item(), tensors, where)
     if isinstance(value, dict):
-        return {"dict": [[_packed(k, tensors, where), _packed(v, tensors, f"{where}.{k}")] for k, v in value.items()]}
+        return {"dict": [[_pack(k, tensors, where), _pack(v, tensors, f"{where}.{k}")] for k, v in value.items()]}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_packed(v, tensors, f"{where}[{i}]") for i, v in enumerate(value)]}
-    raise InputTypeError(f"{where.lstrip('.')}: a {type(value).__name__} cannot be kept in a checkpoint without pickle")
+        return {kind: [_pack(v, tensors, f"{where}[{i}]") for i, v in enumerate(value)]}
+    raise InputTypeError(
+        f"{where.lstrip('.')} must be a tensor, a number, a string or a collection of them, got a {type(value).__name__}, "
+        "which a checkpoint cannot hold without pickle"
+    )
 
 
-def _unpacked(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "dict":
-        return {_unpacked(k, tensors): _unpacked(v, tensors) for k, v in content}
+        return {_unpack(k, tensors): _unpack(v, tensors) for k, v in content}
     if kind in ("list", "tuple"):
-        parts = [_unpacked(part, tensors) for part in content]
+        parts = [_unpack(part, tensors) for part in content]
         return parts if kind == "list" else tuple(parts)
     return tensors[content] if kind == "tensor" else tensors[content].numpy()

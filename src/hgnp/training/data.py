@@ -1,4 +1,4 @@
-"""From what a loader yields to inputs and target on the network's device, and what can be wrong with them."""
+"""Batches: from a loader to inputs and target on the network's device, with checks of both."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -15,66 +15,67 @@ from hgnp.state_guards import evaluating, module_that_raised
 Unpack = Callable[[Any], tuple[Any, Any]]
 
 
-def unpack(batch: Any, name: str = "train") -> tuple[Any, Any]:
-    """(x, y) as it is; of a mapping, `labels` and the rest."""
+def unpack_batch(batch: Any, name: str = "train") -> tuple[Any, Any]:
+    """Inputs and target of (x, y), or of a mapping with `labels`: the other entries are the inputs."""
     if isinstance(batch, Mapping):
         if "labels" not in batch:
-            raise InputError(f"{name}: a batch has {', '.join(map(str, batch))} but no 'labels'; give unpack")
+            raise InputError(
+                f"{name}: a batch must have the key 'labels', got {', '.join(map(str, batch))}; pass unpack"
+            )
         return {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
-    kind = _kind(batch)
-    raise InputError(f"{name}: a batch is {kind}; (x, y) or a mapping with 'labels' would do, or give unpack")
+    raise InputError(f"{name}: a batch must be (x, y) or a mapping with 'labels', got {_describe(batch)}; pass unpack")
 
 
 class Batches:
     """A loader's batches as (inputs, target) on a device."""
 
-    def __init__(self, loader: Any, name: str, own_unpack: Unpack | None, device: torch.device) -> None:
+    def __init__(self, loader: Any, name: str, custom_unpack: Unpack | None, device: torch.device) -> None:
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-            raise InputTypeError(f"{name}: {_kind(loader)} was given; a DataLoader or a list of batches would do")
-        # loaders of one's own may be their own iterators and start anew; these cannot
+            raise InputTypeError(f"{name} must be a DataLoader or a list of batches, got {_describe(loader)}")
+        # a custom loader may be its own iterator and restart; these cannot
         if isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools"):
             raise InputError(
-                f"{name}: {_kind(loader)} was given, which is used up after an epoch; a DataLoader or a list would do"
+                f"{name} must be a DataLoader or a list of batches, got {_describe(loader)}, which is exhausted after one epoch"
             )
         self.loader, self.name, self.device = loader, name, device
-        self._own = own_unpack
+        self._custom_unpack = custom_unpack
         self.count = _length(loader)
-        """Batches in an epoch, known once one has been seen."""
+        """Batches per epoch; of a loader without a length, None during the first epoch."""
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         number = 0
         for number, batch in enumerate(self.loader, 1):  # noqa: B007
-            pair = self._pair(batch)
+            pair = self._unpacked(batch)
             if not isinstance(pair, tuple | list) or len(pair) != 2:
-                raise InputError(f"unpack: it returned {_kind(pair)}; (inputs, target) would do")
-            yield self._moved(pair[0]), self._moved(pair[1])
+                raise InputError(f"unpack must return (inputs, target), got {_describe(pair)}")
+            yield self._to_device(pair[0]), self._to_device(pair[1])
         if number == 0:
-            raise InputError(f"{self.name}: the loader yields nothing; it must yield batches anew every epoch, as a DataLoader does")  # fmt: skip # noqa: E501
+            raise InputError(f"{self.name} must yield batches in every epoch, as a DataLoader does, got none")
         self.count = number
 
-    def _pair(self, batch: Any) -> Any:
-        if self._own is None:
-            return unpack(batch, self.name)
+    def _unpacked(self, batch: Any) -> Any:
+        if self._custom_unpack is None:
+            return unpack_batch(batch, self.name)
         try:
-            return self._own(batch)
+            return self._custom_unpack(batch)
         except Exception as error:
-            raise InputError(f"unpack: it failed on a batch of {self.name}: {brief(error)}") from error
+            raise InputError(f"unpack must take the batches of {self.name}, but failed: {brief(error)}") from error
 
-    def _moved(self, value: Any) -> Any:
+    def _to_device(self, value: Any) -> Any:
         return tree_map(lambda x: x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x, value)
 
 
-class Ahead:
-    """Batches, the next of which may be fetched while the device is busy with this one."""
+class Prefetcher:
+    """Iterates over batches; `fetch` loads the next one while the device is still computing."""
 
     def __init__(self, batches: Iterable[tuple[Any, Any]]) -> None:
         self._batches = iter(batches)
         self._next: tuple[Any, Any] | Exception | None = None
 
     def fetch(self) -> tuple[Any, Any] | None:
-        """The next batch, if there is one. What its loader raises is raised when its turn comes."""
+        """Load the next batch and return it, or None at the end. An error of the loader is raised when the batch is due."""
         if self._next is None:
             try:
                 self._next = next(self._batches)
@@ -92,12 +93,12 @@ class Ahead:
                 try:
                     raise batch
                 finally:
-                    del batch  # it holds this frame
+                    del batch  # it references this frame
             assert batch is not None
             yield batch
 
 
-def pick(inputs: Any, index: Tensor) -> Any:
+def select_samples(inputs: Any, index: Tensor) -> Any:
     """The samples at `index`."""
     n = samples_in(inputs)
     return tree_map(
@@ -110,8 +111,8 @@ def is_classification(loss: Loss, target: Any) -> bool:
     return known and isinstance(target, Tensor) and not target.is_floating_point()
 
 
-def check_first(net: nn.Module, loss: Loss, output: Output | None, batch: tuple[Any, Any], name: str) -> Any:
-    """The output on the first batch of train or val; one line if it does not fit the target."""
+def check_batch(net: nn.Module, loss: Loss, output: Output | None, batch: tuple[Any, Any], name: str) -> Any:
+    """The network's output on a batch of train or val; InputError if network, output, loss and target do not fit together."""
     inputs, target = batch
     try:
         with evaluating(net), torch.no_grad():
@@ -119,34 +120,37 @@ def check_first(net: nn.Module, loss: Loss, output: Output | None, batch: tuple[
     except Exception as error:
         layer = module_that_raised(net, error)
         raise InputError(
-            f"net: its forward failed on the first batch of {name}{f' in {layer}' if layer else ''}: {first_line(error)}"
+            f"net must take the first batch of {name}, but its forward failed{f' in {layer}' if layer else ''}: "
+            f"{first_line(error)}"
         ) from error
     try:
         out = out if output is None else output(out)
     except Exception as error:
         what = f"a mapping with {', '.join(map(str, out))}" if isinstance(out, Mapping) else f"a {type(out).__name__}"
-        raise InputError(f"output: it failed on what net returns, {what}: {brief(error)}") from error
+        raise InputError(f"output must take what net returns, {what}, but failed: {brief(error)}") from error
     if is_classification(loss, target):
-        check_classes(loss, out, target, name)
+        check_class_outputs(loss, out, target, name)
     try:
         with torch.no_grad():
             value = loss(out, target)
     except Exception as error:
         raise InputError(
-            f"loss: it failed on the first batch of {name}, output {_shape(out)} and target {_shape(target)}: "
+            f"loss must take the first batch of {name}, output {_shape(out)} and target {_shape(target)}, but failed: "
             f"{first_line(error)}"
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
-        raise InputError(f"loss: it returned {_shape(value)}; a mean over the batch, one number, would do")
+        raise InputError(f"loss must return one number, the mean over the batch, got a value {_shape(value)}")
     return out
 
 
-def check_classes(loss: Loss, out: Any, target: Tensor, name: str) -> None:
+def check_class_outputs(loss: Loss, out: Any, target: Tensor, name: str) -> None:
     if not isinstance(out, Tensor):
-        raise InputError(f"net: it returned a {type(out).__name__}; output=lambda o: o.logits, or the like, would do")
+        raise InputError(
+            f"net must return a tensor, got a {type(out).__name__}; pass output, such as lambda o: o.logits"
+        )
     if out.dim() < 2 or out.shape[0] != target.shape[0] or out.shape[2:] != target.shape[1:]:
         raise InputError(
-            f"net: its output {_shape(out)} does not fit {name}'s labels {_shape(target)}; (samples, classes, …) would do"
+            f"net must return (samples, classes, …) for {name}'s labels {_shape(target)}, got an output {_shape(out)}"
         )
     check_labels(loss, target, out.shape[1], name)
 
@@ -159,14 +163,14 @@ def ignored_label(loss: Loss) -> int | None:
 def check_labels(loss: Loss, target: Tensor, classes: int, name: str) -> None:
     wrong = target[((target < 0) | (target >= classes)) & (target != ignored_label(loss))]
     if wrong.numel():
-        raise InputError(f"{name}: label {int(wrong.flatten()[0])} is out of range; the network has {classes} outputs, "
-                         f"0 to {classes - 1}")  # fmt: skip
+        raise InputError(f"{name}: labels must be from 0 to {classes - 1}, as the network has {classes} outputs, "
+                         f"got {int(wrong.flatten()[0])}")  # fmt: skip
 
 
-def checked(
+def with_checked_labels(
     batches: Iterable[tuple[Any, Any]], loss: Loss, classes: int | None, name: str
 ) -> Iterator[tuple[Any, Any]]:
-    """The batches, with a look at labels that are classes."""
+    """The batches; InputError for a class label that the network has no output for."""
     for batch in batches:
         if classes is not None:
             check_labels(loss, batch[1], classes, name)
@@ -176,11 +180,11 @@ def checked(
 def _length(loader: Any) -> int | None:
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):  # a DataLoader has a length that fails if its data set has none
+    except (TypeError, NotImplementedError):  # a DataLoader's __len__ fails if its data set has none
         return None
 
 
-def _kind(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"{len(value)} parts" if isinstance(value, tuple | list) else f"a {type(value).__name__}"
 
 

@@ -1,4 +1,4 @@
-"""Loss and metric over the validation data, in evaluation mode."""
+"""Validation: loss and metric over a data set, in evaluation mode."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ from hgnp.training.data import ignored_label, is_classification
 
 @runtime_checkable
 class Accumulator(Protocol):
-    """A metric that is given batch by batch, such as torchmetrics'."""
+    """A metric that is updated batch by batch, such as those of torchmetrics."""
 
     def update(self, output: Any, target: Any) -> object: ...
 
@@ -30,20 +30,19 @@ class Accumulator(Protocol):
 
 
 Metric = Callable[[Any, Any], Any] | Accumulator
-Pair = tuple[Any, Any, int]
+BatchOutput = tuple[Any, Any, int]
 """Output, target and number of samples of a batch."""
 
 
 class Evaluation:
-    """(loss, metric) of a network over batches, each None if no label counts.
+    """Computes (loss, metric) of a network over batches; each is None if no label counts.
 
-    The loss is that of all batches as one, Σ total / Σ `normaliser`. One that hgnp does not know is averaged over samples; a
-    batch whose loss is NaN though its outputs are finite is taken to have no label that counts, and is left out.
+    The loss is that of the whole set as one batch, Σ total / Σ `normaliser`. A loss that hgnp does not know is averaged over
+    samples; a batch whose loss is NaN although its outputs are finite counts as one without labels, and is left out.
 
-    A metric that is a function sees all outputs and targets at once, as many metrics are no means over batches; an
-    `Accumulator` sees them batch by batch. Without one it is accuracy for class labels, and minus the loss otherwise, so that
-    higher is better. With `graphs` the passes of a network on a GPU come from CUDA graphs; they are in full precision either
-    way.
+    A metric that is a function gets all outputs and targets at once, as many metrics are not means over batches; an
+    `Accumulator` is updated batch by batch. The default is accuracy for class labels, else minus the loss: higher is better.
+    With `graphs` the passes of a network on a GPU are replayed from CUDA graphs. Precision is always full.
     """
 
     def __init__(
@@ -51,14 +50,14 @@ class Evaluation:
     ) -> None:
         self.net, self.loss, self.metric, self.output = net, loss, metric, output
         self.note: str | None = None
-        """What a user should know of how the last loss was taken."""
+        """Which batches the last loss leaves out, if any."""
         self._capture: Capture | None = None
-        self._of_batch: Callable[[Any], tuple[Any, ...]] = self._plain
+        self._run_batch: Callable[[Any], tuple[Any, ...]] = self._evaluate_batch
         if graphs:
             self._capture = Capture(next(net.parameters()).device)
-            self._replayed = Replayed(self._plain, net, self._capture)
+            self._replayed = Replayed(self._evaluate_batch, net, self._capture)
             self._built: Any = None
-            self._of_batch = lambda batch: tree_map(_copied, self._replayed(batch))
+            self._run_batch = lambda batch: tree_map(_clone, self._replayed(batch))
             listen(net, self.neurons_removed)
 
     def __call__(self, batches: Iterable[tuple[Any, Any]]) -> tuple[float | None, float | None]:
@@ -68,19 +67,19 @@ class Evaluation:
             if self._capture is not None and self._built != (built := fingerprint(self.net, self.loss)):
                 self._built = built
                 self._replayed.forget()
-            pairs = self._pairs(batches, sums)
-            metric = None if self.metric is None else measured(self.metric, pairs)
-            for _ in pairs:  # those that the metric has not asked for
+            outputs = self._outputs(batches, sums)
+            metric = None if self.metric is None else compute_metric(self.metric, outputs)
+            for _ in outputs:  # those that the metric has not consumed
                 pass
-            summed, counted, lost, *rest = torch.stack(sums).sum(0).tolist()
+            summed, counted, skipped, *rest = torch.stack(sums).sum(0).tolist()
         loss = summed / counted if counted else None
         self.note = None
         if loss is None:
-            self.note = "val: no label counts, so that there is no validation loss"
-        elif lost:
+            self.note = "val: every label is ignored, so there is no validation loss"
+        elif skipped:
             self.note = (
-                f"val: {lost:g} of {len(sums)} batches have a loss that is NaN though their outputs are finite; they are left "
-                "out of the validation loss, as batches in which no label counts"
+                f"val: {skipped:g} of {len(sums)} batches have finite outputs but a NaN loss, as if every label were ignored; "
+                "the validation loss leaves them out"
             )
         if self.metric is not None:
             return loss, metric
@@ -89,33 +88,33 @@ class Evaluation:
         right, labels = rest
         return loss, right / labels if labels else None
 
-    def _pairs(self, batches: Iterable[tuple[Any, Any]], sums: list[Tensor]) -> Iterator[Pair]:
+    def _outputs(self, batches: Iterable[tuple[Any, Any]], sums: list[Tensor]) -> Iterator[BatchOutput]:
         for inputs, target in batches:
-            numbers, *rest = self._of_batch((inputs, target))
+            numbers, *rest = self._run_batch((inputs, target))
             sums.append(numbers)
             yield (*(rest or (None, None)), samples_in(inputs))
 
-    def _plain(self, batch: tuple[Any, Any]) -> tuple[Any, ...]:
-        """The batch's part of the sums that loss and accuracy are made of; for a metric, also its output and target."""
+    def _evaluate_batch(self, batch: tuple[Any, Any]) -> tuple[Any, ...]:
+        """One batch's summands of loss and accuracy; for a metric also its output and target."""
         inputs, target = batch
         out = run(self.net, inputs, output=self.output)
-        sums = [*self._loss(out, target, samples_in(inputs))]
+        sums = [*self._loss_sums(out, target, samples_in(inputs))]
         if self.metric is None and is_classification(self.loss, target):
             counts = target != ignored_label(self.loss)
             sums += [((out.argmax(1) == target) & counts).sum(), counts.sum()]
         numbers = torch.stack([number.detach().double() for number in sums])
         return (numbers,) if self.metric is None else (numbers, out, target)
 
-    def _loss(self, out: Any, target: Any, samples: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The batch's total and normaliser, and whether it is left out."""
+    def _loss_sums(self, out: Any, target: Any, samples: int) -> tuple[Tensor, Tensor, Tensor]:
+        """One batch's total loss, its normaliser, and whether the batch is left out."""
         known, count = total(self.loss, out, target), normaliser(self.loss, out, target)
         if known is not None and count is not None:
             return known, count, torch.zeros_like(count)
         mean = self.loss(out, target).double().reshape(())
-        lost = mean.isnan()
+        skipped = mean.isnan()
         for part in tensors_in(out):
-            lost = lost & part.isfinite().all()
-        return (mean * samples).masked_fill(lost, 0.0), (~lost).double() * samples, lost
+            skipped = skipped & part.isfinite().all()
+        return (mean * samples).masked_fill(skipped, 0.0), (~skipped).double() * samples, skipped
 
     def neurons_removed(self, removal: Removal) -> Callable[[], None]:
         return self._replayed.forget
@@ -128,17 +127,17 @@ def metric_name(metric: Metric | None, *, classes: bool) -> str:
 
 
 def check_metric(
-    net: nn.Module, metric: Metric, output: Output | None, first: Pair, val: Iterable[tuple[Any, Any]]
+    net: nn.Module, metric: Metric, output: Output | None, first: BatchOutput, val: Iterable[tuple[Any, Any]]
 ) -> None:
-    """ValueError, before any training, for a metric that fails on the first validation batch and on the whole set: one batch
-    may be too little, as one of a single class is for a ROC curve."""
+    """InputError, before any training, for a metric that fails on the first validation batch and on the whole set. One batch
+    may be too little: a ROC curve needs both classes."""
     try:
-        measured(metric, [first])
+        compute_metric(metric, [first])
     except Exception:
         with evaluating(net), torch.no_grad():
-            pairs = [(run(net, inputs, output=output), target, samples_in(inputs)) for inputs, target in val]
+            outputs = [(run(net, inputs, output=output), target, samples_in(inputs)) for inputs, target in val]
             try:
-                measured(metric, pairs)
+                compute_metric(metric, outputs)
             except MetricError:
                 raise
             except Exception as error:
@@ -148,25 +147,27 @@ def check_metric(
                 ) from error
 
 
-def measured(metric: Metric, pairs: Iterable[Pair]) -> float:
-    """The metric's number on batches. An accumulator is empty before and after."""
+def compute_metric(metric: Metric, outputs: Iterable[BatchOutput]) -> float:
+    """The metric on all batches. An accumulator is reset before and after."""
     if not isinstance(metric, Accumulator):
-        outputs, targets, samples = zip(*pairs, strict=True)
-        return _number(metric(_joined(outputs, samples, "outputs"), _joined(targets, samples, "targets")))
+        predictions, targets, samples = zip(*outputs, strict=True)
+        return _as_float(
+            metric(_concatenate(predictions, samples, "outputs"), _concatenate(targets, samples, "targets"))
+        )
     metric.reset()
     try:
-        for output, target, _ in pairs:
+        for output, target, _ in outputs:
             metric.update(output, target)
-        return _number(metric.compute())
+        return _as_float(metric.compute())
     finally:
         metric.reset()
 
 
 class MetricError(InputError):
-    """What a metric returned is no number, or it cannot be given what the network returns."""
+    """A metric that returns no number, or that cannot take what the network returns."""
 
 
-def _number(value: Any) -> float:
+def _as_float(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -174,11 +175,11 @@ def _number(value: Any) -> float:
         raise MetricError(f"metric must return one number, higher is better, got {given}") from None
 
 
-def _joined(parts: Sequence[Any], samples: Sequence[int], what: str) -> Any:
-    """The batches' outputs or targets as those of one batch, each of their tensors along its samples."""
+def _concatenate(parts: Sequence[Any], samples: Sequence[int], what: str) -> Any:
+    """Outputs or targets of all batches as those of one: each tensor is concatenated along its samples."""
     flat = [tree_flatten(part) for part in parts]
     leaves, specs = [leaves for leaves, _ in flat], [spec for _, spec in flat]
-    nested = not isinstance(parts[0], Tensor)  # then a list may be one of samples, or one of tensors for all samples
+    nested = not isinstance(parts[0], Tensor)  # then a list may hold one entry per sample, or tensors over all samples
     fit = all(spec == specs[0] for spec in specs) and all(
         isinstance(leaf, Tensor) and leaf.dim() > 0 and (not nested or leaf.shape[0] == count)
         for each, count in zip(leaves, samples, strict=True)
@@ -191,10 +192,10 @@ def _joined(parts: Sequence[Any], samples: Sequence[int], what: str) -> Any:
     except RuntimeError as error:  # sequences of unequal length
         why = f"got {what} that cannot be joined: {brief(error)}"
     raise MetricError(
-        "metric as a function sees the whole set at once, as tensors or tuples, lists and dicts of them with samples first, "
-        f"{why}; give output, or an object with update, compute and reset, which is given batch by batch"
+        "metric as a function must take the whole set at once, as tensors or tuples, lists and dicts of tensors with samples "
+        f"first, {why}; pass output, or a metric with update, compute and reset, which is updated batch by batch"
     )
 
 
-def _copied(part: Any) -> Any:
+def _clone(part: Any) -> Any:
     return part.clone() if isinstance(part, Tensor) else part

@@ -1,4 +1,4 @@
-"""What is measured of a network before and after: its latency beside the full one's, its sharpness, its features."""
+"""Measurements before and after pruning: sharpness, latency of full and pruned network; features of network and data."""
 
 import copy
 import dataclasses
@@ -16,47 +16,47 @@ from hgnp.curvature.sharpness import sharpness
 from hgnp.errors import first_line
 from hgnp.result import Facts
 from hgnp.state_guards import evaluating
-from hgnp.timing import side_by_side
-from hgnp.training.data import pick
-from hgnp.training.plan import Plan
+from hgnp.timing import time_interleaved
+from hgnp.training.data import select_samples
+from hgnp.training.run_state import RunState
 from hgnp.training.task import Task
 
 Batch = tuple[Any, Any]
 LATENCY_BATCH = 256
 LATENCY_SECONDS = 10.0
 SHARPNESS_SAMPLES = 128
-PACE_SAMPLES = 8
+TIMED_SAMPLES = 8
 TOLERANCE = 1e-3  # three digits of an eigenvalue
 SHARE, LEAST_SECONDS = 0.01, 0.25
-WORTH_A_TRY = 0.5  # seconds; the pace of training overestimates what small networks take
-NO_TIME = 'it takes more than 1 % of the run\'s time; measure="full" takes the time that it needs'
+MIN_LIMIT = 0.5  # seconds; estimates from training time are too high for small networks
+NO_TIME = 'it takes more than 1 % of the run\'s time; measure="full" has no time limit'
 
 
 class NotMeasuredError(Exception):
-    """Why a number is missing."""
+    """A number is missing; the message says why."""
 
 
 class Measurements:
-    """Sharpness before and after, and latency, each in the time that `Recipe.measure` allows: with "auto" 1 % of the time that
-    the run has taken so far, and at least 0.25 s. What does not fit is None with a reason: a slow machine leaves numbers out
-    but never changes them.
+    """Measures sharpness and latency, each within the time that `Recipe.measure` allows: with "auto" 1 % of the run's time so
+    far, and at least 0.25 s. A number that takes longer is None, with the reason in `Facts.missing`: a slow machine leaves
+    numbers out but never changes them.
     """
 
-    def __init__(self, net: nn.Module, task: Task, plan: Plan, batch: Batch, held_out: Batch | None) -> None:
-        """`batch` is one of the training data, `held_out` one of the validation data, if there are such."""
-        self._task, self._plan, self._inputs = task, plan, batch[0]
-        self._full, self._uncopied = (None, None) if plan.recipe.measure == "none" else copied_to_cpu(net)
+    def __init__(self, net: nn.Module, task: Task, run_state: RunState, batch: Batch, held_out: Batch | None) -> None:
+        """`batch`: one of the training data; `held_out`: one of the validation data, if there are any."""
+        self._task, self._run, self._inputs = task, run_state, batch[0]
+        self._full, self._copy_error = (None, None) if run_state.recipe.measure == "none" else copy_to_cpu(net)
         inputs, target = held_out or batch
         self._count = min(samples_in(inputs), SHARPNESS_SAMPLES)
         index, whole = torch.arange(self._count), not isinstance(target, Tensor) or not target.dim()
-        self._few = pick(inputs, index), target if whole else pick(target, index)
+        self._samples = select_samples(inputs, index), target if whole else select_samples(target, index)
 
     @property
     def note(self) -> str | None:
-        return None if self._uncopied is None else f"latency is not measured, as {self._uncopied}"
+        return None if self._copy_error is None else f"latency is not measured, as {self._copy_error}"
 
     def with_sharpness(self, facts: Facts, net: nn.Module) -> Facts:
-        """The largest eigenvalue of the Hessian on a few samples."""
+        """`facts` with the largest eigenvalue of the Hessian on up to 128 samples."""
         try:
             value, why = self._sharpness(net), None
         except (NotMeasuredError, RuntimeError, ValueError) as error:  # a second derivative is missing, for instance
@@ -64,8 +64,8 @@ class Measurements:
         return _with(facts, "sharpness", value, why)
 
     def with_latency(self, before: Facts, after: Facts, net: nn.Module) -> tuple[Facts, Facts, dict[str, Any] | None]:
-        """Milliseconds of a batch of 256 for the full network and for `net`, in turns, and how that was measured. The copy of
-        the full network is on the device for that time only, and is gone afterwards."""
+        """`before` and `after` with the milliseconds per batch of 256 of the full network and of `net`, timed alternately, and
+        how they were timed. The copy of the full network is on the device only meanwhile, and is released afterwards."""
         values: tuple[float | None, float | None] = None, None
         about, why = None, None
         try:
@@ -77,57 +77,64 @@ class Measurements:
         )
         return before, after, about
 
-    def _pace(self, net: nn.Module) -> float:
-        """Seconds a sample of a step, which is three forwards, before there has been one."""
-        count = min(self._count, PACE_SAMPLES)
-        few = pick(self._few[0], torch.arange(count))
+    def _seconds_per_sample(self, net: nn.Module) -> float:
+        """Estimated seconds of a training step per sample, three forward passes, before any step has run."""
+        count = min(self._count, TIMED_SAMPLES)
+        few = select_samples(self._samples[0], torch.arange(count))
         buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
         with evaluating(net), torch.no_grad():
             call = partial(run, net, few, buffers=buffers)
-            (timing,) = side_by_side([call], device=self._task.train.device, repeats=1, warmup=1)
+            (timing,) = time_interleaved([call], device=self._task.train.device, repeats=1, warmup=1)
         return 3 * timing.median / 1e3 / count
 
-    def _seconds(self, least: float, net: nn.Module) -> float:
-        """The time allowed, unless `least` samples at the pace of training take longer: what is not begun takes no time."""
-        measure, history = self._plan.recipe.measure, self._plan.history
+    def _time_limit(self, least: float, net: nn.Module) -> float:
+        """The seconds allowed. NotMeasuredError if `least` samples would take longer, estimated from the time of training."""
+        measure, history = self._run.recipe.measure, self._run.history
         if measure == "none":
             raise NotMeasuredError('measure is "none"')
         if measure == "full":
             return math.inf
-        allowed = max(SHARE * self._plan.seconds, LEAST_SECONDS)
+        allowed = max(SHARE * self._run.seconds, LEAST_SECONDS)
         trained = len(history) * (self._task.train.count or 0) * samples_in(self._inputs)
-        pace = sum(row["train_seconds"] for row in history) / trained if trained else self._pace(net)
-        if least * pace > max(allowed, WORTH_A_TRY):
+        pace = sum(row["train_seconds"] for row in history) / trained if trained else self._seconds_per_sample(net)
+        if least * pace > max(allowed, MIN_LIMIT):
             raise NotMeasuredError(NO_TIME)
         return allowed
 
     def _sharpness(self, net: nn.Module) -> float:
-        seconds = self._seconds(self._count, net)  # a product with the Hessian takes longer than a step
+        seconds = self._time_limit(self._count, net)  # one Hessian-vector product takes longer than a step
         found = sharpness(
-            net, [self._few], loss=self._task.loss, output=self._task.output, tolerance=TOLERANCE, max_seconds=seconds
+            net,
+            [self._samples],
+            loss=self._task.loss,
+            output=self._task.output,
+            tolerance=TOLERANCE,
+            max_seconds=seconds,
         )
         if found.converged:
             return found.eigenvalues[0]
         if math.isfinite(seconds):
             raise NotMeasuredError(NO_TIME)
-        raise NotMeasuredError(f"it had not converged after {found.steps} products with the Hessian")
+        raise NotMeasuredError(f"it has not converged after {found.steps} products with the Hessian")
 
     def _latencies(self, net: nn.Module) -> tuple[tuple[float, float], dict[str, Any]]:
-        seconds = self._seconds(2 * LATENCY_BATCH / 3, net)  # both networks once; a forward is a third of a step
+        seconds = self._time_limit(2 * LATENCY_BATCH / 3, net)  # both networks once; a forward is a third of a step
         if self._full is None:
-            raise NotMeasuredError(self._uncopied)
+            raise NotMeasuredError(self._copy_error)
         full, self._full = self._full, None
         device = self._task.train.device
         nets = [full.to(device), net]
-        batch = pick(self._inputs, torch.arange(LATENCY_BATCH) % samples_in(self._inputs))
+        batch = select_samples(self._inputs, torch.arange(LATENCY_BATCH) % samples_in(self._inputs))
         calls = [partial(run, each, batch) for each in nets]
         with evaluating(*nets), torch.inference_mode():
-            if math.isfinite(seconds):  # the first turn decides whether there is time for four more
-                first = sum(timing.median for timing in side_by_side(calls, device=device, repeats=1, warmup=0)) / 1e3
+            if math.isfinite(seconds):  # the first turn shows whether four more fit
+                first = (
+                    sum(timing.median for timing in time_interleaved(calls, device=device, repeats=1, warmup=0)) / 1e3
+                )
                 if 5 * first > seconds:
                     raise NotMeasuredError(NO_TIME)
                 seconds -= first
-            timings = side_by_side(calls, device=device, budget=min(seconds, LATENCY_SECONDS))
+            timings = time_interleaved(calls, device=device, budget=min(seconds, LATENCY_SECONDS))
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         threads, repeats = torch.get_num_threads(), timings[0].repeats
         about = {"batch": LATENCY_BATCH, "threads": threads, "device": name, "repeats": repeats}
@@ -139,8 +146,8 @@ def _with(facts: Facts, name: str, value: float | None, why: str | None) -> Fact
     return dataclasses.replace(facts, **changes)
 
 
-def copied_to_cpu(net: nn.Module) -> tuple[nn.Module | None, str | None]:
-    """A copy to time later, on the CPU; of a network that cannot be copied none, and why."""
+def copy_to_cpu(net: nn.Module) -> tuple[nn.Module | None, str | None]:
+    """A copy on the CPU to time later; for a network that cannot be copied, None and the reason."""
     try:
         return copy.deepcopy(net).cpu(), None
     except (TypeError, ValueError, RuntimeError, MemoryError, copy.Error) as error:
@@ -148,8 +155,8 @@ def copied_to_cpu(net: nn.Module) -> tuple[nn.Module | None, str | None]:
         return None, f"net cannot be copied: {first_line(error)}"
 
 
-def sample_of(inputs: Any) -> list[dict[str, Any]] | None:
-    """Shape and type of one sample's inputs, each without its batch dimension; None unless they are tensors by position."""
+def input_spec(inputs: Any) -> list[dict[str, Any]] | None:
+    """Shape and dtype of each input without its batch dimension; None unless inputs are positional tensors."""
     given = [inputs] if isinstance(inputs, Tensor) else inputs
     if not isinstance(given, tuple | list) or not all(isinstance(x, Tensor) and x.dim() for x in given):
         return None
@@ -157,13 +164,13 @@ def sample_of(inputs: Any) -> list[dict[str, Any]] | None:
 
 
 def features(net: nn.Module, inputs: Any, classes: int | None, train: Any, val: Any) -> dict[str, Any]:
-    """What the paper's hybrid looks at; None where it is not known."""
+    """Features that the paper's hybrid uses; None where one is unknown."""
     convolutions = [module for module in net.modules() if isinstance(module, _ConvNd)]
     kernels = [module.kernel_size[0] for module in convolutions]
     image = isinstance(inputs, Tensor) and inputs.dim() == 4
     return {
-        "train_samples": _length(train),
-        "val_samples": _length(val),
+        "train_samples": _samples_in_loader(train),
+        "val_samples": _samples_in_loader(val),
         "image_side": inputs.shape[-1] if image else None,
         "classes": classes,
         "conv_layers": len(convolutions),
@@ -174,7 +181,7 @@ def features(net: nn.Module, inputs: Any, classes: int | None, train: Any, val: 
     }
 
 
-def _length(loader: Any) -> int | None:
+def _samples_in_loader(loader: Any) -> int | None:
     for counted in (getattr(loader, "samples", None), getattr(loader, "dataset", None)):
         if isinstance(counted, int):
             return counted

@@ -1,10 +1,11 @@
-"""One round of pruning: score, choose, remove, and stop at the target to the neuron."""
+"""One round of pruning: score neurons, select the least important, remove them."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.step import State, Step
@@ -14,13 +15,16 @@ from hgnp.pruning.importance import WEIGHT_SCORES
 from hgnp.recipe import Recipe
 from hgnp.scoring import scored
 
-LOOK_BELOW = 12
+SEARCH_BELOW = 12
 CRITERION = {"hgnp": "taylor", "taylor": "taylor", "hybrid": "taylor", "sam": "taylor"}
-"""Method → what scores neurons; the other methods are named after their score."""
+"""Method → criterion of the scores; the other methods are named after their criterion."""
 
 
 class Pruner:
-    """Removes neurons from a network until what `recipe.target` counts is down to `recipe.keep`."""
+    """Removes neurons, round by round, until at most the fraction `recipe.keep` of `recipe.target` is left.
+
+    The networks in `also` lose the same neurons.
+    """
 
     def __init__(
         self,
@@ -30,14 +34,16 @@ class Pruner:
         recipe: Recipe,
         optimizer: torch.optim.Optimizer,
         at_start: Preview,
+        also: Sequence[nn.Module] = (),
     ) -> None:
         self.neurons, self.recipe, self.optimizer = neurons, recipe, optimizer
         self.step, self.state = step, state
         self.at_start = at_start
+        self.also = also
 
     @property
     def left(self) -> float:
-        """The fraction left of what the target counts."""
+        """The fraction left of the target's quantity: parameters, neurons or MACs."""
         return self._fraction(self.neurons.preview({}))
 
     def _fraction(self, preview: Preview) -> float:
@@ -48,39 +54,42 @@ class Pruner:
         return preview.macs / self.at_start.macs if self.at_start.macs else 1.0
 
     def check_reachable(self) -> None:
-        """One line, before any training, if the target asks for more than can go."""
+        """InputError, before any training, if the target needs more neurons removed than can be."""
         if self.recipe.keep >= 1:
             return
         if not self.neurons.count:
             raise InputError(
-                f"keep must be 1 for this network, got {self.recipe.keep:g}: no neuron can be removed ({self._why_frozen()})"
+                f"keep must be 1 for this network, got {self.recipe.keep:g}: no neuron can be removed "
+                f"({self._frozen_reasons()})"
             )
-        able = self._scored_layers()
+        selectable = self._scored_layers()
         alive = {layer.name: layer.alive for layer in self.neurons.layers}
-        most = self._least({name: torch.zeros(alive[name]) for name in alive if name in able}, self.neurons.count)
+        most = self._select(
+            {name: torch.zeros(alive[name]) for name in alive if name in selectable}, self.neurons.count
+        )
         least = self._fraction(self.neurons.preview(most))
         if least > self.recipe.keep:
             frozen = sum(entry.count for entry in self.neurons.frozen)
             keeps = f"{self.recipe.floor}" if self.recipe.round_to == 1 else f"a multiple of {self.recipe.round_to}"
             if self.recipe.max_removed < 1:
                 keeps += f" or {1 - self.recipe.max_removed:.1%} of its neurons, whichever is more"
-            without = [name for name in alive if name not in able]
+            without = [name for name in alive if name not in selectable]
             unscored = sum(alive[name] for name in without)
             others = f", {unscored} neurons ({named(without)}) have no {self._criterion} score" if without else ""
-            reachable = math.ceil(least * 1e4) / 1e4  # rounded to what can be met
+            reachable = math.ceil(least * 1e4) / 1e4  # rounded up, so that it can be met
             raise InputError(
                 f"keep must be at least {reachable:g} of the {self.recipe.target}, got {self.recipe.keep:g}: every layer keeps "
                 f"{keeps}{others} and {frozen} neurons are frozen (print(hgnp.Neurons(net, x)) says why)"
             )
 
     def _scored_layers(self) -> Collection[str]:
-        """Those that the method has scores of: some have no norm's scale, or are read where no gate can sit."""
+        """Layers that the criterion has scores for: some have no norm behind them, or no place for a gate."""
         if self._criterion not in WEIGHT_SCORES:
             return self.neurons.gates(self.recipe.coupling).rows
         with RandomState(*self.neurons.net.parameters()):
             return WEIGHT_SCORES[self._criterion](self.neurons)
 
-    def _why_frozen(self) -> str:
+    def _frozen_reasons(self) -> str:
         reasons: dict[str, list[str]] = {}
         for entry in self.neurons.frozen:
             reasons.setdefault(entry.reason, []).append(entry.name)
@@ -92,7 +101,8 @@ class Pruner:
         return CRITERION.get(self.recipe.method, self.recipe.method)
 
     def round(self, batches: list[tuple[Any, Any]]) -> int:
-        """Removes the round's neurons, fewer if the target needs fewer, and says how many went: none once no more can go."""
+        """Remove `recipe.neurons_per_round` neurons, fewer if the target needs fewer. Returns how many were removed: 0 once no
+        more can be."""
         coupling = self.recipe.coupling
         mu = self.recipe.scoring_mu if self.recipe.uses_term(self.neurons.kept) else 0.0
         scores = scored(
@@ -100,65 +110,67 @@ class Pruner:
             criterion=self._criterion, graphs=self.recipe.execution != "eager",
         )  # fmt: skip
         n = min(self.recipe.neurons_per_round, self.neurons.count)
-        cut = self._least(scores, n)
-        while not cut and n < self.neurons.count:  # groups that are larger than a round
+        selection = self._select(scores, n)
+        while not selection and n < self.neurons.count:  # every coupled group is larger than a round
             n = min(2 * n, self.neurons.count)
-            cut = self._least(scores, n)
-        if not cut:
+            selection = self._select(scores, n)
+        if not selection:
             return 0
-        if self._fraction(self.neurons.preview(cut)) < self.recipe.keep:
-            cut = self._just_enough(scores, n, cut)
-        return self.neurons.remove(cut, self.optimizer).taken
+        if self._fraction(self.neurons.preview(selection)) < self.recipe.keep:
+            selection = self._trim_to_target(scores, n, selection)
+        return self.neurons.remove(selection, self.optimizer, also=self.also).taken
 
-    def _least(self, scores: Scores, n: int, *, confirm: bool = True) -> Selection:
+    def _select(self, scores: Scores, n: int, *, confirm: bool = True) -> Selection:
         return self.neurons.least(
             scores, n, coupling=self.recipe.coupling, floor=self.recipe.floor,
             max_removed=self.recipe.max_removed, round_to=self.recipe.round_to, confirm=confirm,
         )  # fmt: skip
 
-    def _just_enough(self, scores: Scores, n: int, cut: Selection) -> Selection:
-        """A cut that meets the target and as little more as can be. Cuts are compared before they are tried, which is quick,
-        and the best is tried; should it not fit, all of them are."""
-        best, used = self._search(scores, n, cut, confirm=False), scores
+    def _trim_to_target(self, scores: Scores, n: int, selection: Selection) -> Selection:
+        """The selection that meets the target with the least excess. Candidates are compared unconfirmed, which is fast, and
+        the best one is confirmed; if it fails, every candidate is."""
+        best, used = self._search(scores, n, selection, confirm=False), scores
         if self.recipe.round_to > 1:
-            best, used = self._spare(best, scores)
-        tried = self._least(used, best.requested)
-        return tried if tried == best else self._search(scores, n, cut, confirm=True)
+            best, used = self._drop_unneeded_layers(best, scores)
+        tried = self._select(used, best.requested)
+        return tried if tried == best else self._search(scores, n, selection, confirm=True)
 
-    def _spare(self, cut: Selection, scores: Scores) -> tuple[Selection, Scores]:
-        """The cut, and the scores it is chosen by, without the layers that the others can do without: bundles are large, and
-        the last may have made earlier ones needless. The most important are spared first."""
-        for layer in sorted(cut, key=lambda name: -float(scores[name][cut[name]].mean())):
+    def _drop_unneeded_layers(self, selection: Selection, scores: Scores) -> tuple[Selection, Scores]:
+        """The selection without the layers that the target does not need, and the scores that give it. With `round_to` neurons
+        are selected in bundles, and the last bundle may make earlier ones unnecessary. The most important layers go first."""
+        for layer in sorted(selection, key=lambda name: -float(scores[name][selection[name]].mean())):
             fewer = {name: values for name, values in scores.items() if name != layer}
-            able = self._least(fewer, self.neurons.count, confirm=False)
-            smaller = self._least(fewer, sum(len(cut[name]) for name in cut if name in able), confirm=False)
-            if self._nearer(smaller, cut):
-                cut, scores = smaller, fewer
-        return cut, scores
+            selectable = self._select(fewer, self.neurons.count, confirm=False)
+            smaller = self._select(
+                fewer, sum(len(selection[name]) for name in selection if name in selectable), confirm=False
+            )
+            if self._overshoots_less(smaller, selection):
+                selection, scores = smaller, fewer
+        return selection, scores
 
-    def _nearer(self, smaller: Selection, cut: Selection) -> bool:
-        """Whether a cut meets the target, and with less than another."""
-        left, other = (self._fraction(self.neurons.preview(each)) for each in (smaller, cut))
+    def _overshoots_less(self, smaller: Selection, selection: Selection) -> bool:
+        """Whether `smaller` meets the target with less excess than `selection`."""
+        left, other = (self._fraction(self.neurons.preview(each)) for each in (smaller, selection))
         return other < left <= self.recipe.keep
 
-    def _search(self, scores: Scores, n: int, cut: Selection, *, confirm: bool) -> Selection:
-        """Bisection on the number of neurons, then a look at the numbers just below, as what no longer fits is skipped and a
-        smaller number may free more."""
+    def _search(self, scores: Scores, n: int, selection: Selection, *, confirm: bool) -> Selection:
+        """Bisect the number of neurons, then try the numbers just below: groups that do not fit are skipped, so a smaller
+        number may free more."""
         low, high = 0, n
         while high - low > 1:
             middle = (low + high) // 2
-            smaller = self._least(scores, middle, confirm=confirm)
+            smaller = self._select(scores, middle, confirm=confirm)
             if self._fraction(self.neurons.preview(smaller)) <= self.recipe.keep:
-                high, cut = middle, smaller
+                high, selection = middle, smaller
             else:
                 low = middle
-        fewer, smaller = high, cut
-        for _ in range(1, LOOK_BELOW):
-            # with bundles, all numbers down to what a cut takes give that same cut
+        fewer, smaller = high, selection
+        for _ in range(1, SEARCH_BELOW):
+            # with bundles, all numbers down to `smaller.taken` give the same selection
             fewer = (fewer if self.recipe.round_to == 1 else smaller.taken) - 1
             if fewer < 1:
                 break
-            smaller = self._least(scores, fewer, confirm=confirm)
-            if self._nearer(smaller, cut):
-                cut = smaller
-        return cut
+            smaller = self._select(scores, fewer, confirm=confirm)
+            if self._overshoots_less(smaller, selection):
+                selection = smaller
+        return selection

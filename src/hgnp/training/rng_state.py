@@ -1,11 +1,11 @@
-"""Every random stream that a run draws from: taken at the end of an epoch, and put back.
+"""RNG state: captured at the end of an epoch, restored when a run is resumed.
 
-Python's, NumPy's and PyTorch's own, on the CPU and on every GPU; the generators of the loaders and their samplers; and
-whatever loader, sampler or data set keeps a `state_dict`. Workers of a DataLoader are seeded from these at the start of an
-epoch, so that restoring them brings back order and augmentation.
+It covers the generators of Python, NumPy and PyTorch, on the CPU and on every GPU; those of loaders and samplers; and the
+`state_dict` of any loader, sampler or data set that has one. DataLoader workers are seeded from these at the start of an
+epoch, so restoring them reproduces order and augmentation.
 
-A `state_dict` may hold a position within the epoch, from which the next iteration goes on once it is loaded. So states are
-taken and loaded between epochs only, never of a loader that is being iterated.
+A `state_dict` may hold a position within the epoch, from which the next iteration continues once it is loaded. So states are
+captured and restored between epochs only, never while a loader is being iterated.
 """
 
 import copy
@@ -27,7 +27,7 @@ def seed(value: int) -> None:
     torch.manual_seed(value)
 
 
-def take(*loaders: Any) -> dict[str, Any]:
+def capture(*loaders: Any) -> dict[str, Any]:
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -38,10 +38,10 @@ def take(*loaders: Any) -> dict[str, Any]:
     }
 
 
-def put_back(state: dict[str, Any], *loaders: Any) -> None:
+def restore(state: dict[str, Any], *loaders: Any) -> None:
     generators, stateful = _generators(loaders), _stateful(loaders)
     if len(generators) != len(state["generators"]) or len(stateful) != len(state["stateful"]):
-        raise InputError("train or val: the loaders are others than those of the run that is resumed")
+        raise InputError("train and val must have the generators and states of the resumed run's loaders, got others")
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["cpu"])
@@ -49,33 +49,32 @@ def put_back(state: dict[str, Any], *loaders: Any) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     for holder, own in zip(generators, state["generators"], strict=True):
         holder.set_state(own)
-    _load(loaders, state["stateful"])
+    _load_states(loaders, state["stateful"])
 
 
 @contextmanager
-def untouched(*loaders: Any) -> Iterator[None]:
-    """What is measured inside the block does not change what is trained after it. `loaders`: those that are iterated inside the
-    block; none of them may be in the middle of an epoch."""
-    before = take(*loaders)
+def preserved(*loaders: Any) -> Iterator[None]:
+    """Restore the RNG state after the block, so that measurements do not change the training. `loaders`: those that the block
+    iterates over; none may be in the middle of an epoch."""
+    before = capture(*loaders)
     try:
         yield
     finally:
-        put_back(before, *loaders)
+        restore(before, *loaders)
 
 
 @contextmanager
-def rewound(loader: Any) -> Iterator[None]:
-    """After the block a loader with a state of its own is where it was. Random streams go on."""
+def preserved_position(loader: Any) -> Iterator[None]:
+    """Restore the loader's own `state_dict` after the block. Random number generators stay advanced."""
     before = _states((loader,))
     try:
         yield
     finally:
-        _load((loader,), before)
+        _load_states((loader,), before)
 
 
-def begin_epoch(loader: Any, epoch: int) -> None:
-    """Tells a distributed sampler the epoch, and gives it new workers: those that live through several epochs keep streams
-    of their own, which cannot be taken."""
+def prepare_epoch(loader: Any, epoch: int) -> None:
+    """Set the epoch of a distributed sampler, and restart persistent workers, whose RNG state cannot be captured."""
     if getattr(loader, "persistent_workers", False):
         loader._iterator = None
     set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
@@ -83,8 +82,8 @@ def begin_epoch(loader: Any, epoch: int) -> None:
         set_epoch(epoch)
 
 
-def _parts(loaders: tuple[Any, ...]) -> list[Any]:
-    """Loaders, their samplers and data sets, each once."""
+def _components(loaders: tuple[Any, ...]) -> list[Any]:
+    """Loaders, their samplers and their data sets, without duplicates."""
     found: dict[int, Any] = {}
     for loader in loaders:
         batch_sampler = getattr(loader, "batch_sampler", None)
@@ -101,21 +100,21 @@ def _parts(loaders: tuple[Any, ...]) -> list[Any]:
 
 
 def _generators(loaders: tuple[Any, ...]) -> list[torch.Generator]:
-    found = [getattr(part, "generator", None) for part in _parts(loaders)]
+    found = [getattr(part, "generator", None) for part in _components(loaders)]
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
 def _stateful(loaders: tuple[Any, ...]) -> list[Any]:
     return [
         part
-        for part in _parts(loaders)
-        if hasattr(part, "state_dict") and hasattr(part, "load_state_dict") and not _positional(part)
+        for part in _components(loaders)
+        if hasattr(part, "state_dict") and hasattr(part, "load_state_dict") and not _holds_position_only(part)
     ]
 
 
-def _positional(part: Any) -> bool:
-    """Whether it is torchdata's StatefulDataLoader or StatefulDistributedSampler. Their state is a position within an epoch and
-    nothing else: none is needed between epochs, and loading that of a finished one draws seeds again, or skips an epoch."""
+def _holds_position_only(part: Any) -> bool:
+    """Whether it is torchdata's StatefulDataLoader or StatefulDistributedSampler. Their state is only a position within an
+    epoch: it is not needed between epochs, and loading that of a completed epoch draws seeds again, or skips an epoch."""
     ours = isinstance(part, DataLoader | DistributedSampler)
     return ours and any(kind.__module__.partition(".")[0] == "torchdata" for kind in type(part).__mro__)
 
@@ -124,6 +123,6 @@ def _states(loaders: tuple[Any, ...]) -> list[Any]:
     return [copy.deepcopy(holder.state_dict()) for holder in _stateful(loaders)]
 
 
-def _load(loaders: tuple[Any, ...], states: list[Any]) -> None:
+def _load_states(loaders: tuple[Any, ...], states: list[Any]) -> None:
     for holder, own in zip(_stateful(loaders), states, strict=True):
         holder.load_state_dict(own)

@@ -1,10 +1,11 @@
-"""A run's folder: what is written, when, and what may already be there. docs/runs.md describes its files."""
+"""A run's folder: its files, its lock and its checkpoints. docs/runs.md describes the files."""
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -21,16 +22,18 @@ from hgnp.result import Row
 from hgnp.training import checkpoint
 
 FORMAT = 1
-ABANDONED = 60.0  # seconds after which a draft is no longer being written
-PATIENCE = 10.0  # seconds; a data loader's workers notice within five that their run was killed
+STALE_AFTER = 60.0  # seconds; an older temporary file is no longer being written
+LOCK_TIMEOUT = 10.0  # seconds; a data loader's workers notice within five that their run was killed
 
 
-class Folder:
+class RunFolder:
+    """The folder `path` of one run. Every file is written whole or not at all."""
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         try:
             self.path = Path(path)
         except TypeError:
-            raise InputTypeError(f"out: a {type(path).__name__} was given; a path would do") from None
+            raise InputTypeError(f"out must be a path, got a {type(path).__name__}") from None
         self.info = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoint = self.path / "checkpoint.safetensors"
@@ -40,59 +43,59 @@ class Folder:
         self._writing: Future[None] | None = None
 
     @contextmanager
-    def claimed(self, *, resume: bool) -> Iterator[None]:
-        """Make the folder and stay alone in it. Refuse one that holds a run already, or a file that is not a run's."""
+    def locked(self, *, resume: bool) -> Iterator[None]:
+        """Create the folder and hold its lock. Refuse a folder that holds a run already, or files of something else."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
-            raise FileExistsError(f"out: {self.path} is a file; a folder would do") from None
+            raise FileExistsError(f"out must be a folder, got the file {self.path}") from None
         except OSError as error:
-            raise type(error)(error.errno, f"out: {self.path} cannot be made ({error.strerror})") from None
+            raise type(error)(error.errno, f"out: {self.path} cannot be created ({error.strerror})") from None
         if not os.access(self.path, os.W_OK):
-            raise PermissionError(f"out: {self.path} is not writable; another folder would do")
+            raise PermissionError(f"out must be a writable folder, got {self.path}")
         with ExitStack() as stack:
             try:
-                stack.enter_context(alone_in(self.path, patience=PATIENCE))
+                stack.enter_context(alone_in(self.path, patience=LOCK_TIMEOUT))
             except BlockingIOError:
                 raise BlockingIOError(
-                    f"out: another process is running in {self.path}; another folder would do"
+                    f"out must be a folder without a running process, got {self.path}; choose another folder"
                 ) from None
-            stack.callback(self.settle)
+            stack.callback(self.flush)
             self._check(resume=resume)
-            self.tidy(older_than=ABANDONED)
+            self.remove_temporary_files(older_than=STALE_AFTER)
             yield
 
     def _check(self, *, resume: bool) -> None:
-        begun = self.info.exists()
-        if begun and not resume:
+        started = self.info.exists()
+        if started and not resume:
             raise FileExistsError(
                 f"out: {self.path} holds a run already; resume it (resume=True, --resume) or choose another folder"
             )
-        for file in () if begun else (self.metrics, self.checkpoint, self.model, self.result, self.snapshots):
+        for file in () if started else (self.metrics, self.checkpoint, self.model, self.result, self.snapshots):
             if file.exists():
                 raise FileExistsError(
-                    f"out: {self.path} has no run.json, so it is no run, but a {file.name}, which a run would overwrite; "
-                    "another folder would do"
+                    f"out: {self.path} has no run.json, so it is not a run, but has {file.name}, which a run would overwrite; "
+                    "choose another folder"
                 )
-        if begun and self.metrics.exists() and not self.checkpoint.exists() and not self.finished:
+        if started and self.metrics.exists() and not self.checkpoint.exists() and not self.finished:
             raise FileNotFoundError(
-                f"resume: {self.checkpoint} is missing, so the run cannot go on; another folder starts anew"
+                f"resume: {self.checkpoint} is missing, so the run cannot be resumed; start again in another folder"
             )
 
-    def tidy(self, *, older_than: float = 0.0) -> None:
-        for file in (self.info, self.metrics, self.checkpoint, self.model, self.result):
+    def remove_temporary_files(self, *, older_than: float = 0.0) -> None:
+        for file in (self.info, self.metrics, self.checkpoint, self.model, self.result, *self.path.glob("also-*")):
             sweep(file, older_than=older_than)
 
     @property
     def finished(self) -> bool:
         return self.result.exists() and self.model.exists()
 
-    def snapshot(self, value: float) -> "Folder":
-        """Where the network at an intermediate κ is fine-tuned: a run's folder too."""
-        return Folder(self.snapshots / str(value))
+    def snapshot(self, value: float) -> "RunFolder":
+        """The folder, itself a run's folder, in which the network at an intermediate κ is fine-tuned."""
+        return RunFolder(self.snapshots / str(value))
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """A run goes on with the recipe it began with."""
+        """InputError unless `recipe` is the one that the run started with."""
         info = read_json(self.info)
         if not isinstance(info, dict) or not isinstance(info.get("recipe"), dict):
             raise InputError(f"{self.info}: damaged: it has no recipe")
@@ -104,53 +107,59 @@ class Folder:
         check_renamed(was, now, str(self.info))
         for name, value in now.items():
             if was.get(name) != value:
-                raise InputError(f"resume: the run in {self.path} has {name}={was.get(name)!r}, not {value!r}; "
-                                 "it goes on only with the recipe it began with")  # fmt: skip
+                raise InputError(f"resume: {name} must be {was.get(name)!r} as in {self.path}, got {value!r}; a run "
+                                 "is resumed with the recipe that it started with")  # fmt: skip
 
     def write_info(self, info: dict[str, Any]) -> None:
-        self._written(lambda: write_json(self.info, {"format": FORMAT} | info))
+        self._write_or_explain(lambda: write_json(self.info, {"format": FORMAT} | info))
 
     def write_metrics(self, rows: Iterable[Row]) -> None:
-        self._written(lambda: write(self.metrics, "".join(f"{as_json(row)}\n" for row in rows)))
+        self._write_or_explain(lambda: write(self.metrics, "".join(f"{as_json(row)}\n" for row in rows)))
 
-    def keep(self, tree: dict[str, Any]) -> None:
-        """A checkpoint of what is now, written while the run goes on. Should that fail, the next call or `settle` raises it."""
-        failure = self._wait()  # before the copy: there may not be memory for two
-        ready, written = checkpoint.packed(tree), Future[None]()
-        # no pool: that takes no more work once the main thread has ended, and the run may be in another
-        Thread(target=self._write, args=(ready, written), name="hgnp-writer").start()
+    def write_checkpoint(self, tree: dict[str, Any]) -> None:
+        """Copy `tree` now and write it in the background. If that fails, the next call or `flush` raises the error."""
+        failure = self._wait()  # before copying: there may be no memory for two copies
+        ready, written = checkpoint.pack(tree), Future[None]()
+        # not an executor: it refuses work once the main thread has ended, and the run may be in another thread
+        Thread(target=self._write_in_background, args=(ready, written), name="hgnp-writer").start()
         self._writing = written
         if failure is not None:
-            raise failure  # only now: this one may well be written
+            raise failure  # after starting this write, which may succeed
         if not self.checkpoint.exists():
-            self.settle()  # metrics without a checkpoint could not be gone on from
+            self.flush()  # a run with metrics but no checkpoint cannot be resumed
 
-    def settle(self) -> None:
-        """Waits until the last checkpoint is on the disk."""
+    def flush(self) -> None:
+        """Wait until the last checkpoint is written; raise the error if it could not be."""
         failure = self._wait()
         if failure is not None:
             raise failure
 
     def _wait(self) -> BaseException | None:
-        """Why the last checkpoint could not be written, if so."""
+        """Wait for the last checkpoint; the error if it could not be written."""
         failure = None if self._writing is None else self._writing.exception()
-        self._writing = None  # not before: if Ctrl-C ends the wait, who leaves the folder waits again
+        self._writing = None  # after the wait: if Ctrl-C interrupts it, leaving the folder waits again
         return failure
 
-    def _write(self, ready: checkpoint.Packed, written: Future[None]) -> None:
+    def _write_in_background(self, ready: checkpoint.Packed, written: Future[None]) -> None:
         try:
-            self._written(lambda: checkpoint.write(self.checkpoint, ready))
+            self._write_or_explain(lambda: checkpoint.write(self.checkpoint, ready))
             written.set_result(None)
         except BaseException as error:
             written.set_exception(error)
 
-    def finish(self, net: nn.Module, result: dict[str, Any]) -> None:
-        """The network, then the result: with both the run is finished."""
-        self._written(lambda: save(net, self.model))
-        self._written(lambda: write_json(self.result, result))
-        self.tidy()
+    def also(self, place: int) -> Path:
+        """The file of a network that was pruned along with the run's own."""
+        return self.path / f"also-{place}.safetensors"
 
-    def _written(self, act: Callable[[], object]) -> None:
+    def finish(self, net: nn.Module, result: dict[str, Any], also: Sequence[nn.Module] = ()) -> None:
+        """Write the networks, then the result: with both the run is finished."""
+        for place, network in enumerate(also):
+            self._write_or_explain(partial(save, network, self.also(place)))
+        self._write_or_explain(lambda: save(net, self.model))
+        self._write_or_explain(lambda: write_json(self.result, result))
+        self.remove_temporary_files()
+
+    def _write_or_explain(self, act: Callable[[], object]) -> None:
         try:
             act()
         except OSError as error:
@@ -159,7 +168,7 @@ class Folder:
                 if self.checkpoint.exists()
                 else "there is no checkpoint yet"
             )
-            raise OSError(f"{self.path} could not be written to ({error.strerror or error}); {last}") from error
+            raise OSError(f"{self.path} could not be written ({error.strerror or error}); {last}") from error
 
 
 def versions() -> dict[str, str]:

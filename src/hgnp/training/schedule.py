@@ -1,8 +1,8 @@
-"""The learning rate over a run whose length is not known when it starts.
+"""Learning-rate schedules for a run whose length is not known in advance.
 
-How many rounds it takes to reach the target depends on which neurons go. The *position* p goes from 0 to 1 over the run: an
-epoch moves it by (1 − p)/r, r being the epochs that are left by the present estimate. It never goes back, is linear where the
-estimate is right, and is 1 at the end whatever happened, because the number of fine-tuning epochs is known.
+The number of rounds until the target is met depends on which neurons are removed. The *position* p rises from 0 to 1 over the
+run: each epoch adds (1 − p)/r, where r is the current estimate of the epochs left. p never decreases, is linear where the
+estimate is right, and is exactly 1 at the end, because the number of fine-tuning epochs is known.
 """
 
 import math
@@ -14,7 +14,7 @@ ONE_CYCLE_START = 1 / 25
 
 
 def factor(recipe: Recipe, position: float) -> float:
-    """What the peak learning rate is multiplied by."""
+    """The factor on the peak learning rate."""
     if recipe.schedule == "steps":
         return recipe.lr_factor ** sum(position >= step for step in recipe.lr_steps)
     if recipe.schedule == "cosine":
@@ -31,11 +31,12 @@ def _cosine(start: float, end: float, position: float) -> float:
 
 
 def rounds_left(recipe: Recipe, *, left: float, neurons: int, at_start: int) -> int:
-    """Rounds of pruning until `left` (the fraction that the target counts) is down to `recipe.keep`.
+    """Estimated rounds of pruning until `left`, the fraction of the target's quantity, is at most `recipe.keep`.
 
-    Parameters and MACs fall as a power of the neurons, about the second; the power is read off what has gone so far.
+    Parameters and MACs fall as a power of the number of neurons, about the second; the exponent is fitted to the removals so
+    far.
     """
-    if not neurons:  # none is left to go: only a round can find that out
+    if not neurons:  # none is left to remove: the next round ends the pruning
         return 1
     share = neurons / at_start
     power = 1.0 if recipe.target == "neurons" else 2.0

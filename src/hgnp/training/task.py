@@ -1,29 +1,52 @@
-"""What a run is given, and what it shows its user."""
+"""A training task, and the state that callbacks see."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from hgnp.curvature.autodiff.forward import Output
 from hgnp.curvature.losses import Loss
+from hgnp.flatness import Flatness
+from hgnp.pruning import Neurons
 from hgnp.result import Row
 from hgnp.training.data import Batches
 from hgnp.training.evaluate import Metric
 
 
 @dataclass(frozen=True)
-class State:
-    """What `on_epoch` sees."""
+class CallbackState:
+    """What `on_step` and `on_epoch` see. The objects are the run's own: what a callback does to them stays.
+
+    Attributes:
+        epoch: The epoch's number, from 0.
+        step: The step's number within the epoch, from 0; None in `on_epoch`.
+        row: The epoch's row of the history; empty in `on_step`.
+        history: One row per completed epoch.
+        net: The network that is being trained.
+        optimizer: The optimizer of the run.
+        neurons: Its neurons: `neurons.kept`, `neurons.layers`, `neurons.version` and so on.
+        flatness: The penalty's state: `flatness.radius`, `flatness.curvature`, `flatness.block` of the last step. NaN and None
+            for methods without the penalty.
+    """
 
     epoch: int
+    step: int | None
     row: Row
     history: list[Row]
     net: nn.Module
+    optimizer: torch.optim.Optimizer
+    neurons: Neurons
+    flatness: Flatness
+
+
+Callback = Callable[[CallbackState], object]
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be learned, and from what."""
+    """Data, loss and metric of a run. `output` picks the logits from what the network returns."""
 
     train: Batches
     val: Batches | None

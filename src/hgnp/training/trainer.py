@@ -17,7 +17,7 @@ from hgnp.execution.eager import Eager
 from hgnp.execution.graphed import Graphed
 from hgnp.recipe import Recipe
 from hgnp.sam import SAMStep
-from hgnp.training.data import Ahead
+from hgnp.training.data import Prefetcher
 from hgnp.training.task import Task
 
 CHECK_EVERY = 32  # steps; reading the losses waits for the device
@@ -99,11 +99,13 @@ class Trainer:
         rate: Callable[[float], float] | None,
         mu: Callable[[float], float],
         before_step: Callable[[tuple[Any, Any]], None],
+        after_step: Callable[[int], bool],
         show: Callable[[int, float | None], None],
     ) -> EpochStatistics:
-        """One pass over `batches`. `rate` and `mu` are functions of the progress in the epoch, from 0 to 1."""
+        """One pass over `batches`, which ends early once `after_step` returns True. `rate` and `mu` are functions of the progress
+        in the epoch, from 0 to 1."""
         self.net.train()
-        ahead = Ahead(batches)
+        ahead = Prefetcher(batches)
         self.executor.begin_epoch()
         statistics = EpochStatistics()
         start = shown = time.perf_counter()
@@ -118,18 +120,23 @@ class Trainer:
                         group["lr"] = peak * rate(progress)
                 self.state.mu = mu(progress)
                 self.step(batch, statistics)
+                paused = time.perf_counter()
+                stop = after_step(number)
+                start += time.perf_counter() - paused
                 if (number + 1) % CHECK_EVERY == 0:
                     self._check(statistics, epoch)
                 if time.perf_counter() - shown > SHOW_EVERY:
                     shown = time.perf_counter()
                     checked = statistics.checked
                     show(number + 1, float(statistics.losses[checked - 1]) if checked else None)
+                if stop:
+                    break
             self._check(statistics, epoch)
         statistics.seconds = time.perf_counter() - start
         return statistics
 
     @contextmanager
-    def _fetching(self, ahead: Ahead) -> Iterator[None]:
+    def _fetching(self, ahead: Prefetcher) -> Iterator[None]:
         """Batches are fetched before a step waits for the device."""
         self.executor.fetch = ahead.fetch
         try:

@@ -134,7 +134,7 @@ def test_a_limit_is_even_over_classes_and_always_the_same() -> None:
         (lambda: make(crop=-1), "crop: -1 was given; a whole number of at least 0 would do"),
         (lambda: make(3, drop_last=True), "batch: 4 was given for 3 samples, which leaves no batch"),
         (lambda: chosen(torch.arange(5), 6), "limit: 6 was given; None or a whole number from 1 to 5 would do"),
-        (lambda: as_device("gpu"), "device: gpu was given; "),
+        (lambda: as_device("gpu"), "device must be one that PyTorch can use here, got gpu"),
     ],
 )  # fmt: skip
 def test_bad_options(call: object, message: str) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from hgnp.progress import duration
+from hgnp.progress import format_duration
 from hgnp.reporting.paper import verdict
 from hgnp.reporting.paper.found import NEAR, Found, Group, Timing
 from hgnp.reporting.paper.reported import (
@@ -39,7 +39,7 @@ def _trained(claim: Claim, group: Group) -> Row:
         sum(numbers) / len(group.runs)
         for numbers in ([100 * run.rows[-1]["kept"] for run in group.runs], [len(run.rows) for run in group.runs])
     )
-    text = f"{group.seconds:,.0f} s ({duration(group.seconds)}) on {_hardware(group)}; "
+    text = f"{group.seconds:,.0f} s ({format_duration(group.seconds)}) on {_hardware(group)}; "
     text += f"{epochs:.0f} epochs to κ = {ended:.1f} %"
     return Row(claim, text, group.seconds / 3600, None, group.title, group.short)
 

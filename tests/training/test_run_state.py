@@ -1,4 +1,4 @@
-"""The clock of a run, against runs played through with a network whose parameters go as the square of its neurons."""
+"""The state of a run, against simulated runs of a network whose parameters fall as the square of its neurons."""
 
 import itertools
 import math
@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from hgnp import Recipe
-from hgnp.training.plan import Plan
+from hgnp.training.run_state import RunState
 
 START, STEPS = 1000, 7
 
 
 def played(recipe: Recipe) -> tuple[list[int], list[float]]:
     """Epochs left by the plan's estimate, and the position at the end, of every epoch."""
-    plan, neurons = Plan(recipe), START
+    plan, neurons = RunState(recipe), START
     estimates, positions = [], []
 
     def prune() -> None:
@@ -25,7 +25,7 @@ def played(recipe: Recipe) -> tuple[list[int], list[float]]:
             plan.reached = plan.epoch
 
     while True:
-        plan.settle((neurons / START) ** 2)
+        plan.mark_target_met((neurons / START) ** 2)
         if plan.done:
             return estimates, positions
         if plan.round_due:
@@ -67,7 +67,7 @@ def test_estimates_are_right_and_the_position_is_linear(unit: str, anneal: str) 
 
 @pytest.mark.parametrize("neurons", [0, 1])
 @pytest.mark.parametrize("target", ["params", "neurons"])
-def test_where_no_neuron_is_left_to_go_a_run_is_still_estimated(neurons: int, target: str) -> None:
+def test_the_length_of_a_run_without_removable_neurons_is_still_estimated(neurons: int, target: str) -> None:
     """All that is left may be frozen, above the target."""
-    plan = Plan(Recipe(keep=0.1, warmup_epochs=0, finetune_epochs=2, target=target))
+    plan = RunState(Recipe(keep=0.1, warmup_epochs=0, finetune_epochs=2, target=target))
     assert plan.epochs_left(left=0.5, neurons=neurons, at_start=50, steps=None) == 1 + 2
