@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hgnp import __version__
 from hgnp.errors import InputError, InputTypeError, check_renamed
 from hgnp.io.atomic import alone_in, as_json, read_json, sweep, write, write_json
 from hgnp.io.weights import save
@@ -163,8 +164,6 @@ class Folder:
 
 
 def versions() -> dict[str, str]:
-    from hgnp import __version__
-
     return {
         "hgnp": __version__,
         "python": platform.python_version(),
