@@ -15,7 +15,7 @@ from hgnp import __version__
 from hgnp.cli import bench, compare, data, export, paper, presets, report, run, sharpness, study, weights
 from hgnp.errors import DivergedError, HgnpError
 
-BAD_INPUT, STOPPED = 2, 1
+STOPPED, BAD_INPUT = 1, 2
 
 commands = typer.Typer(
     name="hgnp",

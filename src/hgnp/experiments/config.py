@@ -63,24 +63,24 @@ class Config:
     @classmethod
     def from_dict(cls, values: Any, *, where: str, name: str) -> "Config":
         if not isinstance(values, Mapping):
-            raise InputError(f"{where}: {values!r} was given; a mapping with model, data and recipe would do")
+            raise InputError(f"{where} must be a mapping with model, data and recipe, got {values!r}")
         for key in values:
             if key not in KEYS:
                 raise InputError(f"{where}: there is no key {key!r}{meant(key, KEYS)}")
         for key in ("model", "data", "recipe"):
             if values.get(key) is None:
-                raise InputError(f"{where}: {key} is missing; {_EXPECTED[key]} would do")
+                raise InputError(f"{where}: {key} must be {_EXPECTED[key]}, got none")
         given = {key: value for key, value in values.items() if value is not None}
         for key, value in given.items():
             if not _fits(key, value):
-                raise InputError(f"{where}: {key}: {value!r} was given; {_EXPECTED[key]} would do")
+                raise InputError(f"{where}: {key} must be {_EXPECTED[key]}, got {value!r}")
         for method, changes in given.get("methods", {}).items():
             if (
                 not isinstance(changes, Mapping)
                 or list(changes) != ["recipe"]
                 or not isinstance(changes["recipe"], Mapping)
             ):
-                raise InputError(f"{where}: methods.{method}: {changes!r} was given; recipe: {{field: value}} would do")
+                raise InputError(f"{where}: methods.{method} must be recipe: {{field: value}}, got {changes!r}")
         if "protect" in given:
             given["protect"] = tuple(given["protect"])
         return cls(**{"name": name, **given})
@@ -178,13 +178,13 @@ def _set(values: dict[str, Any], path: list[str], value: Any) -> None:
         values[head] = value
         return
     if head not in _MAPPINGS:
-        raise InputError(f"--set: {head} is {_EXPECTED[head]}; it holds no {'.'.join(rest)!r}")
+        raise InputError(f"--set: {head} must be {_EXPECTED[head]}, got {'.'.join(rest)!r} inside it")
     inner = values[head] = dict(values.get(head, {}))
     for depth, part in enumerate(rest[:-1], start=2):
         below = inner.get(part, {})
         if not isinstance(below, Mapping):
             where = ".".join(path[:depth])
-            raise InputError(f"--set: {where} is {below!r}, not a mapping; {where}={{{rest[-1]}: …}} would do")
+            raise InputError(f"--set: {where} must be a mapping, got {below!r}; set {where}={{{rest[-1]}: …}}")
         inner[part] = dict(below)
         inner = inner[part]
     inner[rest[-1]] = value

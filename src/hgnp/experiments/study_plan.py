@@ -111,6 +111,8 @@ class StudyPlan:
         for key in ("name", "about", "baseline", "out"):
             if not isinstance(values.get(key), str | None):
                 raise InputError(f"{where}: {key} must be text, got {values[key]!r}")
+        if "\0" in (values.get("out") or ""):
+            raise InputError(f"{where}: out must be the path of a folder, got {values['out']!r}")
         given = values["networks"]
         networks = given if isinstance(given, list) else [given]
         plan = cls(
