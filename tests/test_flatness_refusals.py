@@ -50,7 +50,7 @@ def test_what_gauss_newton_cannot_follow_is_refused_by_layer_and_the_hessian_rou
         ({"loss": None}, "loss: None was given; a function would do"),
         ({"output": "logits"}, "output: 'logits' was given; a function would do"),
         ({"curvature": "kfac"}, "curvature: 'kfac' was given; one of 'ggn', 'hessian'"),
-        ({"norm": "batch"}, "Flatness: norm was removed: BatchNorm is always .*; leave it out"),
+        ({"norm": "batch"}, "Flatness: norm was removed: BatchNorm is always .*; omit it"),
         ({"flatness": "mine"}, "flatness: 'mine'"),
         ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "reduction='sum'"),
         ({"loss": F.l1_loss, "curvature": "ggn"}, "curvature='hessian'"),

@@ -56,7 +56,7 @@ def check_renamed(names: Iterable[object], known: Collection[str], where: str) -
     """Refuses a former name of one of the options that are known here, and an option that is no more."""
     for name in names:
         if name in REMOVED and name not in known:
-            raise InputError(f"{where}: {name} was removed: {REMOVED[str(name)]}; leave it out")
+            raise InputError(f"{where}: {name} was removed: {REMOVED[str(name)]}; omit it")
         if RENAMED.get(str(name)) in known:
             raise InputError(f"{where}: {name} is now called {RENAMED[str(name)]}; rename it")
 

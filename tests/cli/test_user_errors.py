@@ -158,7 +158,7 @@ def test_ctrl_c_before_the_run_starts(capsys: pytest.CaptureFixture[str]) -> Non
 )
 def test_an_error_of_the_file_system(name: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     number = getattr(errno, name)
-    train = "class Train:\n    def __iter__(self):\n        raise OSError(%d, 'as found')\n" % number
+    train = f"class Train:\n    def __iter__(self):\n        raise OSError({number}, 'as found')\n"
     Path("mine.py").write_text(f"{train}def data(batch):\n    return Train(), None\n")
     assert call("run", "ok.yaml", "--set", "data=mine:data") == code
     line = one_line(capsys)

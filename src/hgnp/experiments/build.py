@@ -96,7 +96,7 @@ def network(config: Config) -> nn.Module:
     _check_args("model_args", model, config.model_args)
     net = _make("model", model, **config.model_args)
     if not isinstance(net, nn.Module):
-        raise InputError(f"model: {config.model} makes a {type(net).__name__}; an nn.Module would do")
+        raise InputError(f"model must return an nn.Module, got a {type(net).__name__} from {config.model}")
     return net
 
 
@@ -104,14 +104,14 @@ def find(key: str, path: str) -> Any:
     """What an import path names."""
     module_name, colon, name = path.partition(":")
     if not colon or not module_name or not name or module_name.startswith("."):
-        raise InputError(f"{key}: {path!r} was given; an import path such as package.module:name would do")
+        raise InputError(f"{key} must be an import path such as package.module:name, got {path!r}")
     try:
         found = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise InputError(f"{key}: {module_name} needs the module {error.name}, which is not installed") from error
-        raise InputError(f"{key}: there is no module {error.name} for {path!r}; it is looked for in the current folder, "
-                         "beside the configuration and among installed packages") from error  # fmt: skip
+        raise InputError(f"{key}: there is no module {error.name} for {path!r}; modules are searched in the current "
+                         "folder, beside the configuration and among installed packages") from error  # fmt: skip
     except SyntaxError as error:
         raise InputError(f"{key}: {error.filename} line {error.lineno} is not Python: {error.msg}") from error
     for part in name.split("."):
@@ -120,7 +120,7 @@ def find(key: str, path: str) -> Any:
             raise InputError(f"{key}: {module_name} has no {name!r}{meant(part, known) if known else ''}")
         found = getattr(found, part)
     if not callable(found):
-        raise InputError(f"{key}: {path} is a {type(found).__name__}; something that can be called would do")
+        raise InputError(f"{key} must be callable, got {path}, a {type(found).__name__}")
     return found
 
 
@@ -152,7 +152,7 @@ def _options(config: Config) -> dict[str, Any]:
             options[key] = partial(_make, key, maker, **args)
     for key in ("loss", "optimizer", "scheduler"):
         if not getattr(config, key) and getattr(config, f"{key}_args"):
-            raise InputError(f"{key}_args: they were given without {key}; an import path as {key} would do")
+            raise InputError(f"{key}_args must come with {key}, got them alone; set {key} to an import path")
     return options
 
 
@@ -175,14 +175,14 @@ def _check_args(key: str, maker: Callable[..., Any], args: Mapping[str, Any], be
     if not any(each.kind == each.VAR_KEYWORD for each in parameters):
         for name in args:
             if (key, name) == ("data_args", "folder") and name not in known:
-                raise InputError(f"--data: {_title(maker)} takes no folder; leave it out")
+                raise InputError(f"--data: {_title(maker)} takes no folder; omit --data")
             if name not in known:
                 what = meant(name, known) if known else "; it takes none"
                 raise InputError(f"{key}: {_title(maker)} takes no {name!r}{what}")
     for each in named:
         if each.default is each.empty and each.name not in args:
             how = "--data DIR" if (key, each.name) == ("data_args", "folder") else f"--set {key}.{each.name}=…"
-            raise InputError(f"{key}: {_title(maker)} needs {each.name!r}; {how} gives it")
+            raise InputError(f"{key}: {_title(maker)} needs {each.name!r}; pass {how}")
 
 
 def _make(key: str, maker: Callable[..., Any], /, *before: Any, **args: Any) -> Any:
@@ -206,7 +206,7 @@ def _pair(name: str, made: Any) -> tuple[Any, Any]:
     if isinstance(made, tuple | list) and len(made) == 2:
         return made[0], made[1]
     raise InputError(
-        f"data: {name} returns a {type(made).__name__}; (train, val) or an object with .train and .val would do"
+        f"data must return (train, val) or an object with .train and .val, got a {type(made).__name__} from {name}"
     )
 
 

@@ -21,7 +21,7 @@ def effective(
     elif Path(what).is_file():
         config = read(Path(what))
     elif what.endswith((".yaml", ".yml")):
-        raise FileNotFoundError(f"{what}: there is no such file")
+        raise FileNotFoundError(f"{what}: no such file")
     else:
         raise InputError(f"{what!r} is neither a file nor a preset{meant(what, presets.names())}")
     if method is not None:

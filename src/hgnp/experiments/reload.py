@@ -20,7 +20,7 @@ def config_of(folder: Path) -> Config:
         file = folder.resolve().parents[1] / "config.yaml"
     if not file.is_file():
         raise FileNotFoundError(
-            f"{folder}: it has no config.yaml, which says how to make its network; hgnp run writes one"
+            f"{folder} must have a config.yaml, which defines its network, got none; hgnp run writes one"
         )
     config = read(file)
     make_importable(config)
@@ -30,7 +30,7 @@ def config_of(folder: Path) -> Config:
 def pruned(folder: Path, net: nn.Module) -> nn.Module:
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(
-            f"{folder}: the run is not finished, so there is no pruned network; --resume finishes it"
+            f"{folder} must be a finished run, got one without model.safetensors; hgnp run … --resume finishes it"
         )
     return load(folder, net)
 
@@ -46,7 +46,7 @@ def sample(folder: Path) -> tuple[Tensor, ...]:
     known = runs.read(folder).info.get("input")
     if not known:
         raise InputError(
-            f"{folder}: its inputs are not tensors by position, so none can be made up; use hgnp in Python"
+            f"{folder} must be a run of a network with positional tensor inputs, got another; use hgnp from Python"
         )
     return tuple(_random(each["shape"], getattr(torch, each["dtype"])) for each in known)
 

@@ -79,8 +79,8 @@ class PlannedRun:
         if found is not None:
             key, now, before = found
             raise InputError(
-                f"{folder} must have been run with {key}={now!r} as the study has it, got {before!r}; "
-                f"choose another --out, or move it away to run it anew"
+                f"{folder} must have been run with {key}={now!r} as in the study, got {before!r}; "
+                f"choose another --out, or move the folder away to run it again"
             )
         return "finished" if (folder / "result.json").exists() else "unfinished"
 
@@ -107,7 +107,7 @@ class StudyPlan:
         _known(values, KEYS, where)
         for key in ("networks", "methods"):
             if not values.get(key):
-                raise InputError(f"{where}: {key} is missing; such as {_EXAMPLES[key]}")
+                raise InputError(f"{where}: {key} must be given, got none; for example {_EXAMPLES[key]}")
         for key in ("name", "about", "baseline", "out"):
             if not isinstance(values.get(key), str | None):
                 raise InputError(f"{where}: {key} must be text, got {values[key]!r}")

@@ -72,10 +72,10 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 def check_place(path: Path) -> None:
     """ValueError unless a file can be made at `path`, with the folders above it, as far as names go."""
     if path.is_dir():
-        raise InputError(f"path: {str(path)!r} is a folder; the name of a file would do")
+        raise InputError(f"path must be a file, got the folder {str(path)!r}")
     for above in path.parents:
         if above.is_file():
-            raise InputError(f"path: {str(above)!r} is a file where a folder is wanted; another name would do")
+            raise InputError(f"path must be below folders, got the file {str(above)!r} among them; choose another path")
 
 
 def sweep(path: Path, *, older_than: float) -> None:

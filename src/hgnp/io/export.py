@@ -29,14 +29,14 @@ from hgnp.pruning.layers import as_inputs
 from hgnp.pruning.validation import refuse
 
 OPSET = 18
-KINDS = {".onnx": "onnx", ".pt2": "torch.export"}
+FORMATS = {".onnx": "onnx", ".pt2": "torch.export"}
 TRACED = 2  # rows while recording: torch.export takes a single row for a constant
 CHECKED = (1, 3, 5)  # rows while checking: two of them that the example does not have
 TOLERANCE = 1e-4
 HALF_TOLERANCE = 1e-2
 FIXED = (
-    "net can be exported for one batch size only, as its forward fixes the number of rows; "
-    "sizes taken from the input (x.shape[0], x.flatten(1)) would do"
+    "net must accept any batch size, got a forward that fixes the number of rows; "
+    "take sizes from the input (x.shape[0], x.flatten(1))"
 )
 
 
@@ -64,10 +64,10 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
     difference is above 1e-4 (1e-2 in half precision), ValueError says so and `path` is as it was. `net` is left as found.
     """
     path = Path(path)
-    if path.name in KINDS:
-        raise InputError(f"path: {str(path)!r} was given, without a name before the dot; net{path.name} would do")
-    if path.suffix not in KINDS:
-        raise InputError(f"path: {str(path)!r} was given; a name that ends in {' or '.join(KINDS)} would do")
+    if path.name in FORMATS:
+        raise InputError(f"path must have a name before {path.name}, got {str(path)!r}; for example net{path.name}")
+    if path.suffix not in FORMATS:
+        raise InputError(f"path must end in {' or '.join(FORMATS)}, got {str(path)!r}")
     check_place(path)
     refuse(net)
     inputs, arguments = _bound(net, as_inputs(example_input))
@@ -80,7 +80,7 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
     traced = _drawn(inputs, rows, TRACED, device)
     example = tree_map(lambda leaf: leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf, inputs)
     if not _run(subject, example, "net cannot run on example_input"):  # a copy: some networks write into their input
-        raise InputError("net returns no tensors that could be compared; a forward that returns tensors would do")
+        raise InputError("net must return at least one tensor, got none")
     _run(subject, traced, FIXED)
     with whole(path) as draft, _known_noise():
         batch = torch.export.Dim("batch")
@@ -95,7 +95,7 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
             draft.write_bytes(content.getvalue())
             call = torch.export.load(draft).module()
         error, difference = _checked(subject, call, inputs, rows, device)
-    return Exported(path, KINDS[path.suffix], OPSET if to_onnx else None, error, difference, path.stat().st_size)
+    return Exported(path, FORMATS[path.suffix], OPSET if to_onnx else None, error, difference, path.stat().st_size)
 
 
 def onnx_session(path: Path, *, threads: int = 0) -> Any:
@@ -123,14 +123,14 @@ def run_onnx(session: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _need_onnx() -> None:
     missing = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingPackageError(f"ONNX needs {', '.join(missing)}, not installed here: pip install 'hgnp[onnx]'")
+        raise MissingPackageError(f"ONNX export needs {', '.join(missing)}; pip install 'hgnp[onnx]'")
 
 
 def _duplicate(net: nn.Module, to_onnx: bool) -> nn.Module:
     """A copy to record, so that modes and buffers of `net` stay. ONNX is recorded and compared on the CPU, where it runs."""
     for name, tensor in net.named_parameters():
         if to_onnx and tensor.dtype == torch.bfloat16:
-            raise InputError(f"net: {name} is bfloat16, which ONNX Runtime cannot run on a CPU; net.float() would do")
+            raise InputError(f"net must not be bfloat16 for ONNX Runtime on a CPU, got {name}; call net.float() first")
     try:
         subject = copy.deepcopy(net).eval()
     except Exception as error:
@@ -142,7 +142,7 @@ def _rows(inputs: Inputs) -> int:
     for leaf in tree_leaves(inputs):
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.numel() > 0:
             return leaf.shape[0]
-    raise InputError("example_input: it has no tensor with a batch dimension; a batch of one sample or more would do")
+    raise InputError("example_input must have a tensor with a batch dimension of at least 1, got none")
 
 
 def _batched(leaf: Any, rows: int) -> bool:
@@ -157,12 +157,12 @@ def _bound(net: nn.Module, inputs: Inputs) -> tuple[Inputs, dict[str, Any]]:
     try:
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
-        raise InputError(f"example_input does not fit {forward}: {error}") from None
+        raise InputError(f"example_input must match the signature of {forward}, got another: {error}") from None
     for name in bound:
         if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
             raise InputError(
-                f"example_input: {forward} takes {', '.join(bound[name])} through **{name}, where torch.export cannot free "
-                "the batch; parameters of those names would do"
+                f"{forward} must name its inputs, got {', '.join(bound[name])} through **{name}, for which torch.export has no "
+                "dynamic batch size; declare them as parameters"
             )
     return (args, {name: kwargs[name] for name in [*bound, *kwargs] if name in kwargs}), dict(bound)
 

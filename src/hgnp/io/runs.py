@@ -24,9 +24,9 @@ NUMBERS = (
     "seconds",
     "train_seconds",
 )
-KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
+FIELD_TYPES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a number": (int | float, NUMBERS),
-    "a text": (str, ("phase",)),
+    "a string": (str, ("phase",)),
     "an object": (dict, ("blocks", "widths")),
 }
 Row = Mapping[str, Any]
@@ -123,15 +123,15 @@ def read(folder: str | os.PathLike[str]) -> Run:
     """The run in `folder`. FileNotFoundError for a folder that holds none, ValueError for one that is damaged or too new."""
     folder = Path(folder)
     if not (folder / "run.json").is_file():
-        what = "there is no run.json in it" if folder.is_dir() else "there is no such folder"
-        raise FileNotFoundError(f"{folder} is not a run: {what}; a folder written by hgnp run or hgnp.prune would do")
+        what = "one without run.json" if folder.is_dir() else "no such folder"
+        raise FileNotFoundError(f"{folder} must be a run folder of hgnp run or hgnp.prune, got {what}")
     info = _object(folder / "run.json")
     version = info.get("format")
     if not isinstance(version, int):
-        raise InputError(f"{folder / 'run.json'}: format is {version!r}; a whole number was expected")
+        raise InputError(f"{folder / 'run.json'}: format must be a whole number, got {version!r}")
     if version > FORMAT:
         raise InputError(
-            f"{folder / 'run.json'}: format {version} was written by a newer hgnp; this one reads up to {FORMAT}"
+            f"{folder / 'run.json'}: format must be at most {FORMAT}, got {version}, which a newer hgnp wrote; upgrade hgnp"
         )
     for key, kind in (("method", str), ("recipe", dict), ("at_start", dict)):
         if not isinstance(info.get(key), kind):
@@ -158,15 +158,17 @@ def _rows(file: Path) -> tuple[Row, ...]:
     for number, line in enumerate(_text(file).splitlines(), start=1):
         where = f"{file} line {number}"
         row = _parse(line, where)
-        for expected, (kind, keys) in KINDS.items():
+        for expected, (kind, keys) in FIELD_TYPES.items():
             for key in keys:
                 if row.get(key) is not None and not isinstance(row[key], kind):
-                    raise InputError(f"{where}: {key} is {row[key]!r}; {expected} was expected")
+                    raise InputError(f"{where}: {key} must be {expected}, got {row[key]!r}")
         for key in ("epoch", "kept", "phase"):
             if row.get(key) is None:
-                raise InputError(f"{where}: {key} is missing")
+                raise InputError(f"{where}: {key} must be present, got none")
         if rows and row["epoch"] <= rows[-1]["epoch"]:
-            raise InputError(f"{where}: epoch {row['epoch']} follows epoch {rows[-1]['epoch']}")
+            raise InputError(
+                f"{where}: epoch must be above {rows[-1]['epoch']}, the epoch of the line before, got {row['epoch']}"
+            )
         rows.append(row)
     return tuple(rows)
 
@@ -189,5 +191,5 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "too deeply nested"
         raise InputError(f"{where} is damaged: not JSON ({reason})") from error
     if not isinstance(value, dict):
-        raise InputError(f"{where} is damaged: an object was expected, not {type(value).__name__}")
+        raise InputError(f"{where} is damaged: it must be an object, got {type(value).__name__}")
     return value

@@ -51,14 +51,16 @@ def described(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for name, module in net.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise InputTypeError(
-                f"layer {name!r} ({type(module).__name__}) keeps extra state, which cannot be saved without pickle"
+                f"layer {name!r} ({type(module).__name__}) must have no extra state, which only pickle could save, got get_extra_state"
             )
     tensors = {name: tensor.detach() for name, tensor in tensors_of(net).items()}
     for name, tensor in tensors.items():
         if tensor.dtype == torch.complex128:
-            raise InputTypeError(f"{name} is {tensor.dtype}, which safetensors cannot hold; complex64 would do")
+            raise InputTypeError(
+                f"{name} must have a dtype that safetensors supports, got {tensor.dtype}; convert it to complex64"
+            )
         if tensor.is_meta:
-            raise InputError(f"{name} is on meta, which has no numbers to save; a CPU or a GPU would do")
+            raise InputError(f"{name} must be on a device with data, got meta; move net to a CPU or a GPU and fill it")
     about: dict[str, Any] = {
         "format": FORMAT,
         "class": type(net).__qualname__,
@@ -118,7 +120,7 @@ def _file(path: str | os.PathLike[str]) -> Path:
 
 def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if "hgnp" not in metadata:
-        raise InputError("not written by hgnp.save: it has no widths")
+        raise InputError("not written by hgnp.save: it has no metadata of hgnp")
     try:
         about = json.loads(metadata["hgnp"])
     except (ValueError, RecursionError):
@@ -126,7 +128,9 @@ def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict
     if not isinstance(about, dict) or not isinstance(about.get("format"), int):
         raise InputError("its description is damaged")
     if about["format"] > FORMAT:
-        raise InputError(f"written in format {about['format']} by a newer hgnp; this one reads up to {FORMAT}")
+        raise InputError(
+            f"format must be at most {FORMAT}, got {about['format']}, which a newer hgnp wrote; upgrade hgnp"
+        )
     expected = about.pop("sha256", None)
     if expected != digest(tensors, about):
         raise InputError("damaged: its content does not match its checksum")
@@ -146,7 +150,7 @@ def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict
 
 def _fits(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> None:
     if about["class"] != type(net).__qualname__:
-        raise InputError(f"holds a {about['class']}, not a {type(net).__qualname__}")
+        raise InputError(f"net must be a {about['class']}, got a {type(net).__qualname__}")
     here = {name: type(module).__qualname__ for name, module in net.named_modules()}
     there = {name: kind for name, (kind, _) in about["modules"].items()}
     for name in [*here, *there]:
@@ -158,7 +162,7 @@ def _fits(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Modul
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
                 raise InputError(
-                    f"{key} of layer {name!r} is on meta and never saved, as it is no buffer; a buffer would do"
+                    f"{key} of layer {name!r} must be a buffer to be loaded onto meta, got a plain tensor; register it as a buffer"
                 )
     mine = tensors_of(net)
     for name in [*mine, *tensors]:
@@ -167,7 +171,7 @@ def _fits(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Modul
         theirs, ours = tuple(tensors[name].shape), tuple(mine[name].shape)
         if len(theirs) != len(ours) or any(a > b for a, b in zip(theirs, ours, strict=True)):
             raise InputError(
-                f"{name} is {theirs} in the file and cannot be cut from {ours}; net must be a fresh instance"
+                f"{name} is {theirs} in the file and cannot be cut from {ours}; pass a fresh, unpruned instance"
             )
         if tensors[name].dtype.is_floating_point != mine[name].dtype.is_floating_point:
             raise InputError(f"{name} is {tensors[name].dtype} in the file, {mine[name].dtype} in net")

@@ -129,16 +129,16 @@ def test_a_limit_is_even_over_classes_and_always_the_same() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: make(batch=0), "batch: 0 was given; a whole number of at least 1 would do"),
-        (lambda: make(batch=2.0), "batch: 2.0 was given; a whole number of at least 1 would do"),
-        (lambda: make(crop=-1), "crop: -1 was given; a whole number of at least 0 would do"),
-        (lambda: make(3, drop_last=True), "batch: 4 was given for 3 samples, which leaves no batch"),
-        (lambda: chosen(torch.arange(5), 6), "limit: 6 was given; None or a whole number from 1 to 5 would do"),
-        (lambda: as_device("gpu"), "device: gpu was given; "),
+        (lambda: make(batch=0), "batch must be a whole number ≥ 1, got 0"),
+        (lambda: make(batch=2.0), "batch must be a whole number ≥ 1, got 2.0"),
+        (lambda: make(crop=-1), "crop must be a whole number ≥ 0, got -1"),
+        (lambda: make(3, drop_last=True), "batch must leave at least one batch of 3 samples, got 4"),
+        (lambda: chosen(torch.arange(5), 6), "limit must be None or a whole number from 1 to 5, got 6"),
+        (lambda: as_device("gpu"), "device"),
     ],
 )  # fmt: skip
 def test_bad_options(call: object, message: str) -> None:
-    with pytest.raises(ValueError, match="was given") as caught:
+    with pytest.raises(ValueError, match="must|device") as caught:
         call()  # type: ignore[operator]
     assert str(caught.value).startswith(message)
 

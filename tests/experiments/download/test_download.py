@@ -271,7 +271,7 @@ def test_what_a_killed_call_left_is_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["cifar", "d"], "there is no data set 'cifar'; did you mean cifar10?"),
+        (["cifar", "d"], "got 'cifar'; did you mean cifar10?"),
         (["cifar10"], "Missing argument 'DIR'"),
         (["cifar10", "file"], "file must be a folder, but is a file"),
         (["cifar10", "file/below"], "file/below could not be written: Not a directory"),

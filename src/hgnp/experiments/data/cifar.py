@@ -62,8 +62,8 @@ def _layout(folder: Path) -> tuple[Path, str]:
             if any((home / f"{file}{ending}").is_file() for file in (*TRAIN, TEST)):
                 return home, ending
     raise FileNotFoundError(
-        f"{folder}: no CIFAR-10 here; data_batch_1.bin … data_batch_5.bin and test_batch.bin were expected, or the same files "
-        f"without .bin, here or in {LAYOUTS[0][0]} or {LAYOUTS[1][0]}"
+        f"{folder} must hold data_batch_1.bin … data_batch_5.bin and test_batch.bin, or the same files without .bin, itself or "
+        f"in {LAYOUTS[0][0]} or {LAYOUTS[1][0]}, got none; hgnp data cifar10 DIR downloads them"
     )
 
 
@@ -74,7 +74,7 @@ def _read_binary(file: Path) -> tuple[Tensor, Tensor]:
     size, record = file.stat().st_size, 1 + PIXELS
     if size == 0 or size % record:
         raise InputError(
-            f"{file}: {size:,} bytes; a multiple of {record:,} was expected, 30,730,000 in the official file"
+            f"{file} must have a multiple of {record:,} bytes (30,730,000 in the official file), got {size:,}"
         )
     rows = torch.from_numpy(np.fromfile(file, dtype=np.uint8)).view(-1, record)
     return _checked(file, rows[:, 1:], rows[:, 0].long())
@@ -90,5 +90,5 @@ def _read_python(file: Path) -> tuple[Tensor, Tensor]:
 def _checked(file: Path, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if int(labels.max()) > 9 or int(labels.min()) < 0:
         wrong = int(labels[(labels > 9) | (labels < 0)][0])
-        raise InputError(f"{file}: a label is {wrong}; 0 to 9 were expected, so this is damaged or not CIFAR-10")
+        raise InputError(f"{file}: labels must be from 0 to 9, got {wrong}; the file is damaged or not CIFAR-10")
     return rows.reshape(-1, 3, 32, 32), labels

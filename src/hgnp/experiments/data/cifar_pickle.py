@@ -16,7 +16,7 @@ def read_batch(file: Path, pixels: int) -> tuple[npt.NDArray[np.uint8], list[int
     """The rows of `pixels` bytes and the labels of one official file."""
     size = file.stat().st_size
     if size > LARGEST:
-        raise InputError(f"{file}: {size:,} bytes; an official CIFAR-10 file has about 31,000,000")
+        raise InputError(f"{file} must have about 31,000,000 bytes, as the official CIFAR-10 files, got {size:,}")
     try:
         found = values(file.read_bytes(), (ARRAY, KIND, MAKE), "official CIFAR-10 file")
     except RefusedError as error:

@@ -34,11 +34,11 @@ def decode(file: Path, side: int, *, resize: bool = True) -> Pixels:
                 picture = picture.crop((left, top, left + side, top + side))
             square = ImageOps.fit(picture, (side, side), Image.Resampling.BILINEAR)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{file}: no such picture") from None
+        raise FileNotFoundError(f"{file}: no such image") from None
     # the exceptions of Pillow's decoders are many
     except Exception as error:
         reason = " ".join(str(error).replace(str(file), "the file").split()) or type(error).__name__
-        raise OSError(f"{file}: not a readable picture ({reason}); is it complete?") from None
+        raise OSError(f"{file}: not a readable image ({reason}); check that it is complete") from None
     return np.asarray(square).transpose(2, 0, 1)
 
 
@@ -52,7 +52,7 @@ def decode_all(files: Sequence[Path], side: int, *, workers: int, resize: bool =
     console = Console(stderr=True)
     with ThreadPoolExecutor(workers) as pool:
         done = pool.map(fill, range(len(files)))
-        title = f"reading {len(files):,} pictures"
+        title = f"decoding {len(files):,} images"
         for _ in track(done, title, len(files), console=console, transient=True, disable=not sys.stderr.isatty()):
             pass
     return pixels
@@ -73,7 +73,10 @@ def decoded(files: Sequence[Path], side: int, *, name: str, workers: int, cache:
     try:
         _write(kept, pixels)
     except OSError as error:
-        warnings.warn(f"{kept}: the decoded pictures could not be kept ({error}); cache=False says so", stacklevel=2)
+        warnings.warn(
+            f"{kept}: the decoded images could not be cached ({error}); pass cache=False to skip the cache",
+            stacklevel=2,
+        )
     return pixels
 
 

@@ -36,9 +36,9 @@ def flowers102(
     for name, numbers in ids.items():
         if numbers.min() < 1 or numbers.max() > len(labels):
             low, high = numbers.min(), numbers.max()
-            raise InputError(f"{home / 'setid.mat'}: {name} has {low} to {high}; 1 to {len(labels)} were expected")
+            raise InputError(f"{home / 'setid.mat'}: {name} must be from 1 to {len(labels)}, got {low} to {high}")
     if labels.min() < 1:
-        raise InputError(f"{home / 'imagelabels.mat'}: a label is {labels.min()}; they are expected to start at 1")
+        raise InputError(f"{home / 'imagelabels.mat'}: labels must start at 1, got {labels.min()}")
 
     def of(numbers: np.ndarray) -> Files:
         files = [home / "jpg" / f"image_{number:05}.jpg" for number in numbers]

@@ -33,7 +33,7 @@ def image_folder(
     classes = _classes(home / "train")
     extra = [name for name in _classes(home / "val") if name not in classes]
     if extra:
-        raise InputError(f"{home / 'val' / extra[0]}: a class that is not in {home / 'train'}")
+        raise InputError(f"{home / 'val'} must have the classes of {home / 'train'}, got also {extra[0]}")
 
     def of(part: str) -> Files:
         files, labels = [], []
@@ -42,11 +42,11 @@ def image_folder(
             found = sorted(inside.iterdir()) if inside.is_dir() else []
             pictures = [file for file in found if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
             if part == "train" and not pictures:
-                raise InputError(f"{inside}: no pictures; {', '.join(sorted(ENDINGS))} would do")
+                raise InputError(f"{inside} must hold images ({', '.join(sorted(ENDINGS))}), got none")
             files += pictures
             labels += [label] * len(pictures)
         if not files:
-            raise InputError(f"{home / part}: no pictures; {', '.join(sorted(ENDINGS))} would do")
+            raise InputError(f"{home / part} must hold images ({', '.join(sorted(ENDINGS))}), got none")
         return Files(files, torch.tensor(labels))
 
     return from_files(
@@ -58,10 +58,8 @@ def image_folder(
 
 def _classes(part: Path) -> list[str]:
     if not part.is_dir():
-        raise FileNotFoundError(
-            f"{part}: no such folder; one with a folder for each class was expected, in train/ and in val/"
-        )
+        raise FileNotFoundError(f"{part} must be a folder with one folder per class, got no such folder")
     names = sorted(inside.name for inside in part.iterdir() if inside.is_dir() and not inside.name.startswith("."))
     if not names:
-        raise InputError(f"{part}: no folders in it; one for each class was expected")
+        raise InputError(f"{part} must have one folder per class, got none")
     return names

@@ -48,7 +48,7 @@ def from_files(
         workers = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     for field, value in (("side", side), ("batch", batch), ("memory", memory), ("workers", workers)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(f"{field}: {value!r} was given; a whole number of at least 1 would do")
+            raise InputError(f"{field} must be a whole number ≥ 1, got {value!r}")
     keep = chosen(train.labels, limit)
     train = Files([train.files[number] for number in keep.tolist()], train.labels[keep])
     every = [*train.files, *val.files]
@@ -83,5 +83,5 @@ def _all_there(title: str, files: Sequence[Path]) -> None:
     missing = [file for file in files if not file.is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{missing[0]}: {len(missing):,} of the {len(files):,} pictures of {title} are missing, this first"
+            f"{missing[0]}: missing, the first of {len(missing):,} missing images of {title}, which has {len(files):,}"
         )

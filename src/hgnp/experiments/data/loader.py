@@ -70,7 +70,7 @@ class Loader:
     ) -> None:
         for field, value, least in (("batch", batch, 1), ("crop", crop, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InputError(f"{field}: {value!r} was given; a whole number of at least {least} would do")
+                raise InputError(f"{field} must be a whole number ≥ {least}, got {value!r}")
         self.source, self.batch = source, batch
         self.shuffle, self.flip, self.crop = shuffle, flip, crop
         deviation = torch.tensor(std, device=device).view(-1, 1, 1)
@@ -79,7 +79,7 @@ class Loader:
         left = source.samples % batch
         self.samples = source.samples - (left if drop_last or (shuffle and left == 1) else 0)
         if self.samples == 0:
-            raise InputError(f"batch: {batch} was given for {source.samples} samples, which leaves no batch")
+            raise InputError(f"batch must leave at least one batch of {source.samples} samples, got {batch}")
 
     def __len__(self) -> int:
         return -(-self.samples // self.batch)
@@ -141,7 +141,7 @@ def chosen(labels: Tensor, limit: int | None) -> Tensor:
     if limit is None:
         return torch.arange(len(labels))
     if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= len(labels):
-        raise InputError(f"limit: {limit!r} was given; None or a whole number from 1 to {len(labels)} would do")
+        raise InputError(f"limit must be None or a whole number from 1 to {len(labels)}, got {limit!r}")
     mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     mixed = mixed[labels[mixed].argsort(stable=True)]  # class by class
     counts = labels.bincount()

@@ -1,7 +1,7 @@
 """Published weights (.pth) as safetensors, without unpickling them.
 
 `torch.save` writes a pickle that describes the tensors, and their storages as raw bytes: since PyTorch 1.6 as records of a
-zip file, before that one after the other behind several pickles. The pickle is interpreted by `experiments.opcodes`, which
+zip file, before that one after the other behind several pickles. The pickle is interpreted by `experiments.pickle_reader`, which
 calls nothing; only what a state dict consists of is accepted.
 """
 
@@ -101,7 +101,7 @@ def convert(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Conv
     """
     file, path = Path(source), Path(out)
     if path.suffix != ".safetensors":
-        raise InputError(f"the output must be named *.safetensors, got {str(path)!r}")
+        raise InputError(f"OUT must end in .safetensors, got {str(path)!r}")
     check_place(path)
     tensors = read_state_dict(file)
     with file.open("rb") as stream:
@@ -114,7 +114,7 @@ def convert(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Conv
 def read_state_dict(file: Path) -> dict[str, Tensor]:
     """The tensors of a state dict that `torch.save` wrote, each in a memory of its own."""
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file; a .pth file of weights was expected")
+        raise FileNotFoundError(f"{file}: no such file; pass a .pth file of weights")
     with file.open("rb") as stream:
         try:
             read = _read_zip if stream.read(4) == b"PK\x03\x04" else _read_legacy

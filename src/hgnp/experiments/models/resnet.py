@@ -16,7 +16,7 @@ class ResNet18(nn.Module):
     def __init__(self, num_classes: int = 10, *, stem: str = "cifar") -> None:
         super().__init__()
         if stem not in ("cifar", "imagenet"):
-            raise InputError(f"stem: {stem!r} was given; 'cifar' or 'imagenet' would do")
+            raise InputError(f"stem must be 'cifar' or 'imagenet', got {stem!r}")
         small = stem == "cifar"
         self.conv1 = nn.Conv2d(
             3, 64, 3 if small else 7, stride=1 if small else 2, padding=1 if small else 3, bias=False

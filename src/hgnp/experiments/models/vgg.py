@@ -17,7 +17,7 @@ class VGG16(nn.Module):
     def __init__(self, num_classes: int = 10, *, form: str = "cifar", dropout: float = 0.5) -> None:
         super().__init__()
         if form not in ("cifar", "imagenet"):
-            raise InputError(f"form: {form!r} was given; 'cifar' or 'imagenet' would do")
+            raise InputError(f"form must be 'cifar' or 'imagenet', got {form!r}")
         layers: list[nn.Module] = []
         width = 3
         for stage in STAGES:

@@ -185,10 +185,10 @@ def test_a_damaged_picture_is_named(made: tuple[Path, Callable[..., Data]]) -> N
     whole = file.read_bytes()
     for content in (whole[: len(whole) // 2], b"", b"no picture"):
         file.write_bytes(content)
-        with pytest.raises(OSError, match=rf"{file.name}: not a readable picture .*is it complete\?") as caught:
+        with pytest.raises(OSError, match=rf"{file.name}: not a readable image .*check that it is complete") as caught:
             read(folder, batch=2, side=SIDE)
         assert "\n" not in str(caught.value)
-    with pytest.raises(OSError, match=rf"{file.name}: not a readable picture") as caught:
+    with pytest.raises(OSError, match=rf"{file.name}: not a readable image") as caught:
         [list(loader) for data in [read(folder, batch=1, side=SIDE, memory=1)] for loader in (data.train, data.val)]
     assert "\n" not in str(caught.value)
 
@@ -196,7 +196,9 @@ def test_a_damaged_picture_is_named(made: tuple[Path, Callable[..., Data]]) -> N
 def test_missing_files_are_named(tmp_path: Path) -> None:
     home = flowers(tmp_path / "flowers")
     (home / "jpg" / "image_00005.jpg").unlink()
-    with pytest.raises(FileNotFoundError, match=r"image_00005.jpg: 1 of the 10 pictures of Flowers-102 are missing"):
+    with pytest.raises(
+        FileNotFoundError, match=r"image_00005.jpg: missing, the first of 1 missing images of Flowers-102, which has 10"
+    ):
         flowers102(home, batch=2)
     (home / "setid.mat").write_bytes((home / "setid.mat").read_bytes()[:150])
     with pytest.raises(ValueError, match=r"setid.mat: damaged, or without whole numbers named 'trnid'"):
@@ -206,23 +208,25 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         flowers102(home, batch=2)
     home = cub(tmp_path / "cub")
     (home / "image_class_labels.txt").write_text("1 1\n2 x\n")
-    with pytest.raises(ValueError, match=r"image_class_labels.txt: picture 2 has 'x'; a whole number was expected"):
+    with pytest.raises(
+        ValueError, match=r"image_class_labels.txt: the value of image 2 must be a whole number, got 'x'"
+    ):
         cub200(home, batch=2)
     (home / "images.txt").write_text("1 a.jpg\nb.jpg\n")
-    with pytest.raises(ValueError, match=r"images.txt: line 2 is 'b.jpg'"):
+    with pytest.raises(ValueError, match=r"images.txt: line 2 must be .*, got 'b.jpg'"):
         cub200(home, batch=2)
     home = folders(tmp_path / "folder")
     (home / "val" / "c").mkdir()
-    with pytest.raises(ValueError, match=r"val/c: a class that is not in .*train"):
+    with pytest.raises(ValueError, match=r"val must have the classes of .*train, got also c"):
         image_folder(home, batch=2)
-    with pytest.raises(FileNotFoundError, match=r"nowhere/train: no such folder"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere/train must be a folder with one folder per class"):
         image_folder(tmp_path / "nowhere", batch=2)
 
 
 def test_flowers_whose_numbers_do_not_agree(tmp_path: Path) -> None:
     home = flowers(tmp_path / "set")
     savemat(home / "imagelabels.mat", {"labels": np.array([[1, 2, 3]])})
-    with pytest.raises(ValueError, match=r"setid.mat: trnid has 2 to 4; 1 to 3 were expected"):
+    with pytest.raises(ValueError, match=r"setid.mat: trnid must be from 1 to 3, got 2 to 4"):
         flowers102(home, batch=2)
 
 
@@ -266,7 +270,7 @@ def test_without_the_cache(made: tuple[Path, Callable[..., Data]], cache: Path) 
     read(folder, batch=4, side=SIDE, cache=False)
     assert not cache.exists()
     cache.parent.write_text("a file where the folder should be")
-    with pytest.warns(UserWarning, match="the decoded pictures could not be kept"):
+    with pytest.warns(UserWarning, match="the decoded images could not be cached"):
         read(folder, batch=4, side=SIDE)
 
 
@@ -290,12 +294,12 @@ def test_progress_is_for_terminals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for stream, shown in ((io.StringIO(), False), (Terminal(), True)):
         monkeypatch.setattr(sys, "stderr", stream)
         image_folder(home, batch=2, side=SIDE, cache=False)
-        assert ("reading 11 pictures" in stream.getvalue()) == shown
+        assert ("decoding 11 images" in stream.getvalue()) == shown
         assert shown or not stream.getvalue()
 
 
 @pytest.mark.parametrize("field", ["side", "batch", "memory", "workers"])
 def test_bad_options(field: str, tmp_path: Path) -> None:
     options = {"batch": 2} | {field: 0}
-    with pytest.raises(ValueError, match=rf"^{field}: 0 was given; a whole number of at least 1 would do$"):
+    with pytest.raises(ValueError, match=rf"^{field} must be a whole number ≥ 1, got 0$"):
         image_folder(folders(tmp_path / "set"), **options)  # type: ignore[arg-type]
