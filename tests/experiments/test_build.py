@@ -92,7 +92,7 @@ def test_the_current_folder_can_be_imported(folder: Path, monkeypatch: pytest.Mo
         ({"model_args": {"width": -1}}, "model: Net refused its arguments: "),
         ({"data_args": {}}, "data_args: loaders needs 'folder'; pass --data DIR"),
         ({"data": "mynets:nothing"}, "--data: nothing takes no folder"),
-        ({"data": "mynets:nothing", "data_args": {}}, r"data must return \(train, val\) .*, got a NoneType from mynets:nothing"),
+        ({"data": "mynets:nothing", "data_args": {}}, r"data must return \(train, val\) .*, got a NoneType"),
         ({"metric": "torch:nope"}, "metric: torch has no 'nope'"),
         ({"loss": "torch.nn:MSELoss", "loss_args": {"reduce_it": 1}}, "loss_args: MSELoss takes no 'reduce_it'"),
         ({"loss_args": {"a": 1}}, "loss_args must come with loss"),

@@ -86,7 +86,7 @@ def test_the_papers_experiments_are_to_the_letter_and_fast_ones_differ_in_the_re
 
 
 def test_pictures_are_augmented_as_the_paper_says() -> None:
-    """Flips on CIFAR-10 and Flowers, the readers' own default; on Birds none are named, and pictures are cropped."""
+    """Flips on CIFAR-10 and Flowers, the readers' own default; on Birds none are named, and images are cropped."""
     birds = presets.preset("resnet18-birds").data_args
     assert (birds["side"], birds["resize"], birds["flip"]) == (160, False, False)
     assert not {"crop", "flip"} & presets.preset("vgg16-cifar10").data_args.keys()

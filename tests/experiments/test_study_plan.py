@@ -27,7 +27,7 @@ def call(*arguments: str) -> int:
 def test_networks_times_seeds_times_methods_with_overrides_from_the_general_to_the_particular(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(presets.text("vgg16-cifar10"))
     (tmp_path / "s.yaml").write_text(
-        "networks: [{config: mine.yaml, data: pictures, set: {recipe.mu: 2.0, recipe.lr: 2.0}}, demo]\n"
+        "networks: [{config: mine.yaml, data: images, set: {recipe.mu: 2.0, recipe.lr: 2.0}}, demo]\n"
         "methods:\n  a: {method: taylor, set: {recipe.lr: 3.0}}\n  b: {set: {recipe.method: taylor}}\n"
         "seeds: [4, 7]\nset: {recipe.mu: 1.0, recipe.bound: 1.0, recipe.lr: 1.0}\nout: there\n"
     )
@@ -39,7 +39,7 @@ def test_networks_times_seeds_times_methods_with_overrides_from_the_general_to_t
     ]
     first, second = runs[0].config, runs[1].config
     assert [first.recipe[key] for key in ("mu", "lr", "bound", "method")] == [2.0, 3.0, 9.0, "taylor"]
-    assert (first.seed, first.device, first.data_args["folder"]) == (4, "cpu", "pictures")
+    assert (first.seed, first.device, first.data_args["folder"]) == (4, "cpu", "images")
     assert first.recipe["warmup_epochs"] == 200  # the schedule that the network has for Taylor
     assert (second.recipe["method"], second.recipe["warmup_epochs"]) == ("taylor", 50)  # the network's own
     assert "folder" not in runs[4].config.data_args

@@ -34,8 +34,8 @@ def compare(
         str,
         typer.Option(
             metavar="fit|paper|κ",
-            help="κ at which the composed hybrid switches from Taylor to HGNP: fit (on the other experiments), paper (predicted from "
-            "classes and training samples), or a number such as 0.48.",
+            help="κ at which the composed hybrid switches from Taylor to HGNP: fit (on the other experiments), paper "
+            "(predicted from classes and training samples), or a number such as 0.48.",
         ),
     ] = "fit",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,

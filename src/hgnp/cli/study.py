@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from hgnp.experiments.study_plan import PlannedRun, StudyPlan
-    from hgnp.experiments.study_runs import Outcome
+    from hgnp.experiments.study_runs import RunOutcome
 
 
 def study(
@@ -57,7 +57,7 @@ def study(
         print_commands(planned, place, states, as_json=as_json)
         return
 
-    from hgnp.experiments.study_runs import carry_out, slots_for
+    from hgnp.experiments.study_runs import execute_runs, slots_for
 
     say = sys.stderr if as_json else sys.stdout
     missing = [run for run in planned if states[run.name] != "finished"]
@@ -70,7 +70,7 @@ def study(
     display = create_display(plan, place, planned, missing, say)
     try:
         with display:
-            outcomes = carry_out(missing, place, slots_for(device, jobs), display) if missing else []
+            outcomes = execute_runs(missing, place, slots_for(device, jobs), display) if missing else []
     except KeyboardInterrupt:
         command = resume_command(what, data, place, device, jobs, set_, seeds, methods)
         print(f"\nhgnp: interrupted; {command} resumes every run after its last completed epoch", file=sys.stderr)
@@ -79,7 +79,7 @@ def study(
 
 
 def finish(
-    plan: "StudyPlan", out: Path, planned: Sequence["PlannedRun"], outcomes: Sequence["Outcome"], say: Any,
+    plan: "StudyPlan", out: Path, planned: Sequence["PlannedRun"], outcomes: Sequence["RunOutcome"], say: Any,
     *, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare the finished runs and report the failed ones."""
@@ -174,7 +174,7 @@ class StudyLines:
 
     def tick(self, running: Sequence["PlannedRun"]) -> None: ...
 
-    def ended(self, outcome: "Outcome") -> None:
+    def ended(self, outcome: "RunOutcome") -> None:
         from hgnp.progress import duration
 
         self.done += 1

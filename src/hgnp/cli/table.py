@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hgnp.io.runs import unmeasured
+from hgnp.io.runs import missing_measurements
 from hgnp.progress import duration, score
 
 FILES = {
@@ -30,7 +30,7 @@ def print_result(result: Mapping[str, Any], *, out: Path, console: Console) -> N
     for name, before, after, ratio in rows(result):
         table.add_row(escape(name), before, after, ratio)
     console.print(table)
-    for line in unmeasured(result):
+    for line in missing_measurements(result):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if result.get("snapshots"):
         console.print(snapshots(result))

@@ -1,6 +1,6 @@
-"""From a configuration to objects: what its import paths name, checked and called with its arguments.
+"""From a configuration to objects: import paths are resolved, checked and called with their arguments.
 
-Everything is looked up and checked before anything is made, so that a slip in the last key does not wait for the data.
+Everything is resolved and checked before anything is built, so that a mistake in the last key is found before the data loads.
 """
 
 import contextlib
@@ -41,15 +41,15 @@ class Experiment:
     """A network and its data, ready to run."""
 
     config: Config
-    """As it was read, with every field of the recipe."""
+    """The configuration with every field of the recipe."""
     net: nn.Module
     train: Iterable[Any]
     val: Iterable[Any] | None
     recipe: Recipe
     options: Mapping[str, Any]
-    """What `hgnp.prune` takes besides."""
+    """Further arguments of `hgnp.prune`."""
     about: dict[str, Any]
-    """What run.json says beyond that: the run's name, what the weights are at the start, the data's features."""
+    """Further entries of run.json: the run's name, its initial weights, the features of the data."""
 
     def run(self, *, out: Path, resume: bool, progress: "Progress") -> "Result":
         return prune(
@@ -59,7 +59,7 @@ class Experiment:
 
 
 def prepare(config: Config) -> Experiment:
-    make_importable(config)
+    extend_import_path(config)
     recipe = recipe_of(config)
     device = str(as_device(config.device or ("cuda" if torch.cuda.is_available() else "cpu")))
     _named("model", config.model, MODELS)
@@ -83,15 +83,15 @@ def prepare(config: Config) -> Experiment:
     return Experiment(completed(config), net, train, val, recipe, options, about)
 
 
-def make_importable(config: Config) -> None:
-    """The current folder and the configuration's own, for import paths."""
+def extend_import_path(config: Config) -> None:
+    """Add the current folder and the configuration's own to sys.path."""
     for folder in (os.getcwd(), config.import_from):
         if folder and folder not in sys.path:
             sys.path.insert(0, folder)
 
 
 def network(config: Config) -> nn.Module:
-    """A fresh instance, at full size."""
+    """Build the unpruned network."""
     model = _named("model", config.model, MODELS)
     _check_args("model_args", model, config.model_args)
     net = _make("model", model, **config.model_args)
@@ -101,7 +101,7 @@ def network(config: Config) -> nn.Module:
 
 
 def find(key: str, path: str) -> Any:
-    """What an import path names."""
+    """Import the callable that an import path names."""
     module_name, colon, name = path.partition(":")
     if not colon or not module_name or not name or module_name.startswith("."):
         raise InputError(f"{key} must be an import path such as package.module:name, got {path!r}")
@@ -163,12 +163,12 @@ def _part(name: str, output: Any) -> Any:
 def _parameters(maker: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(maker).parameters
-    except ValueError:  # written in C, without a signature
+    except ValueError:  # implemented in C, without a signature
         return {"args": inspect.Parameter("args", inspect.Parameter.VAR_KEYWORD)}
 
 
 def _check_args(key: str, maker: Callable[..., Any], args: Mapping[str, Any], before: int = 0) -> None:
-    """That `maker` takes these arguments by name, after `before` others, and misses none."""
+    """Check that `maker` takes these keyword arguments, after `before` positional ones, and lacks none."""
     parameters = list(_parameters(maker).values())[before:]
     named = [each for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
     known = [each.name for each in named]
@@ -192,7 +192,7 @@ def _make(key: str, maker: Callable[..., Any], /, *before: Any, **args: Any) -> 
         raise InputError(f"{key}: {_title(maker)} refused its arguments: {one_line(error)}") from error
     except OSError as error:
         if str(maker.__module__).startswith("hgnp."):
-            raise  # our own loaders say what is missing
+            raise  # hgnp's own loaders name what is missing
         raise InputError(f"{key}: {_title(maker)} failed: {brief(error)}") from error
 
 
@@ -211,7 +211,7 @@ def _pair(name: str, made: Any) -> tuple[Any, Any]:
 
 
 def _fill(net: nn.Module, file: Path) -> str:
-    """Put a file's weights into `net`; in words, what it then starts from."""
+    """Load initial weights into `net`. Returns a description of them."""
     if file.is_file() and file.suffix == ".safetensors":
         with contextlib.suppress(SafetensorError), safe_open(file, framework="pt") as opened:
             if "hgnp" in (opened.metadata() or {}):

@@ -1,4 +1,4 @@
-"""The network and the data of a run, made again from its folder."""
+"""The network and the data of a run, rebuilt from its folder."""
 
 import dataclasses
 from pathlib import Path
@@ -7,23 +7,25 @@ import torch
 from torch import Tensor, nn
 
 from hgnp.errors import InputError
-from hgnp.experiments.build import Experiment, make_importable, network, prepare
+from hgnp.experiments.build import Experiment, extend_import_path, network, prepare
 from hgnp.experiments.config import Config, read
 from hgnp.io import runs
 from hgnp.io.weights import load
 
 
 def config_of(folder: Path) -> Config:
-    runs.read(folder)  # says what is wrong with a folder that is no run
+    runs.read(folder)  # raises for a folder that is not a run
     file = folder / "config.yaml"
-    if not file.is_file() and folder.resolve().parent.name == "snapshots":  # made with the configuration of their run
+    if (
+        not file.is_file() and folder.resolve().parent.name == "snapshots"
+    ):  # snapshots share the configuration of their run
         file = folder.resolve().parents[1] / "config.yaml"
     if not file.is_file():
         raise FileNotFoundError(
             f"{folder} must have a config.yaml, which defines its network, got none; hgnp run writes one"
         )
     config = read(file)
-    make_importable(config)
+    extend_import_path(config)
     return config
 
 
@@ -56,7 +58,7 @@ def _random(shape: list[int], dtype: torch.dtype) -> Tensor:
 
 
 def experiment(folder: Path, data: str | None, device: str | None) -> Experiment:
-    """The run's data, and its pruned network in place of the one it began with."""
+    """The run's data and its pruned network."""
     config = config_of(folder)
     if data is not None:
         config = dataclasses.replace(config, data_args={**config.data_args, "folder": data})

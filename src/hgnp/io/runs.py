@@ -1,4 +1,4 @@
-"""Reading what a run left behind (docs/runs.md): `read(folder)` gives a `Run`, finished or not."""
+"""Reading run folders (docs/runs.md): `read(folder)` returns a `Run`, finished or not."""
 
 import json
 import os
@@ -36,7 +36,7 @@ Row = Mapping[str, Any]
 class Run:
     """One run folder: `info` is run.json, `rows` the lines of metrics.jsonl, `result` result.json (None: not finished).
 
-    `label` is what a comparison calls its method; the method itself if None."""
+    `label` names its method in a comparison; None stands for `method`."""
 
     folder: Path
     info: Mapping[str, Any]
@@ -59,12 +59,12 @@ class Run:
 
     @property
     def metric(self) -> str:
-        """What the metric is called."""
+        """The name of the metric."""
         return str(self.info.get("metric") or "metric")
 
     @property
     def hardware(self) -> str:
-        """What it was trained on: the GPU's name, or how many threads of a CPU, and how many runs shared it."""
+        """The GPU's name or the number of CPU threads, and how many runs shared it."""
         device, threads = str(self.info.get("device") or "unknown"), self.info.get("threads")
         if device == "cpu" and threads:
             device += f", {threads} thread{'s' if threads != 1 else ''}"
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """How the run stands, in words."""
+        """Whether the run is finished, in words."""
         if self.result is None:
             if not self.rows:
                 return "unfinished: no epoch is complete"
@@ -90,9 +90,9 @@ class Run:
     def curve(self) -> tuple[tuple[float, float], ...]:
         """The points (kept, metric) of accuracy against κ, from the full network down.
 
-        One point a pruning level: the last epoch at each distinct `kept`. So the first is the network after its warm-up, and
-        the last, once a run is finished, the fine-tuned network, which has had `finetune_epochs` more than the others.
-        Epochs without a metric give no point.
+        One point per pruning level: the last epoch at each distinct `kept`. The first is the network after its warm-up; the
+        last, of a finished run, is the fine-tuned network, which was trained `finetune_epochs` longer than the others.
+        Epochs without a metric have no point.
         """
         levels: dict[float, float] = {}
         for row in self.rows:
@@ -102,16 +102,16 @@ class Run:
 
     @property
     def snapshots(self) -> tuple[Row, ...]:
-        """result.json's: networks at intermediate κ, each fine-tuned by itself, from large κ to small."""
+        """The snapshots in result.json: networks at intermediate κ, each fine-tuned separately, from large κ to small."""
         return tuple((self.result or {}).get("snapshots") or ())
 
     def snapshot_points(self) -> tuple[tuple[float, float], ...]:
-        """The points (kept, metric) of the snapshots; those of several values in one round are one point."""
+        """The points (kept, metric) of the snapshots; snapshots of one round share a point."""
         return tuple(dict.fromkeys((row["kept"], row["metric"]) for row in self.snapshots if row["metric"] is not None))
 
 
-def unmeasured(result: Mapping[str, Any]) -> list[str]:
-    """A line for each reason for which result.json lacks sharpness or latency, with what is lacking."""
+def missing_measurements(result: Mapping[str, Any]) -> list[str]:
+    """One line per reason why sharpness or latency was not measured."""
     lacking: dict[str, list[str]] = {}
     for side in ("before", "after"):
         for name, why in ((result.get(side) or {}).get("missing") or {}).items():
@@ -120,7 +120,7 @@ def unmeasured(result: Mapping[str, Any]) -> list[str]:
 
 
 def read(folder: str | os.PathLike[str]) -> Run:
-    """The run in `folder`. FileNotFoundError for a folder that holds none, ValueError for one that is damaged or too new."""
+    """Read the run in `folder`. FileNotFoundError if there is none, InputError if it is damaged or too new."""
     folder = Path(folder)
     if not (folder / "run.json").is_file():
         what = "one without run.json" if folder.is_dir() else "no such folder"

@@ -15,7 +15,7 @@ from torch import nn
 
 from hgnp import __version__
 from hgnp.errors import InputError, InputTypeError, check_renamed
-from hgnp.io.atomic import alone_in, as_json, read_json, sweep, write, write_json
+from hgnp.io.atomic import as_json, locked, read_json, remove_stale_drafts, write, write_json
 from hgnp.io.weights import save
 from hgnp.recipe import Recipe
 from hgnp.result import Row
@@ -53,7 +53,7 @@ class Folder:
             raise PermissionError(f"out: {self.path} is not writable; another folder would do")
         with ExitStack() as stack:
             try:
-                stack.enter_context(alone_in(self.path, patience=PATIENCE))
+                stack.enter_context(locked(self.path, patience=PATIENCE))
             except BlockingIOError:
                 raise BlockingIOError(
                     f"out: another process is running in {self.path}; another folder would do"
@@ -82,7 +82,7 @@ class Folder:
 
     def tidy(self, *, older_than: float = 0.0) -> None:
         for file in (self.info, self.metrics, self.checkpoint, self.model, self.result):
-            sweep(file, older_than=older_than)
+            remove_stale_drafts(file, older_than=older_than)
 
     @property
     def finished(self) -> bool:

@@ -1,4 +1,4 @@
-"""Sets of picture files: official layouts, a cache that follows the files, the same epochs from memory and from disk."""
+"""Sets of image files: official layouts, a cache that follows the files, the same epochs from memory and from disk."""
 
 import io
 import os
@@ -62,8 +62,8 @@ def folders(home: Path) -> Path:
         picture(number, home / "train" / "ab"[number % 2] / f"{number}.png")
     for number in range(3):
         picture(90 + number, home / "val" / "b" / f"{number}.JPG")
-    (home / "train" / "a" / "notes.txt").write_text("not a picture")
-    (home / "train" / "a" / ".hidden.png").write_text("not a picture")
+    (home / "train" / "a" / "notes.txt").write_text("not an image")
+    (home / "train" / "a" / ".hidden.png").write_text("not an image")
     return home
 
 
@@ -98,7 +98,7 @@ def test_flowers_train_on_two_parts_and_validate_on_the_third(tmp_path: Path) ->
     home = flowers(tmp_path / "set")
     data = flowers102(home, batch=4, side=SIDE)
     assert (data.classes, data.image_side, data.train_samples, data.val_samples) == (3, SIDE, 4, 6)
-    assert data.about == "Flowers-102: 4 training and 6 validation pictures, 16 px, 3 classes"
+    assert data.about == "Flowers-102: 4 training and 6 validation images, 16 px, 3 classes"
     x, y = epoch(data.val)
     assert y.tolist() == [0, 1, 2, 1, 2, 0]
     torch.testing.assert_close(x, normalised([home / "jpg" / f"image_{n:05}.jpg" for n in (1, 5, 6, 8, 9, 10)]))
@@ -146,7 +146,7 @@ def test_folders_are_classes(tmp_path: Path) -> None:
     assert (data.classes, data.train_samples, data.val_samples) == (2, 8, 3)
     assert epoch(data.val)[1].tolist() == [1, 1, 1]
     assert sorted(epoch(data.train)[1].tolist()) == [0] * 4 + [1] * 4
-    assert data.about == "mine: 8 training and 3 validation pictures, 16 px, 2 classes"
+    assert data.about == "mine: 8 training and 3 validation images, 16 px, 2 classes"
 
 
 def test_a_picture_is_cut_to_its_central_square_and_scaled(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_the_cache_follows_the_files(
     again, count = load()
     assert count > 0
     assert torch.equal(again, first)
-    for file in folder.rglob("[!.]*.[jpJ][pnP][gG]"):  # other pictures under the same names
+    for file in folder.rglob("[!.]*.[jpJ][pnP][gG]"):  # other images under the same names
         picture(77, file)
         os.utime(file, ns=(1, 1))
     changed, count = load()

@@ -24,10 +24,10 @@ def cub200(
     memory: int = MEMORY,
     workers: int | None = None,
 ) -> Data:
-    """5,994 training and 5,794 validation pictures of 200 kinds of birds.
+    """5,994 training and 5,794 validation images of 200 kinds of birds.
 
     `folder` holds images.txt, image_class_labels.txt, train_test_split.txt and images/, or is the folder around CUB_200_2011.
-    As in the paper, pictures are cropped to `side` (the centre, in the picture's own pixels) and nothing is mirrored;
+    As in the paper, images are cropped to `side` (the centre, in the image's own pixels) and nothing is mirrored;
     `resize=True` scales the central square instead. The other options are those of `flowers102`.
     """
     home = Path(folder)

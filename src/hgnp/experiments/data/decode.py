@@ -1,7 +1,7 @@
-"""Picture files as uint8 arrays of one size, decoded by several threads and kept in a cache.
+"""Image files as uint8 arrays of one size, decoded by several threads and kept in a cache.
 
-A picture is cut to its central square, which is scaled to the side asked for; a picture of that size is taken as it is.
-With `resize=False` the centre is cut out in the picture's own pixels; only a picture that is too small is scaled up, until it
+An image is cut to its central square, which is scaled to the side asked for; an image of that size is taken as it is.
+With `resize=False` the centre is cut out in the image's own pixels; only an image that is too small is scaled up, until it
 covers the side.
 """
 
@@ -20,12 +20,12 @@ from PIL import Image, ImageOps
 from rich.console import Console
 from rich.progress import track
 
-FORMAT = 1  # of what is kept; to be raised when a picture is decoded or scaled in another way
+FORMAT = 1  # of what is kept; to be raised when an image is decoded or scaled in another way
 Pixels = npt.NDArray[np.uint8]
 
 
 def decode(file: Path, side: int, *, resize: bool = True) -> Pixels:
-    """One picture, (3, side, side)."""
+    """One image, (3, side, side)."""
     try:
         with Image.open(file) as image:
             picture = image.convert("RGB")
@@ -43,7 +43,7 @@ def decode(file: Path, side: int, *, resize: bool = True) -> Pixels:
 
 
 def decode_all(files: Sequence[Path], side: int, *, workers: int, resize: bool = True) -> Pixels:
-    """All pictures, (files, 3, side, side). A bar on a terminal shows how far it is."""
+    """All images, (files, 3, side, side). A bar on a terminal shows how far it is."""
     pixels = np.empty((len(files), 3, side, side), np.uint8)
 
     def fill(number: int) -> None:

@@ -25,9 +25,9 @@ def flowers102(
     memory: int = MEMORY,
     workers: int | None = None,
 ) -> Data:
-    """2,040 training pictures (`trnid` and `valid`) and 6,149 for validation (`tstid`), as in the paper.
+    """2,040 training images (`trnid` and `valid`) and 6,149 for validation (`tstid`), as in the paper.
 
-    `folder` holds jpg/image_00001.jpg …, imagelabels.mat and setid.mat. Decoded pictures are kept in the user's cache folder
+    `folder` holds jpg/image_00001.jpg …, imagelabels.mat and setid.mat. Decoded images are kept in the user's cache folder
     (`cache=False`: they are not); more than `memory` bytes of them are read by `workers` processes as training goes.
     """
     home = Path(folder)

@@ -1,4 +1,4 @@
-"""A user's own pictures: a folder for each class, in train/ and in val/."""
+"""A user's own images: a folder for each class, in train/ and in val/."""
 
 import os
 from pathlib import Path
@@ -27,7 +27,7 @@ def image_folder(
 ) -> Data:
     """`folder`/train/CLASS/… and `folder`/val/CLASS/…: the names of the folders are the classes, in alphabetical order.
 
-    Files that are no pictures by their names, and hidden ones, are passed over. The other options are those of `flowers102`.
+    Files that are no images by their names, and hidden ones, are passed over. The other options are those of `flowers102`.
     """
     home = Path(folder)
     classes = _classes(home / "train")
@@ -40,11 +40,11 @@ def image_folder(
         for label, name in enumerate(classes):
             inside = home / part / name
             found = sorted(inside.iterdir()) if inside.is_dir() else []
-            pictures = [file for file in found if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
-            if part == "train" and not pictures:
+            images = [file for file in found if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
+            if part == "train" and not images:
                 raise InputError(f"{inside} must hold images ({', '.join(sorted(ENDINGS))}), got none")
-            files += pictures
-            labels += [label] * len(pictures)
+            files += images
+            labels += [label] * len(images)
         if not files:
             raise InputError(f"{home / part} must hold images ({', '.join(sorted(ENDINGS))}), got none")
         return Files(files, torch.tensor(labels))

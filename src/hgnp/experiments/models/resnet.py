@@ -9,7 +9,7 @@ from hgnp.errors import InputError
 class ResNet18(nn.Module):
     """Four stages of two residual blocks: 4,800 filters.
 
-    `stem="cifar"`: for pictures of 32 px; a 3 × 3 convolution that keeps their size. `stem="imagenet"`: for larger ones; a
+    `stem="cifar"`: for images of 32 px; a 3 × 3 convolution that keeps their size. `stem="imagenet"`: for larger ones; a
     7 × 7 convolution and a maximum, which leave a quarter of each side.
     """
 
