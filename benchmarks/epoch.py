@@ -33,7 +33,7 @@ from hgnp.curvature.factors import find_blocks
 from hgnp.curvature.step import make_step
 from hgnp.errors import first_line
 from hgnp.execution.graphed import Graphed
-from hgnp.experiments.data.loader import Loader, Memory
+from hgnp.experiments.data.loader import InMemorySource, Loader
 from hgnp.experiments.models import VGG16, ResNet18
 from hgnp.experiments.presets import preset
 from hgnp.reference import penalized_loss
@@ -68,7 +68,7 @@ class Bench:
         self.device, self.batch, self.budget, self.report = device, batch, seconds, report
         self.epoch_steps = -(-PICTURES // batch)
         images = torch.randint(0, 256, (PICTURES, 3, 32, 32), dtype=torch.uint8)
-        source = Memory(images, torch.randint(0, 10, (PICTURES,)), device)
+        source = InMemorySource(images, torch.randint(0, 10, (PICTURES,)), device)
         loader = Loader(
             source, batch=batch, mean=(127.5,) * 3, std=(73.9,) * 3, device=device, shuffle=True, flip=True, drop_last=True
         )  # fmt: skip

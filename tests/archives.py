@@ -1,4 +1,4 @@
-"""The data sets in their official layouts, a few pictures each, as archives with sources that describe them."""
+"""The datasets in their official layouts, a few images each, as archives with sources that describe them."""
 
 import hashlib
 import io

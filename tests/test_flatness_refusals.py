@@ -53,7 +53,7 @@ def test_what_gauss_newton_cannot_follow_is_refused_by_layer_and_the_hessian_rou
         ({"loss": None}, "loss must be a function, got None"),
         ({"output": "logits"}, "output must be a function, got 'logits'"),
         ({"curvature": "kfac"}, "curvature must be one of 'ggn', 'hessian', got 'kfac'"),
-        ({"norm": "batch"}, "Flatness: norm was removed: BatchNorm is always .*; leave it out"),
+        ({"norm": "batch"}, "Flatness: norm was removed: BatchNorm is always .*; omit it"),
         ({"flatness": "mine"}, "flatness must be one of 'default', 'paper', got 'mine'"),
         ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "reduction='sum'"),
         ({"loss": F.l1_loss, "curvature": "ggn"}, "curvature='hessian'"),

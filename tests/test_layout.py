@@ -1,10 +1,56 @@
-"""Dependencies point one way, as CONTRIBUTING.md has them."""
+"""Dependencies point one way: between packages as CONTRIBUTING.md lists them, and between the files of a package."""
 
 import ast
 import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src"
+PACKAGE = SOURCE / "hgnp"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(file: Path) -> str:
+    return ".".join(file.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(file): file for file in FILES}
+
+
+def parsed(file: Path) -> ast.Module:
+    """The file's syntax tree, without the imports that only a type checker runs."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    return tree
+
+
+def imported(tree: ast.AST, package: str) -> Iterator[str]:
+    """The modules of hgnp that a tree imports, by their full names. `package` resolves relative imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*base, *filter(None, [node.module])])
+            for alias in node.names:
+                submodule = f"{source}.{alias.name}"
+                found = submodule if submodule in MODULES else source
+                if found in MODULES:
+                    yield found
+
+
+def package_of(file: Path) -> str:
+    return module_name(file if file.name == "__init__.py" else file.parent)
+
+
+def imports(file: Path) -> set[str]:
+    return set(imported(parsed(file), package_of(file)))
 
 
 def listed() -> list[list[str]]:
@@ -15,35 +61,44 @@ def listed() -> list[list[str]]:
     return [re.findall(r"(?<![\w/])(\w+)(?:\.py|/)", entry) for entry in entries]
 
 
-def imports(file: Path) -> set[str]:
-    """What a file imports of hgnp, by the first part of its name; what is imported for types alone is left out."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "hgnp":
-            parts = node.module.split(".")
-            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
-    return found
-
-
 def test_an_entry_imports_only_from_those_above_it() -> None:
-    package = ROOT / "src" / "hgnp"
-    units = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    units = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     units -= {"__init__", "__main__"}
     above: set[str] = set()
     for names in listed():
         here = set(names) & units
-        assert here, f"CONTRIBUTING.md lists {names}, none of which is there"
+        assert here, f"CONTRIBUTING.md lists {names}, none of which exists"
         above |= here
         for name in here:
-            folder = package / name
-            files = folder.rglob("*.py") if folder.is_dir() else [package / f"{name}.py"]
-            for file in files:
-                behind = imports(file) & units - above
-                assert not behind, (
-                    f"{file.relative_to(ROOT)} imports {sorted(behind)}, which CONTRIBUTING.md has below it"
+            folder = PACKAGE / name
+            for file in folder.rglob("*.py") if folder.is_dir() else [PACKAGE / f"{name}.py"]:
+                entries = {each.split(".")[1] for each in imports(file) if "." in each}
+                below = entries & units - above
+                assert not below, (
+                    f"{file.relative_to(ROOT)} imports {sorted(below)}, which CONTRIBUTING.md lists below it"
                 )
     assert above == units, f"CONTRIBUTING.md does not list {sorted(units - above)}"
+
+
+def test_imports_between_files_have_no_cycle() -> None:
+    graph = {name: imports(file) - {name} for name, file in MODULES.items()}
+    assert sum(map(len, graph.values())) > len(MODULES)
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"files import each other: {' imports '.join(reversed(error.args[1]))}")
+
+
+def test_no_function_imports_from_hgnp() -> None:
+    """Such an import can hide a cycle. The commands may: they import torch only when they need it, to start quickly."""
+    functions = [
+        (file, node)
+        for file in FILES
+        if file.relative_to(PACKAGE).parts[0] != "cli"
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert len(functions) > 1000
+    for file, node in functions:
+        found = sorted(set(imported(node, package_of(file))))
+        assert not found, f"{file.relative_to(ROOT)}:{node.lineno} imports {found}; import it at the top of the file"

@@ -1,4 +1,4 @@
-"""Structured pruning during training: train a PyTorch network and remove whole neurons and channels on the way."""
+"""Structured pruning during training: train a PyTorch network and remove whole neurons and channels while it trains."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,8 @@
 """hgnp's errors, and what their messages have in common.
 
-Every error that hgnp raises about what it was given is an `HgnpError`, and also the built-in error that users expect. A message
-is one line: what must hold, what was given, what to do.
+Every error about an argument, a network or the content of a file is an `HgnpError`, and also the built-in error that users
+expect. A file that is missing or cannot be written is an OSError. A message is one line: what must hold, what was given, what
+to do.
 """
 
 import difflib
@@ -15,7 +16,14 @@ T = TypeVar("T")
 
 
 class HgnpError(Exception):
-    """The base class of hgnp's errors."""
+    """Base class of hgnp's errors.
+
+    >>> try:
+    ...     hgnp.Recipe(keep=2)
+    ... except hgnp.HgnpError as error:
+    ...     print(error)
+    keep must be a fraction > 0 and ≤ 1, got 2
+    """
 
 
 class InputError(HgnpError, ValueError):
@@ -31,7 +39,13 @@ class MissingPackageError(HgnpError, ModuleNotFoundError):
 
 
 class DivergedError(HgnpError, ArithmeticError):
-    """The loss is no longer a finite number."""
+    """The loss is no longer finite: the run diverged and stopped.
+
+    >>> try:
+    ...     hgnp.prune(net, train, recipe=recipe)
+    ... except hgnp.DivergedError:
+    ...     ...  # retry with a smaller learning rate
+    """
 
 
 MOST_NAMES = 50
@@ -44,25 +58,25 @@ RENAMED = {
     "convention": "kfac_approx",
     "labels": "fisher_type",
 }
-"""Options under their former names → their names now."""
+"""Former name of an option → its name now."""
 REMOVED = {
     "norm": "BatchNorm is always differentiated through the batch's statistics, as penalising it in evaluation mode wrecked "
     "training (docs/flatness.md)"
 }
-"""Options that are no more → why."""
+"""Removed option → why it was removed."""
 
 
 def check_renamed(names: Iterable[object], known: Collection[str], where: str) -> None:
-    """Refuses a former name of one of the options that are known here, and an option that is no more."""
+    """Refuse former names of the `known` options, and removed options."""
     for name in names:
         if name in REMOVED and name not in known:
-            raise InputError(f"{where}: {name} was removed: {REMOVED[str(name)]}; leave it out")
+            raise InputError(f"{where}: {name} was removed: {REMOVED[str(name)]}; omit it")
         if RENAMED.get(str(name)) in known:
             raise InputError(f"{where}: {name} is now called {RENAMED[str(name)]}; rename it")
 
 
 def refuse_renamed(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that names the new option where it is called with a former one."""
+    """Decorate a function to refuse former names of its options and to name the new ones."""
 
     known = inspect.signature(function).parameters
 
@@ -75,7 +89,7 @@ def refuse_renamed(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def meant(name: object, known: Collection[str]) -> str:
-    """The end of a message about a name that is not known."""
+    """The end of a message about an unknown name: close matches, or the known names."""
     close = difflib.get_close_matches(str(name), known)
     if close:
         return f"; did you mean {' or '.join(close)}?"
@@ -84,22 +98,22 @@ def meant(name: object, known: Collection[str]) -> str:
 
 
 def named(names: Sequence[str], most: int = 3) -> str:
-    """Names in a row, the first few of many."""
+    """Names, comma-separated; the first `most` of many."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first, or its kind if it says nothing."""
+    """The first line of an error's message, or its class if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def one_line(error: BaseException) -> str:
-    """All that an error says, for those that break their lines anywhere."""
+    """An error's message with its line breaks removed."""
     return " ".join(str(error).split())
 
 
 def brief(error: BaseException) -> str:
-    """An error's kind and what it says first, in at most 200 characters: for those that were not made to be read."""
+    """An error's class and the first line of its message, in at most 200 characters: for errors of other libraries."""
     kind, first = type(error).__name__, first_line(error)
     text = kind if first == kind else f"{kind}: {first.strip()}"
     return text if len(text) <= 200 else f"{text[:199]}…"

@@ -62,9 +62,7 @@ def test_a_run_is_shown_and_can_be_run_twice(capsys: pytest.CaptureFixture[str])
     table = {line.split("  ")[1]: line.split() for line in shown.splitlines() if line.startswith("  ")}
     assert table["accuracy"][1:3] == [f"{before['metric']:.2%}", f"{after['metric']:.2%}"]
     assert table["parameters"][1:3] == ["1,182", f"{after['parameters']:,}"]
-    assert (
-        f"target reached: {result['target']['got']:.2%} of the parameters are left, 50.00% were asked for; 1" in shown
-    )
+    assert f"target reached: {result['target']['got']:.2%} of the parameters kept, 50.00% requested; 1" in shown
     for name in ("config.yaml", "page.html", "model.safetensors"):
         assert f"  runs/demo/{name}  (" in shown
         assert Path("runs/demo", name).is_file()
@@ -109,7 +107,10 @@ def test_a_folder_with_a_run_goes_on_only_with_the_same(capsys: pytest.CaptureFi
     files = {file: file.read_bytes() for file in Path("x").iterdir()}
     capsys.readouterr()
     for arguments, message in {
-        ("--seed", "9"): "--out: x holds a run; --resume resumes it, another folder starts a new one",
+        (
+            "--seed",
+            "9",
+        ): "--out must be a folder without a run, got x; add --resume to resume its run, or choose another folder",
         ("--resume", "--set", "recipe.mu=3"): "recipe.mu must be 0.001 to resume the run in x, got 3",
         ("--resume", "--set", "model_args.width=9"): "model_args.width must be 4 to resume the run in x, got 9",
     }.items():
@@ -122,7 +123,7 @@ def test_a_folder_with_a_run_goes_on_only_with_the_same(capsys: pytest.CaptureFi
 
 def test_resume_goes_on_with_the_last_run_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("run", *TINY, "--resume") == 0
-    assert "there is no run in runs/demo yet: starting one" in capsys.readouterr().out
+    assert "runs/demo has no run to resume; starting a new one" in capsys.readouterr().out
     assert call("run", *TINY) == 0
     Path("runs/demo/result.json").rename("moved.json")  # were it taken up, the first one would be finished again
     capsys.readouterr()
@@ -153,7 +154,7 @@ def test_an_interrupted_run_says_how_to_go_on() -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     command = "hgnp run 'a b/config.yaml' --out 'a b' --resume"
-    assert err == f"\nhgnp: interrupted; {command} resumes after the last whole epoch\n"
+    assert err == f"\nhgnp: interrupted; {command} resumes after the last completed epoch\n"
     assert len(Path("a b/metrics.jsonl").read_text().splitlines()) >= 1
 
 
@@ -190,7 +191,7 @@ def test_files_of_the_user_s_own_are_not_overwritten(capsys: pytest.CaptureFixtu
     Path("config.yaml").write_text(mine)
     assert call("run", "config.yaml", *TINY, "--out", ".") == 2
     assert capsys.readouterr().err == (
-        "hgnp: --out: config.yaml is there already and would be overwritten; another folder would do\n"
+        "hgnp: --out must be a folder without config.yaml, got ., whose file would be overwritten; choose another folder\n"
     )
     assert [file.name for file in Path().iterdir()] == ["config.yaml"]
     assert Path("config.yaml").read_text() == mine

@@ -111,7 +111,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     said, errors = process.communicate(timeout=300)
     assert process.returncode == 1
     assert f"hgnp: {RUNS[0]} failed: killed by SIGKILL (see {out}/logs/{RUNS[0]}.log)" in errors
-    assert "hgnp: 1 of 2 runs failed; the same command tries them again" in errors
+    assert "hgnp: 1 of 2 runs failed; run the same command to retry them" in errors
     assert [(out / name / "result.json").exists() for name in RUNS] == [False, True]
     assert f"{RUNS[1]}: epoch " in said
     assert "(2 of 2)" in said
@@ -121,7 +121,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     process = start(*command, "--json")
     said, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    assert "2 runs, 1 finished before, 1 to run" in errors
+    assert "2 runs, 1 already finished, 1 to run" in errors
     assert json.loads((first / "result.json").read_text())["parts"] == 2
     assert before == {name: times(out / name) for name in RUNS[1:]}
     told = json.loads(said.splitlines()[-1])
@@ -150,7 +150,7 @@ def test_a_study_that_is_interrupted_goes_on_and_one_that_fails_compares_the_res
     errors = process.communicate(timeout=120)[1]
     assert process.returncode == 130
     again = f"hgnp study {file} --out {out} --device cpu --seeds 0 --methods hgnp,diverges"
-    assert f"hgnp: interrupted; {again} resumes every run after its last whole epoch" in errors
+    assert f"hgnp: interrupted; {again} resumes every run after its last completed epoch" in errors
     assert not any(alive(pid) for pid in begun)
     assert "hgnp: interrupted" in (out / "logs" / f"{RUNS[0]}.log").read_text()  # by itself, not killed
     assert not (first / "result.json").exists()
@@ -163,7 +163,7 @@ def test_a_study_that_is_interrupted_goes_on_and_one_that_fails_compares_the_res
     assert "demo-diverges-0: failed: " in said
     failed, count = errors.splitlines()
     assert failed.startswith("hgnp: demo-diverges-0 failed: the loss is nan in epoch 0")
-    assert count == "hgnp: 1 of 2 runs failed; the same command tries them again"
+    assert count == "hgnp: 1 of 2 runs failed; run the same command to retry them"
     assert "hgnp" in (out / "summary.csv").read_text()
     kept = json.loads((out / "study.json").read_text())
     assert [(run["method"], run["error"] is None) for run in kept["runs"]] == [("hgnp", True), ("diverges", False)]
@@ -184,8 +184,8 @@ def test_finished_runs_are_recognised_without_their_weights_and_others_are_refus
     ] * 2
     assert call(*command, "--set", "recipe.mu=0.5") == 2
     assert capsys.readouterr().err == (
-        f"hgnp: {tmp_path / 'x' / RUNS[0]} must have been run with recipe.mu=0.5 as the study has it, got 0.001; "
-        "choose another --out, or move it away to run it anew\n"
+        f"hgnp: {tmp_path / 'x' / RUNS[0]} must have been run with recipe.mu=0.5 as in the study, got 0.001; "
+        "choose another --out, or move the folder away to run it again\n"
     )
     assert call("study", str(whole.parent / "small.yaml"), "--out", str(tmp_path / "x" / RUNS[0])) == 2
     assert "which holds a run; choose another" in capsys.readouterr().err

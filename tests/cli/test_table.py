@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hgnp.cli.table import ending, rows, show
+from hgnp.cli.table import print_result, rows, summary_line
 
 RESULT: dict[str, Any] = {
     "reached": False, "target": {"kind": "macs", "asked": 0.1, "got": 0.25}, "stopped": "no more neurons could be removed",
@@ -30,16 +30,16 @@ def test_rows_hold_what_is_known() -> None:
 
 
 def test_a_target_that_was_missed_is_said() -> None:
-    assert ending(RESULT) == (
-        "target NOT reached (no more neurons could be removed): 25.00% of the MACs are left, 10.00% were asked for; "
-        "12 epochs, 1 min 15 s, in 3 parts"
+    assert summary_line(RESULT) == (
+        "target NOT reached (no more neurons could be removed): 25.00% of the MACs kept, 10.00% requested; "
+        "12 epochs, 1 min 15 s, resumed 2 times"
     )
 
 
 def test_a_narrow_terminal_gets_all_of_it_and_only_files_that_are_there(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     stream = io.StringIO()
-    show(
+    print_result(
         RESULT,
         out=tmp_path,
         console=Console(file=stream, force_terminal=True, width=80, color_system=None),

@@ -86,7 +86,7 @@ def test_the_papers_experiments_are_to_the_letter_and_fast_ones_differ_in_the_re
 
 
 def test_pictures_are_augmented_as_the_paper_says() -> None:
-    """Flips on CIFAR-10 and Flowers, the readers' own default; on Birds none are named, and pictures are cropped."""
+    """Flips on CIFAR-10 and Flowers, the readers' own default; on Birds none are named, and images are cropped."""
     birds = presets.preset("resnet18-birds").data_args
     assert (birds["side"], birds["resize"], birds["flip"]) == (160, False, False)
     assert not {"crop", "flip"} & presets.preset("vgg16-cifar10").data_args.keys()
@@ -106,7 +106,7 @@ def test_an_unknown_preset_is_refused_with_a_suggestion() -> None:
 
 @pytest.mark.parametrize("name", [name for name in presets.names() if name != "demo"])
 def test_a_preset_that_needs_data_says_how_to_give_them(name: str) -> None:
-    with pytest.raises(ValueError, match=r"data_args: .* needs 'folder'; --data DIR gives it"):
+    with pytest.raises(ValueError, match=r"data_args: .* needs 'folder'; pass --data DIR"):
         prepare(presets.preset(name))
 
 

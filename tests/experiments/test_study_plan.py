@@ -27,7 +27,7 @@ def call(*arguments: str) -> int:
 def test_networks_times_seeds_times_methods_with_overrides_from_the_general_to_the_particular(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(presets.text("vgg16-cifar10"))
     (tmp_path / "s.yaml").write_text(
-        "networks: [{config: mine.yaml, data: pictures, set: {recipe.mu: 2.0, recipe.lr: 2.0}}, demo]\n"
+        "networks: [{config: mine.yaml, data: images, set: {recipe.mu: 2.0, recipe.lr: 2.0}}, demo]\n"
         "methods:\n  a: {method: taylor, set: {recipe.lr: 3.0}}\n  b: {set: {recipe.method: taylor}}\n"
         "seeds: [4, 7]\nset: {recipe.mu: 1.0, recipe.bound: 1.0, recipe.lr: 1.0}\nout: there\n"
     )
@@ -39,7 +39,7 @@ def test_networks_times_seeds_times_methods_with_overrides_from_the_general_to_t
     ]
     first, second = runs[0].config, runs[1].config
     assert [first.recipe[key] for key in ("mu", "lr", "bound", "method")] == [2.0, 3.0, 9.0, "taylor"]
-    assert (first.seed, first.device, first.data_args["folder"]) == (4, "cpu", "pictures")
+    assert (first.seed, first.device, first.data_args["folder"]) == (4, "cpu", "images")
     assert first.recipe["warmup_epochs"] == 200  # the schedule that the network has for Taylor
     assert (second.recipe["method"], second.recipe["warmup_epochs"]) == ("taylor", 50)  # the network's own
     assert "folder" not in runs[4].config.data_args
@@ -66,8 +66,8 @@ def test_the_command_of_a_run_gives_the_configuration_that_is_checked() -> None:
     ("keys", "message"),
     [
         ({"network": "demo"}, "s.yaml: there is no key 'network'; did you mean networks"),
-        ({"networks": None}, "s.yaml: networks is missing; such as networks: [vgg16-cifar10-fast]"),
-        ({"methods": []}, "s.yaml: methods is missing; such as methods: [hgnp, taylor]"),
+        ({"networks": None}, "s.yaml: networks must be given, got none; for example networks: [vgg16-cifar10-fast]"),
+        ({"methods": []}, "s.yaml: methods must be given, got none; for example methods: [hgnp, taylor]"),
         ({"networks": [3]}, "s.yaml: a network must be a preset, a file or {config: …, name: …, data: …, set: …}, got 3"),
         ({"networks": {"config": "demo", "date": "x"}}, "s.yaml: networks: there is no key 'date'; did you mean data"),
         ({"networks": {"config": "demo", "data": 3}}, "s.yaml: networks: data must be a folder, got 3"),
@@ -109,7 +109,7 @@ def test_the_command_refuses_in_one_line(
     Path("own.yaml").write_text("networks: [{config: demo, data: x}]\nmethods: hgnp\n")
     for arguments, message in (
         (["dem"], "'dem' is neither a file nor a study; did you mean demo"),
-        (["missing.yaml"], "missing.yaml: there is no such file"),
+        (["missing.yaml"], "missing.yaml: no such file"),
         (["list.yaml"], "list.yaml must be a mapping with networks and methods, got ['a', 'b']"),
         (["bomb.yaml"], "bomb.yaml must expand to at most 10,000 values"),
         (["own.yaml", "--data", "y"], "--data must be left out, got 'y': each network of the study has its own data"),

@@ -158,18 +158,22 @@ class Silent(nn.Linear):
 
 
 WRONG: dict[str, tuple[nn.Module, Any, str]] = {
-    "fixed at two": (Fixed(2), torch.randn(2, 4), "net can be exported for one batch size only, as its forward fixes"),
-    "fixed at four": (Fixed(4), torch.randn(4, 4), "net can be exported for one batch size only, as its forward fixes"),
+    "fixed at two": (Fixed(2), torch.randn(2, 4), "net must accept any batch size, got a forward that fixes"),
+    "fixed at four": (Fixed(4), torch.randn(4, 4), "net must accept any batch size, got a forward that fixes"),
     "noisy": (
         Noisy(4, 50),
         torch.randn(2, 4),
         r"differs from net by \d\.\de\S\d+ \(relative.* more than 1e-04; not written",
     ),
-    "loose": (Loose(4, 2), {"x": torch.randn(2, 4)}, r"Loose\.forward takes x through \*\*inputs"),
-    "silent": (Silent(4, 2), torch.randn(2, 4), "net returns no tensors"),
+    "loose": (Loose(4, 2), {"x": torch.randn(2, 4)}, r"Loose\.forward must name its inputs, got x through \*\*inputs"),
+    "silent": (Silent(4, 2), torch.randn(2, 4), "net must return at least one tensor"),
     "shape": (nn.Linear(4, 2), torch.randn(2, 5), "net cannot run on example_input: RuntimeError: mat1"),
-    "missing": (Two(), torch.randn(2, 4), r"does not fit Two\.forward: missing a required argument: 'b'"),
-    "scalar": (nn.Linear(4, 2), torch.tensor(1.0), "example_input: it has no tensor with a batch dimension"),
+    "missing": (
+        Two(),
+        torch.randn(2, 4),
+        r"must match the signature of Two\.forward, got another: missing a required argument: 'b'",
+    ),
+    "scalar": (nn.Linear(4, 2), torch.tensor(1.0), "example_input must have a tensor with a batch dimension"),
 }
 
 
@@ -207,9 +211,9 @@ else:
 
 
 def test_other_names_and_number_formats(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"path: '.*net\.pth' was given; a name that ends in \.onnx or \.pt2 would do"):
+    with pytest.raises(ValueError, match=r"path must end in \.onnx or \.pt2, got '.*net\.pth'"):
         export(make(), tmp_path / "net.pth", torch.zeros(1, 3, 8, 8))
-    with pytest.raises(ValueError, match=r"weight is bfloat16.*net\.float\(\) would do"):
+    with pytest.raises(ValueError, match=r"got weight; call net\.float\(\) first"):
         export(nn.Linear(4, 2).bfloat16(), tmp_path / "net.onnx", torch.zeros(1, 4).bfloat16())
     assert export(nn.Linear(4, 2).bfloat16(), tmp_path / "net.pt2", torch.zeros(1, 4).bfloat16()).error == 0
 
@@ -219,9 +223,9 @@ def test_a_place_that_cannot_be_is_refused_at_once(suffix: str, tmp_path: Path) 
     (tmp_path / f"net.{suffix}").mkdir()
     (tmp_path / "file").touch()
     for name, message in {
-        f"net.{suffix}": rf"^path: '\S*/net\.{suffix}' is a folder; the name of a file would do$",
-        f"file/net.{suffix}": r"^path: '\S*/file' is a file where a folder is wanted; another name would do$",
-        f".{suffix}": rf"^path: '\S*\.{suffix}' was given, without a name before the dot; net\.{suffix} would do$",
+        f"net.{suffix}": rf"^path must be a file, got the folder '\S*/net\.{suffix}'$",
+        f"file/net.{suffix}": r"^path must be below folders, got the file '\S*/file' among them; choose another path$",
+        f".{suffix}": rf"^path must have a name before \.{suffix}, got '\S*\.{suffix}'; for example net\.{suffix}$",
     }.items():
         with pytest.raises(ValueError, match=message):
             export(WRONG["shape"][0], tmp_path / name, WRONG["shape"][1])  # which would be refused later
@@ -230,7 +234,7 @@ def test_a_place_that_cannot_be_is_refused_at_once(suffix: str, tmp_path: Path) 
 def test_without_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else there(name))
-    with pytest.raises(ModuleNotFoundError, match=r"ONNX needs onnxruntime, .* pip install 'hgnp\[onnx\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"ONNX export needs onnxruntime; pip install 'hgnp\[onnx\]'"):
         export(make(), tmp_path / "net.onnx", torch.zeros(1, 3, 8, 8))
 
 

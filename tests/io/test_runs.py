@@ -66,17 +66,22 @@ def _damage(folder: Path, file: str, old: str, new: str) -> None:
             "run.json",
             '"format": 1',
             '"format": 2',
-            r"run\.json: format 2 was written by a newer hgnp; this one reads up to 1",
+            r"run\.json: format must be at most 1, got 2, which a newer hgnp wrote; upgrade hgnp",
         ),
-        ("run.json", '"format": 1', '"format": "x"', r"format is 'x'; a whole number"),
+        ("run.json", '"format": 1', '"format": "x"', r"format must be a whole number, got 'x'"),
         ("run.json", '"method": "hgnp"', '"method": 3', r"run\.json: method is 3; the file is damaged"),
         ("run.json", "{", "", r"run\.json is damaged: not JSON"),
         ("metrics.jsonl", '"epoch": 1,', '"epoch": 1', r"metrics\.jsonl line 2 is damaged: not JSON"),
-        ("metrics.jsonl", '"epoch": 1,', '"epoch": 0,', r"metrics\.jsonl line 2: epoch 0 follows epoch 0"),
-        ("metrics.jsonl", '"kept": 1.0', '"kept": null', r"metrics\.jsonl line 1: kept is missing"),
-        ("metrics.jsonl", '"kept": 1.0', '"kept": "all"', r"line 1: kept is 'all'; a number was expected"),
-        ("metrics.jsonl", '"phase": "warmup"', '"phase": 1', r"line 1: phase is 1; a text was expected"),
-        ("metrics.jsonl", '"widths": {', '"widths": 3, "x": {', r"line 1: widths is 3; an object was expected"),
+        (
+            "metrics.jsonl",
+            '"epoch": 1,',
+            '"epoch": 0,',
+            r"metrics\.jsonl line 2: epoch must be above 0, the epoch of the line before, got 0",
+        ),
+        ("metrics.jsonl", '"kept": 1.0', '"kept": null', r"metrics\.jsonl line 1: kept must be present"),
+        ("metrics.jsonl", '"kept": 1.0', '"kept": "all"', r"line 1: kept must be a number, got 'all'"),
+        ("metrics.jsonl", '"phase": "warmup"', '"phase": 1', r"line 1: phase must be a string, got 1"),
+        ("metrics.jsonl", '"widths": {', '"widths": 3, "x": {', r"line 1: widths must be an object, got 3"),
         ("result.json", "{", "[1]\n", r"result\.json is damaged"),
     ],
 )
@@ -96,7 +101,7 @@ def test_bytes_that_are_no_text_are_damage(tmp_path: Path) -> None:
 
 
 def test_other_folders_are_not_runs(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"there is no run\.json in it"):
+    with pytest.raises(FileNotFoundError, match=r"got one without run\.json"):
         read(tmp_path)
-    with pytest.raises(FileNotFoundError, match="there is no such folder"):
+    with pytest.raises(FileNotFoundError, match="got no such folder"):
         read(tmp_path / "nowhere")

@@ -115,12 +115,10 @@ def test_numbers_that_no_file_has(tmp_path: Path) -> None:
     hgnp.save(Scaled(), tmp_path)
     with torch.device("meta"):
         net = Scaled()
-    with pytest.raises(
-        ValueError, match=r"scale of layer '' is on meta and never saved, as it is no buffer; a buffer would"
-    ):
+    with pytest.raises(ValueError, match=r"scale of layer '' must be a buffer to be loaded onto meta"):
         hgnp.load(tmp_path, net)
     assert net.weight.is_meta
-    with pytest.raises(ValueError, match=r"^weight is on meta, which has no numbers to save"):
+    with pytest.raises(ValueError, match=r"^weight must be on a device with data, got meta"):
         hgnp.save(net, tmp_path)
 
 
@@ -140,12 +138,12 @@ class Renamed(nn.Sequential):
 @pytest.mark.parametrize(
     ("fresh", "message"),
     [
-        (lambda: Renamed(*make()), "holds a Sequential, not a Renamed"),
+        (lambda: Renamed(*make()), "net must be a Sequential, got a Renamed"),
         (lambda: nn.Sequential(*make()[:2], nn.GELU(), *make()[3:]), "layer '2' is ReLU in the file, GELU in net"),
         (lambda: nn.Sequential(*make(), nn.ReLU()), "layer '5' is missing in the file, ReLU in net"),
         (
             lambda: make(3),
-            r"0.weight is \(4, 3, 3, 3\) in the file and cannot be cut from \(3, 3, 3, 3\); net must be a fresh",
+            r"0.weight is \(4, 3, 3, 3\) in the file and cannot be cut from \(3, 3, 3, 3\); pass a fresh",
         ),
         (lambda: nn.Sequential(conv(3, 6, bias=False), *make()[1:]), "0.bias is only in the file"),
     ],
@@ -209,7 +207,7 @@ def grow(about: Any, tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda about, tensors: about.update(format=2), "written in format 2 by a newer hgnp; this one reads up to 1"),
+        (lambda about, tensors: about.update(format=2), "format must be at most 1, got 2, which a newer hgnp wrote"),
         (lambda about, tensors: about.update(format="1"), "its description is damaged"),
         (lambda about, tensors: about.update(modules=[]), "its description is damaged"),
         (lambda about, tensors: about.pop("class"), "its description is damaged"),
@@ -286,7 +284,7 @@ def test_writing_is_all_or_nothing(small: tuple[nn.Sequential, Path], monkeypatc
 def test_a_file_where_a_folder_is_wanted(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("as it was")
     with pytest.raises(
-        ValueError, match=r"^path: '\S*/file' is a file where a folder is wanted; another name would do$"
+        ValueError, match=r"^path must be below folders, got the file '\S*/file' among them; choose another path$"
     ):
         hgnp.save(make(), tmp_path / name)
     assert (tmp_path / "file").read_text() == "as it was"
@@ -294,7 +292,7 @@ def test_a_file_where_a_folder_is_wanted(name: str, tmp_path: Path) -> None:
 
 def test_a_folder_where_a_file_is_wanted(tmp_path: Path) -> None:
     (tmp_path / "net.safetensors").mkdir()
-    with pytest.raises(ValueError, match=r"^path: '\S*/net.safetensors' is a folder; the name of a file would do$"):
+    with pytest.raises(ValueError, match=r"^path must be a file, got the folder '\S*/net.safetensors'$"):
         hgnp.save(make(), tmp_path / "net.safetensors")
 
 
@@ -303,7 +301,7 @@ def test_state_that_needs_pickle_is_refused(tmp_path: Path) -> None:
         def get_extra_state(self) -> Any:
             return {"anything": 1}
 
-    with pytest.raises(TypeError, match=r"layer '0' \(Extra\) keeps extra state"):
+    with pytest.raises(TypeError, match=r"layer '0' \(Extra\) must have no extra state"):
         hgnp.save(nn.Sequential(Extra(2, 2)), tmp_path)
 
 

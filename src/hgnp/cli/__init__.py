@@ -1,4 +1,4 @@
-"""The command `hgnp`: one file a command, thin. What a user can get wrong ends in one line and an exit code.
+"""The command `hgnp`: one file per command, thin. An error that a user can fix is one line and an exit code.
 
 0: done. 1: a run stopped (it diverged, the disk is full). 2: bad input. 130: interrupted. Anything else is a bug and shows
 its traceback. torch is imported only by commands that need it.
@@ -15,7 +15,7 @@ from hgnp import __version__
 from hgnp.cli import bench, compare, data, export, paper, presets, report, run, sharpness, study, weights
 from hgnp.errors import DivergedError, HgnpError
 
-BAD_INPUT, STOPPED = 2, 1
+STOPPED, BAD_INPUT = 1, 2
 
 commands = typer.Typer(
     name="hgnp",
@@ -38,10 +38,8 @@ commands.command("sharpness")(sharpness.sharpness)
 
 
 @commands.callback()
-def _top(
-    context: typer.Context, version: bool = typer.Option(False, "--version", help="Say which hgnp this is.")
-) -> None:
-    """Train a network and prune whole neurons from it at once."""
+def _top(context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+    """Structured pruning during training: train a PyTorch network and remove whole neurons and channels."""
     if version:
         print(f"hgnp {__version__}")
         raise typer.Exit
@@ -51,10 +49,10 @@ def _top(
 
 
 def app(arguments: Sequence[str] | None = None) -> None:
-    """The command, with `arguments` in place of those it was called with; ends in SystemExit."""
+    """Run the command with `arguments` (the process's own if None). Raises SystemExit with the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # κ and × where the terminal has no such letters
+            stream.reconfigure(errors="replace")  # κ and × on a terminal that cannot show them
     try:
         code = typer.main.get_command(commands).main(args=arguments, prog_name="hgnp", standalone_mode=False)
     except Exception as error:
@@ -67,7 +65,7 @@ def app(arguments: Sequence[str] | None = None) -> None:
 
 
 def exit_code(error: Exception) -> tuple[int, str] | None:
-    """The exit code and the line for an error that a user can do something about; None for a bug."""
+    """The exit code and the line for an error that a user can fix; None for a bug."""
     line = " ".join(str(error).split())
     if hasattr(error, "format_message"):  # typer's own: an unknown option, a missing argument
         return BAD_INPUT, f"{error.format_message()} (see hgnp --help)"

@@ -1,4 +1,4 @@
-"""`hgnp bench`: inference, timed side by side."""
+"""`hgnp bench`: inference latency of full and pruned networks."""
 
 import sys
 from pathlib import Path
@@ -15,24 +15,30 @@ if TYPE_CHECKING:
 def bench(
     runs: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="RUN…", help="A finished run's folder; of several, all networks are timed in one table."
-        ),
+        typer.Argument(metavar="RUN…", help="Folder of a finished run. Several runs are timed in one table."),
     ],
-    batch: Annotated[list[int] | None, typer.Option(metavar="N", help="Batch sizes; the paper's if left out.")] = None,
-    device: Annotated[list[str] | None, typer.Option(metavar="NAME", help="cpu, cuda …; repeatable.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(metavar="N", help="Batch size; repeatable. Default: the paper's.")
+    ] = None,
+    device: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="cpu, cuda, …; repeatable. Default: all available.")
+    ] = None,
     variant: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="eager, no_tf32, channels_last, compile, bf16, fp16, onnx; repeatable."),
+        typer.Option(
+            metavar="NAME", help="eager, no_tf32, channels_last, compile, bf16, fp16 or onnx; repeatable. Default: all."
+        ),
     ] = None,
     weights: Annotated[
         list[float] | None,
-        typer.Option(metavar="KEPT", help="Weight-pruned networks that keep this fraction; repeatable."),
+        typer.Option(
+            metavar="KEPT", help="Also time a weight-pruned network that keeps this fraction of weights; repeatable."
+        ),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Calls of each network.")] = 15,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, the last line of stdout.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Timed calls per network.")] = 15,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
-    """Full, weight-pruned and neuron-pruned networks: eager, channels_last, compiled, half precision, ONNX."""
+    """Time inference of the full, the weight-pruned and the neuron-pruned network."""
     import torch
     from rich.console import Console
 
@@ -48,10 +54,10 @@ def bench(
     entries, made_of = [], [_full_network(folders.read(run)) for run in runs]
     for number, run in enumerate(runs):
         if run.resolve() in [each.resolve() for each in runs[:number]]:
-            raise InputError(f"{run}: given twice; once would do")
+            raise InputError(f"runs must differ, got {run} twice; name each run once")
         if made_of[number] != made_of[0]:
             raise InputError(
-                f"{run}: its full network is not that of {runs[0]}; runs of one network can be timed together"
+                f"runs must start from one network, got {run} with another than {runs[0]}; time them separately"
             )
         small = networks(run)[1]
         result = folders.read(run).result or {}
@@ -84,7 +90,7 @@ def bench(
     try:
         file = write_json(runs[0] / "bench.json", found.as_dict())
         found.write_csv(runs[0] / "bench.csv")
-    finally:  # it is shown whatever can be written
+    finally:  # shown even if the files cannot be written
         Console(file=say, width=None if say.isatty() else 160).print(found.table())
         if as_json:
             print(text(found.as_dict()))
@@ -92,5 +98,5 @@ def bench(
 
 
 def _full_network(run: "Run") -> tuple[Any, ...]:
-    """What its time depends on."""
+    """What the latency of the run's full network depends on."""
     return run.info.get("model"), run.info["at_start"], run.info.get("input")

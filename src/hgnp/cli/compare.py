@@ -1,4 +1,4 @@
-"""`hgnp compare`: runs against each other."""
+"""`hgnp compare`: compare runs of several methods and seeds."""
 
 import math
 import sys
@@ -15,32 +15,32 @@ if TYPE_CHECKING:
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs, of any methods and seeds.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the page, the tables and the figures go.")] = Path(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders, of any methods and seeds.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Output folder for page, tables and figures.")] = Path(
         "runs/comparison"
     ),
     baseline: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A method or label; Taylor if there is one.")
+        str | None, typer.Option(metavar="NAME", help="Method or label to compare with. Default: taylor if present.")
     ] = None,
     new: Annotated[
         list[str] | None,
         typer.Option(
             "--new",
             metavar="KEY=VALUE",
-            help="Features of a new data set, such as classes=10; repeatable. Says which method to use.",
+            help="Feature of a new dataset, such as classes=10; repeatable. Recommends a method for it.",
         ),
     ] = None,
     threshold: Annotated[
         str,
         typer.Option(
             metavar="fit|paper|κ",
-            help="Where the composed hybrid switches from Taylor to HGNP: fitted on the other experiments, by the paper's "
-            "two features (classes, training samples), or at a κ such as 0.48.",
+            help="κ at which the composed hybrid switches from Taylor to HGNP: fit (on the other experiments), paper "
+            "(predicted from classes and training samples), or a number such as 0.48.",
         ),
     ] = "fit",
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, the last line of stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
-    """Accuracy against κ, relative differences, areas, crossings, the hybrid; a page, tables and figures."""  # fmt: skip
+    """Compare runs: accuracy against κ, relative differences, areas under the curve, crossings, the hybrid."""  # fmt: skip
     from hgnp.reporting import hybrid, publish
 
     wanted = _features(new or [])
@@ -51,7 +51,7 @@ def compare(
     if advice is not None:
         print("\nfor the new data set:", *advice.sentences, sep="\n  ", file=say)
     print(
-        f"\n{out / 'page.html'}  (the same to look at, with tables (CSV), comparison.json and figures/ beside it)",
+        f"\n{out / 'page.html'}  (HTML page; tables (CSV), comparison.json and figures/ are beside it)",
         file=say,
     )
     if as_json:
@@ -65,7 +65,7 @@ def _threshold(given: str) -> "Choice":
     try:
         return float(given)
     except ValueError:
-        return cast("Choice", given)  # anything else is refused with the rest
+        return cast("Choice", given)  # validated by publish.compare
 
 
 def _features(given: list[str]) -> dict[str, float]:

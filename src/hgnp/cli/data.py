@@ -1,4 +1,4 @@
-"""`hgnp data`: the official files of a data set, downloaded, checked and unpacked."""
+"""`hgnp data`: download, verify and unpack the official files of a dataset."""
 
 import sys
 from pathlib import Path
@@ -10,26 +10,26 @@ from hgnp.errors import InputError
 
 
 def data(
-    name: Annotated[str, typer.Argument(metavar="cifar10|flowers102|cub200", help="The data set.")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where it goes; for hgnp run … --data DIR.")],
+    name: Annotated[str, typer.Argument(metavar="cifar10|flowers102|cub200", help="Dataset.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Target folder, for hgnp run … --data DIR.")],
     mirror: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Download the files from below this address; checksums are the same."),
+        typer.Option(metavar="URL", help="Download from this base URL instead; checksums stay the same."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, the last line of stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
-    """Download, check and unpack the official files. Resumes; a complete folder is verified and left."""
+    """Download, verify and unpack a dataset. Resumes; a complete folder is verified and left unchanged."""
     from hgnp.errors import meant
     from hgnp.experiments.download import OFFICIAL, install
     from hgnp.io.atomic import as_json as text
 
     if name not in OFFICIAL:
-        raise InputError(f"there is no data set {name!r}{meant(name, OFFICIAL)}")
+        raise InputError(f"dataset must be one of {', '.join(OFFICIAL)}, got {name!r}{meant(name, OFFICIAL)}")
     source = OFFICIAL[name] if mirror is None else OFFICIAL[name].at(mirror)
     say = sys.stderr if as_json else sys.stdout
-    with Shown(say) as shown:
-        done = install(source, folder, shown)
-    state = "complete" if done.downloaded else "complete already"
+    with DownloadDisplay(say) as display:
+        done = install(source, folder, display)
+    state = "downloaded" if done.downloaded else "already complete"
     print(f"{source.title} in {folder}: {state}, {done.files:,} files, {done.bytes:,} bytes, verified", file=say)
     print(f"Terms ({source.page}): {source.terms}", file=say)
     if as_json:
@@ -37,8 +37,8 @@ def data(
         print(text({"data": name, "folder": str(folder), **facts, "page": source.page, "terms": source.terms}))
 
 
-class Shown:
-    """A bar with bytes, speed and time left on a terminal; elsewhere one line per completed step."""
+class DownloadDisplay:
+    """On a terminal a progress bar with bytes, speed and time left; elsewhere one line per completed step."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -61,7 +61,7 @@ class Shown:
         )
         self._stream, self._what = stream, ""
 
-    def __enter__(self) -> "Shown":
+    def __enter__(self) -> "DownloadDisplay":
         self._bars.start()
         return self
 

@@ -1,4 +1,4 @@
-"""`hgnp export`: the pruned network for other runtimes."""
+"""`hgnp export`: the pruned network as ONNX or torch.export."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,10 +7,10 @@ import typer
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's folder.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="small.onnx, or small.pt2 for torch.export.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Output file: *.onnx for ONNX, *.pt2 for torch.export.")],
 ) -> None:
-    """ONNX or torch.export with a free batch size, checked against the network itself."""
+    """Export the pruned network to ONNX or torch.export with a dynamic batch size; outputs are checked."""
     import torch
 
     import hgnp
@@ -19,6 +19,4 @@ def export(
     example = tuple(torch.stack([x, x]) for x in sample(run))
     made = hgnp.export(networks(run)[1], file, example)
     opset = "" if made.opset is None else f", opset {made.opset}"
-    print(
-        f"{made.path}  ({made.kind}{opset}, {made.bytes / 1024:.0f} KiB, differs from the network by {made.error:.1g} at most)"
-    )
+    print(f"{made.path}  ({made.kind}{opset}, {made.bytes / 1024:.0f} KiB, max. relative error {made.error:.1g})")

@@ -1,4 +1,4 @@
-"""`hgnp paper`: the paper's tables and figures next to what runs came to."""
+"""`hgnp paper`: the paper's tables and figures next to the results of runs."""
 
 import sys
 from pathlib import Path
@@ -10,14 +10,12 @@ import typer
 def paper(
     results: Annotated[
         Path,
-        typer.Argument(metavar="RESULTS_DIR", help="A folder with runs and bench.json files anywhere below it."),
+        typer.Argument(metavar="RESULTS_DIR", help="Folder with runs and bench.json files at any depth."),
     ],
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the page goes; RESULTS_DIR/page if left out.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, the last line of stdout.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Output folder. Default: RESULTS_DIR/page.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
-    """The paper's numbers, ours beside them, how the runs deviate, and what agrees; a page, tables and figures."""
+    """Compare the paper's numbers with those of your runs, with deviations and verdicts; page, tables, figures."""
     from hgnp.io.atomic import as_json as text
     from hgnp.reporting import publish
     from hgnp.reporting.paper.outcome import conclusion
@@ -31,6 +29,6 @@ def paper(
     print(", ".join(f"{count} {word}" for word, count in made.counts.items()), file=say)
     for command in dict.fromkeys(row.command for row in made.nearest if row.command):
         print(f"not run: {command}", file=say)
-    print(f"{place / 'page.html'}  (with rows.csv, paper.json and figures/ beside it)", file=say)
+    print(f"{place / 'page.html'}  (HTML page; rows.csv, paper.json and figures/ are beside it)", file=say)
     if as_json:
         print(text({**publish.paper_as_dict(made), "out": str(place)}))

@@ -1,4 +1,4 @@
-"""`hgnp presets`: what comes with hgnp."""
+"""`hgnp presets`: the built-in configurations."""
 
 from typing import Annotated
 
@@ -6,12 +6,12 @@ import typer
 
 
 def presets(name: Annotated[str | None, typer.Argument(help="Print this preset's YAML.")] = None) -> None:
-    """List the experiments that come with hgnp, or print one as YAML."""
-    from hgnp.cli.table import catalogue
-    from hgnp.experiments import presets as known
+    """List the built-in presets, or print one as YAML."""
+    from hgnp.cli.table import print_catalog
+    from hgnp.experiments import presets as built_in
 
     if name is not None:
-        print(known.text(name), end="")
+        print(built_in.text(name), end="")
         return
-    listed = {each: known.preset(each).about or "" for each in known.names()}
-    catalogue("preset", listed)
+    listed = {each: built_in.preset(each).about or "" for each in built_in.names()}
+    print_catalog("preset", listed)

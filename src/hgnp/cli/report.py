@@ -1,4 +1,4 @@
-"""`hgnp report`: a page of one run or several."""
+"""`hgnp report`: an HTML page about one or more runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,12 +7,12 @@ import typer
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders.")],
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the page goes; into the run's own folder if left out.")
+        Path | None, typer.Option(metavar="DIR", help="Output folder. Default: the run's own folder.")
     ] = None,
 ) -> None:
-    """One self-contained HTML page, with figures as PNG, SVG and CSV beside it."""
+    """Write one self-contained HTML page, with figures as PNG, SVG and CSV beside it."""
     from hgnp.reporting.publish import report as write
 
     page = write(runs, out)

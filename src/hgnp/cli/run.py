@@ -1,4 +1,4 @@
-"""`hgnp run`: an experiment from a preset or a configuration file."""
+"""`hgnp run`: train and prune from a preset or a configuration file."""
 
 import contextlib
 import json
@@ -23,24 +23,31 @@ def run(
     what: Annotated[
         str, typer.Argument(metavar="PRESET|FILE", help="A preset (see hgnp presets) or a YAML file.")
     ] = "demo",
-    data: Annotated[str | None, typer.Option(metavar="DIR", help="The folder the data is in.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="DIR", help="Folder with the dataset (see hgnp data).")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The run's folder; runs/NAME, or the next free, if left out.")
+        Path | None, typer.Option(metavar="DIR", help="Run folder. Default: runs/NAME, or the next free runs/NAME-2, …")
     ] = None,
     method: Annotated[
-        str | None, typer.Option(metavar="NAME", help="hgnp, taylor, l1, … with its own hyperparameters.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Pruning method: hgnp, taylor, l1, …, with the hyperparameters that the preset has for it.",
+        ),
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Such as recipe.mu=0.01; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, such as recipe.mu=0.01; repeatable."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Seeds the network, the data and the run.")] = None,
-    device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1 …")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Random seed of network, data and run.")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, … Default: cuda if available.")
+    ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Resume the run in the folder, or print it if it is done.")
+        bool, typer.Option("--resume", help="Resume the run in the run folder; print its result if it is finished.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON, the last line of stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
-    """Train, prune and fine-tune a network. Without an argument: the demo, half a minute on two cores."""  # fmt: skip
+    """Train, prune and fine-tune a network. Default: the demo, half a minute on two cores."""  # fmt: skip
     from hgnp.experiments.overrides import effective
     from hgnp.progress import BarProgress, LineProgress
 
@@ -49,37 +56,41 @@ def run(
     say = sys.stderr if as_json else sys.stdout
     progress = BarProgress() if sys.stderr.isatty() else LineProgress(say)
     if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"--out: {folder} is a file; a folder would do")
+        raise FileExistsError(f"--out must be a folder, got the file {folder}; choose another")
     begun, done = ((folder / name).exists() for name in ("run.json", "result.json"))
     if begun and not resume:
-        raise FileExistsError(f"--out: {folder} holds a run; --resume resumes it, another folder starts a new one")
+        raise FileExistsError(
+            f"--out must be a folder without a run, got {folder}; add --resume to resume its run, or choose another folder"
+        )
 
     from hgnp.experiments.build import prepare
     from hgnp.train import check_one_process
 
     check_one_process()
     experiment = prepare(config)
-    made = [path for path in (folder / "config.yaml", folder) if not path.exists()]
+    created = [path for path in (folder / "config.yaml", folder) if not path.exists()]
     if begun:
-        same_run(experiment.config, folder)
+        check_same_config(experiment.config, folder)
     else:
-        not_yours(experiment.config, folder)
+        check_overwrites_nothing(experiment.config, folder)
     if resume and not begun:
-        progress.note(f"there is no run in {folder} yet: starting one")
+        progress.note(f"{folder} has no run to resume; starting a new one")
     if config.about:
         progress.note(config.about)
     try:
         if not begun:
             experiment.config.write(folder / "config.yaml")
-        if not (begun and done) or os.access(folder, os.W_OK):  # a finished run is shown where nothing can be written
+        if not (begun and done) or os.access(
+            folder, os.W_OK
+        ):  # a finished run is printed even if its folder is read-only
             experiment.run(out=folder, resume=resume, progress=progress)
     except BaseException as error:
         progress.stop()
-        if not (folder / "run.json").exists():  # refused before it began
-            discard(made)
+        if not (folder / "run.json").exists():  # refused before it started
+            remove_created(created)
         elif isinstance(error, KeyboardInterrupt):
             command = shlex.join(["hgnp", "run", str(folder / "config.yaml"), "--out", str(folder), "--resume"])
-            print(f"\nhgnp: interrupted; {command} resumes after the last whole epoch", file=sys.stderr)
+            print(f"\nhgnp: interrupted; {command} resumes after the last completed epoch", file=sys.stderr)
             raise typer.Exit(130) from None
         raise
     progress.stop()
@@ -92,12 +103,12 @@ def run(
 
     from rich.console import Console
 
-    from hgnp.cli.table import show
+    from hgnp.cli.table import print_result
     from hgnp.io.atomic import read_json
 
     result = read_json(folder / "result.json")
     # without a terminal rich would wrap at 80 columns
-    show(result, out=folder, console=Console(file=say, width=None if say.isatty() else 140))
+    print_result(result, out=folder, console=Console(file=say, width=None if say.isatty() else 140))
     if as_json:
         print(json.dumps({**result, "out": str(folder)}))
     if unwritten is not None and not done:
@@ -106,30 +117,32 @@ def run(
 
 
 def write_page(folder: Path) -> None:
-    """The run to look at."""
+    """Write the run's HTML page."""
     from hgnp.io import runs
     from hgnp.reporting.page import write_report
 
     write_report([runs.read(folder)], folder / "page.html")
 
 
-def not_yours(config: "Config", folder: Path) -> None:
-    """That a new run overwrites nothing but the configuration of one that was killed before it began."""
+def check_overwrites_nothing(config: "Config", folder: Path) -> None:
+    """Refuse to overwrite files, except the configuration of a run that was killed before it started."""
     for file in (folder / "config.yaml", folder / "page.html"):
         if file.exists() and (file.name == "page.html" or file.read_bytes() != config.text().encode()):
-            raise FileExistsError(f"--out: {file} is there already and would be overwritten; another folder would do")
+            raise FileExistsError(
+                f"--out must be a folder without {file.name}, got {folder}, where it would be overwritten; choose another"
+            )
 
 
-def discard(made: list[Path]) -> None:
-    """Leave nothing behind of a run that did not begin: of these, which were not there before."""
-    for path in made:
-        with contextlib.suppress(OSError):  # a folder holds something else by now
+def remove_created(paths: list[Path]) -> None:
+    """Remove the paths that a run created before it was refused."""
+    for path in paths:
+        with contextlib.suppress(OSError):  # a folder that is not empty
             path.rmdir() if path.is_dir() else path.unlink()
 
 
 def default_folder(name: str, *, resume: bool) -> Path:
-    """runs/NAME, runs/NAME-2 …: the one after the last that is not empty, or, to resume, the last with a run. Numbers only
-    grow, also where folders were deleted, so that the last is the newest."""
+    """The first unused of runs/NAME, runs/NAME-2, …, or, to resume, the last one with a run. Numbers only grow, even if
+    folders were deleted, so that the last is the newest."""
     first = RUNS / name
     numbered = {1: first} | {
         int(match[1]): path
@@ -146,8 +159,8 @@ def _occupied(path: Path) -> bool:
     return path.exists() and (not path.is_dir() or any(path.iterdir()))
 
 
-def same_run(config: "Config", folder: Path) -> None:
-    """That a run to be resumed was made from this configuration; only where it runs and reads may have changed."""
+def check_same_config(config: "Config", folder: Path) -> None:
+    """Refuse to resume a run of another configuration. Device and data folder may differ."""
     from hgnp.experiments.overrides import difference
 
     found = difference(config, folder) if (folder / "config.yaml").exists() else None
@@ -155,5 +168,5 @@ def same_run(config: "Config", folder: Path) -> None:
         key, now, before = found
         raise InputError(
             f"{key} must be {before!r} to resume the run in {folder}, got {now!r}; "
-            "resume it with that, or start anew in another folder"
+            "resume it with that value, or start a new run in another folder"
         )

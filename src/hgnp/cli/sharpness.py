@@ -1,4 +1,4 @@
-"""`hgnp sharpness`: how flat a run's solution is."""
+"""`hgnp sharpness`: the sharpness of a run's solution."""
 
 import json
 from pathlib import Path
@@ -8,14 +8,14 @@ import typer
 
 
 def sharpness(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's folder.")],
-    data: Annotated[str | None, typer.Option(metavar="DIR", help="The folder the data is in, if it has moved.")] = None,
-    batches: Annotated[int, typer.Option(min=1, metavar="N", help="Validation batches to take the Hessian over.")] = 1,
-    k: Annotated[int, typer.Option(min=1, metavar="N", help="How many eigenvalues.")] = 1,
-    device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1 …")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
+    data: Annotated[str | None, typer.Option(metavar="DIR", help="Folder with the dataset, if it has moved.")] = None,
+    batches: Annotated[int, typer.Option(min=1, metavar="N", help="Number of validation batches.")] = 1,
+    k: Annotated[int, typer.Option(min=1, metavar="N", help="Number of eigenvalues.")] = 1,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, … Default: the run's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """The largest eigenvalues of the Hessian of the loss, plain and scale-invariant, on validation data."""
+    """Compute the largest eigenvalues of the loss Hessian, plain and scale-invariant, on validation data."""
     from dataclasses import asdict
     from itertools import islice
 
@@ -40,4 +40,4 @@ def sharpness(
     for name, each in found.items():
         values = ", ".join(f"{value:.4g}" for value in each.eigenvalues)
         ended = "" if each.converged else ", NOT converged"
-        print(f"{name}: {values}  (±{max(each.residuals):.1g}, {each.steps} products with the Hessian{ended})")
+        print(f"{name}: {values}  (±{max(each.residuals):.1g}, {each.steps} Hessian-vector products{ended})")

@@ -1,4 +1,4 @@
-"""`hgnp study`: networks × methods × seeds, then compared."""
+"""`hgnp study`: run networks × methods × seeds and compare them."""
 
 import shlex
 import sys
@@ -11,36 +11,39 @@ import typer
 
 if TYPE_CHECKING:
     from hgnp.experiments.study_plan import PlannedRun, StudyPlan
-    from hgnp.experiments.study_runs import Outcome
+    from hgnp.experiments.study_runs import RunOutcome
 
 
 def study(
     what: Annotated[
-        str | None, typer.Argument(metavar="NAME|FILE", help="A study that comes with hgnp, or a YAML file.")
+        str | None, typer.Argument(metavar="NAME|FILE", help="Built-in study or YAML file. Default: list the studies.")
     ] = None,
-    data: Annotated[str | None, typer.Option(metavar="DIR", help="The folder the data is in.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="DIR", help="Folder with the dataset (see hgnp data).")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where runs and comparison go; results/NAME if left out.")
+        Path | None, typer.Option(metavar="DIR", help="Output folder for runs and comparison. Default: results/NAME.")
     ] = None,
-    device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1 …")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, … Default: cuda if available.")
+    ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Runs at once; one per GPU, or one, if left out.")
+        int | None, typer.Option(min=1, metavar="N", help="Number of parallel runs. Default: one per GPU, or one.")
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="For every run; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of every run; repeatable."),
     ] = None,
-    seeds: Annotated[str | None, typer.Option(metavar="N,N…", help="Such as 0,1,2, instead of the study's.")] = None,
-    methods: Annotated[
-        str | None, typer.Option(metavar="NAME,NAME…", help="Only these of the study's methods.")
+    seeds: Annotated[
+        str | None, typer.Option(metavar="N,N…", help="Seeds, such as 0,1,2. Default: the study's.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and run nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The outcome as JSON, the last line of stdout.")] = False,
+    methods: Annotated[str | None, typer.Option(metavar="NAME,NAME…", help="Subset of the study's methods.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands without running them.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
-    """Run every method on every network with every seed, then compare. Without an argument: list the studies."""
+    """Run every method on every network with every seed, then compare. Without a name: list the studies."""
     from hgnp.experiments import studies, study_plan
 
     if what is None:
-        listed()
+        list_studies()
         return
     plan = studies.find(what)
     planned = plan.runs(
@@ -51,10 +54,10 @@ def study(
     place = out or plan.out or study_plan.RESULTS / plan.name
     states = study_plan.check_states(planned, place)
     if dry_run:
-        commands(planned, place, states, as_json=as_json)
+        print_commands(planned, place, states, as_json=as_json)
         return
 
-    from hgnp.experiments.study_runs import carry_out, slots_for
+    from hgnp.experiments.study_runs import execute_runs, slots_for
 
     say = sys.stderr if as_json else sys.stdout
     missing = [run for run in planned if states[run.name] != "finished"]
@@ -64,22 +67,22 @@ def study(
         from hgnp.train import as_device
 
         as_device(device)
-    watcher = watch(plan, place, planned, missing, say)
+    display = create_display(plan, place, planned, missing, say)
     try:
-        with watcher:
-            outcomes = carry_out(missing, place, slots_for(device, jobs), watcher) if missing else []
+        with display:
+            outcomes = execute_runs(missing, place, slots_for(device, jobs), display) if missing else []
     except KeyboardInterrupt:
-        command = again(what, data, place, device, jobs, set_, seeds, methods)
-        print(f"\nhgnp: interrupted; {command} resumes every run after its last whole epoch", file=sys.stderr)
+        command = resume_command(what, data, place, device, jobs, set_, seeds, methods)
+        print(f"\nhgnp: interrupted; {command} resumes every run after its last completed epoch", file=sys.stderr)
         raise typer.Exit(130) from None
     finish(plan, place, planned, outcomes, say, as_json=as_json)
 
 
 def finish(
-    plan: "StudyPlan", out: Path, planned: Sequence["PlannedRun"], outcomes: Sequence["Outcome"], say: Any,
+    plan: "StudyPlan", out: Path, planned: Sequence["PlannedRun"], outcomes: Sequence["RunOutcome"], say: Any,
     *, as_json: bool,
 ) -> None:  # fmt: skip
-    """Compare what is finished, and say what failed."""
+    """Compare the finished runs and report the failed ones."""
     from hgnp.cli.compare import show
     from hgnp.io.atomic import as_json as text
     from hgnp.io.atomic import write_json
@@ -101,19 +104,19 @@ def finish(
             names=[run.method for run in done],
         )  # fmt: skip
         show(made, say)
-        print(f"\n{out / 'page.html'}  (the same to look at, with tables and figures beside it)", file=say)
+        print(f"\n{out / 'page.html'}  (HTML page; tables and figures are beside it)", file=say)
         comparison = publish.as_dict(made, out)
     for name, error in failed.items():
         print(f"hgnp: {name} failed: {error} (see {out / 'logs' / name}.log)", file=sys.stderr)
     if as_json:
         print(text({"name": plan.name, "out": str(out), "runs": about, "comparison": comparison}))
     if failed:
-        print(f"hgnp: {len(failed)} of {len(planned)} runs failed; the same command tries them again", file=sys.stderr)
+        print(f"hgnp: {len(failed)} of {len(planned)} runs failed; run the same command to retry them", file=sys.stderr)
         raise typer.Exit(1)
 
 
-def commands(planned: Sequence["PlannedRun"], out: Path, states: Mapping[str, str], *, as_json: bool) -> None:
-    """What would be run; what is finished as a comment."""
+def print_commands(planned: Sequence["PlannedRun"], out: Path, states: Mapping[str, str], *, as_json: bool) -> None:
+    """Print the command of every run; those of finished runs as comments."""
     if as_json:
         from hgnp.io.atomic import as_json as text
 
@@ -124,7 +127,7 @@ def commands(planned: Sequence["PlannedRun"], out: Path, states: Mapping[str, st
         print(f"{'# finished: ' if states[run.name] == 'finished' else ''}{shlex.join(['hgnp', *run.command(out)])}")
 
 
-def again(
+def resume_command(
     what: str, data: str | None, out: Path, device: str | None, jobs: int | None, settings: list[str] | None,
     seeds: str | None, methods: str | None,
 ) -> str:  # fmt: skip
@@ -139,26 +142,26 @@ def again(
     return shlex.join(words)
 
 
-def listed() -> None:
-    from hgnp.cli.table import catalogue
+def list_studies() -> None:
+    from hgnp.cli.table import print_catalog
     from hgnp.experiments import studies
 
-    catalogue("study", {name: studies.study(name).about or "" for name in studies.names()})
+    print_catalog("study", {name: studies.study(name).about or "" for name in studies.names()})
 
 
-def watch(
+def create_display(
     plan: "StudyPlan", out: Path, planned: Sequence["PlannedRun"], missing: Sequence["PlannedRun"], say: Any
-) -> "Lines":
+) -> "StudyLines":
     finished = len(planned) - len(missing)
     print(
-        f"{plan.name}: {len(planned)} runs, {finished} finished before, {len(missing)} to run; in {out}",
+        f"{plan.name}: {len(planned)} runs, {finished} already finished, {len(missing)} to run, in {out}",
         file=say, flush=True,
     )  # fmt: skip
-    return (Table if sys.stderr.isatty() else Lines)(out, len(planned), finished, say)
+    return (StudyTable if sys.stderr.isatty() else StudyLines)(out, len(planned), finished, say)
 
 
-class Lines:
-    """A line for each run that ends."""
+class StudyLines:
+    """Prints one line per run that ends."""
 
     def __init__(self, out: Path, total: int, done: int, say: Any) -> None:
         self.out, self.total, self.done, self.say = out, total, done, say
@@ -171,19 +174,19 @@ class Lines:
 
     def tick(self, running: Sequence["PlannedRun"]) -> None: ...
 
-    def ended(self, outcome: "Outcome") -> None:
+    def ended(self, outcome: "RunOutcome") -> None:
         from hgnp.progress import format_duration
 
         self.done += 1
-        how = where(self.out / outcome.run.name) if outcome.error is None else f"failed: {outcome.error}"
+        how = progress_of(self.out / outcome.run.name) if outcome.error is None else f"failed: {outcome.error}"
         self.line(f"{outcome.run.name}: {how}, {format_duration(outcome.seconds)} ({self.done} of {self.total})")
 
     def line(self, text: str) -> None:
         print(text, file=self.say, flush=True)
 
 
-class Table(Lines):
-    """On a terminal: besides, a table of what runs now."""
+class StudyTable(StudyLines):
+    """On a terminal: also a live table of the running runs."""
 
     def __init__(self, out: Path, total: int, done: int, say: Any) -> None:
         from rich.console import Console
@@ -191,7 +194,7 @@ class Table(Lines):
 
         super().__init__(out, total, done, say)
         self.live = Live(console=Console(stderr=True), transient=True, auto_refresh=False)
-        self.begun: dict[str, float] = {}
+        self.start_times: dict[str, float] = {}
         self.shown = 0.0
 
     def __enter__(self) -> None:
@@ -201,7 +204,7 @@ class Table(Lines):
         self.live.stop()
 
     def started(self, run: "PlannedRun") -> None:
-        self.begun[run.name] = time.monotonic()
+        self.start_times[run.name] = time.monotonic()
 
     def line(self, text: str) -> None:
         self.live.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -209,19 +212,19 @@ class Table(Lines):
     def tick(self, running: Sequence["PlannedRun"]) -> None:
         if time.monotonic() - self.shown < 1.0:
             return
-        from rich.table import Table as Grid
+        from rich.table import Table
 
         from hgnp.progress import format_duration
 
         self.shown = time.monotonic()
-        grid = Grid(box=None, padding=(0, 2, 0, 0), show_header=False)
+        grid = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
         for run in running:
-            grid.add_row(run.name, where(self.out / run.name), format_duration(self.shown - self.begun[run.name]))
+            grid.add_row(run.name, progress_of(self.out / run.name), format_duration(self.shown - self.start_times[run.name]))
         self.live.update(grid, refresh=True)
 
 
-def where(folder: Path) -> str:
-    """How far a run is: its last epoch in a few words."""
+def progress_of(folder: Path) -> str:
+    """A run's last completed epoch in a few words."""
     from hgnp.experiments.study_runs import last_row
     from hgnp.io.atomic import read_json
     from hgnp.progress import epoch_figures

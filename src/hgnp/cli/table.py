@@ -1,4 +1,4 @@
-"""The end of a run in words and figures: before and after, the target, the files."""
+"""The result of a run as a table: before and after, the target, the files."""
 
 import sys
 from collections.abc import Mapping
@@ -9,32 +9,32 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hgnp.io.runs import unmeasured
+from hgnp.io.runs import missing_measurements
 from hgnp.progress import format_duration, format_metric
 
 FILES = {
     "model.safetensors": "the pruned network, for hgnp.load",
-    "page.html": "the run to look at",
-    "result.json": "this table",
+    "page.html": "HTML page of the run",
+    "result.json": "the result as JSON",
     "metrics.jsonl": "one line per epoch",
-    "config.yaml": "runs it again",
+    "config.yaml": "configuration; hgnp run config.yaml repeats the run",
 }
-KINDS = {"params": "parameters", "neurons": "neurons", "macs": "MACs"}
+UNITS = {"params": "parameters", "neurons": "neurons", "macs": "MACs"}
 
 
-def show(result: Mapping[str, Any], *, out: Path, console: Console) -> None:
-    """`result`: result.json's content."""
+def print_result(result: Mapping[str, Any], *, out: Path, console: Console) -> None:
+    """Print `result`, the content of result.json."""
     table = Table("", "before", "after", "after / before", box=None, padding=(0, 2), header_style="bold")
     for column in table.columns[1:]:
         column.justify = "right"
     for name, before, after, ratio in rows(result):
         table.add_row(escape(name), before, after, ratio)
     console.print(table)
-    for line in unmeasured(result):
+    for line in missing_measurements(result):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if result.get("snapshots"):
         console.print(snapshots(result))
-    console.print(f"\n{ending(result)}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"\n{summary_line(result)}", highlight=False, markup=False, soft_wrap=True)
     for name, what in FILES.items():
         if (out / name).is_file():
             console.print(f"  {out / name}  ({what})", highlight=False, markup=False, soft_wrap=True)
@@ -65,10 +65,10 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
 
 
 def snapshots(result: Mapping[str, Any]) -> Table:
-    """Networks at intermediate κ, each fine-tuned by itself."""
-    kind = KINDS.get(result["target"]["kind"], result["target"]["kind"])
+    """A table of the networks at intermediate κ, each fine-tuned separately."""
+    unit = UNITS.get(result["target"]["kind"], result["target"]["kind"])
     table = Table(box=None, padding=(0, 2), header_style="bold", title="\nfine-tuned snapshots", title_justify="left")
-    for name in (f"{kind} asked", "left", escape(result["metric"]), "parameters", "neurons", "MACs"):
+    for name in (f"{unit} requested", "kept", escape(result["metric"]), "parameters", "neurons", "MACs"):
         table.add_column(name, justify="right")
     table.add_column("folder")
     for row in result["snapshots"]:
@@ -78,15 +78,15 @@ def snapshots(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def ending(result: Mapping[str, Any]) -> str:
-    """Where the run ended, against its target."""
+def summary_line(result: Mapping[str, Any]) -> str:
+    """One line: whether the run reached its target, epochs, time."""
     target = result["target"]
-    kind = KINDS.get(target["kind"], target["kind"])
-    left = f"{target['got']:.2%} of the {kind} are left, {target['asked']:.2%} were asked for"
+    unit = UNITS.get(target["kind"], target["kind"])
+    left = f"{target['got']:.2%} of the {unit} kept, {target['asked']:.2%} requested"
     verdict = (
-        "target reached" if result["reached"] else f"target NOT reached ({result.get('stopped') or 'no reason known'})"
+        "target reached" if result["reached"] else f"target NOT reached ({result.get('stopped') or 'unknown reason'})"
     )
-    parts = f", in {result['parts']} parts" if result.get("parts", 1) > 1 else ""
+    parts = f", resumed {_many(result['parts'] - 1, 'time')}" if result.get("parts", 1) > 1 else ""
     return f"{verdict}: {left}; {_many(result['epochs'], 'epoch')}, {format_duration(result['seconds'])}{parts}"
 
 
@@ -100,13 +100,13 @@ def _many(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
 
 
-def catalogue(kind: str, listed: Mapping[str, str]) -> None:
-    """What comes with hgnp: names and what they are about; separated by tabs where no one looks."""
+def print_catalog(heading: str, listed: Mapping[str, str]) -> None:
+    """Print names and descriptions: a table on a terminal, else separated by tabs."""
     if not sys.stdout.isatty():
         for name, about in listed.items():
             print(f"{name}\t{about}")
         return
-    table = Table(kind, "what it is", box=None, padding=(0, 2, 1, 0))
+    table = Table(heading, "description", box=None, padding=(0, 2, 1, 0))
     table.columns[0].no_wrap = True
     for name, about in listed.items():
         table.add_row(name, about)

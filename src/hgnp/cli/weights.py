@@ -1,4 +1,4 @@
-"""`hgnp weights`: published weights as safetensors."""
+"""`hgnp weights`: convert published weights to safetensors."""
 
 import sys
 from pathlib import Path
@@ -8,16 +8,18 @@ import typer
 
 
 def weights(
-    file: Annotated[Path, typer.Argument(metavar="FILE.pth", help="Weights as torch.save wrote them (a state dict).")],
-    out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="For --set weights=OUT.safetensors.")],
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, the last line of stdout.")] = False,
+    file: Annotated[Path, typer.Argument(metavar="FILE.pth", help="State dict saved by torch.save.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT.safetensors", help="Output file, for --set weights=OUT.safetensors.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
     """Convert published PyTorch weights to safetensors without executing their pickle."""
     from hgnp.experiments.models.pth import convert
     from hgnp.io.atomic import as_json as text
 
     made = convert(file, out)
-    named = ", as its name says" if made.as_named else ""
+    named = ", matches its file name" if made.as_named else ""
     print(
         f"{made.path}: {made.tensors} tensors, {made.bytes:,} bytes, from {made.source} (SHA-256 {made.sha256}{named})",
         file=sys.stderr if as_json else sys.stdout,

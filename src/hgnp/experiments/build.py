@@ -1,6 +1,6 @@
-"""From a configuration to objects: what its import paths name, checked and called with its arguments.
+"""From a configuration to objects: import paths are resolved, checked and called with their arguments.
 
-Everything is looked up and checked before anything is made, so that a slip in the last key does not wait for the data.
+Everything is resolved and checked before anything is built, so that a mistake in the last key is found before the data loads.
 """
 
 import contextlib
@@ -41,15 +41,15 @@ class Experiment:
     """A network and its data, ready to run."""
 
     config: Config
-    """As it was read, with every field of the recipe."""
+    """The configuration with every field of the recipe."""
     net: nn.Module
     train: Iterable[Any]
     val: Iterable[Any] | None
     recipe: Recipe
     options: Mapping[str, Any]
-    """What `hgnp.prune` takes besides."""
+    """Further arguments of `hgnp.prune`."""
     about: dict[str, Any]
-    """What run.json says beyond that: the run's name, what the weights are at the start, the data's features."""
+    """Further entries of run.json: the run's name, its initial weights, the features of the data."""
 
     def run(self, *, out: Path, resume: bool, progress: "Progress") -> "Result":
         return prune(
@@ -59,7 +59,7 @@ class Experiment:
 
 
 def prepare(config: Config) -> Experiment:
-    make_importable(config)
+    extend_import_path(config)
     recipe = recipe_of(config)
     device = str(as_device(config.device or ("cuda" if torch.cuda.is_available() else "cpu")))
     _named("model", config.model, MODELS)
@@ -83,35 +83,35 @@ def prepare(config: Config) -> Experiment:
     return Experiment(completed(config), net, train, val, recipe, options, about)
 
 
-def make_importable(config: Config) -> None:
-    """The current folder and the configuration's own, for import paths."""
+def extend_import_path(config: Config) -> None:
+    """Add the current folder and the configuration's own to sys.path."""
     for folder in (os.getcwd(), config.import_from):
         if folder and folder not in sys.path:
             sys.path.insert(0, folder)
 
 
 def network(config: Config) -> nn.Module:
-    """A fresh instance, at full size."""
+    """Build the unpruned network."""
     model = _named("model", config.model, MODELS)
     _check_args("model_args", model, config.model_args)
     net = _make("model", model, **config.model_args)
     if not isinstance(net, nn.Module):
-        raise InputError(f"model: {config.model} makes a {type(net).__name__}; an nn.Module would do")
+        raise InputError(f"model must return an nn.Module, got a {type(net).__name__} from {config.model}")
     return net
 
 
 def find(key: str, path: str) -> Any:
-    """What an import path names."""
+    """Import the callable that an import path names."""
     module_name, colon, name = path.partition(":")
     if not colon or not module_name or not name or module_name.startswith("."):
-        raise InputError(f"{key}: {path!r} was given; an import path such as package.module:name would do")
+        raise InputError(f"{key} must be an import path such as package.module:name, got {path!r}")
     try:
         found = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise InputError(f"{key}: {module_name} needs the module {error.name}, which is not installed") from error
-        raise InputError(f"{key}: there is no module {error.name} for {path!r}; it is looked for in the current folder, "
-                         "beside the configuration and among installed packages") from error  # fmt: skip
+        raise InputError(f"{key}: there is no module {error.name} for {path!r}; modules are searched in the current "
+                         "folder, beside the configuration and among installed packages") from error  # fmt: skip
     except SyntaxError as error:
         raise InputError(f"{key}: {error.filename} line {error.lineno} is not Python: {error.msg}") from error
     for part in name.split("."):
@@ -120,7 +120,7 @@ def find(key: str, path: str) -> Any:
             raise InputError(f"{key}: {module_name} has no {name!r}{meant(part, known) if known else ''}")
         found = getattr(found, part)
     if not callable(found):
-        raise InputError(f"{key}: {path} is a {type(found).__name__}; something that can be called would do")
+        raise InputError(f"{key} must be callable, got {path}, a {type(found).__name__}")
     return found
 
 
@@ -152,7 +152,7 @@ def _options(config: Config) -> dict[str, Any]:
             options[key] = partial(_make, key, maker, **args)
     for key in ("loss", "optimizer", "scheduler"):
         if not getattr(config, key) and getattr(config, f"{key}_args"):
-            raise InputError(f"{key}_args: they were given without {key}; an import path as {key} would do")
+            raise InputError(f"{key}_args must come with {key}, got them alone; set {key} to an import path")
     return options
 
 
@@ -163,26 +163,26 @@ def _part(name: str, output: Any) -> Any:
 def _parameters(maker: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(maker).parameters
-    except ValueError:  # written in C, without a signature
+    except ValueError:  # implemented in C, without a signature
         return {"args": inspect.Parameter("args", inspect.Parameter.VAR_KEYWORD)}
 
 
 def _check_args(key: str, maker: Callable[..., Any], args: Mapping[str, Any], before: int = 0) -> None:
-    """That `maker` takes these arguments by name, after `before` others, and misses none."""
+    """Check that `maker` takes these keyword arguments, after `before` positional ones, and lacks none."""
     parameters = list(_parameters(maker).values())[before:]
     named = [each for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
     known = [each.name for each in named]
     if not any(each.kind == each.VAR_KEYWORD for each in parameters):
         for name in args:
             if (key, name) == ("data_args", "folder") and name not in known:
-                raise InputError(f"--data: {_title(maker)} takes no folder; leave it out")
+                raise InputError(f"--data: {_title(maker)} takes no folder; omit --data")
             if name not in known:
                 what = meant(name, known) if known else "; it takes none"
                 raise InputError(f"{key}: {_title(maker)} takes no {name!r}{what}")
     for each in named:
         if each.default is each.empty and each.name not in args:
             how = "--data DIR" if (key, each.name) == ("data_args", "folder") else f"--set {key}.{each.name}=…"
-            raise InputError(f"{key}: {_title(maker)} needs {each.name!r}; {how} gives it")
+            raise InputError(f"{key}: {_title(maker)} needs {each.name!r}; pass {how}")
 
 
 def _make(key: str, maker: Callable[..., Any], /, *before: Any, **args: Any) -> Any:
@@ -192,7 +192,7 @@ def _make(key: str, maker: Callable[..., Any], /, *before: Any, **args: Any) -> 
         raise InputError(f"{key}: {_title(maker)} refused its arguments: {one_line(error)}") from error
     except OSError as error:
         if str(maker.__module__).startswith("hgnp."):
-            raise  # our own loaders say what is missing
+            raise  # hgnp's own loaders name what is missing
         raise InputError(f"{key}: {_title(maker)} failed: {brief(error)}") from error
 
 
@@ -206,12 +206,12 @@ def _pair(name: str, made: Any) -> tuple[Any, Any]:
     if isinstance(made, tuple | list) and len(made) == 2:
         return made[0], made[1]
     raise InputError(
-        f"data: {name} returns a {type(made).__name__}; (train, val) or an object with .train and .val would do"
+        f"data must return (train, val) or an object with .train and .val, got a {type(made).__name__} from {name}"
     )
 
 
 def _fill(net: nn.Module, file: Path) -> str:
-    """Put a file's weights into `net`; in words, what it then starts from."""
+    """Load initial weights into `net`. Returns a description of them."""
     if file.is_file() and file.suffix == ".safetensors":
         with contextlib.suppress(SafetensorError), safe_open(file, framework="pt") as opened:
             if "hgnp" in (opened.metadata() or {}):

@@ -1,4 +1,4 @@
-"""The configuration that a command asks for: a preset or a file, changed from the command line; and what a run differs in."""
+"""The effective configuration of a command: a preset or a file with overrides; and how a run's configuration differs."""
 
 import dataclasses
 import json
@@ -15,13 +15,13 @@ from hgnp.recipe import Recipe
 def effective(
     what: str, *, data: str | None, method: str | None, settings: Iterable[str], seed: int | None, device: str | None
 ) -> Config:
-    """The preset or file `what` with what the command line changes: the method, then the data, then `settings`."""
+    """The preset or file `what` with the overrides of the command line: the method, then the data, then `settings`."""
     if what in presets.names():
         config = presets.preset(what)
     elif Path(what).is_file():
         config = read(Path(what))
     elif what.endswith((".yaml", ".yml")):
-        raise FileNotFoundError(f"{what}: there is no such file")
+        raise FileNotFoundError(f"{what}: no such file")
     else:
         raise InputError(f"{what!r} is neither a file nor a preset{meant(what, presets.names())}")
     if method is not None:
@@ -34,7 +34,7 @@ def effective(
 
 
 def recipe_of(config: Config) -> Recipe:
-    """The configuration's recipe, checked."""
+    """The configuration's recipe, validated."""
     if config.recipe.get("seed", config.seed) != config.seed:
         raise InputError(
             f"recipe.seed must equal seed or be left out, got {config.recipe['seed']!r}; set seed, which seeds the whole run"
@@ -54,8 +54,8 @@ def completed(config: Config) -> Config:
 
 def difference(config: Config, folder: Path) -> tuple[str, Any, Any] | None:
     """The first setting, by its dotted name, in which a run's config.yaml differs from `config`, with `config`'s value and
-    the run's. None if there is none: only where a run reads and computes may differ. Fields of the recipe that either leaves
-    out have their defaults."""
+    the run's. None if there is none. Device and data folder may differ. Omitted fields of the recipe have their
+    defaults."""
     file = folder / "config.yaml"
     try:
         before, now = completed(read(file)).settings(), completed(config).settings()

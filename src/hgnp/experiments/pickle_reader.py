@@ -16,11 +16,11 @@ LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINSTRING", "SHORT_BINSTRI
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 MARK = object()
-# what `values` raises for a damaged pickle, besides RefusedError for one that is not of the expected kind
+# what `values` raises for a damaged pickle, besides UnsafePickleError for one that is not of the expected kind
 DAMAGED = (ValueError, IndexError, TypeError, KeyError, AttributeError, RecursionError, MemoryError)
 
 
-class RefusedError(Exception):
+class UnsafePickleError(Exception):
     """A pickle has an opcode or a name that files of its kind do not have."""
 
 
@@ -91,7 +91,7 @@ def values(pickled: bytes | BinaryIO, names: Collection[str], what: str) -> Any:
                 items = since_mark() if opcode.name == "SETITEMS" else [stack.pop(), stack.pop()][::-1]
                 keys = items[::2]
                 if not all(isinstance(key, str) for key in keys):  # hashing nested tuples can take forever
-                    raise RefusedError(f"a key of a mapping is no string, which no {what} has")
+                    raise UnsafePickleError(f"a key of a mapping is no string, which no {what} has")
                 target = stack[-1].items if isinstance(stack[-1], Record) else stack[-1]
                 target.update(zip(keys, items[1::2], strict=True))
             case "BINPUT" | "LONG_BINPUT":
@@ -102,7 +102,7 @@ def values(pickled: bytes | BinaryIO, names: Collection[str], what: str) -> Any:
                 stack.append(Persistent(stack.pop()))
             case "GLOBAL":
                 if arg not in names:
-                    raise RefusedError(f"it names {str(arg).replace(' ', '.')[:60]!r}, which no {what} does")
+                    raise UnsafePickleError(f"it names {str(arg).replace(' ', '.')[:60]!r}, which no {what} does")
                 stack.append(Name(arg))
             case "REDUCE" | "NEWOBJ":
                 args = stack.pop()
@@ -111,5 +111,5 @@ def values(pickled: bytes | BinaryIO, names: Collection[str], what: str) -> Any:
                 state = stack.pop()
                 stack[-1].state = state
             case _:
-                raise RefusedError(f"its opcode {opcode.name} is in no {what}")
+                raise UnsafePickleError(f"its opcode {opcode.name} is in no {what}")
     raise InputError("it has no end")

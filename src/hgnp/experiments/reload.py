@@ -1,4 +1,4 @@
-"""The network and the data of a run, made again from its folder."""
+"""The network and the data of a run, rebuilt from its folder."""
 
 import dataclasses
 from pathlib import Path
@@ -7,30 +7,32 @@ import torch
 from torch import Tensor, nn
 
 from hgnp.errors import InputError
-from hgnp.experiments.build import Experiment, make_importable, network, prepare
+from hgnp.experiments.build import Experiment, extend_import_path, network, prepare
 from hgnp.experiments.config import Config, read
 from hgnp.io import runs
 from hgnp.io.weights import load
 
 
 def config_of(folder: Path) -> Config:
-    runs.read(folder)  # says what is wrong with a folder that is no run
+    runs.read(folder)  # raises for a folder that is not a run
     file = folder / "config.yaml"
-    if not file.is_file() and folder.resolve().parent.name == "snapshots":  # made with the configuration of their run
+    if (
+        not file.is_file() and folder.resolve().parent.name == "snapshots"
+    ):  # snapshots share the configuration of their run
         file = folder.resolve().parents[1] / "config.yaml"
     if not file.is_file():
         raise FileNotFoundError(
-            f"{folder}: it has no config.yaml, which says how to make its network; hgnp run writes one"
+            f"{folder} must have a config.yaml, which defines its network, got none; hgnp run writes one"
         )
     config = read(file)
-    make_importable(config)
+    extend_import_path(config)
     return config
 
 
 def pruned(folder: Path, net: nn.Module) -> nn.Module:
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(
-            f"{folder}: the run is not finished, so there is no pruned network; --resume finishes it"
+            f"{folder} must be a finished run, got one without model.safetensors; hgnp run … --resume finishes it"
         )
     return load(folder, net)
 
@@ -46,7 +48,7 @@ def sample(folder: Path) -> tuple[Tensor, ...]:
     known = runs.read(folder).info.get("input")
     if not known:
         raise InputError(
-            f"{folder}: its inputs are not tensors by position, so none can be made up; use hgnp in Python"
+            f"{folder} must be a run of a network with positional tensor inputs, got another; use hgnp from Python"
         )
     return tuple(_random(each["shape"], getattr(torch, each["dtype"])) for each in known)
 
@@ -56,7 +58,7 @@ def _random(shape: list[int], dtype: torch.dtype) -> Tensor:
 
 
 def experiment(folder: Path, data: str | None, device: str | None) -> Experiment:
-    """The run's data, and its pruned network in place of the one it began with."""
+    """The run's data and its pruned network."""
     config = config_of(folder)
     if data is not None:
         config = dataclasses.replace(config, data_args={**config.data_args, "folder": data})

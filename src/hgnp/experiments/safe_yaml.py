@@ -1,6 +1,6 @@
-"""YAML without surprises: plain types alone, numbers as everyone writes them, and a bound on what a text expands to.
+"""Safe YAML: plain types only, 1e-3 is a number, and the expanded size is bounded.
 
-Aliases let ten lines stand for billions of values ("billion laughs"): every node counts as often as it is referred to.
+Aliases let ten lines stand for billions of values ("billion laughs"): every node counts once per reference.
 """
 
 import re
@@ -22,7 +22,7 @@ class TooLargeError(InputError):
 
 
 def read(file: Path) -> Any:
-    """The value in a file; ValueError, in one line that begins with its name, if there is none."""
+    """Read a YAML file; InputError, in one line that starts with its name, if it is invalid."""
     try:
         with file.open(encoding="utf-8") as stream:
             text = stream.read(MAX_CHARACTERS + 1)
@@ -32,20 +32,20 @@ def read(file: Path) -> Any:
 
 
 def load(text: str, *, where: str) -> Any:
-    """The value that `text` stands for; ValueError, in one line that begins with `where`, if it stands for none or too much."""
+    """Parse YAML; InputError, in one line that starts with `where`, if it is invalid or too large."""
     if len(text) > MAX_CHARACTERS:
         raise InputError(f"{where} must have at most {MAX_CHARACTERS:,} characters, got more")
     try:
         return yaml.load(text, Loader=_Loader)
     except TooLargeError as error:
         raise InputError(f"{where} {error}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, a number of thousands of digits
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date, a number of thousands of digits
         raise InputError(f"{where} is not YAML: {one_line(error)}") from error
 
 
 @dataclass(frozen=True)
 class _Extent:
-    """What a node expands to."""
+    """The expanded size of a node."""
 
     nodes: int
     characters: int
@@ -53,7 +53,7 @@ class _Extent:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe, bounded, and reads 1e-3 as the number everyone means by it; YAML 1.1 wants 1.0e-3."""
+    """Safe, bounded, and reads 1e-3 as a number, where YAML 1.1 requires 1.0e-3."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -63,7 +63,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark = self.peek_event().start_mark
         self._depth += 1
-        if self._depth > MAX_DEPTH:  # before the parser's own recursion ends the process
+        if self._depth > MAX_DEPTH:  # before the parser's recursion exhausts the stack
             raise _too_much(f"{MAX_DEPTH} levels", mark)
         alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
@@ -76,7 +76,11 @@ class _Loader(yaml.SafeLoader):
             raise TooLargeError(f"must have no alias inside its own anchor, got one in line {mark.line + 1}")
         extent = self._extents[node]
         for size, most, what in (
-            (max(extent.nodes, len(self._extents)), MAX_NODES, "values"),  # the whole has at least all that was read
+            (
+                max(extent.nodes, len(self._extents)),
+                MAX_NODES,
+                "values",
+            ),  # the document has at least the nodes read so far
             (extent.characters, MAX_CHARACTERS, "characters"),
             (extent.depth, MAX_DEPTH, "levels"),
         ):

@@ -1,11 +1,11 @@
-"""A study as a file says it, networks × methods × seeds, and the runs that it comes to. Nothing is run here, without torch.
+"""Study files: networks × methods × seeds, and the runs that they define. Runs nothing and needs no torch.
 
 name: mine
 networks: [vgg16-cifar10-fast, my.yaml]
 methods:
   hgnp: {}
   taylor: {set: {recipe.method: taylor}}     # at the network's own schedule
-  taylor-paper: {method: taylor}             # as --method taylor: by the schedule that the network has for it
+  taylor-paper: {method: taylor}             # as --method taylor: with the schedule that the configuration has for it
 seeds: 3
 set: {recipe.snapshots: [0.144, 0.1]}
 """
@@ -31,13 +31,13 @@ NETWORK_KEYS, METHOD_KEYS = ("config", "name", "data", "set"), ("method", "set")
 
 @dataclass(frozen=True)
 class Network:
-    """A preset or a configuration file, with what the study changes of it."""
+    """A preset or a configuration file with the study's overrides."""
 
     config: str
     name: str | None = None
-    """Stands in the names of its runs; the configuration's own name if left out."""
+    """Part of its runs' names. Default: the configuration's name."""
     data: str | None = None
-    """The folder of its data; `--data` if left out."""
+    """The folder of its data. Default: `--data`."""
     settings: tuple[str, ...] = ()
 
 
@@ -52,10 +52,10 @@ class Method:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run: what `hgnp run` is called with, and the configuration that this gives."""
+    """One run: the arguments of `hgnp run` and the resulting configuration."""
 
     name: str
-    """Of its folder."""
+    """The name of its folder."""
     network: str
     method: str
     """Its name in the study."""
@@ -67,7 +67,7 @@ class PlannedRun:
         return ["run", *self.arguments, "--out", str(out / self.name), "--resume"]
 
     def state(self, out: Path) -> str:
-        """ "new", "unfinished" or "finished"; ValueError for a folder with a run of another configuration."""
+        """ "new", "unfinished" or "finished"; InputError for a folder with a run of another configuration."""
         folder = out / self.name
         if not (folder / "run.json").exists():
             return "new"
@@ -79,15 +79,15 @@ class PlannedRun:
         if found is not None:
             key, now, before = found
             raise InputError(
-                f"{folder} must have been run with {key}={now!r} as the study has it, got {before!r}; "
-                f"choose another --out, or move it away to run it anew"
+                f"{folder} must have been run with {key}={now!r} as in the study, got {before!r}; "
+                f"choose another --out, or move the folder away to run it again"
             )
         return "finished" if (folder / "result.json").exists() else "unfinished"
 
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """The keys of a study file, checked."""
+    """The keys of a study file, validated."""
 
     name: str
     networks: tuple[Network, ...]
@@ -96,21 +96,23 @@ class StudyPlan:
     settings: tuple[str, ...] = ()
     about: str | None = None
     baseline: str | None = None
-    """The method that the others are compared with; Taylor, or else the first, if left out."""
+    """The method that the others are compared with. Default: Taylor, else the first."""
     out: Path | None = None
 
     @classmethod
     def from_dict(cls, values: Any, *, where: str, name: str, folder: Path | None = None) -> "StudyPlan":
-        """`where` it stands is named in messages; configuration files are looked for from `folder`."""
+        """`where` names the source in messages; configuration files are relative to `folder`."""
         if not isinstance(values, Mapping):
             raise InputError(f"{where} must be a mapping with networks and methods, got {values!r}")
         _known(values, KEYS, where)
         for key in ("networks", "methods"):
             if not values.get(key):
-                raise InputError(f"{where}: {key} is missing; such as {_EXAMPLES[key]}")
+                raise InputError(f"{where}: {key} must be given, got none; for example {_EXAMPLES[key]}")
         for key in ("name", "about", "baseline", "out"):
             if not isinstance(values.get(key), str | None):
                 raise InputError(f"{where}: {key} must be text, got {values[key]!r}")
+        if "\0" in (values.get("out") or ""):
+            raise InputError(f"{where}: out must be the path of a folder, got {values['out']!r}")
         given = values["networks"]
         networks = given if isinstance(given, list) else [given]
         plan = cls(
@@ -158,7 +160,7 @@ class StudyPlan:
         for number, run in enumerate(made):
             if any(run.name == other.name for other in made[:number]):
                 raise InputError(
-                    f"{self.name}: runs must have names of their own, got {run.name} twice; "
+                    f"{self.name}: runs must have distinct names, got {run.name} twice; "
                     "give networks a name (networks: [{config: …, name: …}])"
                 )
         return made
@@ -188,7 +190,7 @@ _EXAMPLES = {"networks": "networks: [vgg16-cifar10-fast]", "methods": "methods: 
 
 
 def read(file: Path) -> StudyPlan:
-    """The study in a YAML file. Configuration files that it names are looked for beside it."""
+    """The study in a YAML file. Configuration files are relative to it."""
     return StudyPlan.from_dict(safe_yaml.read(file), where=str(file), name=file.stem, folder=file.parent)
 
 
@@ -253,7 +255,7 @@ def _methods(given: Any, where: str) -> tuple[Method, ...]:
 
 
 def _seeds(given: Any, where: str) -> tuple[int, ...]:
-    """`given`: seeds, or how many from 0 on."""
+    """`given`: a list of seeds, or their number."""
     if isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= MOST_RUNS:
         return tuple(range(given))
     fits = isinstance(given, list) and given and all(type(seed) is int and 0 <= seed < 2**32 for seed in given)
@@ -278,7 +280,7 @@ def _settings(given: Any, where: str) -> tuple[str, ...]:
 
 
 def check_states(planned: Iterable[PlannedRun], out: Path) -> dict[str, str]:
-    """Each run's name and state; ValueError, before anything is run, for one that is another's."""
+    """Each run's name and state; InputError for a folder with another run, before anything runs."""
     for name in ("run.json", "config.yaml"):
         if (out / name).exists():
             raise InputError(f"--out must be a folder for a study's runs, got {out}, which holds a run; choose another")

@@ -1,4 +1,4 @@
-"""A study's runs, each `hgnp run` in a process of its own: one that fails, or is killed, takes none of the others with it."""
+"""Runs a study: each `hgnp run` is a separate process, so that a failed or killed run does not affect the others."""
 
 import json
 import math
@@ -25,20 +25,20 @@ TAIL = 65536  # bytes
 
 @dataclass(frozen=True)
 class Slots:
-    """Where runs go: `jobs` at once; a run's environment is that of its slot."""
+    """`jobs` parallel runs; each slot has its own environment variables."""
 
     jobs: int
     environments: tuple[Mapping[str, str], ...] = ({},)
 
     def environment(self, slot: int) -> dict[str, str]:
-        """Runs that share a device say so in their run.json: their times are not those of a run by itself."""
+        """run.json records how many runs share a device, since their times are not comparable to those of a single run."""
         shared_by = math.ceil(self.jobs / len(self.environments))
         return {**os.environ, **self.environments[slot % len(self.environments)], SHARED_BY: str(shared_by)}
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a run ended; `error` is None, or what its process said last."""
+class RunOutcome:
+    """How a run ended; `error` is None or the last message of its process."""
 
     run: PlannedRun
     error: str | None
@@ -48,15 +48,15 @@ class Outcome:
 class Watcher(Protocol):
     def started(self, run: PlannedRun) -> None: ...
 
-    def ended(self, outcome: Outcome) -> None: ...
+    def ended(self, outcome: RunOutcome) -> None: ...
 
     def tick(self, running: Sequence[PlannedRun]) -> None:
-        """Several times a second."""
+        """Called several times per second."""
 
 
 def slots_for(device: str | None, jobs: int | None) -> Slots:
-    """One run per GPU, or one on a CPU with all of its threads. Several on a CPU share its cores; `jobs` at once share GPUs in
-    turn. OMP_NUM_THREADS and CUDA_VISIBLE_DEVICES, where they are set, say what there is to share."""
+    """One run per GPU, or one on a CPU with all of its threads. Several on a CPU share its cores; `jobs` runs are spread
+    over the GPUs. OMP_NUM_THREADS and CUDA_VISIBLE_DEVICES limit what is shared."""
     gpus = _gpus() if device in (None, "cuda") else []
     if gpus:
         return Slots(jobs or len(gpus), tuple({"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus))
@@ -93,19 +93,21 @@ class _Job:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env=environment,
-            process_group=0 if os.name == "posix" else None,  # Ctrl-C comes from us, once
+            process_group=0
+            if os.name == "posix"
+            else None,  # a terminal's Ctrl-C reaches this process alone, which forwards it once
         )
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> RunOutcome | None:
         """None while it runs."""
         code = self.process.poll()
         if code is None:
             return None
-        error = None if code == 0 else self._said(code)
+        error = None if code == 0 else self._last_message(code)
         self._log.close()
-        return Outcome(self.run, error, time.monotonic() - self.start)
+        return RunOutcome(self.run, error, time.monotonic() - self.start)
 
-    def _said(self, code: int) -> str:
+    def _last_message(self, code: int) -> str:
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
         end = self._log.seek(0, os.SEEK_END)
@@ -115,10 +117,10 @@ class _Job:
         return (said or lines or [f"exit code {code}"])[-1].strip()
 
 
-def carry_out(missing: Sequence[PlannedRun], out: Path, slots: Slots, watcher: Watcher) -> list[Outcome]:
-    """Run, or resume, each of `missing`. Ctrl-C, SIGTERM or a closed terminal stop all of them, each after its last whole
-    epoch, and then raise KeyboardInterrupt."""
-    waiting, running, outcomes = deque(missing), dict[int, _Job](), list[Outcome]()
+def execute_runs(missing: Sequence[PlannedRun], out: Path, slots: Slots, watcher: Watcher) -> list[RunOutcome]:
+    """Run, or resume, each of `missing`. Ctrl-C, SIGTERM or a closed terminal stop all of them, each after its last
+    completed epoch, and raise KeyboardInterrupt."""
+    waiting, running, outcomes = deque(missing), dict[int, _Job](), list[RunOutcome]()
     with _Interrupts() as interrupts:
         try:
             while (waiting or running) and not interrupts.count:
@@ -142,7 +144,7 @@ def carry_out(missing: Sequence[PlannedRun], out: Path, slots: Slots, watcher: W
 
 
 def _stop(processes: Sequence["subprocess.Popen[bytes]"], interrupts: "_Interrupts") -> None:
-    """Ctrl-C for each; who has not ended after half a minute, or at a second Ctrl-C, is killed with all it has started."""
+    """Interrupt each process. After half a minute, or at a second Ctrl-C, kill those left with their children."""
     for process in processes:
         process.send_signal(signal.SIGINT if os.name == "posix" else signal.SIGTERM)
     deadline = time.monotonic() + PATIENCE
@@ -155,8 +157,8 @@ def _stop(processes: Sequence["subprocess.Popen[bytes]"], interrupts: "_Interrup
 
 
 class _Interrupts:
-    """Counts Ctrl-C, SIGTERM and hang-ups, to be looked at where no process can get lost between its start and its place in
-    the books. What is ignored, as by nohup, stays so."""
+    """Counts SIGINT, SIGTERM and SIGHUP instead of raising, so that no process is lost between its start and its
+    registration. Ignored signals, as under nohup, stay ignored."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -167,10 +169,10 @@ class _Interrupts:
             for name in ("SIGINT", "SIGTERM", "SIGHUP"):
                 number = getattr(signal, name, None)  # Windows has no SIGHUP
                 if number is not None and signal.getsignal(number) != signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._seen)
+                    self._before[number] = signal.signal(number, self._increment)
         return self
 
-    def _seen(self, *_: object) -> None:
+    def _increment(self, *_: object) -> None:
         self.count += 1
 
     def __exit__(self, *_: object) -> None:
@@ -179,7 +181,7 @@ class _Interrupts:
 
 
 def last_row(folder: Path) -> dict[str, Any] | None:
-    """The last line of a run's metrics.jsonl, read from its end; None if there is none yet."""
+    """The last line of a run's metrics.jsonl, read from the end; None if there is none yet."""
     try:
         with (folder / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))

@@ -1,1 +1,1 @@
-"""Files: written whole or not at all, weights, exports, and what a run left behind."""
+"""Files: atomic writes, weights, exports, and reading run folders."""

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic writes: a file is complete or absent. Also locks, JSON and CSV."""
 
 import csv
 import glob
@@ -18,14 +18,14 @@ from hgnp.errors import InputError
 
 try:
     import fcntl
-except ImportError:  # Windows: nobody is kept out
+except ImportError:  # Windows: no locks
     fcntl = None  # type: ignore[assignment]
 
 
 @contextmanager
-def alone_in(folder: Path, *, patience: float) -> Iterator[None]:
-    """Keeps out others who ask for the same folder, and waits so many seconds for one who is there: what a killed process has
-    forked may outlive it for a moment. BlockingIOError if someone stays. A lock goes with its process."""
+def locked(folder: Path, *, patience: float) -> Iterator[None]:
+    """Hold an exclusive lock on `folder`. Waits up to `patience` seconds for another process: the children of a killed one may
+    outlive it briefly. BlockingIOError if it keeps the lock. The lock ends with its process."""
     handle = None if fcntl is None else os.open(folder, os.O_RDONLY)
     try:
         if handle is not None:
@@ -33,7 +33,7 @@ def alone_in(folder: Path, *, patience: float) -> Iterator[None]:
         yield
     finally:
         if handle is not None:
-            with suppress(OSError):  # closed alone, it would stay with a data loader's workers, which have it too
+            with suppress(OSError):  # closing is not enough: a data loader's workers have inherited the handle
                 fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
@@ -46,16 +46,16 @@ def _lock(handle: int, deadline: float) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
-        except OSError:  # a disk without locks
+        except OSError:  # a file system without locks
             return None
 
 
 @contextmanager
-def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A place to write to, on the same disk and of the same name, that becomes `path` if the block ends well.
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary path, on the same disk and with the same name, that replaces `path` when the block succeeds.
 
-    Folders above `path` are made. If the block raises, `path` is as it was before. The content is on the disk before it gets
-    the name, so that a crash leaves the old file or the new one.
+    Creates the parent folders. If the block raises, `path` is unchanged. The content is flushed to disk before the rename, so
+    that a crash leaves the old file or the new one.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,30 +63,30 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         draft, ordinary = Path(folder) / path.name, Path(folder) / f"{path.name}.mode"
         yield draft
         ordinary.touch()
-        shutil.copymode(ordinary, draft)  # safetensors makes files that nobody else may read
+        shutil.copymode(ordinary, draft)  # safetensors creates files that only their owner can read
         with open(draft, "rb+") as written:
             os.fsync(written.fileno())
         os.replace(draft, path)
 
 
-def check_place(path: Path) -> None:
-    """ValueError unless a file can be made at `path`, with the folders above it, as far as names go."""
+def check_file_path(path: Path) -> None:
+    """InputError if `path` is a folder or one of its parents is a file."""
     if path.is_dir():
-        raise InputError(f"path: {str(path)!r} is a folder; the name of a file would do")
+        raise InputError(f"path must be a file, got the folder {str(path)!r}")
     for above in path.parents:
         if above.is_file():
-            raise InputError(f"path: {str(above)!r} is a file where a folder is wanted; another name would do")
+            raise InputError(f"path must be below folders, got the file {str(above)!r} among them; choose another path")
 
 
-def sweep(path: Path, *, older_than: float) -> None:
-    """Remove what writers of `path` that were killed left beside it: drafts that no one has touched for so many seconds."""
+def remove_stale_drafts(path: Path, *, older_than: float) -> None:
+    """Remove drafts of `path` that killed writers left beside it: those unmodified for `older_than` seconds."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.????????"):
         if left.is_dir() and time.time() - left.stat().st_mtime >= older_than:
             shutil.rmtree(left, ignore_errors=True)
 
 
 def write(path: str | os.PathLike[str], content: str | bytes) -> Path:
-    with whole(path) as draft:
+    with atomic_path(path) as draft:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
     return Path(path)
 
@@ -103,7 +103,7 @@ def read_json(file: Path) -> Any:
 
 
 def as_json(value: Any, indent: int | None = None) -> str:
-    """JSON has no numbers that are not finite: null stands for them."""
+    """`value` as JSON, with null for numbers that are not finite."""
     return json.dumps(_finite(value), indent=indent, ensure_ascii=False)
 
 
@@ -116,7 +116,7 @@ def _finite(value: Any) -> Any:
 
 
 def write_csv(path: str | os.PathLike[str], header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
-    """Cells that a spreadsheet would run as a formula get a quote in front; None is an empty cell."""
+    """Write a CSV file. Cells that a spreadsheet would run as a formula are prefixed by a quote; None is an empty cell."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([_safe(name) for name in header])

@@ -1,6 +1,7 @@
-"""`export`: a network as one file that runs without its Python class, checked against the network before it is kept.
+"""`export`: a network as one file that runs without its Python class, checked against the network before it is written.
 
-The batch stays free in both formats. It is the first dimension of every input tensor that has as many rows as the first one.
+The batch size is dynamic in both formats. The batch is the first dimension of every input tensor that has as many rows as the
+first one.
 """
 
 import copy
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,51 +24,70 @@ from torch.jit._trace import TracerWarning
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hgnp.errors import InputError, MissingPackageError, brief
-from hgnp.io.atomic import check_place, whole
+from hgnp.io.atomic import atomic_path, check_file_path
 from hgnp.pruning.graph import Inputs
 from hgnp.pruning.validation import as_inputs, check_net
 
 OPSET = 18
-KINDS = {".onnx": "onnx", ".pt2": "torch.export"}
-TRACED = 2  # rows while recording: torch.export takes a single row for a constant
-CHECKED = (1, 3, 5)  # rows while checking: two of them that the example does not have
+FORMATS: dict[str, Literal["onnx", "torch.export"]] = {".onnx": "onnx", ".pt2": "torch.export"}
+TRACED = 2  # batch size while tracing: torch.export specialises on 1
+CHECKED = (1, 3, 5)  # batch sizes of the check: two of them differ from the example's
 TOLERANCE = 1e-4
 HALF_TOLERANCE = 1e-2
 FIXED = (
-    "net can be exported for one batch size only, as its forward fixes the number of rows; "
-    "sizes taken from the input (x.shape[0], x.flatten(1)) would do"
+    "net must accept any batch size, got a forward that fixes the number of rows; "
+    "take sizes from the input (x.shape[0], x.flatten(1))"
 )
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The file, and how far what it computes is from the network."""
+    """An exported file and its numerical error.
+
+    >>> exported = hgnp.export(net, "small.onnx", torch.zeros(1, 3, 32, 32))
+    >>> exported.path, exported.error
+
+    Attributes:
+        path: The file.
+        kind: "onnx" or "torch.export".
+        opset: The ONNX opset; None for torch.export.
+        error: Largest difference from the network's outputs, relative to the largest entry of that output.
+        difference: Largest absolute difference from the network's outputs.
+        bytes: Size of the file.
+    """
 
     path: Path
-    kind: str
-    """"onnx" or "torch.export"."""
+    kind: Literal["onnx", "torch.export"]
     opset: int | None
-    """ONNX only."""
     error: float
-    """The largest difference seen, relative to the largest entry of that output."""
     difference: float
-    """The largest difference seen, absolute."""
     bytes: int
 
 
 def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> Exported:
     """Write `net`, in eval mode, to `path`: ONNX if it ends in .onnx, torch.export if in .pt2.
 
-    `example_input` is a tensor, a tuple of positional or a dict of keyword arguments; the file takes any number of rows. It is
-    run on random inputs at two other batch sizes (by ONNX Runtime, or loaded back) and compared with `net`: if the relative
-    difference is above 1e-4 (1e-2 in half precision), ValueError says so and `path` is as it was. `net` is left as found.
+    The file accepts any batch size. It is run on random inputs at two other batch sizes (by ONNX Runtime, or loaded back) and
+    compared with `net`.
+
+    >>> hgnp.export(net, "small.onnx", torch.zeros(1, 3, 32, 32)).error
+
+    Args:
+        net: The network; unchanged.
+        path: The file. Parent folders are created.
+        example_input: A tensor, a tuple of positional arguments or a dict of keyword arguments.
+
+    Raises:
+        InputError: If `net` cannot be exported, or if the relative difference is above 1e-4 (1e-2 in half precision). `path`
+            is then unchanged.
+        MissingPackageError: If ONNX is not installed.
     """
     path = Path(path)
-    if path.name in KINDS:
-        raise InputError(f"path: {str(path)!r} was given, without a name before the dot; net{path.name} would do")
-    if path.suffix not in KINDS:
-        raise InputError(f"path: {str(path)!r} was given; a name that ends in {' or '.join(KINDS)} would do")
-    check_place(path)
+    if path.name in FORMATS:
+        raise InputError(f"path must have a name before {path.name}, got {str(path)!r}; for example net{path.name}")
+    if path.suffix not in FORMATS:
+        raise InputError(f"path must end in {' or '.join(FORMATS)}, got {str(path)!r}")
+    check_file_path(path)
     check_net(net)
     inputs, arguments = _bound(net, as_inputs(example_input))
     rows = _rows(inputs)
@@ -79,9 +99,9 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
     traced = _drawn(inputs, rows, TRACED, device)
     example = tree_map(lambda leaf: leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf, inputs)
     if not _run(subject, example, "net cannot run on example_input"):  # a copy: some networks write into their input
-        raise InputError("net returns no tensors that could be compared; a forward that returns tensors would do")
+        raise InputError("net must return at least one tensor, got none")
     _run(subject, traced, FIXED)
-    with whole(path) as draft, _known_noise():
+    with atomic_path(path) as draft, _known_noise():
         batch = torch.export.Dim("batch")
         shapes = tree_map(lambda leaf: {0: batch} if _batched(leaf, rows) else None, arguments)
         program = _program(subject, traced, shapes)
@@ -94,11 +114,11 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
             draft.write_bytes(content.getvalue())
             call = torch.export.load(draft).module()
         error, difference = _checked(subject, call, inputs, rows, device)
-    return Exported(path, KINDS[path.suffix], OPSET if to_onnx else None, error, difference, path.stat().st_size)
+    return Exported(path, FORMATS[path.suffix], OPSET if to_onnx else None, error, difference, path.stat().st_size)
 
 
 def onnx_session(path: Path, *, threads: int = 0) -> Any:
-    """An ONNX Runtime session on the CPU. Its threads sleep between runs, so that others can be timed beside it."""
+    """An ONNX Runtime session on the CPU. Its threads sleep between runs, so that other networks can be timed beside it."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -122,14 +142,14 @@ def run_onnx(session: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _need_onnx() -> None:
     missing = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingPackageError(f"ONNX needs {', '.join(missing)}, not installed here: pip install 'hgnp[onnx]'")
+        raise MissingPackageError(f"ONNX export needs {', '.join(missing)}; pip install 'hgnp[onnx]'")
 
 
 def _duplicate(net: nn.Module, to_onnx: bool) -> nn.Module:
-    """A copy to record, so that modes and buffers of `net` stay. ONNX is recorded and compared on the CPU, where it runs."""
+    """A copy in eval mode to trace. For ONNX on the CPU, where it runs."""
     for name, tensor in net.named_parameters():
         if to_onnx and tensor.dtype == torch.bfloat16:
-            raise InputError(f"net: {name} is bfloat16, which ONNX Runtime cannot run on a CPU; net.float() would do")
+            raise InputError(f"net must not be bfloat16 for ONNX Runtime on a CPU, got {name}; call net.float() first")
     try:
         subject = copy.deepcopy(net).eval()
     except Exception as error:
@@ -141,7 +161,7 @@ def _rows(inputs: Inputs) -> int:
     for leaf in tree_leaves(inputs):
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.numel() > 0:
             return leaf.shape[0]
-    raise InputError("example_input: it has no tensor with a batch dimension; a batch of one sample or more would do")
+    raise InputError("example_input must have a tensor with a batch dimension of at least 1, got none")
 
 
 def _batched(leaf: Any, rows: int) -> bool:
@@ -149,19 +169,19 @@ def _batched(leaf: Any, rows: int) -> bool:
 
 
 def _bound(net: nn.Module, inputs: Inputs) -> tuple[Inputs, dict[str, Any]]:
-    """Keywords in the order of forward's signature, which is that of the file; and parameter of forward → what it gets."""
+    """The inputs with keywords in the order of forward's signature, and the arguments by parameter of forward."""
     args, kwargs = inputs
     forward = f"{type(net).__name__}.forward"
     signature = inspect.signature(net.forward)
     try:
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
-        raise InputError(f"example_input does not fit {forward}: {error}") from None
+        raise InputError(f"example_input must match the signature of {forward}, got another: {error}") from None
     for name in bound:
         if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
             raise InputError(
-                f"example_input: {forward} takes {', '.join(bound[name])} through **{name}, where torch.export cannot free "
-                "the batch; parameters of those names would do"
+                f"{forward} must name its inputs, got {', '.join(bound[name])} through **{name}, for which torch.export has no "
+                "dynamic batch size; declare them as parameters"
             )
     return (args, {name: kwargs[name] for name in [*bound, *kwargs] if name in kwargs}), dict(bound)
 

@@ -1,4 +1,4 @@
-"""Reading what a run left behind (docs/runs.md): `read(folder)` gives a `Run`, finished or not."""
+"""Reading run folders (docs/runs.md): `read(folder)` returns a `Run`, finished or not."""
 
 import json
 import os
@@ -24,9 +24,9 @@ NUMBERS = (
     "seconds",
     "train_seconds",
 )
-KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
+FIELD_TYPES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a number": (int | float, NUMBERS),
-    "a text": (str, ("phase",)),
+    "a string": (str, ("phase",)),
     "an object": (dict, ("blocks", "widths")),
 }
 Row = Mapping[str, Any]
@@ -36,7 +36,7 @@ Row = Mapping[str, Any]
 class Run:
     """One run folder: `info` is run.json, `rows` the lines of metrics.jsonl, `result` result.json (None: not finished).
 
-    `label` is what a comparison calls its method; the method itself if None."""
+    `label` names its method in a comparison; None stands for `method`."""
 
     folder: Path
     info: Mapping[str, Any]
@@ -59,12 +59,12 @@ class Run:
 
     @property
     def metric(self) -> str:
-        """What the metric is called."""
+        """The name of the metric."""
         return str(self.info.get("metric") or "metric")
 
     @property
     def hardware(self) -> str:
-        """What it was trained on: the GPU's name, or how many threads of a CPU, and how many runs shared it."""
+        """The GPU's name or the number of CPU threads, and how many runs shared it."""
         device, threads = str(self.info.get("device") or "unknown"), self.info.get("threads")
         if device == "cpu" and threads:
             device += f", {threads} thread{'s' if threads != 1 else ''}"
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """How the run stands, in words."""
+        """Whether the run is finished, in words."""
         if self.result is None:
             if not self.rows:
                 return "unfinished: no epoch is complete"
@@ -90,9 +90,9 @@ class Run:
     def curve(self) -> tuple[tuple[float, float], ...]:
         """The points (kept, metric) of accuracy against κ, from the full network down.
 
-        One point a pruning level: the last epoch at each distinct `kept`. So the first is the network after its warm-up, and
-        the last, once a run is finished, the fine-tuned network, which has had `finetune_epochs` more than the others.
-        Epochs without a metric give no point.
+        One point per pruning level: the last epoch at each distinct `kept`. The first is the network after its warm-up; the
+        last, of a finished run, is the fine-tuned network, which was trained `finetune_epochs` longer than the others.
+        Epochs without a metric have no point.
         """
         levels: dict[float, float] = {}
         for row in self.rows:
@@ -102,16 +102,16 @@ class Run:
 
     @property
     def snapshots(self) -> tuple[Row, ...]:
-        """result.json's: networks at intermediate κ, each fine-tuned by itself, from large κ to small."""
+        """The snapshots in result.json: networks at intermediate κ, each fine-tuned separately, from large κ to small."""
         return tuple((self.result or {}).get("snapshots") or ())
 
     def snapshot_points(self) -> tuple[tuple[float, float], ...]:
-        """The points (kept, metric) of the snapshots; those of several values in one round are one point."""
+        """The points (kept, metric) of the snapshots; snapshots of one round share a point."""
         return tuple(dict.fromkeys((row["kept"], row["metric"]) for row in self.snapshots if row["metric"] is not None))
 
 
-def unmeasured(result: Mapping[str, Any]) -> list[str]:
-    """A line for each reason for which result.json lacks sharpness or latency, with what is lacking."""
+def missing_measurements(result: Mapping[str, Any]) -> list[str]:
+    """One line per reason why sharpness or latency was not measured."""
     lacking: dict[str, list[str]] = {}
     for side in ("before", "after"):
         for name, why in ((result.get(side) or {}).get("missing") or {}).items():
@@ -120,18 +120,18 @@ def unmeasured(result: Mapping[str, Any]) -> list[str]:
 
 
 def read(folder: str | os.PathLike[str]) -> Run:
-    """The run in `folder`. FileNotFoundError for a folder that holds none, ValueError for one that is damaged or too new."""
+    """Read the run in `folder`. FileNotFoundError if there is none, InputError if it is damaged or too new."""
     folder = Path(folder)
     if not (folder / "run.json").is_file():
-        what = "there is no run.json in it" if folder.is_dir() else "there is no such folder"
-        raise FileNotFoundError(f"{folder} is not a run: {what}; a folder written by hgnp run or hgnp.prune would do")
+        what = "one without run.json" if folder.is_dir() else "no such folder"
+        raise FileNotFoundError(f"{folder} must be a run folder of hgnp run or hgnp.prune, got {what}")
     info = _object(folder / "run.json")
     version = info.get("format")
     if not isinstance(version, int):
-        raise InputError(f"{folder / 'run.json'}: format is {version!r}; a whole number was expected")
+        raise InputError(f"{folder / 'run.json'}: format must be a whole number, got {version!r}")
     if version > FORMAT:
         raise InputError(
-            f"{folder / 'run.json'}: format {version} was written by a newer hgnp; this one reads up to {FORMAT}"
+            f"{folder / 'run.json'}: format must be at most {FORMAT}, got {version}, which a newer hgnp wrote; upgrade hgnp"
         )
     for key, kind in (("method", str), ("recipe", dict), ("at_start", dict)):
         if not isinstance(info.get(key), kind):
@@ -158,15 +158,17 @@ def _rows(file: Path) -> tuple[Row, ...]:
     for number, line in enumerate(_text(file).splitlines(), start=1):
         where = f"{file} line {number}"
         row = _parse(line, where)
-        for expected, (kind, keys) in KINDS.items():
+        for expected, (kind, keys) in FIELD_TYPES.items():
             for key in keys:
                 if row.get(key) is not None and not isinstance(row[key], kind):
-                    raise InputError(f"{where}: {key} is {row[key]!r}; {expected} was expected")
+                    raise InputError(f"{where}: {key} must be {expected}, got {row[key]!r}")
         for key in ("epoch", "kept", "phase"):
             if row.get(key) is None:
-                raise InputError(f"{where}: {key} is missing")
+                raise InputError(f"{where}: {key} must be present, got none")
         if rows and row["epoch"] <= rows[-1]["epoch"]:
-            raise InputError(f"{where}: epoch {row['epoch']} follows epoch {rows[-1]['epoch']}")
+            raise InputError(
+                f"{where}: epoch must be above {rows[-1]['epoch']}, the epoch of the line before, got {row['epoch']}"
+            )
         rows.append(row)
     return tuple(rows)
 
@@ -189,5 +191,5 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "too deeply nested"
         raise InputError(f"{where} is damaged: not JSON ({reason})") from error
     if not isinstance(value, dict):
-        raise InputError(f"{where} is damaged: an object was expected, not {type(value).__name__}")
+        raise InputError(f"{where} is damaged: it must be an object, got {type(value).__name__}")
     return value

@@ -1,7 +1,7 @@
-"""Keep a pruned network: `save` writes tensors and widths, `load` shrinks a fresh instance of the class to fit.
+"""Save and load pruned networks: `save` writes tensors and widths, `load` shrinks a fresh instance of the class to fit.
 
 One safetensors file holds every parameter and buffer; its metadata holds, as JSON, the format's version, the classes of the
-network and its modules, the attributes that state widths, and a SHA-256 over all of it. Nothing is ever unpickled.
+network and its modules, the attributes that state widths, and a SHA-256 of everything. Nothing is unpickled.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hgnp.errors import InputError, InputTypeError, first_line
-from hgnp.io.atomic import check_place, whole
+from hgnp.io.atomic import atomic_path, check_file_path
 from hgnp.pruning.graph import tensors_of
 from hgnp.pruning.surgery import Change, commit, replace_data, set_attributes
 from hgnp.pruning.validation import check_net
@@ -31,14 +31,24 @@ Net = TypeVar("Net", bound=nn.Module)
 
 
 def save(net: nn.Module, path: str | os.PathLike[str]) -> Path:
-    """Write `net` to `path`: a file if it ends in .safetensors, else a folder, made if need be. Returns the file.
+    """Write `net` as safetensors, atomically and without pickle.
 
-    The file appears whole or not at all. Neither the class nor its code is stored: `load` needs an instance of it.
+    Neither the class nor its code is stored: `load` needs an instance of it.
+
+    >>> hgnp.save(net, "small/")
+    >>> net = hgnp.load("small/", MyNet())
+
+    Args:
+        net: The network, pruned or not.
+        path: A file if it ends in .safetensors, else a folder for model.safetensors. Folders are created.
+
+    Returns:
+        The file.
     """
     file = _file(path)
-    check_place(file)
+    check_file_path(file)
     tensors, about = described(net)
-    # copies: two tensors may lie in one memory, which safetensors rightly refuses
+    # copies: safetensors refuses tensors that share memory
     tensors = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     about["sha256"] = digest(tensors, about)
     write_tensors(file, tensors, {"hgnp": json.dumps(about)})
@@ -46,19 +56,21 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> Path:
 
 
 def described(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Every tensor of `net`, and what else it takes to shrink a fresh instance to fit."""
+    """Every tensor of `net`, and the description that `changes_to_fit` needs to shrink a fresh instance."""
     check_net(net)
     for name, module in net.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise InputTypeError(
-                f"layer {name!r} ({type(module).__name__}) keeps extra state, which cannot be saved without pickle"
+                f"layer {name!r} ({type(module).__name__}) must have no extra state, as only pickle could save it, got some"
             )
     tensors = {name: tensor.detach() for name, tensor in tensors_of(net).items()}
     for name, tensor in tensors.items():
         if tensor.dtype == torch.complex128:
-            raise InputTypeError(f"{name} is {tensor.dtype}, which safetensors cannot hold; complex64 would do")
+            raise InputTypeError(
+                f"{name} must have a dtype that safetensors supports, got {tensor.dtype}; convert it to complex64"
+            )
         if tensor.is_meta:
-            raise InputError(f"{name} is on meta, which has no numbers to save; a CPU or a GPU would do")
+            raise InputError(f"{name} must be on a device with data, got meta; move net to a CPU or a GPU and fill it")
     about: dict[str, Any] = {
         "format": FORMAT,
         "class": type(net).__qualname__,
@@ -69,9 +81,9 @@ def described(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """One safetensors file, whole or not at all."""
+    """Write one safetensors file atomically."""
     try:
-        with whole(file) as draft:
+        with atomic_path(file) as draft:
             save_file(dict(tensors), draft, metadata)
     except SafetensorError as error:
         raise OSError(f"{file} could not be written: {error}") from error
@@ -87,10 +99,22 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def load(path: str | os.PathLike[str], net: Net) -> Net:
-    """Shrink `net`, a fresh instance of the class that was saved, to fit and fill it. Returns it.
+    """Load a network that `save` wrote: shrink `net` to the saved widths and fill it with the saved tensors.
 
-    Outputs are then bit-equal to those of the saved network. Device, mode and `requires_grad` are those of `net`; tensors on
-    meta become new ones on the CPU. If the file does not fit or is damaged, ValueError says how, and `net` is untouched.
+    Outputs are then bit-equal to those of the saved network. Device, mode and `requires_grad` stay those of `net`; tensors on
+    meta become new ones on the CPU.
+
+    >>> net = hgnp.load("small/", MyNet())
+
+    Args:
+        path: The file, or the folder with model.safetensors.
+        net: A fresh, unpruned instance of the class that was saved; changed in place.
+
+    Returns:
+        `net`.
+
+    Raises:
+        InputError: If the file is damaged or does not fit. `net` is then unchanged.
     """
     file = _file(path)
     if not file.is_file():
@@ -106,7 +130,7 @@ def load(path: str | os.PathLike[str], net: Net) -> Net:
 
 
 def changes_to_fit(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> list[Change]:
-    """What turns `net` into the network that `described` tells of; ValueError if it cannot be."""
+    """The changes that turn `net` into the network that `described` describes; InputError if there are none."""
     _fits(about, tensors, net)
     return [*_tensor_changes(about, tensors, net), *_width_changes(about, tensors, net)]
 
@@ -118,7 +142,7 @@ def _file(path: str | os.PathLike[str]) -> Path:
 
 def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if "hgnp" not in metadata:
-        raise InputError("not written by hgnp.save: it has no widths")
+        raise InputError("not written by hgnp.save: it has no metadata of hgnp")
     try:
         about = json.loads(metadata["hgnp"])
     except (ValueError, RecursionError):
@@ -126,7 +150,9 @@ def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict
     if not isinstance(about, dict) or not isinstance(about.get("format"), int):
         raise InputError("its description is damaged")
     if about["format"] > FORMAT:
-        raise InputError(f"written in format {about['format']} by a newer hgnp; this one reads up to {FORMAT}")
+        raise InputError(
+            f"format must be at most {FORMAT}, got {about['format']}, which a newer hgnp wrote; upgrade hgnp"
+        )
     expected = about.pop("sha256", None)
     if expected != digest(tensors, about):
         raise InputError("damaged: its content does not match its checksum")
@@ -146,7 +172,7 @@ def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict
 
 def _fits(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> None:
     if about["class"] != type(net).__qualname__:
-        raise InputError(f"holds a {about['class']}, not a {type(net).__qualname__}")
+        raise InputError(f"net must be a {about['class']}, got a {type(net).__qualname__}")
     here = {name: type(module).__qualname__ for name, module in net.named_modules()}
     there = {name: kind for name, (kind, _) in about["modules"].items()}
     for name in [*here, *there]:
@@ -158,7 +184,7 @@ def _fits(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Modul
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
                 raise InputError(
-                    f"{key} of layer {name!r} is on meta and never saved, as it is no buffer; a buffer would do"
+                    f"{key} of layer {name!r} must be a buffer to be loaded onto meta, got a plain tensor; register it"
                 )
     mine = tensors_of(net)
     for name in [*mine, *tensors]:
@@ -167,7 +193,7 @@ def _fits(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Modul
         theirs, ours = tuple(tensors[name].shape), tuple(mine[name].shape)
         if len(theirs) != len(ours) or any(a > b for a, b in zip(theirs, ours, strict=True)):
             raise InputError(
-                f"{name} is {theirs} in the file and cannot be cut from {ours}; net must be a fresh instance"
+                f"{name} is {theirs} in the file and cannot be cut from {ours}; pass a fresh, unpruned instance"
             )
         if tensors[name].dtype.is_floating_point != mine[name].dtype.is_floating_point:
             raise InputError(f"{name} is {tensors[name].dtype} in the file, {mine[name].dtype} in net")
@@ -185,7 +211,7 @@ def _tensor_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net
 
 
 def _materialise(net: nn.Module, old: Tensor, data: Tensor) -> Change:
-    """A tensor on meta takes no data of another device: a new one is put wherever it is."""
+    """Replace a tensor on meta, which cannot take data of another device, by a new one in every module that holds it."""
     new = nn.Parameter(data, old.requires_grad) if isinstance(old, nn.Parameter) else data
     vars(new).update(vars(old))
     own = [(module, {**module._parameters, **module._buffers}) for module in net.modules()]
@@ -226,7 +252,7 @@ def _shrunk(stored: Any, current: Any) -> bool:
 
 
 def _widths(module: nn.Module) -> dict[str, Any]:
-    """The attributes of `module` that state widths, as they are."""
+    """The attributes of `module` that state widths, with their values."""
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     stated = stated_widths(module, {key: tuple(t.shape) for key, t in own.items()}.get, (1,) * 8, None)
     values = {key: getattr(module, key) for key in stated}

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from hgnp import __version__
 from hgnp.errors import InputError, InputTypeError, check_renamed
-from hgnp.io.atomic import alone_in, as_json, read_json, sweep, write, write_json
+from hgnp.io.atomic import as_json, locked, read_json, remove_stale_drafts, write, write_json
 from hgnp.io.weights import save
 from hgnp.recipe import Recipe
 from hgnp.result import Row
@@ -55,7 +56,7 @@ class RunFolder:
             raise PermissionError(f"out must be a writable folder, got {self.path}")
         with ExitStack() as stack:
             try:
-                stack.enter_context(alone_in(self.path, patience=LOCK_TIMEOUT))
+                stack.enter_context(locked(self.path, patience=LOCK_TIMEOUT))
             except BlockingIOError:
                 raise BlockingIOError(
                     f"out must be a folder without a running process, got {self.path}; choose another folder"
@@ -84,7 +85,7 @@ class RunFolder:
 
     def remove_temporary_files(self, *, older_than: float = 0.0) -> None:
         for file in (self.info, self.metrics, self.checkpoint, self.model, self.result, *self.path.glob("also-*")):
-            sweep(file, older_than=older_than)
+            remove_stale_drafts(file, older_than=older_than)
 
     @property
     def finished(self) -> bool:
@@ -172,8 +173,6 @@ class RunFolder:
 
 
 def versions() -> dict[str, str]:
-    from hgnp import __version__
-
     return {
         "hgnp": __version__,
         "python": platform.python_version(),

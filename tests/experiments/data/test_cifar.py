@@ -17,7 +17,7 @@ from hgnp.experiments.data.cifar import MEAN, STD, TEST, TRAIN
 Rows = npt.NDArray[np.uint8]
 
 
-def pictures(seed: int, count: int = 10) -> tuple[Rows, list[int]]:
+def images(seed: int, count: int = 10) -> tuple[Rows, list[int]]:
     stream = np.random.default_rng(seed)
     return stream.integers(0, 256, (count, 3072), dtype=np.uint8), stream.integers(0, 10, count).tolist()
 
@@ -53,7 +53,7 @@ def write(folder: Path, layout: str, count: int = 10) -> Path:
     home = folder / f"cifar-10-batches-{layout}"
     home.mkdir()
     for seed, name in enumerate((*TRAIN, TEST)):
-        rows, labels = pictures(seed, count)
+        rows, labels = images(seed, count)
         if layout == "bin":
             records = np.concatenate([np.array(labels, np.uint8)[:, None], rows], axis=1)
             (home / f"{name}.bin").write_bytes(records.tobytes())
@@ -63,7 +63,7 @@ def write(folder: Path, layout: str, count: int = 10) -> Path:
 
 
 def test_the_files_made_here_are_pickles_of_arrays() -> None:
-    rows, labels = pictures(0)
+    rows, labels = images(0)
     for fortran in (False, True):
         found = pickle.loads(python_file(rows, labels, fortran=fortran), encoding="latin-1")  # noqa: S301
         assert np.array_equal(found["data"], rows)
@@ -76,14 +76,14 @@ def test_pictures_and_labels_are_those_of_the_files(layout: str, tmp_path: Path)
     for folder in (tmp_path, home):
         data = cifar10(folder, batch=4)
         assert (data.train_samples, data.val_samples, data.classes, data.image_side) == (50, 10, 10, 32)
-        assert data.about == "CIFAR-10: 50 training and 10 validation pictures, 32 px, 10 classes"
+        assert data.about == "CIFAR-10: 50 training and 10 validation images, 32 px, 10 classes"
         batches = list(data.val)
-        rows, labels = pictures(5)
+        rows, labels = images(5)
         assert torch.cat([y for _, y in batches]).tolist() == labels
         planes = torch.from_numpy(rows).view(10, 3, 32, 32).double()  # red, green, blue, row by row
         expected = (planes - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
         torch.testing.assert_close(torch.cat([x for x, _ in batches]).double(), expected, rtol=1e-5, atol=1e-5)
-        stored = np.concatenate([pictures(seed)[0] for seed in range(5)])
+        stored = np.concatenate([images(seed)[0] for seed in range(5)])
         assert np.array_equal(data.train.source.images.flatten(1).numpy(), stored)  # type: ignore[attr-defined]
 
 
@@ -95,7 +95,7 @@ def test_options_reach_the_training_loader(tmp_path: Path) -> None:
 
 
 def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"nowhere: no CIFAR-10 here; data_batch_1.bin"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere must hold data_batch_1.bin"):
         cifar10(tmp_path / "nowhere", batch=4)
     home = write(tmp_path, "bin")
     (home / "data_batch_3.bin").rename(home / "aside")
@@ -104,11 +104,12 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     whole = (home / "aside").read_bytes()
     (home / "data_batch_3.bin").write_bytes(whole[:-100])
     with pytest.raises(
-        ValueError, match=r"data_batch_3.bin: 30,630 bytes; a multiple of 3,073 was expected, 30,730,000"
+        ValueError,
+        match=r"data_batch_3.bin must have a multiple of 3,073 bytes \(30,730,000 in the official file\), got 30,630",
     ):
         cifar10(home, batch=4)
     (home / "data_batch_3.bin").write_bytes(b"\x0b" + whole[1:])
-    with pytest.raises(ValueError, match=r"data_batch_3.bin: a label is 11; 0 to 9 were expected"):
+    with pytest.raises(ValueError, match=r"data_batch_3.bin: labels must be from 0 to 9, got 11"):
         cifar10(home, batch=4)
 
 

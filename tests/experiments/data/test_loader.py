@@ -1,4 +1,4 @@
-"""Batches are what plain code would make of the pictures, and an epoch follows from the random state at its start."""
+"""Batches are what plain code would make of the images, and an epoch follows from the random state at its start."""
 
 import random
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hgnp.experiments.data import Loader, digits
-from hgnp.experiments.data.loader import Memory, chosen
+from hgnp.experiments.data.loader import InMemorySource, subset_indices
 from hgnp.train import as_device
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
 def make(n: int = 21, **options: object) -> Loader:
     images = torch.randint(256, (n, 3, 6, 6), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     kwargs: dict[str, object] = {"batch": 4, "mean": MEAN, "std": STD, "device": CPU} | options
-    return Loader(Memory(images, torch.arange(n), CPU), **kwargs)  # type: ignore[arg-type]
+    return Loader(InMemorySource(images, torch.arange(n), CPU), **kwargs)  # type: ignore[arg-type]
 
 
 def normalised(image: Tensor) -> Tensor:
@@ -119,26 +119,26 @@ def test_lengths(n: int, options: dict[str, object], sizes: list[int]) -> None:
 def test_a_limit_is_even_over_classes_and_always_the_same() -> None:
     labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 3)[torch.randperm(83)]
     torch.manual_seed(5)
-    keep = chosen(labels, 23)
+    keep = subset_indices(labels, 23)
     assert labels[keep].bincount().tolist() == [10, 10, 3]
     assert len(keep.unique()) == 23
-    assert torch.equal(keep, chosen(labels, 23))
-    assert chosen(labels, None).tolist() == list(range(83))
+    assert torch.equal(keep, subset_indices(labels, 23))
+    assert subset_indices(labels, None).tolist() == list(range(83))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: make(batch=0), "batch: 0 was given; a whole number of at least 1 would do"),
-        (lambda: make(batch=2.0), "batch: 2.0 was given; a whole number of at least 1 would do"),
-        (lambda: make(crop=-1), "crop: -1 was given; a whole number of at least 0 would do"),
-        (lambda: make(3, drop_last=True), "batch: 4 was given for 3 samples, which leaves no batch"),
-        (lambda: chosen(torch.arange(5), 6), "limit: 6 was given; None or a whole number from 1 to 5 would do"),
+        (lambda: make(batch=0), "batch must be a whole number ≥ 1, got 0"),
+        (lambda: make(batch=2.0), "batch must be a whole number ≥ 1, got 2.0"),
+        (lambda: make(crop=-1), "crop must be a whole number ≥ 0, got -1"),
+        (lambda: make(3, drop_last=True), "batch must leave at least one batch of 3 samples, got 4"),
+        (lambda: subset_indices(torch.arange(5), 6), "limit must be None or a whole number from 1 to 5, got 6"),
         (lambda: as_device("gpu"), "device must be one that PyTorch can use here, got gpu"),
     ],
 )  # fmt: skip
 def test_bad_options(call: object, message: str) -> None:
-    with pytest.raises(ValueError, match="was given") as caught:
+    with pytest.raises(ValueError, match=r"must|device") as caught:
         call()  # type: ignore[operator]
     assert str(caught.value).startswith(message)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hgnp.experiments.data import Loader, digits
-from hgnp.experiments.data.loader import Memory
+from hgnp.experiments.data.loader import InMemorySource
 from synchronization import no_synchronization
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -15,7 +15,7 @@ def test_batches_are_those_of_a_cpu() -> None:
     epochs = []
     for device in (torch.device("cpu"), torch.device("cuda")):
         loader = Loader(
-            Memory(images, labels, device),
+            InMemorySource(images, labels, device),
             batch=8, mean=(120.0,) * 3, std=(60.0,) * 3, device=device, shuffle=True, flip=True, crop=2,
         )  # fmt: skip
         torch.manual_seed(3)

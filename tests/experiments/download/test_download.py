@@ -1,4 +1,4 @@
-"""Data sets from a local server, in the official layouts: downloaded, resumed, checked, unpacked, and read by the loaders."""
+"""Datasets from a local server, in the official layouts: downloaded, resumed, checked, unpacked, and read by the loaders."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from archives import FILES, Quiet, cifar_files, flowers_files, jpeg, names_in, s
 from hgnp.cli import app
 from hgnp.experiments.data import cifar10, cub200, flowers102
 from hgnp.experiments.download import OFFICIAL, DownloadError, File, Source, install
-from hgnp.io.atomic import alone_in
+from hgnp.io.atomic import locked
 from serving import serving
 
 
@@ -254,7 +254,7 @@ def test_a_disk_that_takes_no_more(tmp_path: Path) -> None:
 
 
 def test_a_second_call_at_the_same_time_is_refused(tmp_path: Path) -> None:
-    with alone_in(tmp_path, patience=0), pytest.raises(DownloadError, match=r"another hgnp data is at work there"):
+    with locked(tmp_path, patience=0), pytest.raises(DownloadError, match=r"another hgnp data is at work there"):
         install(OFFICIAL["cifar10"].at("http://127.0.0.1:1"), tmp_path, Quiet())
 
 
@@ -271,7 +271,7 @@ def test_what_a_killed_call_left_is_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["cifar", "d"], "there is no data set 'cifar'; did you mean cifar10?"),
+        (["cifar", "d"], "got 'cifar'; did you mean cifar10?"),
         (["cifar10"], "Missing argument 'DIR'"),
         (["cifar10", "file"], "file must be a folder, but is a file"),
         (["cifar10", "file/below"], "file/below could not be written: Not a directory"),

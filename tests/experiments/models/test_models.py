@@ -65,5 +65,5 @@ def test_the_small_stem_keeps_the_size() -> None:
     ("make", "word"), [(lambda: ResNet18(stem="large"), "stem"), (lambda: VGG16(form="c"), "form")]
 )
 def test_an_unknown_form_is_refused(make: Callable[[], nn.Module], word: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{word}: '.*' was given; 'cifar' or 'imagenet' would do$"):
+    with pytest.raises(ValueError, match=rf"^{word} must be 'cifar' or 'imagenet', got '.*'$"):
         make()

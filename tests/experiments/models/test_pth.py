@@ -290,7 +290,7 @@ def test_compressed_records_are_refused(tmp_path: Path) -> None:
     ("names", "message"),
     [
         (["gone.pth", "out.safetensors"], "gone.pth: no such file"),
-        (["net.pth", "out.pth"], "the output must be named *.safetensors, got"),
+        (["net.pth", "out.pth"], "OUT must end in .safetensors, got"),
         (["text.pth", "out.safetensors"], "text.pth: damaged or not a file of PyTorch weights"),
     ],
 )

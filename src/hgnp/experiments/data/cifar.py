@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hgnp.errors import InputError
 from hgnp.experiments.data.cifar_pickle import read_batch
-from hgnp.experiments.data.loader import Data, Loader, Memory, chosen
+from hgnp.experiments.data.loader import Data, InMemorySource, Loader, subset_indices
 from hgnp.train import as_device
 
 MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
@@ -30,19 +30,19 @@ def cifar10(
     limit: int | None = None,
     drop_last: bool = False,
 ) -> Data:
-    """50,000 training and 10,000 test pictures of 32 px, in device memory.
+    """50,000 training and 10,000 test images of 32 px, in device memory.
 
     `folder` holds the official files (data_batch_1.bin … test_batch.bin, or the same without .bin) or their folder.
-    `crop=4` adds the usual random crops to the paper's flips; `limit` takes so many training pictures, evenly over the classes.
+    `crop=4` adds the usual random crops to the paper's flips; `limit` takes so many training images, evenly over the classes.
     """
     where = as_device(device)
     home, ending = _layout(Path(folder))
     read = _read_binary if ending else _read_python
     parts = [read(home / f"{name}{ending}") for name in TRAIN]
     images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    keep = chosen(labels, limit)
-    train = Memory(images[keep], labels[keep], where)
-    val = Memory(*read(home / f"{TEST}{ending}"), where)
+    keep = subset_indices(labels, limit)
+    train = InMemorySource(images[keep], labels[keep], where)
+    val = InMemorySource(*read(home / f"{TEST}{ending}"), where)
     return Data(
         train=Loader(
             train, batch=batch, mean=MEAN, std=STD, device=where, shuffle=True, flip=flip, crop=crop, drop_last=drop_last
@@ -52,7 +52,7 @@ def cifar10(
         image_side=32,
         train_samples=train.samples,
         val_samples=val.samples,
-        about=f"CIFAR-10: {train.samples:,} training and {val.samples:,} validation pictures, 32 px, 10 classes",
+        about=f"CIFAR-10: {train.samples:,} training and {val.samples:,} validation images, 32 px, 10 classes",
     )  # fmt: skip
 
 
@@ -62,8 +62,8 @@ def _layout(folder: Path) -> tuple[Path, str]:
             if any((home / f"{file}{ending}").is_file() for file in (*TRAIN, TEST)):
                 return home, ending
     raise FileNotFoundError(
-        f"{folder}: no CIFAR-10 here; data_batch_1.bin … data_batch_5.bin and test_batch.bin were expected, or the same files "
-        f"without .bin, here or in {LAYOUTS[0][0]} or {LAYOUTS[1][0]}"
+        f"{folder} must hold data_batch_1.bin … data_batch_5.bin and test_batch.bin, or the same files without .bin, itself or "
+        f"in {LAYOUTS[0][0]} or {LAYOUTS[1][0]}, got none; hgnp data cifar10 DIR downloads them"
     )
 
 
@@ -74,7 +74,7 @@ def _read_binary(file: Path) -> tuple[Tensor, Tensor]:
     size, record = file.stat().st_size, 1 + PIXELS
     if size == 0 or size % record:
         raise InputError(
-            f"{file}: {size:,} bytes; a multiple of {record:,} was expected, 30,730,000 in the official file"
+            f"{file} must have a multiple of {record:,} bytes (30,730,000 in the official file), got {size:,}"
         )
     rows = torch.from_numpy(np.fromfile(file, dtype=np.uint8)).view(-1, record)
     return _checked(file, rows[:, 1:], rows[:, 0].long())
@@ -90,5 +90,5 @@ def _read_python(file: Path) -> tuple[Tensor, Tensor]:
 def _checked(file: Path, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if int(labels.max()) > 9 or int(labels.min()) < 0:
         wrong = int(labels[(labels > 9) | (labels < 0)][0])
-        raise InputError(f"{file}: a label is {wrong}; 0 to 9 were expected, so this is damaged or not CIFAR-10")
+        raise InputError(f"{file}: labels must be from 0 to 9, got {wrong}; the file is damaged or not CIFAR-10")
     return rows.reshape(-1, 3, 32, 32), labels

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hgnp.errors import InputError
-from hgnp.experiments.pickle_reader import DAMAGED, Record, RefusedError, values
+from hgnp.experiments.pickle_reader import DAMAGED, Record, UnsafePickleError, values
 
 LARGEST = 64 * 2**20  # an official file has 31 MB
 ARRAY, KIND, MAKE = "numpy ndarray", "numpy dtype", "numpy.core.multiarray _reconstruct"
@@ -16,10 +16,10 @@ def read_batch(file: Path, pixels: int) -> tuple[npt.NDArray[np.uint8], list[int
     """The rows of `pixels` bytes and the labels of one official file."""
     size = file.stat().st_size
     if size > LARGEST:
-        raise InputError(f"{file}: {size:,} bytes; an official CIFAR-10 file has about 31,000,000")
+        raise InputError(f"{file} must have about 31,000,000 bytes, as the official CIFAR-10 files, got {size:,}")
     try:
         found = values(file.read_bytes(), (ARRAY, KIND, MAKE), "official CIFAR-10 file")
-    except RefusedError as error:
+    except UnsafePickleError as error:
         raise InputError(f"{file}: refused, {error}; nothing in it was run") from None
     except DAMAGED as error:
         raise InputError(

@@ -24,10 +24,10 @@ def cub200(
     memory: int = MEMORY,
     workers: int | None = None,
 ) -> Data:
-    """5,994 training and 5,794 validation pictures of 200 kinds of birds.
+    """5,994 training and 5,794 validation images of 200 kinds of birds.
 
     `folder` holds images.txt, image_class_labels.txt, train_test_split.txt and images/, or is the folder around CUB_200_2011.
-    As in the paper, pictures are cropped to `side` (the centre, in the picture's own pixels) and nothing is mirrored;
+    As in the paper, images are cropped to `side` (the centre, in the image's own pixels) and nothing is mirrored;
     `resize=True` scales the central square instead. The other options are those of `flowers102`.
     """
     home = Path(folder)
@@ -37,15 +37,13 @@ def cub200(
     labels, split = (_whole(home / name, paths) for name in ("image_class_labels.txt", "train_test_split.txt"))
     classes = max(labels.values())
     if min(labels.values()) < 1:
-        raise InputError(
-            f"{home / 'image_class_labels.txt'}: a class is {min(labels.values())}; they are expected to start at 1"
-        )
+        raise InputError(f"{home / 'image_class_labels.txt'}: classes must start at 1, got {min(labels.values())}")
 
     def of(part: int) -> Files:
         ids = [name for name in paths if split[name] == part]
         if not ids:
             raise InputError(
-                f"{home / 'train_test_split.txt'}: no picture has {part}; 1 is for training, 0 for validation"
+                f"{home / 'train_test_split.txt'} must mark training images by 1 and validation images by 0, got no {part}"
             )
         return Files([home / "images" / paths[name] for name in ids], torch.tensor([labels[name] - 1 for name in ids]))
 
@@ -67,7 +65,7 @@ def _table(file: Path) -> dict[str, str]:
         name, _, value = line.partition(" ")
         if not name.isdecimal() or not value or name in table:
             raise InputError(
-                f"{file}: line {number} is {line[:40]!r}; the number of a picture, once, and a value were expected"
+                f"{file}: line {number} must be the number of an image, listed once, and a value, got {line[:40]!r}"
             )
         table[name] = value
     if not table:
@@ -79,5 +77,5 @@ def _whole(file: Path, paths: dict[str, str]) -> dict[str, int]:
     table = _table(file)
     for name in paths:
         if not table.get(name, "").isdecimal():
-            raise InputError(f"{file}: picture {name} has {table.get(name)!r}; a whole number was expected")
+            raise InputError(f"{file}: the value of image {name} must be a whole number, got {table.get(name)!r}")
     return {name: int(table[name]) for name in paths}

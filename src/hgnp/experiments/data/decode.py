@@ -1,7 +1,7 @@
-"""Picture files as uint8 arrays of one size, decoded by several threads and kept in a cache.
+"""Image files as uint8 arrays of one size, decoded by several threads and kept in a cache.
 
-A picture is cut to its central square, which is scaled to the side asked for; a picture of that size is taken as it is.
-With `resize=False` the centre is cut out in the picture's own pixels; only a picture that is too small is scaled up, until it
+An image is cut to its central square, which is scaled to the side asked for; an image of that size is taken as it is.
+With `resize=False` the centre is cut out in the image's own pixels; only an image that is too small is scaled up, until it
 covers the side.
 """
 
@@ -20,12 +20,12 @@ from PIL import Image, ImageOps
 from rich.console import Console
 from rich.progress import track
 
-FORMAT = 1  # of what is kept; to be raised when a picture is decoded or scaled in another way
+FORMAT = 1  # of what is kept; to be raised when an image is decoded or scaled in another way
 Pixels = npt.NDArray[np.uint8]
 
 
 def decode(file: Path, side: int, *, resize: bool = True) -> Pixels:
-    """One picture, (3, side, side)."""
+    """One image, (3, side, side)."""
     try:
         with Image.open(file) as image:
             picture = image.convert("RGB")
@@ -34,16 +34,16 @@ def decode(file: Path, side: int, *, resize: bool = True) -> Pixels:
                 picture = picture.crop((left, top, left + side, top + side))
             square = ImageOps.fit(picture, (side, side), Image.Resampling.BILINEAR)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{file}: no such picture") from None
+        raise FileNotFoundError(f"{file}: no such image") from None
     # the exceptions of Pillow's decoders are many
     except Exception as error:
         reason = " ".join(str(error).replace(str(file), "the file").split()) or type(error).__name__
-        raise OSError(f"{file}: not a readable picture ({reason}); is it complete?") from None
+        raise OSError(f"{file}: not a readable image ({reason}); check that it is complete") from None
     return np.asarray(square).transpose(2, 0, 1)
 
 
 def decode_all(files: Sequence[Path], side: int, *, workers: int, resize: bool = True) -> Pixels:
-    """All pictures, (files, 3, side, side). A bar on a terminal shows how far it is."""
+    """All images, (files, 3, side, side). A bar on a terminal shows how far it is."""
     pixels = np.empty((len(files), 3, side, side), np.uint8)
 
     def fill(number: int) -> None:
@@ -52,7 +52,7 @@ def decode_all(files: Sequence[Path], side: int, *, workers: int, resize: bool =
     console = Console(stderr=True)
     with ThreadPoolExecutor(workers) as pool:
         done = pool.map(fill, range(len(files)))
-        title = f"reading {len(files):,} pictures"
+        title = f"decoding {len(files):,} images"
         for _ in track(done, title, len(files), console=console, transient=True, disable=not sys.stderr.isatty()):
             pass
     return pixels
@@ -73,7 +73,10 @@ def decoded(files: Sequence[Path], side: int, *, name: str, workers: int, cache:
     try:
         _write(kept, pixels)
     except OSError as error:
-        warnings.warn(f"{kept}: the decoded pictures could not be kept ({error}); cache=False says so", stacklevel=2)
+        warnings.warn(
+            f"{kept}: the decoded images could not be cached ({error}); pass cache=False to skip the cache",
+            stacklevel=2,
+        )
     return pixels
 
 

@@ -3,7 +3,7 @@
 import torch
 from sklearn.datasets import load_digits
 
-from hgnp.experiments.data.loader import Data, Loader, Memory, chosen
+from hgnp.experiments.data.loader import Data, InMemorySource, Loader, subset_indices
 from hgnp.train import as_device
 
 TRAIN = 1347
@@ -13,15 +13,18 @@ MEAN, STD = (4.884,), (6.017,)  # of values from 0 to 16
 def digits(
     *, batch: int, device: str | torch.device = "cpu", limit: int | None = None, drop_last: bool = False
 ) -> Data:
-    """1,347 training and 450 validation pictures of 8 px and one channel, always the same ones. No flips: a 2 is no 5."""
+    """1,347 training and 450 validation images of 8 px and one channel, always the same ones. No flips: a 2 is no 5."""
     where = as_device(device)
     bunch = load_digits()
     images = torch.tensor(bunch.images).to(torch.uint8).unsqueeze(1)
     labels = torch.tensor(bunch.target)
     mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     images, labels = images[mixed], labels[mixed]
-    keep = chosen(labels[:TRAIN], limit)
-    train, val = Memory(images[keep], labels[keep], where), Memory(images[TRAIN:], labels[TRAIN:], where)
+    keep = subset_indices(labels[:TRAIN], limit)
+    train, val = (
+        InMemorySource(images[keep], labels[keep], where),
+        InMemorySource(images[TRAIN:], labels[TRAIN:], where),
+    )
     return Data(
         train=Loader(train, batch=batch, mean=MEAN, std=STD, device=where, shuffle=True, drop_last=drop_last),
         val=Loader(val, batch=batch, mean=MEAN, std=STD, device=where),
@@ -29,5 +32,5 @@ def digits(
         image_side=8,
         train_samples=train.samples,
         val_samples=val.samples,
-        about=f"handwritten digits: {train.samples:,} training and {val.samples:,} validation pictures, 8 px, 10 classes",
+        about=f"handwritten digits: {train.samples:,} training and {val.samples:,} validation images, 8 px, 10 classes",
     )

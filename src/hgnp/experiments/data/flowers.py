@@ -25,9 +25,9 @@ def flowers102(
     memory: int = MEMORY,
     workers: int | None = None,
 ) -> Data:
-    """2,040 training pictures (`trnid` and `valid`) and 6,149 for validation (`tstid`), as in the paper.
+    """2,040 training images (`trnid` and `valid`) and 6,149 for validation (`tstid`), as in the paper.
 
-    `folder` holds jpg/image_00001.jpg …, imagelabels.mat and setid.mat. Decoded pictures are kept in the user's cache folder
+    `folder` holds jpg/image_00001.jpg …, imagelabels.mat and setid.mat. Decoded images are kept in the user's cache folder
     (`cache=False`: they are not); more than `memory` bytes of them are read by `workers` processes as training goes.
     """
     home = Path(folder)
@@ -36,9 +36,9 @@ def flowers102(
     for name, numbers in ids.items():
         if numbers.min() < 1 or numbers.max() > len(labels):
             low, high = numbers.min(), numbers.max()
-            raise InputError(f"{home / 'setid.mat'}: {name} has {low} to {high}; 1 to {len(labels)} were expected")
+            raise InputError(f"{home / 'setid.mat'}: {name} must be from 1 to {len(labels)}, got {low} to {high}")
     if labels.min() < 1:
-        raise InputError(f"{home / 'imagelabels.mat'}: a label is {labels.min()}; they are expected to start at 1")
+        raise InputError(f"{home / 'imagelabels.mat'}: labels must start at 1, got {labels.min()}")
 
     def of(numbers: np.ndarray) -> Files:
         files = [home / "jpg" / f"image_{number:05}.jpg" for number in numbers]

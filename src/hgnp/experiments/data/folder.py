@@ -1,4 +1,4 @@
-"""A user's own pictures: a folder for each class, in train/ and in val/."""
+"""A user's own images: a folder for each class, in train/ and in val/."""
 
 import os
 from pathlib import Path
@@ -27,26 +27,26 @@ def image_folder(
 ) -> Data:
     """`folder`/train/CLASS/… and `folder`/val/CLASS/…: the names of the folders are the classes, in alphabetical order.
 
-    Files that are no pictures by their names, and hidden ones, are passed over. The other options are those of `flowers102`.
+    Files that are no images by their names, and hidden ones, are passed over. The other options are those of `flowers102`.
     """
     home = Path(folder)
     classes = _classes(home / "train")
     extra = [name for name in _classes(home / "val") if name not in classes]
     if extra:
-        raise InputError(f"{home / 'val' / extra[0]}: a class that is not in {home / 'train'}")
+        raise InputError(f"{home / 'val'} must have the classes of {home / 'train'}, got also {extra[0]}")
 
     def of(part: str) -> Files:
         files, labels = [], []
         for label, name in enumerate(classes):
             inside = home / part / name
             found = sorted(inside.iterdir()) if inside.is_dir() else []
-            pictures = [file for file in found if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
-            if part == "train" and not pictures:
-                raise InputError(f"{inside}: no pictures; {', '.join(sorted(ENDINGS))} would do")
-            files += pictures
-            labels += [label] * len(pictures)
+            images = [file for file in found if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
+            if part == "train" and not images:
+                raise InputError(f"{inside} must hold images ({', '.join(sorted(ENDINGS))}), got none")
+            files += images
+            labels += [label] * len(images)
         if not files:
-            raise InputError(f"{home / part}: no pictures; {', '.join(sorted(ENDINGS))} would do")
+            raise InputError(f"{home / part} must hold images ({', '.join(sorted(ENDINGS))}), got none")
         return Files(files, torch.tensor(labels))
 
     return from_files(
@@ -58,10 +58,8 @@ def image_folder(
 
 def _classes(part: Path) -> list[str]:
     if not part.is_dir():
-        raise FileNotFoundError(
-            f"{part}: no such folder; one with a folder for each class was expected, in train/ and in val/"
-        )
+        raise FileNotFoundError(f"{part} must be a folder with one folder per class, got no such folder")
     names = sorted(inside.name for inside in part.iterdir() if inside.is_dir() and not inside.name.startswith("."))
     if not names:
-        raise InputError(f"{part}: no folders in it; one for each class was expected")
+        raise InputError(f"{part} must have one folder per class, got none")
     return names

@@ -1,4 +1,4 @@
-"""From lists of picture files and labels to `Data`: in device memory if they fit there, else read as training goes."""
+"""From lists of image files and labels to `Data`: in device memory if they fit there, else read as training goes."""
 
 import os
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hgnp.errors import InputError
 from hgnp.experiments.data.decode import decoded
-from hgnp.experiments.data.loader import Data, Loader, Memory, Source, chosen
-from hgnp.experiments.data.streaming import Stream
+from hgnp.experiments.data.loader import Data, ImageSource, InMemorySource, Loader, subset_indices
+from hgnp.experiments.data.streaming import StreamingSource
 from hgnp.train import as_device
 
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet, which pretrained weights expect
@@ -20,7 +20,7 @@ MEMORY = 8 * 2**30
 
 @dataclass(frozen=True)
 class Files:
-    """Pictures and their labels, from 0."""
+    """Images and their labels, from 0."""
 
     files: Sequence[Path]
     labels: Tensor
@@ -48,22 +48,22 @@ def from_files(
         workers = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     for field, value in (("side", side), ("batch", batch), ("memory", memory), ("workers", workers)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(f"{field}: {value!r} was given; a whole number of at least 1 would do")
-    keep = chosen(train.labels, limit)
+            raise InputError(f"{field} must be a whole number ≥ 1, got {value!r}")
+    keep = subset_indices(train.labels, limit)
     train = Files([train.files[number] for number in keep.tolist()], train.labels[keep])
     every = [*train.files, *val.files]
     _all_there(title, every)
-    sources: tuple[Source, Source]
+    sources: tuple[ImageSource, ImageSource]
     fits = len(every) * 3 * side**2 <= memory
     if fits:
         name = "".join(letter for letter in title.lower() if letter.isalnum())
         pixels = torch.from_numpy(decoded(every, side, name=name, workers=workers, cache=cache, resize=resize))
         images = pixels.split([len(train.files), len(val.files)])
-        sources = Memory(images[0], train.labels, where), Memory(images[1], val.labels, where)
+        sources = InMemorySource(images[0], train.labels, where), InMemorySource(images[1], val.labels, where)
     else:
         sources = (
-            Stream(train.files, train.labels, side, where, workers, resize=resize),
-            Stream(val.files, val.labels, side, where, workers, resize=resize),
+            StreamingSource(train.files, train.labels, side, where, workers, resize=resize),
+            StreamingSource(val.files, val.labels, side, where, workers, resize=resize),
         )
     return Data(
         train=Loader(
@@ -74,7 +74,7 @@ def from_files(
         image_side=side,
         train_samples=len(train.files),
         val_samples=len(val.files),
-        about=f"{title}: {len(train.files):,} training and {len(val.files):,} validation pictures, {side} px, "
+        about=f"{title}: {len(train.files):,} training and {len(val.files):,} validation images, {side} px, "
         f"{classes} classes{'' if fits else ', read as it goes'}",
     )
 
@@ -83,5 +83,5 @@ def _all_there(title: str, files: Sequence[Path]) -> None:
     missing = [file for file in files if not file.is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{missing[0]}: {len(missing):,} of the {len(files):,} pictures of {title} are missing, this first"
+            f"{missing[0]}: missing, the first of {len(missing):,} missing images of {title}, which has {len(files):,}"
         )

@@ -1,6 +1,6 @@
 """`Loader`: batches that never keep a step waiting, in an order that a saved random state brings back.
 
-Pictures stay uint8 until their batch is made; shuffling, flips, crops and normalisation act on whole batches, on the device.
+Images stay uint8 until their batch is made; shuffling, flips, crops and normalisation act on whole batches, on the device.
 An epoch draws one number from torch's global CPU stream, when it begins; its order and its augmentation follow from that number
 alone, on every device. An epoch that neither shuffles nor augments touches no random stream.
 """
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from hgnp.errors import InputError
 
-AT_ONCE = 16  # batches that are made together on a GPU, where launching takes longer than running
+BATCHES_PER_LAUNCH = 16  # batches that are made together on a GPU, where launching takes longer than running
 
 
-class Source(Protocol):
-    """Pictures of one size with their labels, wherever they are."""
+class ImageSource(Protocol):
+    """Images of one size with their labels, wherever they are."""
 
     @property
     def samples(self) -> int: ...
 
     def batches(self, order: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each tensor of indices, uint8 pictures (batch, channels, side, side) and labels, on the loader's device."""
+        """For each tensor of indices, uint8 images (batch, channels, side, side) and labels, on the loader's device."""
 
 
 class Memory:
@@ -46,9 +46,9 @@ class Memory:
 class Loader:
     """Batches (x, y) of a source: x float32, y int64, on the device. Every iteration is one epoch.
 
-    `mean` and `std` are those of the pixels' values as stored (0 to 255), by channel. `flip` mirrors each picture with
-    probability ½; `crop` takes each picture from a random place after so many black pixels were put around it. Without
-    `shuffle` pictures come as they are stored.
+    `mean` and `std` are those of the pixels' values as stored (0 to 255), by channel. `flip` mirrors each image with
+    probability ½; `crop` takes each image from a random place after so many black pixels were put around it. Without
+    `shuffle` images come as they are stored.
 
     A shuffled epoch leaves out a last batch of a single sample (unless `batch` is 1), which batch normalisation cannot take;
     which sample it is changes from epoch to epoch. `drop_last` leaves out every incomplete batch. `samples` counts what an
@@ -57,7 +57,7 @@ class Loader:
 
     def __init__(
         self,
-        source: Source,
+        source: ImageSource,
         *,
         batch: int,
         mean: Sequence[float],
@@ -70,16 +70,16 @@ class Loader:
     ) -> None:
         for field, value, least in (("batch", batch, 1), ("crop", crop, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InputError(f"{field}: {value!r} was given; a whole number of at least {least} would do")
+                raise InputError(f"{field} must be a whole number ≥ {least}, got {value!r}")
         self.source, self.batch = source, batch
         self.shuffle, self.flip, self.crop = shuffle, flip, crop
         deviation = torch.tensor(std, device=device).view(-1, 1, 1)
         self._scale, self._shift = 1 / deviation, -torch.tensor(mean, device=device).view(-1, 1, 1) / deviation
-        self._at_once = AT_ONCE if isinstance(source, Memory) and device.type == "cuda" else 1
+        self._batches_per_launch = BATCHES_PER_LAUNCH if isinstance(source, Memory) and device.type == "cuda" else 1
         left = source.samples % batch
         self.samples = source.samples - (left if drop_last or (shuffle and left == 1) else 0)
         if self.samples == 0:
-            raise InputError(f"batch: {batch} was given for {source.samples} samples, which leaves no batch")
+            raise InputError(f"batch must leave at least one batch of {source.samples} samples, got {batch}")
 
     def __len__(self) -> int:
         return -(-self.samples // self.batch)
@@ -102,18 +102,18 @@ class Loader:
         if self.crop:
             places = torch.randint(2 * self.crop + 1, (2, total), generator=generator).to(device)
         start = 0
-        for x, y in self.source.batches(order[:total].split(self.batch * self._at_once)):
+        for x, y in self.source.batches(order[:total].split(self.batch * self._batches_per_launch)):
             now = slice(start, start := start + len(y))
             if places is not None:
-                x = cropped(x, places[:, now], self.crop)
+                x = random_crop(x, places[:, now], self.crop)
             if mirrored is not None:
                 x = torch.where(mirrored[now].view(-1, 1, 1, 1), x.flip(-1), x)
             x = x.float().mul_(self._scale).add_(self._shift)
             yield from zip(x.split(self.batch), y.split(self.batch), strict=True)
 
 
-def cropped(x: Tensor, places: Tensor, padding: int) -> Tensor:
-    """Each picture of `x` (batch, channels, height, width) at its own place (2, batch) of the picture with black around it."""
+def random_crop(x: Tensor, places: Tensor, padding: int) -> Tensor:
+    """Each picture of `x` (batch, channels, height, width) at its own place (2, batch) of the image with black around it."""
     height, width = x.shape[-2:]
     rows = places[0].view(-1, 1) + torch.arange(height, device=x.device)  # (batch, height)
     columns = places[1].view(-1, 1) + torch.arange(width, device=x.device)
@@ -141,7 +141,7 @@ def chosen(labels: Tensor, limit: int | None) -> Tensor:
     if limit is None:
         return torch.arange(len(labels))
     if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= len(labels):
-        raise InputError(f"limit: {limit!r} was given; None or a whole number from 1 to {len(labels)} would do")
+        raise InputError(f"limit must be None or a whole number from 1 to {len(labels)}, got {limit!r}")
     mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     mixed = mixed[labels[mixed].argsort(stable=True)]  # class by class
     counts = labels.bincount()

@@ -1,4 +1,4 @@
-"""Sets too large for memory: worker processes decode pictures, batch by batch, while the network trains.
+"""Sets too large for memory: worker processes decode images, batch by batch, while the network trains.
 
 Workers draw no random numbers; order and augmentation are the loader's, so an epoch is the same with any number of workers.
 """
@@ -30,7 +30,7 @@ class Decoding(Dataset[Batch | OSError]):
         return torch.from_numpy(pixels), self.labels[index]
 
 
-class Stream:
+class StreamingSource:
     def __init__(
         self,
         files: Sequence[Path],

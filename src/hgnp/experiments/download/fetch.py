@@ -27,7 +27,7 @@ class DownloadError(InputError):
     """Data that could not be downloaded, checked or unpacked. The message says what to do."""
 
 
-class Progress(Protocol):
+class DownloadProgress(Protocol):
     def bytes(self, what: str, done: int, total: int | None) -> None:
         """So many bytes of a task are done."""
 
@@ -39,7 +39,7 @@ def part_of(file: File, folder: Path) -> Path:
     return folder / f"{file.name}.part"
 
 
-def fetch(file: File, folder: Path, progress: Progress) -> Path:
+def fetch(file: File, folder: Path, progress: DownloadProgress) -> Path:
     """The checked file: FOLDER/NAME if that exists already, otherwise FOLDER/NAME.part."""
     present, part = folder / file.name, part_of(file, folder)
     if present.exists():
@@ -61,7 +61,7 @@ def fetch(file: File, folder: Path, progress: Progress) -> Path:
     raise DownloadError(f"{file.url}: {problem}; the download was deleted: try again later, or another --mirror")
 
 
-def mismatch(file: File, path: Path, progress: Progress) -> str | None:
+def mismatch(file: File, path: Path, progress: DownloadProgress) -> str | None:
     """What is wrong with the content of `path`, or None."""
     total, done = _size(path), 0
     if file.size is not None and total != file.size:
@@ -92,7 +92,7 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _transfer(file: File, part: Path, progress: Progress) -> None:
+def _transfer(file: File, part: Path, progress: DownloadProgress) -> None:
     """Append to `part` until it is complete, over several connections if need be."""
     if file.size is not None and _size(part) > file.size:
         part.unlink()
@@ -104,7 +104,7 @@ def _transfer(file: File, part: Path, progress: Progress) -> None:
     )
 
 
-def _receive(file: File, part: Path, progress: Progress) -> bool:
+def _receive(file: File, part: Path, progress: DownloadProgress) -> bool:
     """One connection; whether the file is complete after it."""
     have = _size(part)
     headers = {"User-Agent": f"hgnp/{__version__}", "Accept-Encoding": "identity"}
@@ -159,7 +159,7 @@ def _check_room(file: File, part: Path, total: int | None, have: int) -> None:
 
 
 def _write(
-    file: File, part: Path, response: http.client.HTTPResponse, have: int, total: int | None, progress: Progress
+    file: File, part: Path, response: http.client.HTTPResponse, have: int, total: int | None, progress: DownloadProgress
 ) -> bool:
     most = total or LARGEST
     try:

@@ -1,4 +1,4 @@
-"""A data set in a folder: what is missing is downloaded, what is there is verified and left.
+"""A dataset in a folder: what is missing is downloaded, what is there is verified and left.
 
 An archive is unpacked in a hidden folder beside its place and then renamed, so that data under its final name is complete.
 Sizes and SHA-256 of the unpacked files are kept in FOLDER/.hgnp-NAME.json, written before the rename.
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hgnp.experiments.download.fetch import DownloadError, Progress, fetch, part_of, unwritable
+from hgnp.experiments.download.fetch import DownloadError, DownloadProgress, fetch, part_of, unwritable
 from hgnp.experiments.download.sources import File, Source
 from hgnp.experiments.download.unpack import Listing, unpack
-from hgnp.io.atomic import alone_in, read_json, write_json
+from hgnp.io.atomic import locked, read_json, write_json
 
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Installed:
-    """A complete, verified data set."""
+    """A complete, verified dataset."""
 
     source: Source
     folder: Path
@@ -34,8 +34,8 @@ class Installed:
     """Whether anything had to be downloaded or unpacked."""
 
 
-def install(source: Source, folder: str | os.PathLike[str], progress: Progress) -> Installed:
-    """Complete the data set in `folder`, which `hgnp run --data` then reads. DownloadError says what stands in the way."""
+def install(source: Source, folder: str | os.PathLike[str], progress: DownloadProgress) -> Installed:
+    """Complete the dataset in `folder`, which `hgnp run --data` then reads. DownloadError says what stands in the way."""
     home = Path(folder)
     downloaded, sizes = False, []
     with _alone_in(home, source):
@@ -62,7 +62,7 @@ def _alone_in(home: Path, source: Source) -> Iterator[None]:
     except OSError as error:
         unwritable(home, error)
     try:
-        with alone_in(home, patience=0):
+        with locked(home, patience=0):
             for left in home.glob(f"{_draft(source)}*"):
                 shutil.rmtree(left, ignore_errors=True)
             yield
@@ -76,7 +76,7 @@ def _alone_in(home: Path, source: Source) -> Iterator[None]:
                 home.rmdir()
 
 
-def _keep(file: File, home: Path, progress: Progress) -> bool:
+def _keep(file: File, home: Path, progress: DownloadProgress) -> bool:
     """A file that is no archive; whether it was not there yet."""
     found = fetch(file, home, progress)
     if found != home / file.name:
@@ -85,7 +85,7 @@ def _keep(file: File, home: Path, progress: Progress) -> bool:
     return False
 
 
-def _unpacked(source: Source, file: File, target: Path, progress: Progress) -> Listing | None:
+def _unpacked(source: Source, file: File, target: Path, progress: DownloadProgress) -> Listing | None:
     """What an archive was unpacked to, verified; None if it was not yet."""
     home = target.parent
     if not target.exists():
@@ -117,7 +117,7 @@ def _as_listed(path: Path, size: int, sha256: str) -> bool:
         return hashlib.file_digest(stream, "sha256").hexdigest() == sha256
 
 
-def _unpack(source: Source, file: File, target: Path, progress: Progress) -> Listing:
+def _unpack(source: Source, file: File, target: Path, progress: DownloadProgress) -> Listing:
     home = target.parent
     archive = fetch(file, home, progress)
     with tempfile.TemporaryDirectory(dir=home, prefix=_draft(source)) as draft:

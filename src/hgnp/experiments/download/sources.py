@@ -1,4 +1,4 @@
-"""Where the data sets are published, their checksums, and the terms that their pages state."""
+"""Where the datasets are published, their checksums, and the terms that their pages state."""
 
 from dataclasses import dataclass, replace
 
@@ -34,7 +34,7 @@ class File:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set: its files, the page that publishes it, and the terms stated there."""
+    """A dataset: its files, the page that publishes it, and the terms stated there."""
 
     name: str
     title: str

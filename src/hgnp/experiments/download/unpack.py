@@ -9,14 +9,14 @@ import zlib
 from pathlib import Path, PurePosixPath
 
 from hgnp.errors import first_line
-from hgnp.experiments.download.fetch import CHUNK, DownloadError, Progress, unwritable
+from hgnp.experiments.download.fetch import CHUNK, DownloadError, DownloadProgress, unwritable
 from hgnp.experiments.download.sources import File
 
 Listing = dict[str, tuple[int, str]]
 """Path below the folder → size and SHA-256."""
 
 
-def unpack(archive: Path, file: File, into: Path, progress: Progress) -> Listing:
+def unpack(archive: Path, file: File, into: Path, progress: DownloadProgress) -> Listing:
     """Write the archive's members below `file.unpacks` to `into`, and list them. Other members are left out."""
     listing: Listing = {}
     count = total = 0

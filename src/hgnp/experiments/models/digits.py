@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 
 class DigitsNet(nn.Module):
-    """Four 3 × 3 convolutions with norms, for pictures of 8 px, then one linear layer from the averaged channels."""
+    """Four 3 × 3 convolutions with norms, for images of 8 px, then one linear layer from the averaged channels."""
 
     def __init__(self, num_classes: int = 10, *, width: int = 64) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Published weights (.pth) as safetensors, without unpickling them.
 
 `torch.save` writes a pickle that describes the tensors, and their storages as raw bytes: since PyTorch 1.6 as records of a
-zip file, before that one after the other behind several pickles. The pickle is interpreted by `experiments.opcodes`, which
-calls nothing; only what a state dict consists of is accepted.
+zip file, before that one after the other behind several pickles. `experiments.pickle_reader` interprets the pickle and
+calls nothing; only the contents of a state dict are accepted.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from hgnp import __version__
 from hgnp.errors import InputError
-from hgnp.experiments.pickle_reader import DAMAGED, Name, Persistent, Record, RefusedError, values
-from hgnp.io.atomic import check_place
+from hgnp.experiments.pickle_reader import DAMAGED, Name, Persistent, Record, UnsafePickleError, values
+from hgnp.io.atomic import check_file_path
 from hgnp.io.weights import write_tensors
 
 LARGEST_PICKLE = 16 * 2**20  # ResNet-18's has 40 KB
@@ -101,8 +101,8 @@ def convert(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Conv
     """
     file, path = Path(source), Path(out)
     if path.suffix != ".safetensors":
-        raise InputError(f"the output must be named *.safetensors, got {str(path)!r}")
-    check_place(path)
+        raise InputError(f"OUT must end in .safetensors, got {str(path)!r}")
+    check_file_path(path)
     tensors = read_state_dict(file)
     with file.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -114,13 +114,13 @@ def convert(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Conv
 def read_state_dict(file: Path) -> dict[str, Tensor]:
     """The tensors of a state dict that `torch.save` wrote, each in a memory of its own."""
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file; a .pth file of weights was expected")
+        raise FileNotFoundError(f"{file}: no such file; pass a .pth file of weights")
     with file.open("rb") as stream:
         try:
             read = _read_zip if stream.read(4) == b"PK\x03\x04" else _read_legacy
             stream.seek(0)
             return read(stream, file.stat().st_size)
-        except RefusedError as error:
+        except UnsafePickleError as error:
             raise InputError(f"{file}: refused, {error}; nothing in it was run") from None
         # OSError: a damaged zip file has its records at negative places
         except (*DAMAGED, struct.error, zipfile.BadZipFile, EOFError, RuntimeError, OSError) as error:
@@ -225,7 +225,7 @@ def _mapping(described: Any) -> dict[str, Any]:
         case Record(name=name, args=(list(pairs),), items={}) if name == ORDERED:  # as Python 2 wrote it
             if all(isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
                 return dict(pairs)
-    raise RefusedError(f"it holds {_kind(described)}, not a state dict (a mapping of names to tensors)")
+    raise UnsafePickleError(f"it holds {_kind(described)}, not a state dict (a mapping of names to tensors)")
 
 
 def _layout(name: str, value: Any) -> Layout:
@@ -237,7 +237,7 @@ def _layout(name: str, value: Any) -> Layout:
         ) or (call == OLD_TENSOR and not rest):
             layout = Layout(_storage(name, stored), offset, size, stride)
         case _:
-            raise RefusedError(f"{name!r} is {_kind(value)}, not a tensor; a state dict has only tensors")
+            raise UnsafePickleError(f"{name!r} is {_kind(value)}, not a tensor; a state dict has only tensors")
     if not all(type(number) is int and number >= 0 for number in (offset, *size, *stride)) or len(size) != len(stride):
         raise InputError(f"{name!r} has no valid size, stride and offset")
     available, entries = layout.storage.view[1], math.prod(size)
@@ -255,7 +255,7 @@ def _storage(name: str, stored: Any) -> Storage:
                     return Storage(key, DTYPES[kind], numel, (0, numel))
                 case [(str(), int(first), int(entries))] if 0 <= first <= first + entries <= numel:
                     return Storage(key, DTYPES[kind], numel, (first, entries))
-    raise RefusedError(f"{name!r} is stored in a way that no {KIND} has")
+    raise UnsafePickleError(f"{name!r} is stored in a way that no {KIND} has")
 
 
 def _kind(value: Any) -> str:

@@ -9,14 +9,14 @@ from hgnp.errors import InputError
 class ResNet18(nn.Module):
     """Four stages of two residual blocks: 4,800 filters.
 
-    `stem="cifar"`: for pictures of 32 px; a 3 × 3 convolution that keeps their size. `stem="imagenet"`: for larger ones; a
+    `stem="cifar"`: for images of 32 px; a 3 × 3 convolution that keeps their size. `stem="imagenet"`: for larger ones; a
     7 × 7 convolution and a maximum, which leave a quarter of each side.
     """
 
     def __init__(self, num_classes: int = 10, *, stem: str = "cifar") -> None:
         super().__init__()
         if stem not in ("cifar", "imagenet"):
-            raise InputError(f"stem: {stem!r} was given; 'cifar' or 'imagenet' would do")
+            raise InputError(f"stem must be 'cifar' or 'imagenet', got {stem!r}")
         small = stem == "cifar"
         self.conv1 = nn.Conv2d(
             3, 64, 3 if small else 7, stride=1 if small else 2, padding=1 if small else 3, bias=False

@@ -10,14 +10,14 @@ STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512
 class VGG16(nn.Module):
     """Thirteen convolutions, each with a norm, and a classifier after the features are averaged.
 
-    `form="cifar"`: for pictures of 32 px, whose features are a single place; one linear layer from 512 channels to the classes.
-    `form="imagenet"`: for pictures of 224 px; features of 7 × 7 places and three linear layers.
+    `form="cifar"`: for images of 32 px, whose features are a single place; one linear layer from 512 channels to the classes.
+    `form="imagenet"`: for images of 224 px; features of 7 × 7 places and three linear layers.
     """
 
     def __init__(self, num_classes: int = 10, *, form: str = "cifar", dropout: float = 0.5) -> None:
         super().__init__()
         if form not in ("cifar", "imagenet"):
-            raise InputError(f"form: {form!r} was given; 'cifar' or 'imagenet' would do")
+            raise InputError(f"form must be 'cifar' or 'imagenet', got {form!r}")
         layers: list[nn.Module] = []
         width = 3
         for stage in STAGES:

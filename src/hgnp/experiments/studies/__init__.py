@@ -30,5 +30,5 @@ def find(what: str) -> StudyPlan:
     if Path(what).is_file():
         return read(Path(what))
     if what.endswith((".yaml", ".yml")):
-        raise FileNotFoundError(f"{what}: there is no such file")
+        raise FileNotFoundError(f"{what}: no such file")
     raise InputError(f"{what!r} is neither a file nor a study{meant(what, names())}")

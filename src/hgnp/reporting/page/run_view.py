@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hgnp.io.runs import Run, unmeasured
+from hgnp.io.runs import Run, missing_measurements
 from hgnp.reporting import run_charts
 from hgnp.reporting.page.figure_view import figure_view
 from hgnp.reporting.run_charts import metric_axis
@@ -111,7 +111,7 @@ def _note(run: Run) -> str:
     how = (run.result or {}).get("latency") or {}
     threads = "1 thread" if how.get("threads") == 1 else f"{how.get('threads')} threads"
     timed = f" Latency: batch {how.get('batch')}, {threads}, {how.get('device')}." if how else ""
-    lacking = "".join(f" {line[0].upper()}{line[1:]}." for line in unmeasured(run.result or {}))
+    lacking = "".join(f" {line[0].upper()}{line[1:]}." for line in missing_measurements(run.result or {}))
     return f"Before is the network when the first neuron went, after its warm-up.{timed}{lacking}"
 
 

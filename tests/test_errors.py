@@ -1,13 +1,17 @@
-"""What error messages have in common."""
+"""hgnp's errors: their base class, the form of their messages, and which built-in errors the sources raise."""
 
+import ast
+import builtins
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import hgnp
+from hgnp import errors
 from hgnp.errors import REMOVED, RENAMED, brief, first_line, meant, one_line
 
 
@@ -62,7 +66,7 @@ def test_an_option_under_its_former_name_is_refused_with_the_new_one(call: Calla
 def test_an_option_that_was_removed_is_refused_with_the_reason(
     call: Callable[..., object], where: str, value: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"^{where}: norm was removed: .* wrecked training .*; leave it out$"):
+    with pytest.raises(ValueError, match=f"^{where}: norm was removed: .* wrecked training .*; omit it$"):
         call(norm=value)
 
 
@@ -71,3 +75,51 @@ def test_signatures_show_the_options_and_none_by_a_former_name(function: Callabl
     names = inspect.signature(function).parameters
     assert len(names) > 4
     assert not {*RENAMED, *REMOVED} & set(names)
+
+
+SOURCES = Path(hgnp.__file__).parent
+EXPECTED = (OSError, AttributeError, KeyboardInterrupt)
+"""Built-in errors that callers expect by that type: of the file system, of `__getattr__`, of Ctrl-C."""
+INTERNAL = {
+    "curvature/autodiff/passes.py": "RuntimeError: stops the capture of a CUDA graph, as PyTorch itself does",
+    "curvature/autodiff/rng.py": "RuntimeError: stops the capture of a CUDA graph, as PyTorch itself does",
+    "pruning/trace.py": "RuntimeError: an operator on fake tensors fails as PyTorch's own does",
+    "reference.py": "ValueError: imports PyTorch alone",
+}
+"""Files that raise another built-in error, and why."""
+
+
+def raised(tree: ast.AST) -> set[type[BaseException]]:
+    """The built-in errors that a tree raises by name."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            error = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            kind = getattr(builtins, ast.unparse(error), None)
+            if isinstance(kind, type) and issubclass(kind, BaseException):
+                found.add(kind)
+    return found
+
+
+def test_the_sources_raise_errors_of_hgnp() -> None:
+    files = {file.relative_to(SOURCES).as_posix(): file for file in SOURCES.rglob("*.py")}
+    assert raised(ast.parse("raise ValueError('x')\nraise TypeError\nraise InputError('x')")) == {ValueError, TypeError}
+    unexpected = {
+        name: sorted(
+            kind.__name__
+            for kind in raised(ast.parse(file.read_text(encoding="utf-8")))
+            if not issubclass(kind, EXPECTED)
+        )
+        for name, file in files.items()
+    }
+    found = {name: kinds for name, kinds in unexpected.items() if kinds}
+    assert found == {name: [reason.partition(":")[0]] for name, reason in INTERNAL.items()}
+
+
+def test_every_error_is_an_hgnp_error_and_a_built_in_one() -> None:
+    classes = [each for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, Exception)]
+    assert hgnp.HgnpError in classes
+    assert hgnp.DivergedError in classes
+    for each in classes:
+        assert issubclass(each, hgnp.HgnpError)
+        assert each is hgnp.HgnpError or any(base.__module__ == "builtins" for base in each.__bases__)

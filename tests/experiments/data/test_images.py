@@ -1,4 +1,4 @@
-"""Sets of picture files: official layouts, a cache that follows the files, the same epochs from memory and from disk."""
+"""Sets of image files: official layouts, a cache that follows the files, the same epochs from memory and from disk."""
 
 import io
 import os
@@ -62,8 +62,8 @@ def folders(home: Path) -> Path:
         picture(number, home / "train" / "ab"[number % 2] / f"{number}.png")
     for number in range(3):
         picture(90 + number, home / "val" / "b" / f"{number}.JPG")
-    (home / "train" / "a" / "notes.txt").write_text("not a picture")
-    (home / "train" / "a" / ".hidden.png").write_text("not a picture")
+    (home / "train" / "a" / "notes.txt").write_text("not an image")
+    (home / "train" / "a" / ".hidden.png").write_text("not an image")
     return home
 
 
@@ -98,7 +98,7 @@ def test_flowers_train_on_two_parts_and_validate_on_the_third(tmp_path: Path) ->
     home = flowers(tmp_path / "set")
     data = flowers102(home, batch=4, side=SIDE)
     assert (data.classes, data.image_side, data.train_samples, data.val_samples) == (3, SIDE, 4, 6)
-    assert data.about == "Flowers-102: 4 training and 6 validation pictures, 16 px, 3 classes"
+    assert data.about == "Flowers-102: 4 training and 6 validation images, 16 px, 3 classes"
     x, y = epoch(data.val)
     assert y.tolist() == [0, 1, 2, 1, 2, 0]
     torch.testing.assert_close(x, normalised([home / "jpg" / f"image_{n:05}.jpg" for n in (1, 5, 6, 8, 9, 10)]))
@@ -146,7 +146,7 @@ def test_folders_are_classes(tmp_path: Path) -> None:
     assert (data.classes, data.train_samples, data.val_samples) == (2, 8, 3)
     assert epoch(data.val)[1].tolist() == [1, 1, 1]
     assert sorted(epoch(data.train)[1].tolist()) == [0] * 4 + [1] * 4
-    assert data.about == "mine: 8 training and 3 validation pictures, 16 px, 2 classes"
+    assert data.about == "mine: 8 training and 3 validation images, 16 px, 2 classes"
 
 
 def test_a_picture_is_cut_to_its_central_square_and_scaled(tmp_path: Path) -> None:
@@ -185,10 +185,10 @@ def test_a_damaged_picture_is_named(made: tuple[Path, Callable[..., Data]]) -> N
     whole = file.read_bytes()
     for content in (whole[: len(whole) // 2], b"", b"no picture"):
         file.write_bytes(content)
-        with pytest.raises(OSError, match=rf"{file.name}: not a readable picture .*is it complete\?") as caught:
+        with pytest.raises(OSError, match=rf"{file.name}: not a readable image .*check that it is complete") as caught:
             read(folder, batch=2, side=SIDE)
         assert "\n" not in str(caught.value)
-    with pytest.raises(OSError, match=rf"{file.name}: not a readable picture") as caught:
+    with pytest.raises(OSError, match=rf"{file.name}: not a readable image") as caught:
         [list(loader) for data in [read(folder, batch=1, side=SIDE, memory=1)] for loader in (data.train, data.val)]
     assert "\n" not in str(caught.value)
 
@@ -196,7 +196,9 @@ def test_a_damaged_picture_is_named(made: tuple[Path, Callable[..., Data]]) -> N
 def test_missing_files_are_named(tmp_path: Path) -> None:
     home = flowers(tmp_path / "flowers")
     (home / "jpg" / "image_00005.jpg").unlink()
-    with pytest.raises(FileNotFoundError, match=r"image_00005.jpg: 1 of the 10 pictures of Flowers-102 are missing"):
+    with pytest.raises(
+        FileNotFoundError, match=r"image_00005.jpg: missing, the first of 1 missing images of Flowers-102, which has 10"
+    ):
         flowers102(home, batch=2)
     (home / "setid.mat").write_bytes((home / "setid.mat").read_bytes()[:150])
     with pytest.raises(ValueError, match=r"setid.mat: damaged, or without whole numbers named 'trnid'"):
@@ -206,23 +208,25 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         flowers102(home, batch=2)
     home = cub(tmp_path / "cub")
     (home / "image_class_labels.txt").write_text("1 1\n2 x\n")
-    with pytest.raises(ValueError, match=r"image_class_labels.txt: picture 2 has 'x'; a whole number was expected"):
+    with pytest.raises(
+        ValueError, match=r"image_class_labels.txt: the value of image 2 must be a whole number, got 'x'"
+    ):
         cub200(home, batch=2)
     (home / "images.txt").write_text("1 a.jpg\nb.jpg\n")
-    with pytest.raises(ValueError, match=r"images.txt: line 2 is 'b.jpg'"):
+    with pytest.raises(ValueError, match=r"images.txt: line 2 must be .*, got 'b.jpg'"):
         cub200(home, batch=2)
     home = folders(tmp_path / "folder")
     (home / "val" / "c").mkdir()
-    with pytest.raises(ValueError, match=r"val/c: a class that is not in .*train"):
+    with pytest.raises(ValueError, match=r"val must have the classes of .*train, got also c"):
         image_folder(home, batch=2)
-    with pytest.raises(FileNotFoundError, match=r"nowhere/train: no such folder"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere/train must be a folder with one folder per class"):
         image_folder(tmp_path / "nowhere", batch=2)
 
 
 def test_flowers_whose_numbers_do_not_agree(tmp_path: Path) -> None:
     home = flowers(tmp_path / "set")
     savemat(home / "imagelabels.mat", {"labels": np.array([[1, 2, 3]])})
-    with pytest.raises(ValueError, match=r"setid.mat: trnid has 2 to 4; 1 to 3 were expected"):
+    with pytest.raises(ValueError, match=r"setid.mat: trnid must be from 1 to 3, got 2 to 4"):
         flowers102(home, batch=2)
 
 
@@ -253,7 +257,7 @@ def test_the_cache_follows_the_files(
     again, count = load()
     assert count > 0
     assert torch.equal(again, first)
-    for file in folder.rglob("[!.]*.[jpJ][pnP][gG]"):  # other pictures under the same names
+    for file in folder.rglob("[!.]*.[jpJ][pnP][gG]"):  # other images under the same names
         picture(77, file)
         os.utime(file, ns=(1, 1))
     changed, count = load()
@@ -266,7 +270,7 @@ def test_without_the_cache(made: tuple[Path, Callable[..., Data]], cache: Path) 
     read(folder, batch=4, side=SIDE, cache=False)
     assert not cache.exists()
     cache.parent.write_text("a file where the folder should be")
-    with pytest.warns(UserWarning, match="the decoded pictures could not be kept"):
+    with pytest.warns(UserWarning, match="the decoded images could not be cached"):
         read(folder, batch=4, side=SIDE)
 
 
@@ -290,12 +294,12 @@ def test_progress_is_for_terminals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for stream, shown in ((io.StringIO(), False), (Terminal(), True)):
         monkeypatch.setattr(sys, "stderr", stream)
         image_folder(home, batch=2, side=SIDE, cache=False)
-        assert ("reading 11 pictures" in stream.getvalue()) == shown
+        assert ("decoding 11 images" in stream.getvalue()) == shown
         assert shown or not stream.getvalue()
 
 
 @pytest.mark.parametrize("field", ["side", "batch", "memory", "workers"])
 def test_bad_options(field: str, tmp_path: Path) -> None:
     options = {"batch": 2} | {field: 0}
-    with pytest.raises(ValueError, match=rf"^{field}: 0 was given; a whole number of at least 1 would do$"):
+    with pytest.raises(ValueError, match=rf"^{field} must be a whole number ≥ 1, got 0$"):
         image_folder(folders(tmp_path / "set"), **options)  # type: ignore[arg-type]

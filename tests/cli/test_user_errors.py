@@ -1,0 +1,182 @@
+"""What a user can get wrong ends in one line and an exit code; a bug in a user's own code shows its traceback."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hgnp.cli import app
+
+CONFIG = """
+model: DigitsNet
+model_args: {width: 4}
+data: digits
+data_args: {batch: 512}
+recipe: {keep: 0.5, warmup_epochs: 0, finetune_epochs: 0, neurons_per_round: 60}
+device: cpu
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    Path("ok.yaml").write_text(CONFIG)
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        app(list(arguments))
+    return int(ended.value.code or 0)
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    said = capsys.readouterr().err
+    assert said.startswith("hgnp: ")
+    assert said.count("\n") == 1
+    return said
+
+
+@pytest.mark.parametrize("command", ["run", "study"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: [1", "bad.yaml is not YAML"),
+        (b"\xff\xfe", "bad.yaml is not text in UTF-8"),
+        (b"", "got None"),
+        (b"a: &a [*a]", "bad.yaml must have no alias inside its own anchor"),
+        (b"a: 1", "bad.yaml: there is no key 'a'"),
+        (b"[" * 60, "bad.yaml must expand to at most 50 levels"),
+    ],
+)
+def test_bad_yaml(command: str, content: bytes, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bad.yaml").write_bytes(content)
+    assert call(command, "bad.yaml") == 2
+    assert message in one_line(capsys)
+
+
+def test_a_study_whose_folder_cannot_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bad.yaml").write_text('out: "a\\0b"\nnetworks: demo\nmethods: hgnp\n')
+    assert call("study", "bad.yaml") == 2
+    assert "out must be the path of a folder" in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "nowhere.yaml"],
+        ["run", "ok.yaml", "--set", "weights=nowhere.safetensors"],
+        ["study", "nowhere.yaml"],
+        ["study", "demo", "--data", "nowhere"],
+        ["weights", "nowhere.pth", "out.safetensors"],
+        ["report", "nowhere"],
+        ["compare", "nowhere"],
+        ["paper", "nowhere"],
+        ["bench", "nowhere"],
+        ["export", "nowhere", "out.onnx"],
+        ["sharpness", "nowhere"],
+    ],
+    ids=" ".join,
+)
+def test_a_missing_file(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*arguments) == 2
+    assert "nowhere" in one_line(capsys)
+    assert sorted(path.name for path in Path().iterdir()) == ["ok.yaml"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["=1", "recipe", "recipe.mu=[", "recipe.mu=abc", "nope=1", "recipe=3", "model_args.width=-1", "model_args.depth=1",
+     "data_args.batch=0", "weights=3", "weights=ok.yaml", "protect=[nope]", "seed=1.5", "loss_args={a: 1}", "output=nope",
+     "metric=nowhere:x", "metric=os:nowhere", "metric=os:sep", "device=abacus", "recipe.flatness=magic"],
+)  # fmt: skip
+def test_a_bad_setting(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("run", "ok.yaml", "--out", "x", "--set", setting) == 2
+    one_line(capsys)
+    assert not Path("x").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise TypeError('mine')", "mine"),
+        ("raise ValueError('two\\nlines')", "two lines"),
+        ("raise RuntimeError('mine')", "mine"),
+        ("open('nowhere.bin')", "FileNotFoundError"),
+        ("return None", "NoneType"),
+    ],
+)
+def test_a_model_factory_that_refuses_its_arguments(
+    body: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.py").write_text(f"def net(width):\n    {body}\n")
+    assert call("run", "ok.yaml", "--set", "model=mine:net") == 2
+    line = one_line(capsys)
+    assert line.startswith("hgnp: model")
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("def net(width):\n    return {}['a']\n", KeyError),
+        ("def net(width):\n    return 1 / 0\n", ZeroDivisionError),
+        ("def net(width):\n    import nowhere\n", ModuleNotFoundError),
+        ("1 / 0\n", ZeroDivisionError),
+        ("from os import nowhere\n", ImportError),
+    ],
+)
+def test_a_bug_in_a_model_factory_shows_its_traceback(code: str, error: type[Exception]) -> None:
+    Path("mine.py").write_text(code)
+    with pytest.raises(error):
+        app(["run", "ok.yaml", "--set", "model=mine:net"])
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [("import nowhere\n", "mine needs the module nowhere"), ("def (\n", "mine.py line 1 is not Python")],
+)
+def test_a_module_that_cannot_be_imported(code: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text(code)
+    assert call("run", "ok.yaml", "--set", "model=mine:net") == 2
+    assert message in one_line(capsys)
+
+
+def test_ctrl_c_before_the_run_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text("import signal\ndef net(width):\n    signal.raise_signal(signal.SIGINT)\n")
+    assert call("run", "ok.yaml", "--set", "model=mine:net") == 130
+    assert capsys.readouterr() == ("", "")
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("ENOSPC", 1), ("EDQUOT", 1), ("EIO", 1), ("EROFS", 2), ("EACCES", 2), ("ENAMETOOLONG", 2)]
+)
+def test_an_error_of_the_file_system(name: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    number = getattr(errno, name)
+    train = f"class Train:\n    def __iter__(self):\n        raise OSError({number}, 'as found')\n"
+    Path("mine.py").write_text(f"{train}def data(batch):\n    return Train(), None\n")
+    assert call("run", "ok.yaml", "--set", "data=mine:data") == code
+    line = one_line(capsys)
+    assert "as found" in line
+    assert ("the disk is full" in line) == (name in ("ENOSPC", "EDQUOT"))
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the disk: the same error from the same system call."""
+    code = (
+        "import resource, signal, sklearn.datasets\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\nfrom hgnp.cli import app\napp(['run', 'ok.yaml', '--out', 'x'])"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("hgnp: ")
+    assert done.stderr.count("\n") == 1
+    assert not Path("x").exists()
