@@ -10,8 +10,8 @@ import pytest
 from hgnp.io.runs import read
 from hgnp.reporting.compare import compare_runs
 from hgnp.reporting.page import write_comparison, write_paper, write_report
-from hgnp.reporting.paper.found import scan
-from hgnp.reporting.paper.outcome import outcome
+from hgnp.reporting.paper.report import paper_report
+from hgnp.reporting.paper.results import scan
 from paper_cases import write_everything
 from run_cases import write_run
 
@@ -45,7 +45,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "report": write_report([hgnp], folder / "report.html"),
         "comparison": write_comparison(compare_runs([hgnp, taylor]), folder / "comparison.html"),
-        "paper": write_paper(outcome(scan(write_everything(folder / "everything"))), folder / "paper.html"),
+        "paper": write_paper(paper_report(scan(write_everything(folder / "everything"))), folder / "paper.html"),
     }
 
 

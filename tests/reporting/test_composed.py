@@ -104,7 +104,7 @@ def test_the_paper_s_formula_is_clipped_and_does_not_extrapolate(tmp_path: Path)
     imagenet = {**FEATURES, "classes": 1000, "train_samples": 1_281_167}  # and −1351 %
     switch = switch_of(compared(tmp_path / "b", "paper", features=imagenet).studies[0])
     assert switch.threshold is None
-    assert "classes: 1000 is outside what past experiments cover (10 to 200)" in switch.sentences[0]
+    assert "classes must be from 10 to 200, which past experiments cover, got 1000" in switch.sentences[0]
     assert switch.over_taylor is None
 
 

@@ -38,7 +38,7 @@ def test_mean_and_spread_of_lines() -> None:
     assert made.count == 3
     assert made.at(0.5) == pytest.approx(0.51)
     assert made.spread_at(0.6) == pytest.approx(made.spread[0] if made.spread else None)
-    with pytest.raises(ValueError, match=r"1\.1 was given; the curve goes from 0 to 1"):
+    with pytest.raises(ValueError, match=r"kept must be on the curve, from 0 to 1, got 1\.1"):
         made.at(1.1)
     assert mean_curve(runs[:1], (0.0, 1.0)).spread is None
 

@@ -5,21 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from hgnp.reporting.paper.found import Group, scan
+from hgnp.reporting.paper.results import PaperGroup, scan
 from paper_cases import write_bench, write_paper_run
 from run_cases import write_run
 
 
-def only(folder: Path) -> Group:
+def only(folder: Path) -> PaperGroup:
     (group,) = scan(folder).groups
     return group
 
 
-def told(group: Group, kind: str) -> list[str]:
+def told(group: PaperGroup, kind: str) -> list[str]:
     return [each.text for each in group.deviations if each.kind == kind and not each.open]
 
 
-def left_open(group: Group) -> str:
+def left_open(group: PaperGroup) -> str:
     return "; ".join(each.text for each in group.deviations if each.open)
 
 

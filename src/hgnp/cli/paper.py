@@ -20,7 +20,7 @@ def paper(
     """The paper's numbers, ours beside them, how the runs deviate, and what agrees; a page, tables and figures."""
     from hgnp.io.atomic import as_json as text
     from hgnp.reporting import publish
-    from hgnp.reporting.paper.outcome import conclusion
+    from hgnp.reporting.paper.report import conclusion
     from hgnp.reporting.paper.verdict import NONE, NOT_RUN
 
     made, place = publish.paper(results, out)

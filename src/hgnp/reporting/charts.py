@@ -56,7 +56,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Mark:
+class ReferenceLine:
     """A thin line across the chart at one value of x (`vertical`) or y."""
 
     value: float
@@ -74,12 +74,12 @@ class Chart:
     x: Axis
     y: Axis
     series: tuple[Series, ...]
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[ReferenceLine, ...] = ()
     bars: bool = False
 
 
 @dataclass(frozen=True)
-class Heat:
+class Heatmap:
     """Shares between 0 and 1, a row for each name and a column for each epoch; `notes` is what to show at a cell."""
 
     key: str
@@ -93,14 +93,14 @@ class Heat:
 
 
 @dataclass(frozen=True)
-class Absent:
+class MissingChart:
     """A chart that a run has no data for, and why."""
 
     title: str
     reason: str
 
 
-Figure = Chart | Heat
+Figure = Chart | Heatmap
 
 
 def short(names: Sequence[str], limit: int = 18) -> list[str]:
@@ -121,7 +121,7 @@ def short(names: Sequence[str], limit: int = 18) -> list[str]:
 
 def table(figure: Figure) -> tuple[list[str], Iterable[list[Any]]]:
     """Header and rows with every number of the figure, for a CSV: one row a point of a series, or one a layer and epoch."""
-    if isinstance(figure, Heat):
+    if isinstance(figure, Heatmap):
         cells = (
             [name, epoch, share]
             for name, shares in zip(figure.names, figure.shares, strict=True)

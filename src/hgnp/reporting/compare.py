@@ -59,7 +59,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Pair:
+class BaselineComparison:
     """A group against the baseline: `relative` in percent of the baseline's metric at each κ of `kept` (None where that is not
     positive), `gain` the same for the areas, `crossings` from large κ to small."""
 
@@ -81,7 +81,7 @@ class Study:
     range: tuple[float, float] | None
     baseline: str
     groups: tuple[Group, ...]
-    pairs: tuple[Pair, ...]
+    pairs: tuple[BaselineComparison, ...]
     switch: Switch | None
     notes: tuple[str, ...]
 
@@ -127,7 +127,7 @@ def compare_runs(runs: Sequence[Run], *, baseline: str | None = None, threshold:
     """
     check_choice(threshold)
     if not runs:
-        raise InputError("runs: none were given; at least one folder would do")
+        raise InputError("runs must hold at least one run, got none")
     members = _by_study(runs)
     titles = _told_apart([_title(each[0]) for each in members], [_made_from(each) for each in members])
     drafts = [_study(title, each, baseline) for title, each in zip(titles, members, strict=True)]
@@ -283,15 +283,15 @@ def _baseline(groups: Sequence[Group], wanted: str | None) -> Group:
     for group in (*(g for g in groups if g.label == name), *(g for g in groups if g.method == name)):
         return group
     if wanted is not None:
-        raise InputError(f"baseline: {wanted!r} was given; {' or '.join(group.label for group in groups)} would do")
+        raise InputError(f"baseline must be {' or '.join(group.label for group in groups)}, got {wanted!r}")
     return groups[0]
 
 
-def _pair(group: Group, baseline: Group) -> Pair:
+def _pair(group: Group, baseline: Group) -> BaselineComparison:
     mine, other = group.curve, baseline.curve
     assert mine is not None
     assert other is not None
-    return Pair(
+    return BaselineComparison(
         label=group.label,
         baseline=baseline.label,
         kept=mine.kept,

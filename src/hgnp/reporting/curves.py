@@ -27,7 +27,7 @@ class Curve:
     def at(self, kept: float) -> float:
         """The mean at κ, which must be on the curve."""
         if not self.kept[0] <= kept <= self.kept[-1]:
-            raise InputError(f"kept: {kept:g} was given; the curve goes from {self.kept[0]:g} to {self.kept[-1]:g}")
+            raise InputError(f"kept must be on the curve, from {self.kept[0]:g} to {self.kept[-1]:g}, got {kept:g}")
         return float(np.interp(kept, self.kept, self.mean))
 
     def spread_at(self, kept: float) -> float | None:

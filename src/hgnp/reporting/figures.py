@@ -20,7 +20,7 @@ from hgnp.errors import InputError
 from hgnp.io.atomic import write, write_csv
 from hgnp.io.runs import Run
 from hgnp.reporting import charts, run_charts
-from hgnp.reporting.charts import Absent, Axis, Chart, Figure, Heat, Series
+from hgnp.reporting.charts import Axis, Chart, Figure, Heatmap, MissingChart, Series
 
 INK, SOFT = "#1F2933", "#5B6670"
 STYLE: Any = {  # Any: matplotlib types the keys as literals
@@ -66,7 +66,7 @@ def outcome(run: Run) -> Canvas:
         )
         left, right = canvas.subplots(1, 2)
         for figure, axes in ((run_charts.over_epochs(run), left), (run_charts.widths(run), right)):
-            if isinstance(figure, Absent):
+            if isinstance(figure, MissingChart):
                 axes.set_axis_off()
                 axes.set_title(figure.title)
                 axes.text(0.5, 0.5, figure.reason, ha="center", va="center", wrap=True, transform=axes.transAxes)
@@ -97,13 +97,13 @@ def save_outcome(run: Run, file: str | os.PathLike[str]) -> Path:
     """`outcome` as a .png or .svg file."""
     kind = Path(file).suffix.lstrip(".")
     if kind not in ("png", "svg"):
-        raise InputError(f"file: {os.fspath(file)!r} was given; a name that ends in .png or .svg would do")
+        raise InputError(f"file must end in .png or .svg, got {os.fspath(file)!r}")
     return write(file, image(outcome(run), kind))
 
 
 def _onto(figure: Figure, axes: Axes, titled: bool = True) -> None:
     axes.set_title(_plain(figure.title) if titled else "", pad=16)  # above the labels of marks
-    if isinstance(figure, Heat):
+    if isinstance(figure, Heatmap):
         _heat(figure, axes)
     else:
         _chart(figure, axes)
@@ -164,7 +164,7 @@ def _line(series: Series, number: int, axes: Axes) -> None:
         axes.fill_between(series.x, series.low, series.high, color=series.paint, alpha=0.15, linewidth=0)
 
 
-def _heat(heat: Heat, axes: Axes) -> None:
+def _heat(heat: Heatmap, axes: Axes) -> None:
     values = [[float("nan") if share is None else share for share in row] for row in heat.shares]
     first, last = heat.epochs[0], heat.epochs[-1]
     extent = (first - 0.5, last + 0.5, len(heat.names) - 0.5, -0.5)

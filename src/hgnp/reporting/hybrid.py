@@ -64,7 +64,7 @@ PAPER = (
 
 
 @dataclass(frozen=True)
-class Step:
+class PathSegment:
     """A stretch of the Lasso's path: from this penalty on downwards these features have a coefficient."""
 
     penalty: float
@@ -85,7 +85,7 @@ class Model:
     """Whether it is least squares on features that were named, rather than the Lasso over all of them."""
     penalty: float | None
     """The Lasso's, chosen by leave-one-out."""
-    path: tuple[Step, ...]
+    path: tuple[PathSegment, ...]
     left_out: tuple[Sample, ...] = ()
     """Experiments whose features are known to be covered, but whose thresholds were not looked at."""
 
@@ -106,10 +106,10 @@ class Model:
         for name, coefficient in self.coefficients.items():
             value, (low, high) = features.get(name), self.ranges[name]
             if value is None:
-                raise InputError(f"{name} is not known; the prediction needs {', '.join(self.coefficients)}")
+                raise InputError(f"{name} must be known to predict the threshold, got none")
             if not low <= value <= high:
                 raise InputError(
-                    f"{name}: {value:g} is outside what past experiments cover ({low:g} to {high:g}); no extrapolation"
+                    f"{name} must be from {low:g} to {high:g}, which past experiments cover, got {value:g}"
                 )
             total += coefficient * value
         return min(max(total, 0.0), 1.0)
@@ -213,16 +213,16 @@ def _left_out(inputs: np.ndarray, thresholds: np.ndarray, solve: Any) -> float:
     return float(np.sqrt(np.mean(np.square(errors))))
 
 
-def _path(inputs: np.ndarray, thresholds: np.ndarray, names: Sequence[str]) -> tuple[Step, ...]:
+def _path(inputs: np.ndarray, thresholds: np.ndarray, names: Sequence[str]) -> tuple[PathSegment, ...]:
     standard = StandardScaler().fit_transform(inputs)
     if np.ptp(thresholds) == 0:
         return ()
     penalties, slopes, _ = lasso_path(standard, thresholds - thresholds.mean(), eps=SMALLEST, max_iter=1_000_000)
-    steps: list[Step] = []
+    steps: list[PathSegment] = []
     for penalty, column in zip(penalties, _without_noise(slopes).T, strict=True):
         chosen = tuple(name for name, slope in zip(names, column, strict=True) if slope != 0)
         if not steps or chosen != steps[-1].features:
-            steps.append(Step(float(penalty), chosen))
+            steps.append(PathSegment(float(penalty), chosen))
     return tuple(steps)
 
 

@@ -11,14 +11,14 @@ from hgnp.errors import InputError
 from hgnp.io import runs
 from hgnp.io.atomic import write_csv, write_json
 from hgnp.reporting import curves, figures, run_charts, study_charts
-from hgnp.reporting.charts import Absent
+from hgnp.reporting.charts import MissingChart
 from hgnp.reporting.compare import Comparison, Study, compare_runs
 from hgnp.reporting.composed import LABEL, Choice
 from hgnp.reporting.page import write_comparison, write_paper, write_report
 from hgnp.reporting.paper import figures as paper_figures
-from hgnp.reporting.paper.found import scan
-from hgnp.reporting.paper.outcome import Outcome, outcome
+from hgnp.reporting.paper.report import PaperReport, paper_report
 from hgnp.reporting.paper.reported import EXPERIMENTS
+from hgnp.reporting.paper.results import scan
 
 Folder = str | os.PathLike[str]
 
@@ -35,7 +35,7 @@ def report(folders: Sequence[Folder], out: Folder | None = None) -> Path:
     for number, run in enumerate(read, 1):
         folder = out / "figures" / ("" if len(read) == 1 else f"{number}-{_file_name(run.title)}")
         made = [*run_charts.all_charts(run), run_charts.widths(run)]
-        figures.save([figure for figure in made if not isinstance(figure, Absent)], folder)
+        figures.save([figure for figure in made if not isinstance(figure, MissingChart)], folder)
         figures.save_outcome(run, folder / "outcome.png")
         figures.save_outcome(run, folder / "outcome.svg")
     return page
@@ -65,31 +65,31 @@ def compare(
     return comparison
 
 
-def paper(results: Folder, out: Folder | None = None) -> tuple[Outcome, Path]:
+def paper(results: Folder, out: Folder | None = None) -> tuple[PaperReport, Path]:
     """Write page.html, rows.csv, paper.json and figures about what lies below `results` into `out`, by default results/page."""
     results = Path(results)
     out = results / "page" if out is None else Path(out)
     _not_a_run(out)
-    made = outcome(scan(results))
+    made = paper_report(scan(results))
     write_paper(made, out / "page.html")
     write_json(out / "paper.json", paper_as_dict(made))
     rows = [row.as_dict() for row in made.rows]
     write_csv(out / "rows.csv", list(rows[0]), [list(row.values()) for row in rows])
     charts = [
-        make(made.found, experiment)
+        make(made.results, experiment)
         for experiment in EXPERIMENTS
         for make in (paper_figures.relative, paper_figures.accuracy)
     ]
     figures.save(
-        [chart for chart in (*charts, paper_figures.ablation(made.found)) if not isinstance(chart, Absent)],
+        [chart for chart in (*charts, paper_figures.ablation(made.results)) if not isinstance(chart, MissingChart)],
         out / "figures",
     )
     return made, out
 
 
-def paper_as_dict(made: Outcome) -> dict[str, Any]:
+def paper_as_dict(made: PaperReport) -> dict[str, Any]:
     """Counts, rows and groups with their deviations, in types that JSON has; folders as seen from the results."""
-    root = made.found.folder.resolve()
+    root = made.results.folder.resolve()
     return {
         "counts": made.counts,
         "rows": [row.as_dict() | {"deviations": list(row.deviations)} for row in made.rows],
@@ -101,7 +101,7 @@ def paper_as_dict(made: Outcome) -> dict[str, Any]:
                 "unfinished": [Path(os.path.relpath(run.folder, root)).as_posix() for run in group.unfinished],
                 "deviations": [dataclasses.asdict(each) for each in group.deviations],
             }
-            for group in made.found.groups
+            for group in made.results.groups
         ],
     }
 
@@ -130,11 +130,11 @@ def as_dict(comparison: Comparison, out: Folder) -> dict[str, object]:
 
 def _read(folders: Sequence[Folder]) -> list[runs.Run]:
     if not folders:
-        raise InputError("folders: none were given; at least one run would do")
+        raise InputError("folders must name at least one run, got none")
     read = [runs.read(folder) for folder in folders]
     for number, run in enumerate(read):
         if any(run.folder == other.folder for other in read[:number]):
-            raise InputError(f"folders: {run.folder} was given twice; once would do")
+            raise InputError(f"folders must be distinct, got {run.folder} twice")
     return read
 
 

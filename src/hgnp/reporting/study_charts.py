@@ -1,6 +1,6 @@
 """The charts of a comparison."""
 
-from hgnp.reporting.charts import Axis, Chart, Figure, Mark, Series
+from hgnp.reporting.charts import Axis, Chart, Figure, ReferenceLine, Series
 from hgnp.reporting.compare import Study
 from hgnp.reporting.run_charts import KEPT, SNAPSHOTS, metric_axis
 
@@ -45,9 +45,9 @@ def relative_difference(study: Study) -> Chart | None:
     if not series:
         return None
     title = f"Relative difference from {study.baseline}"
-    marks = [Mark(0.0, study.baseline, vertical=False)]
+    marks = [ReferenceLine(0.0, study.baseline, vertical=False)]
     if len(study.pairs) == 1:
-        marks += [Mark(crossing.kept, f"{crossing.kept:.1%}") for crossing in study.pairs[0].crossings]
+        marks += [ReferenceLine(crossing.kept, f"{crossing.kept:.1%}") for crossing in study.pairs[0].crossings]
     alt = f"{study.metric} of {', '.join(one.label for one in series)} relative to {study.baseline}, against κ"
     axis = Axis("difference (%)")
     return Chart("relative_difference", title, alt, KEPT, axis, series, tuple(marks))
@@ -76,5 +76,5 @@ def switch(study: Study) -> Chart | None:
         Series("hybrid: Taylor's part", above, tuple(map(taylor.at, above)), colour=theirs, markers=False),
     )
     alt = f"the composed hybrid takes HGNP's networks up to κ = {threshold:.1%} ({how}) and Taylor's above"
-    marks = (Mark(threshold, f"{threshold:.1%}, {how}"),)
+    marks = (ReferenceLine(threshold, f"{threshold:.1%}, {how}"),)
     return Chart("hybrid", "The composed hybrid", alt, KEPT, metric_axis(study.metric), series, marks)

@@ -21,13 +21,13 @@ from hgnp.reporting.page import plots
 from hgnp.reporting.page.paper_view import paper_view
 from hgnp.reporting.page.run_view import run_view
 from hgnp.reporting.page.study_view import comparison_view
-from hgnp.reporting.paper.outcome import Outcome
+from hgnp.reporting.paper.report import PaperReport
 
 
 def write_report(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
     """A page about each of `runs` in turn: outcome, charts, before and after, recipe."""
     if not runs:
-        raise InputError("runs: none were given; at least one would do")
+        raise InputError("runs must hold at least one run, got none")
     title = runs[0].title if len(runs) == 1 else f"{len(runs)} runs"
     views = [run_view(run, f"run{number}") for number, run in enumerate(runs, 1)]
     return _write("report.html", {"title": title, "runs": views}, path)
@@ -38,9 +38,9 @@ def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Pa
     return _write("comparison.html", comparison_view(comparison), path)
 
 
-def write_paper(outcome: Outcome, path: str | os.PathLike[str]) -> Path:
+def write_paper(report: PaperReport, path: str | os.PathLike[str]) -> Path:
     """A page with the paper's numbers, ours beside them, how the runs deviate, and what agrees."""
-    return _write("paper.html", paper_view(outcome), path)
+    return _write("paper.html", paper_view(report), path)
 
 
 def _write(template: str, view: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:

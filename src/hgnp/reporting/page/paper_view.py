@@ -4,13 +4,13 @@ import os
 from itertools import groupby
 from typing import Any
 
-from hgnp.reporting.charts import Absent, Chart
-from hgnp.reporting.page.figure_view import figure_view
+from hgnp.reporting.charts import Chart, MissingChart
+from hgnp.reporting.page.plots import figure_view
 from hgnp.reporting.paper import figures
 from hgnp.reporting.paper.deviations import KINDS
-from hgnp.reporting.paper.found import NAMES, Group
-from hgnp.reporting.paper.outcome import JUDGED, Outcome
-from hgnp.reporting.paper.reported import EXPERIMENTS, METHODS, Experiment
+from hgnp.reporting.paper.report import JUDGED, PaperReport
+from hgnp.reporting.paper.reported import EXPERIMENTS, METHODS, PaperExperiment
+from hgnp.reporting.paper.results import NAMES, PaperGroup
 from hgnp.reporting.paper.rows import SECTIONS, Row, study_command
 from hgnp.reporting.paper.verdict import NOT_RUN, RULE
 
@@ -32,58 +32,58 @@ NOTES = {
 }
 
 
-def paper_view(outcome: Outcome) -> dict[str, Any]:
-    found = outcome.found
+def paper_view(report: PaperReport) -> dict[str, Any]:
+    results = report.results
     return {
-        "counts": outcome.counts,
+        "counts": report.counts,
         "rule": RULE,
         "conclusions": [
-            (word, [_line(row) for row in outcome.nearest if row.verdict.word == word])
+            (word, [_line(row) for row in report.nearest if row.verdict.word == word])
             for word in JUDGED
-            if word != NOT_RUN and outcome.counts[word]
+            if word != NOT_RUN and report.counts[word]
         ],
-        "experiments": [_experiment(outcome, experiment) for experiment in EXPERIMENTS],
+        "experiments": [_experiment(report, experiment) for experiment in EXPERIMENTS],
         "sections": [
             {
                 "key": key,
                 "title": title,
                 "note": NOTES.get(key, ""),
-                "figure": _figure(figures.ablation(found), "ablation") if key == "ablation" else None,
-                "groups": _by_experiment([row for row in outcome.rows if row.claim.section == key]),
+                "figure": _figure(figures.ablation(results), "ablation") if key == "ablation" else None,
+                "groups": _by_experiment([row for row in report.rows if row.claim.section == key]),
             }
             for key, title in SECTIONS.items()
             if key != "accuracy"
         ],
-        "runs": [_run(group, run) for group in found.groups for run in group.members],
-        "others": [os.path.relpath(run.folder, found.folder.resolve()) for run in found.others],
+        "runs": [_run(group, run) for group in results.groups for run in group.members],
+        "others": [os.path.relpath(run.folder, results.folder.resolve()) for run in results.others],
     }
 
 
-def _experiment(outcome: Outcome, experiment: Experiment) -> dict[str, Any]:
-    found = outcome.found
+def _experiment(report: PaperReport, experiment: PaperExperiment) -> dict[str, Any]:
+    results = report.results
     made = [
-        _figure(chart(found, experiment), kind)
+        _figure(chart(results, experiment), kind)
         for kind, chart in (("relative", figures.relative), ("accuracy", figures.accuracy))
     ]
     return {
         "key": experiment.key,
         "title": experiment.title,
         "kinds": [kind for kind in KINDS if kind != "seeds"],
-        "groups": [_group(group) for group in found.of(experiment)],
-        "missing": [name for method, name in METHODS.items() if not found.of(experiment, method)],
+        "groups": [_group(group) for group in results.of(experiment)],
+        "missing": [name for method, name in METHODS.items() if not results.of(experiment, method)],
         "command": study_command(experiment),
         "figures": made,
         "rows": _by_what(
             [
                 row
-                for row in outcome.rows
+                for row in report.rows
                 if row.claim.section == "accuracy" and row.claim.experiment.title == experiment.title
             ]
         ),
     }
 
 
-def _group(group: Group) -> dict[str, Any]:
+def _group(group: PaperGroup) -> dict[str, Any]:
     return {
         "title": group.title,
         "states": [f"{run.title} is {run.state}" for run in group.unfinished],
@@ -91,7 +91,7 @@ def _group(group: Group) -> dict[str, Any]:
     }
 
 
-def _figure(figure: Chart | Absent, kind: str) -> dict[str, Any]:
+def _figure(figure: Chart | MissingChart, kind: str) -> dict[str, Any]:
     return figure_view(figure, "paper", CAPTIONS[kind])
 
 
@@ -138,7 +138,7 @@ def _unbroken(text: str) -> str:
     return text.replace(" %", "\N{NO-BREAK SPACE}%").replace("κ = ", "κ\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}")
 
 
-def _run(group: Group, run: Any) -> list[str]:
+def _run(group: PaperGroup, run: Any) -> list[str]:
     kept = f"{100 * run.rows[-1]['kept']:.1f}" if run.rows else "–"
     metric = f"{100 * run.curve()[-1][1]:.2f}" if run.curve() else "–"
     seed = "–" if run.seed is None else str(run.seed)

@@ -5,7 +5,7 @@ from typing import Any
 
 from hgnp.io.runs import Run, unmeasured
 from hgnp.reporting import run_charts
-from hgnp.reporting.page.figure_view import figure_view
+from hgnp.reporting.page.plots import figure_view
 from hgnp.reporting.run_charts import metric_axis
 
 CAPTIONS = {

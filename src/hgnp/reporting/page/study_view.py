@@ -3,10 +3,10 @@
 from typing import Any
 
 from hgnp.reporting import study_charts
-from hgnp.reporting.compare import Comparison, Group, Pair, SnapshotPoint, Study
+from hgnp.reporting.compare import BaselineComparison, Comparison, Group, SnapshotPoint, Study
 from hgnp.reporting.composed import LABEL, formula
 from hgnp.reporting.hybrid import FEATURES
-from hgnp.reporting.page.figure_view import figure_view
+from hgnp.reporting.page.plots import figure_view
 from hgnp.reporting.run_charts import metric_axis
 
 CAPTIONS = {
@@ -94,7 +94,7 @@ def _sentences(study: Study) -> list[str]:
     return [*sentences, *map(_crossed, study.pairs)]
 
 
-def _crossed(pair: Pair) -> str:
+def _crossed(pair: BaselineComparison) -> str:
     """Curves that keep crossing are close to each other; the table has the places."""
     if not pair.crossings:
         return f"{pair.label} and {pair.baseline} do not cross."
@@ -104,7 +104,7 @@ def _crossed(pair: Pair) -> str:
     return f"Below κ = {pair.crossings[0].kept:.1%} {pair.label} is {side} {pair.baseline}."
 
 
-def _summary(study: Study, group: Group, pair: Pair | None) -> list[str]:
+def _summary(study: Study, group: Group, pair: BaselineComparison | None) -> list[str]:
     gain = "baseline" if group.label == study.baseline else "–"
     if pair is not None and pair.gain is not None:
         gain = f"{pair.gain:+.2f}".replace("-", "−")

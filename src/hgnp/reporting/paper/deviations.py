@@ -9,7 +9,7 @@ from hgnp.curvature.choices import BUNDLES, Choices, choose
 from hgnp.errors import InputError
 from hgnp.io.runs import Run
 from hgnp.reporting.compare import configured
-from hgnp.reporting.paper.reported import LEAVES_OPEN, METHODS, Experiment
+from hgnp.reporting.paper.reported import LEAVES_OPEN, METHODS, PaperExperiment
 
 KINDS = ("data", "start", "reading", "schedule", "hardware", "seeds")
 FAST = choose("default", kfac_approx="expand")
@@ -56,7 +56,7 @@ class Deviation:
     open: bool = False
 
 
-def deviations(experiment: Experiment, runs: Sequence[Run]) -> tuple[Deviation, ...]:
+def deviations(experiment: PaperExperiment, runs: Sequence[Run]) -> tuple[Deviation, ...]:
     """Of runs that differ in the seed alone."""
     run = runs[0]
     config = configured(run)
@@ -92,7 +92,7 @@ def reading(run: Run) -> str:
     return "fast" if chosen == FAST and rhythm == (8, True) else "other"
 
 
-def schedule(experiment: Experiment, run: Run) -> str:
+def schedule(experiment: PaperExperiment, run: Run) -> str:
     """ "the paper's", "HGNP's" (of another method than HGNP) or "other"."""
     own, hgnp = experiment.recipe(run.method), experiment.recipe("hgnp")
     for name, stated in (("the paper's", own), ("HGNP's", hgnp)):
@@ -121,7 +121,7 @@ def _choices(run: Run) -> Choices:
         ) from error
 
 
-def _data(experiment: Experiment, run: Run, config: Mapping[str, Any]) -> list[Deviation]:
+def _data(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) -> list[Deviation]:
     found = []
     features = run.info.get("features") or {}
     for name, stated in experiment.features.items():
@@ -148,7 +148,7 @@ def _data(experiment: Experiment, run: Run, config: Mapping[str, Any]) -> list[D
     return found
 
 
-def _start(experiment: Experiment, run: Run) -> list[Deviation]:
+def _start(experiment: PaperExperiment, run: Run) -> list[Deviation]:
     start = str(run.info.get("start") or "not known")
     at_random = start.startswith("random")
     if experiment.start == "random":
@@ -187,7 +187,7 @@ def _reading(run: Run) -> list[Deviation]:
     return [Deviation("reading", f"{name} reading", text, open=name == "literal" and chosen == literal)]
 
 
-def _schedule(experiment: Experiment, run: Run, config: Mapping[str, Any]) -> list[Deviation]:
+def _schedule(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) -> list[Deviation]:
     stated, name = experiment.recipe(run.method), schedule(experiment, run)
     found, rounds = [], []
     for key, paper in stated.items():
@@ -220,7 +220,7 @@ def _schedule(experiment: Experiment, run: Run, config: Mapping[str, Any]) -> li
     return [*found, *(Deviation("schedule", f"own {key}", f"{key} {config[key]}, not the paper's") for key in own)]
 
 
-def _hardware(experiment: Experiment, runs: Sequence[Run]) -> list[Deviation]:
+def _hardware(experiment: PaperExperiment, runs: Sequence[Run]) -> list[Deviation]:
     ours = "; ".join(sorted({run.hardware for run in runs}))
     method = "taylor" if runs[0].method == "taylor" else "hgnp"
     theirs = f"{experiment.training.gpus[method]} × {experiment.training.hardware} for {METHODS[method]}"

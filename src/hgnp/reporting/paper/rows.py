@@ -9,8 +9,8 @@ from hgnp.io.runs import Run
 from hgnp.reporting import curves
 from hgnp.reporting.compare import Study, compare_runs
 from hgnp.reporting.curves import Curve
-from hgnp.reporting.paper.found import Found, Group
-from hgnp.reporting.paper.reported import BY_KEY, METHODS, Experiment
+from hgnp.reporting.paper.reported import BY_KEY, METHODS, PaperExperiment
+from hgnp.reporting.paper.results import PaperGroup, PaperResults
 from hgnp.reporting.paper.verdict import NO_VERDICT, NOT_RUN, Measured, Verdict
 
 SECTIONS = {
@@ -29,7 +29,7 @@ class Claim:
 
     section: str
     source: str
-    experiment: Experiment
+    experiment: PaperExperiment
     what: str
     unit: str
     paper: float | None
@@ -77,11 +77,11 @@ def not_run(claim: Claim, command: str = "") -> Row:
 
 
 @dataclass(frozen=True)
-class Pair:
+class MethodPair:
     """A group of HGNP or the hybrid against one of Taylor, over the κ that both reach."""
 
-    group: Group
-    taylor: Group
+    group: PaperGroup
+    taylor: PaperGroup
     study: Study
 
     @property
@@ -139,26 +139,26 @@ class Pair:
         return self.over_seeds(number)
 
 
-def pairs(found: Found, experiment: Experiment, variant: str = "hgnp") -> tuple[Pair, ...]:
+def pairs(results: PaperResults, experiment: PaperExperiment, variant: str = "hgnp") -> tuple[MethodPair, ...]:
     """Each group of `variant` with each of Taylor, nearest to the paper first, as far as they can be compared."""
-    return _pairs(found, experiment.key, variant)
+    return _pairs(results, experiment.key, variant)
 
 
 @lru_cache(maxsize=16)  # of a folder, tables and figures ask for the same ones
-def _pairs(found: Found, key: str, variant: str) -> tuple[Pair, ...]:
+def _pairs(results: PaperResults, key: str, variant: str) -> tuple[MethodPair, ...]:
     made = []
-    for group in found.of(BY_KEY[key], variant):
-        for taylor in found.of(BY_KEY[key], "taylor"):
+    for group in results.of(BY_KEY[key], variant):
+        for taylor in results.of(BY_KEY[key], "taylor"):
             usable: list[Run] = [run for run in (*group.runs, *taylor.runs) if len(run.curve()) > 1]
             if len(usable) < len(group.runs) + len(taylor.runs):
                 continue
             studies = compare_runs(usable, baseline="taylor").studies
             if len(studies) == 1 and studies[0].range is not None:
-                made.append(Pair(group, taylor, studies[0]))
+                made.append(MethodPair(group, taylor, studies[0]))
     return tuple(made)
 
 
-def study_command(experiment: Experiment, *methods: str) -> str:
+def study_command(experiment: PaperExperiment, *methods: str) -> str:
     """What runs an experiment, or these of its methods."""
     only = f" --methods {','.join(methods)}" if methods else ""
     start = " --set weights=FILE.safetensors" if experiment.start == "ImageNet" else ""

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hgnp.progress import duration
 from hgnp.reporting.paper import verdict
-from hgnp.reporting.paper.found import NEAR, Found, Group, Timing
 from hgnp.reporting.paper.reported import (
     BY_KEY,
     EXPERIMENTS,
@@ -13,17 +12,18 @@ from hgnp.reporting.paper.reported import (
     METHODS,
     NEURONS,
     WEIGHTS,
-    Experiment,
-    Inference,
+    PaperExperiment,
+    StatedInference,
 )
+from hgnp.reporting.paper.results import NEAR, BenchTiming, PaperGroup, PaperResults
 from hgnp.reporting.paper.rows import Claim, Row, not_run
 
 
-def training_rows(found: Found) -> Iterator[Row]:
+def training_rows(results: PaperResults) -> Iterator[Row]:
     for experiment in EXPERIMENTS:
         stated = experiment.training
         groups = {
-            method: [g for g in found.of(experiment, method) if g.finished and all(r.rows for r in g.runs)]
+            method: [g for g in results.of(experiment, method) if g.finished and all(r.rows for r in g.runs)]
             for method in METHODS
         }
         for method, name in METHODS.items():
@@ -34,7 +34,7 @@ def training_rows(found: Found) -> Iterator[Row]:
         yield from _ratios(experiment, groups["hgnp"], groups["taylor"])
 
 
-def _trained(claim: Claim, group: Group) -> Row:
+def _trained(claim: Claim, group: PaperGroup) -> Row:
     ended, epochs = (
         sum(numbers) / len(group.runs)
         for numbers in ([100 * run.rows[-1]["kept"] for run in group.runs], [len(run.rows) for run in group.runs])
@@ -44,7 +44,7 @@ def _trained(claim: Claim, group: Group) -> Row:
     return Row(claim, text, group.seconds / 3600, None, group.title, group.short)
 
 
-def _ratios(experiment: Experiment, ours: Sequence[Group], theirs: Sequence[Group]) -> Iterator[Row]:
+def _ratios(experiment: PaperExperiment, ours: Sequence[PaperGroup], theirs: Sequence[PaperGroup]) -> Iterator[Row]:
     """Between runs on the same hardware."""
     hours = experiment.training.hours
     paper = hours["hgnp"] / hours["taylor"]
@@ -64,23 +64,23 @@ def _ratios(experiment: Experiment, ours: Sequence[Group], theirs: Sequence[Grou
                 yield Row(step, f"{ratio:.2f} ×", ratio, None, title, group.short)
 
 
-def inference_rows(found: Found) -> Iterator[Row]:
+def inference_rows(results: PaperResults) -> Iterator[Row]:
     """Times, and after each device's the ratios that the paper speaks of."""
     places = dict.fromkeys((row.table, row.experiment, row.device) for row in INFERENCE)
     for place in places:
         stated = {row.kind: row for row in INFERENCE if (row.table, row.experiment, row.device) == place}
-        timed = {kind: _nearest(found, row) for kind, row in stated.items()}
+        timed = {kind: _nearest(results, row) for kind, row in stated.items()}
         for kind, row in stated.items():
             yield _time(row, timed[kind])
         for slow in (FULL, WEIGHTS):
             yield from _faster(stated, timed, slow)
 
 
-def _nearest(found: Found, stated: Inference) -> Timing | None:
+def _nearest(results: PaperResults, stated: StatedInference) -> BenchTiming | None:
     """Eager times at the same κ, the paper's batch size before others, the newest of several."""
     fits = [
         timing
-        for timing in found.timings
+        for timing in results.timings
         if timing.experiment.key == stated.experiment
         and timing.row["median_ms"] is not None
         and timing.row["variant"] == "eager"
@@ -91,7 +91,7 @@ def _nearest(found: Found, stated: Inference) -> Timing | None:
     return max(fits, key=lambda t: (t.row["batch"] == stated.batch, t.date), default=None)
 
 
-def _time(stated: Inference, timing: Timing | None) -> Row:
+def _time(stated: StatedInference, timing: BenchTiming | None) -> Row:
     what = f"{stated.kind}, κ = {stated.kept:g} %, {_place(stated)}, batch {stated.batch:,}"
     claim = _claim(stated, what, "ms", stated.ms, f"{stated.ms:g} ms on {stated.hardware}")
     if timing is None:
@@ -100,7 +100,7 @@ def _time(stated: Inference, timing: Timing | None) -> Row:
     return Row(claim, f"{ms:.4g} ms on {timing.hardware}", ms, None, timing.name, _differences(stated, timing))
 
 
-def _faster(stated: Mapping[str, Inference], timed: Mapping[str, Timing | None], slow: str) -> Iterator[Row]:
+def _faster(stated: Mapping[str, StatedInference], timed: Mapping[str, BenchTiming | None], slow: str) -> Iterator[Row]:
     """How many times as fast the neuron-pruned network is; both times from one file, that conditions are the same."""
     there, here = timed.get(slow), timed.get(NEURONS)
     if there is None or here is None or (there.file, there.row["batch"]) != (here.file, here.row["batch"]):
@@ -111,16 +111,16 @@ def _faster(stated: Mapping[str, Inference], timed: Mapping[str, Timing | None],
     yield Row(claim, f"{ours:.2f} ×", ours, None, here.name, _differences(row, here), verdict.ratio(paper, ours))
 
 
-def _claim(stated: Inference, what: str, unit: str, paper: float, text: str) -> Claim:
+def _claim(stated: StatedInference, what: str, unit: str, paper: float, text: str) -> Claim:
     section = "inference" if stated.table == "Table 2" else "equal"
     return Claim(section, stated.table, BY_KEY[stated.experiment], what, unit, paper, text)
 
 
-def _place(stated: Inference) -> str:
+def _place(stated: StatedInference) -> str:
     return "CPU" if stated.device == "cpu" else "GPU"
 
 
-def _differences(stated: Inference, timing: Timing) -> tuple[str, ...]:
+def _differences(stated: StatedInference, timing: BenchTiming) -> tuple[str, ...]:
     found = [timing.hardware]
     if timing.row["batch"] != stated.batch:
         found.append(f"batch {timing.row['batch']:,}")
@@ -129,7 +129,7 @@ def _differences(stated: Inference, timing: Timing) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _bench_command(stated: Inference) -> str:
+def _bench_command(stated: StatedInference) -> str:
     """The paper's batch sizes on CIFAR-10 are the defaults; AlexNet is timed at another κ than its study ends at."""
     if stated.experiment == "alexnet-flowers":
         run = (
@@ -140,5 +140,5 @@ def _bench_command(stated: Inference) -> str:
     return f"hgnp bench {of} --device {stated.device}"
 
 
-def _hardware(group: Group) -> str:
+def _hardware(group: PaperGroup) -> str:
     return "; ".join(sorted({run.hardware for run in group.runs}))

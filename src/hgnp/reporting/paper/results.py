@@ -18,7 +18,7 @@ from hgnp.reporting.compare import configured, run_settings
 from hgnp.reporting.curves import Curve
 from hgnp.reporting.paper import deviations as deviate
 from hgnp.reporting.paper.deviations import Deviation
-from hgnp.reporting.paper.reported import EXPERIMENTS, Experiment
+from hgnp.reporting.paper.reported import EXPERIMENTS, PaperExperiment
 
 VARIANTS = ("hgnp", "taylor", "no training term", "no scoring term", "hybrid")
 NAMES = {"hgnp": "HGNP", "taylor": "Taylor", "no training term": "HGNP without the training term",
@@ -28,10 +28,10 @@ NEAR = 0.005
 
 
 @dataclass(frozen=True)
-class Group:
+class PaperGroup:
     """Runs of an experiment that differ in the seed alone."""
 
-    experiment: Experiment
+    experiment: PaperExperiment
     variant: str
     reading: str
     schedule: str
@@ -114,10 +114,10 @@ def finetuned(run: Run) -> list[tuple[float, float, float]]:
 
 
 @dataclass(frozen=True)
-class Timing:
+class BenchTiming:
     """A row of a bench.json, and where it is from."""
 
-    experiment: Experiment
+    experiment: PaperExperiment
     file: Path
     date: str
     hardware: str
@@ -129,21 +129,21 @@ class Timing:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class PaperResults:
     """Everything below a folder."""
 
     folder: Path
-    groups: tuple[Group, ...]
+    groups: tuple[PaperGroup, ...]
     others: tuple[Run, ...]
     """Runs that are none of the paper's experiments."""
-    timings: tuple[Timing, ...]
+    timings: tuple[BenchTiming, ...]
 
-    def of(self, experiment: Experiment, variant: str | None = None) -> list[Group]:
+    def of(self, experiment: PaperExperiment, variant: str | None = None) -> list[PaperGroup]:
         """Groups nearest to the paper first."""
         return [g for g in self.groups if g.experiment is experiment and variant in (None, g.variant)]
 
 
-def scan(folder: Path) -> Found:
+def scan(folder: Path) -> PaperResults:
     """Runs and bench files anywhere below `folder`. ValueError if it holds neither; a damaged one is named."""
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -158,7 +158,7 @@ def scan(folder: Path) -> Found:
         benches += [here / name for name in sorted(files) if name.startswith("bench") and name.endswith(".json")]
     if not read and not benches:
         raise InputError(f"{folder} must hold runs or bench.json files, got none; hgnp run and hgnp study write runs")
-    sorted_out: dict[str, tuple[Experiment, list[Run]]] = {}
+    sorted_out: dict[str, tuple[PaperExperiment, list[Run]]] = {}
     others = []
     for run in read:
         experiment = experiment_of(run)
@@ -170,10 +170,10 @@ def scan(folder: Path) -> Found:
     groups = [_group(experiment, members) for experiment, members in sorted_out.values()]
     groups.sort(key=_distance)
     timings = [timing for file in benches for timing in _timings(file, read)]
-    return Found(folder, tuple(groups), tuple(others), tuple(timings))
+    return PaperResults(folder, tuple(groups), tuple(others), tuple(timings))
 
 
-def experiment_of(run: Run) -> Experiment | None:
+def experiment_of(run: Run) -> PaperExperiment | None:
     """By network and data: those of config.yaml, or else the class and the number of classes."""
     config, features = configured(run), run.info.get("features") or {}
     for experiment in EXPERIMENTS:
@@ -192,10 +192,10 @@ def _is_snapshot(folder: Path) -> bool:
     return folder.parent.name == "snapshots" and (folder.parents[1] / "run.json").is_file()
 
 
-def _group(experiment: Experiment, members: Sequence[Run]) -> Group:
+def _group(experiment: PaperExperiment, members: Sequence[Run]) -> PaperGroup:
     done = [run for run in members if run.result is not None]
     used = tuple(sorted(done or members, key=lambda run: (run.seed is None, run.seed or 0)))
-    return Group(
+    return PaperGroup(
         experiment,
         deviate.variant(used[0]),
         deviate.reading(used[0]),
@@ -206,13 +206,13 @@ def _group(experiment: Experiment, members: Sequence[Run]) -> Group:
     )
 
 
-def _distance(group: Group) -> tuple[int, int, bool, int, int]:
+def _distance(group: PaperGroup) -> tuple[int, int, bool, int, int]:
     order = VARIANTS.index(group.variant) if group.variant in VARIANTS else len(VARIANTS)
     stated = sum(not each.open for each in group.deviations)
     return EXPERIMENTS.index(group.experiment), order, not group.finished, stated, -len(group.runs)
 
 
-def _timings(file: Path, read: Sequence[Run]) -> Iterator[Timing]:
+def _timings(file: Path, read: Sequence[Run]) -> Iterator[BenchTiming]:
     """The network of a bench is that of the run it lies in (or of whose snapshot), or is known by its number of parameters."""
     found = read_json(file)
     if (
@@ -239,4 +239,4 @@ def _timings(file: Path, read: Sequence[Run]) -> Iterator[Timing]:
     if experiment is not None:
         for row in rows:
             hardware = str(found["devices"].get(row["device"], row["device"]))
-            yield Timing(experiment, file, str(found.get("date", "")), hardware, row)
+            yield BenchTiming(experiment, file, str(found.get("date", "")), hardware, row)
