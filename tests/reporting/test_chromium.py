@@ -125,8 +125,8 @@ def test_in_print_every_chart_is_a_picture(pages: dict[str, Path], tmp_path: Pat
         "mean loss",
         "radius, curvature",
         "share of steps (%)",
-        "seconds an epoch",
+        "seconds per epoch",
         "bound B",
     ):
         assert words in text
-    assert "The numbers" not in text
+    assert "Data table" not in text

@@ -94,7 +94,7 @@ def test_the_paper_s_own_thresholds(own: Any, tmp_path: Path) -> None:
     told = " ".join(switch.sentences)
     assert "from two features: 134.005 − 0.40476 · classes − 0.00084315 · train_samples" in told
     assert "3 distinct inputs, for 3 coefficients: any thresholds would fit exactly" in told
-    assert f"This experiment is one of them ({own.name}), so that its threshold is no prediction." in told
+    assert f"This experiment is one of them ({own.name}), so its threshold is not a prediction." in told
     assert comparison.model == fit(features=PAPERS_CHOICE)
 
 
@@ -169,4 +169,4 @@ def test_the_page_says_which_samples_were_used(choice: Choice, tmp_path: Path) -
         "paper": "from two features: 134.005 − 0.40476 · classes",
     }
     assert {each for each, words in said.items() if words in page} == {choice}
-    assert ("predicted by a Lasso" in page) == (choice == "fit")
+    assert ("A Lasso predicts the threshold" in page) == (choice == "fit")

@@ -10,7 +10,7 @@ from PIL import Image
 
 from hgnp.io.runs import Run, read
 from hgnp.reporting import figures, run_charts
-from hgnp.reporting.charts import Chart, Heatmap, MissingChart, short
+from hgnp.reporting.charts import Chart, Heatmap, MissingChart, short_names
 from run_cases import FINETUNE, LAYERS, ROUNDS, WARMUP, straight, write_run
 
 EPOCHS = WARMUP + ROUNDS + FINETUNE
@@ -128,13 +128,13 @@ def test_outcome_is_one_picture_even_of_little(run: Run, tmp_path: Path) -> None
 
 
 def test_ticks_are_short_and_still_tell_layers_apart() -> None:
-    assert short(["net.layer1.conv", "net.layer2.conv"]) == ["layer1.conv", "layer2.conv"]
-    assert short(["net.features.0", "net.features.3"]) == ["features.0", "features.3"]
-    assert short(["features.0"]) == ["features.0"]
-    assert short(["a", "a.b"]) == ["a", "a.b"]
-    assert short(["x." + "y" * 30 + ".conv1", "z.conv2"]) == ["…" + "y" * 11 + ".conv1", "z.conv2"]
+    assert short_names(["net.layer1.conv", "net.layer2.conv"]) == ["layer1.conv", "layer2.conv"]
+    assert short_names(["net.features.0", "net.features.3"]) == ["features.0", "features.3"]
+    assert short_names(["features.0"]) == ["features.0"]
+    assert short_names(["a", "a.b"]) == ["a", "a.b"]
+    assert short_names(["x." + "y" * 30 + ".conv1", "z.conv2"]) == ["…" + "y" * 11 + ".conv1", "z.conv2"]
     same_end = ["first." + "y" * 20, "second." + "y" * 20]
-    assert short(same_end) == same_end
+    assert short_names(same_end) == same_end
 
 
 def test_names_are_not_mathematics(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from hgnp.reporting.hybrid import (
     PAPER,
     PAPERS_CHOICE,
     Sample,
-    apart,
     fit,
+    fit_without,
+    limitations,
     recommend,
     same_experiment,
-    weakness,
 )
 from hgnp.training.measure import features
 
@@ -105,7 +105,7 @@ def test_the_lasso_finds_what_thresholds_follow_and_knows_its_error() -> None:
     assert max(standard, key=lambda name: abs(standard[name])) == "image_side"
     assert model.coefficients["image_side"] == pytest.approx(0.003, rel=0.1)
     assert model.error < 0.2 * model.error_of_mean
-    assert not any("add nothing" in sentence for sentence in weakness(model))
+    assert not any("show no benefit" in sentence for sentence in limitations(model))
 
 
 def test_the_error_of_the_mean_is_that_of_leaving_one_out() -> None:
@@ -118,7 +118,7 @@ def test_the_error_of_the_mean_is_that_of_leaving_one_out() -> None:
 def test_one_left_out_is_predicted_by_the_rest(number: int) -> None:
     """With two distinct inputs left every feature says the same, so the Lasso takes one: soft thresholding in closed form."""
     own, rest = PAPER[number], [sample for other, sample in enumerate(PAPER) if other != number]
-    model = apart(own.features, PAPER)
+    model = fit_without(own.features, PAPER)
     (name,) = model.coefficients
     x = np.array([sample.features[name] for sample in rest], dtype=float)
     y = np.array([sample.threshold for sample in rest])
@@ -168,15 +168,13 @@ def test_between_the_ranges_is_not_between_the_samples() -> None:
     assert 0 <= model.predict({"classes": 190, "train_samples": 45_000}) <= 1
 
 
-def test_weakness_counts_what_is_there() -> None:
-    first, second, *_ = weakness(fit())
-    assert first.startswith(
-        "4 samples, 4 of them the paper's; in the features that are used (classes) they have 3 distinct"
-    )
-    assert "off by 33 points" in second
-    assert "the plain mean of the others is off by 24" in second
-    assert "add nothing" in second
-    assert "any thresholds would fit exactly" in weakness(fit(features=PAPERS_CHOICE))[0]
+def test_limitations_count_samples_and_coefficients() -> None:
+    first, second, *_ = limitations(fit())
+    assert first.startswith("4 samples, 4 of them the paper's; in the features used (classes) they have 3 distinct")
+    assert "error is 33 points" in second
+    assert "that of the mean of the other thresholds is 24" in second
+    assert "show no benefit" in second
+    assert "any thresholds would fit exactly" in limitations(fit(features=PAPERS_CHOICE))[0]
 
 
 def test_recommendations_are_honest() -> None:
@@ -200,4 +198,4 @@ def test_samples_that_cannot_serve_are_named() -> None:
         fit((*PAPER, Sample("mine", {**PAPER[0].features, "classes": None, "mean_kernel": None}, 0.5)))  # type: ignore[dict-item]
     same = [dataclasses.replace(sample, threshold=0.5) for sample in PAPER]
     assert fit(same).predict({}) == 0.5
-    assert any("whatever the data set" in sentence for sentence in weakness(fit(same)))
+    assert any("for every data set" in sentence for sentence in limitations(fit(same)))

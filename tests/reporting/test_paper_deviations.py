@@ -38,11 +38,11 @@ def test_the_fast_reading_is_told_choice_by_choice(tmp_path: Path) -> None:
     group = only(tmp_path)
     assert group.reading == "fast"
     assert told(group, "reading") == [
-        "fast reading of the penalty: Gauss–Newton in place of the Hessian, along the last batch's v, Γ from C, as from L it "
-        "would need itself, v refreshed every 8 steps, skipped while the penalty is inactive"
+        "fast reading of the penalty: Gauss–Newton in place of the Hessian, along the previous batch's v, Γ from C (from L "
+        "it would depend on itself), v refreshed every 8 steps, skipped while the penalty is inactive"
     ]
     assert told(group, "hardware") == ["NVIDIA H200; the paper: 4 × GeForce RTX 2080 for HGNP"]
-    assert "decay of the learning rate: steps over the whole run (left open by the paper)" in left_open(group)
+    assert "learning-rate schedule: steps over the whole run (left open by the paper)" in left_open(group)
     assert "1 seed (the paper does not say how many)" in left_open(group)
 
 
@@ -84,8 +84,8 @@ def test_changed_data_and_settings_are_told(tmp_path: Path) -> None:
     assert told(group, "data") == [
         "training samples: 1,000 instead of 5,994",
         "mini-batches of 64 instead of 32",
-        "pictures mirrored, which the paper does not state",
-        "pictures scaled, which the paper does not state",
+        "random flips, which the paper does not state",
+        "images resized, which the paper does not state",
     ]
     assert told(group, "schedule") == [
         "other schedule: E3 3 instead of 20",
@@ -96,11 +96,9 @@ def test_changed_data_and_settings_are_told(tmp_path: Path) -> None:
     assert group.schedule == "other"
 
 
-def test_what_the_paper_leaves_open_about_pictures_is_told(tmp_path: Path) -> None:
+def test_image_preprocessing_that_the_paper_leaves_open_is_stated(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "run", "resnet18-birds")
-    assert "which part of a picture is cropped to 160 px is left open by the paper: the centre" in left_open(
-        only(tmp_path)
-    )
+    assert "a central crop of 160 px (position left open by the paper)" in left_open(only(tmp_path))
 
 
 @pytest.mark.parametrize("which", ["no training term", "no scoring term"])

@@ -70,7 +70,7 @@ def test_what_is_not_run_says_how_to_run_it(one: Path) -> None:
 def test_deviations_stand_beside_the_runs(everything: Path) -> None:
     text = Page(everything / "page.html").text
     assert "HGNP, fast reading (3 seeds) against Taylor, HGNP's schedule (3 seeds)" in text
-    assert "Gauss–Newton in place of the Hessian, along the last batch's v" in text
+    assert "Gauss–Newton in place of the Hessian, along the previous batch's v" in text
     assert "10 of 16 tensors from features.safetensors; at random: classifier.1, classifier.4, classifier.6" in text
     assert "pretrained convolutions only · NVIDIA H200" in text
     assert "random weights instead of ImageNet's weights but for fc" in text

@@ -1,8 +1,8 @@
-"""Inference of full, weight-pruned and neuron-pruned networks, timed side by side.
+"""Inference times of full, weight-pruned and neuron-pruned networks.
 
 Weight-pruned means, as in the paper: the full-size network with random weights, all but a fraction κ of them zero, on ordinary
-dense kernels. Every network is timed in every variant (a way to run it: eager, compiled, half precision …), all in turns within
-one process, so that all meet the same conditions.
+dense kernels. Every network is timed in every variant (eager, compiled, half precision …), all in turns within one process
+under the same conditions.
 """
 
 import copy
@@ -37,11 +37,11 @@ Progress = Callable[[str, int, int], object]
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What was timed: a row for each network, variant, device and batch size."""
+    """Inference times: one row per network, variant, device and batch size."""
 
     rows: list[dict[str, Any]]
     """`network`, `variant`, `device`, `batch`; `median_ms`, `low_ms`, `high_ms` (quartiles), `repeats`; `parameters` and `macs`
-    (of one sample) that are computed with, `kept`, `accuracy` (as given); `speedup` against the full network in the same
+    (per sample) that the network computes with, `kept`, `accuracy` (as given); `speedup` against the full network in the same
     variant, `speedup_eager` against it in eager mode; `difference` of the output from the same network's in eager mode,
     relative; `first_s`, seconds until the first result, compilation or export included; `reason` why there are no times."""
     about: dict[str, Any]
@@ -80,7 +80,7 @@ class BenchResult:
 
 @dataclass(frozen=True)
 class Entry:
-    """A network to time beside the full one: a pruned module, or a fraction of weights that the full one is to keep."""
+    """A network to time against the full one: a pruned module, or the fraction of weights that the full one keeps."""
 
     label: str
     what: nn.Module | float
@@ -102,8 +102,8 @@ def bench(
 
     `sample` is one input without its batch dimension: a tensor, or a tuple of them. `batches` defaults to the paper's: 128 on
     a CPU, 2000 on a GPU. `variants` are "eager", "no_tf32" (GPU), "channels_last", "compile", "bf16", "fp16", "onnx" (CPU);
-    by default those that make sense on the device. What cannot be run is a row with its reason. `progress(label, i, n)` is
-    told of every step.
+    by default those that suit the device. A variant that cannot run gives a row with the reason. `progress(label, i, n)` is
+    called at every step.
     """
     entries = [
         Entry("weight-pruned", _parameters(small) / _parameters(full)),
@@ -156,8 +156,8 @@ def equal_accuracy(
 def weight_pruned(full: nn.Module, kept: float, *, seed: int = 0) -> nn.Module:
     """A copy of `full` with random weights, all but exactly the fraction `kept` of them zero. Biases and norms stay.
 
-    Weights are those of two or more dimensions. What is left is drawn wide enough for activations to keep their size: numbers
-    next to zero would be slow on a CPU.
+    Weights are those of two or more dimensions. The remaining weights are scaled so that activations keep their size: denormal
+    numbers would be slow on a CPU.
     """
     if not isinstance(kept, int | float) or not 0 < kept <= 1:
         raise InputError(f"kept must be a fraction in (0, 1], got {kept!r}")
@@ -188,10 +188,10 @@ class _Network:
 
 @dataclass(frozen=True)
 class _Runner:
-    """A network in one variant, ready to run, or the reason why not."""
+    """A network in one variant, ready to run, or the reason why it cannot."""
 
     network: _Network
-    net: nn.Module  # on the device, as it is: what the variant's output is compared with
+    net: nn.Module  # on the device, unchanged: the reference for the variant's output
     variant: str
     prepared: PreparedNetwork | None
     reason: str | None
@@ -204,7 +204,7 @@ def _networks(full: nn.Module, entries: Sequence[Entry], samples: Sequence[Tenso
         if isinstance(entry.what, nn.Module):
             net = copy.deepcopy(entry.what).cpu().eval()
             count = _parameters(net)
-            # two rows: in train mode, which Neurons looks at too, some norms do not take one
+            # two rows: Neurons also traces train mode, in which some norms reject one row
             macs = Neurons(net, _batch(samples, 2, torch.device("cpu"))).macs // 2
             kept = count / _parameters(full)
         else:
@@ -247,7 +247,7 @@ def _timed(
 ) -> list[dict[str, Any]]:
     inputs = _batch(samples, size, device)
     rows = [_row(runner, device, size) for runner in runners]
-    # A step of its own, timed in vain, moves the progress bar outside of everybody's time.
+    # A separate call, whose time is ignored, advances the progress bar outside the timed calls.
     calls: list[Callable[[], Any]] = [lambda: tick(f"batch {size}, {device}")]
     timed = []
     for runner, row in zip(runners, rows, strict=True):
@@ -303,7 +303,7 @@ def _difference(output: Any, reference: Any) -> float:
 
 
 def _batch(samples: Sequence[Tensor], size: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Random rows like the samples; integers are the sample's own, whose range is not known."""
+    """Random rows shaped like the samples; integer inputs repeat the sample, as their range is unknown."""
     random = torch.Generator().manual_seed(0)
     return tuple(
         torch.randn(size, *sample.shape, generator=random).to(device, sample.dtype)
@@ -360,7 +360,7 @@ def _parameters(net: nn.Module) -> int:
 
 
 def conditions(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """What times depend on besides the networks."""
+    """Date, versions, threads and devices: what times depend on besides the networks."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("hgnp", "onnxruntime"):
         try:

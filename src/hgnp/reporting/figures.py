@@ -1,6 +1,6 @@
-"""Figures for a paper or a README with matplotlib: any chart as PNG, SVG and CSV, and `outcome`, one picture of a run.
+"""Figures for papers and READMEs by matplotlib: any chart as PNG, SVG and CSV, and `outcome`, a summary picture of a run.
 
-Nothing here touches pyplot's global state, so it works in a notebook, a script and a server alike.
+pyplot's global state is not used.
 """
 
 import io
@@ -26,7 +26,7 @@ INK, SOFT = "#1F2933", "#5B6670"
 STYLE: Any = {  # Any: matplotlib types the keys as literals
     "font.family": "DejaVu Sans",
     "font.size": 10,
-    "figure.facecolor": "white",  # opaque: pictures are looked at on dark pages too
+    "figure.facecolor": "white",  # opaque, for dark pages
     "axes.facecolor": "white",
     "savefig.facecolor": "auto",
     "savefig.transparent": False,
@@ -43,13 +43,13 @@ STYLE: Any = {  # Any: matplotlib types the keys as literals
     "axes.titlelocation": "left",
     "grid.color": "#E6E9EC",
     "legend.frameon": False,
-    "svg.hashsalt": "hgnp",  # the same figure is the same file
+    "svg.hashsalt": "hgnp",  # reproducible files
 }
 MARKERS = "osD^vPX*"
 
 
 def draw(figure: Figure, *, titled: bool = True) -> Canvas:
-    """The figure, 6.4 by 3.8 inches; a heat map grows with its layers. Untitled for places that have a heading."""
+    """The figure, 6.4 by 3.8 inches; a heat map grows with its layers. `titled=False` where the page has a heading."""
     height = 3.8 if isinstance(figure, Chart) else 1.6 + 0.2 * max(len(figure.names), 8)
     with mpl.rc_context(STYLE):
         canvas = Canvas(figsize=(6.4, height), layout="constrained")
@@ -58,7 +58,7 @@ def draw(figure: Figure, *, titled: bool = True) -> Canvas:
 
 
 def outcome(run: Run) -> Canvas:
-    """A run in one picture, 8 by 3.6 inches: in words, metric and parameters kept over the epochs, layers before and after."""
+    """A run in one picture, 8 by 3.6 inches: sentence, metric and parameters kept per epoch, layer widths before and after."""
     with mpl.rc_context(STYLE):
         canvas = Canvas(figsize=(8, 3.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
         canvas.suptitle(
@@ -114,7 +114,7 @@ def _chart(chart: Chart, axes: Axes) -> None:
     for number, series in enumerate(chart.series):
         if chart.bars:
             bars = axes.bar(
-                _labels(series.x), _floats(series), color=series.paint, label=_plain(series.label), width=0.8
+                _labels(series.x), _floats(series), color=series.css_colour, label=_plain(series.label), width=0.8
             )
             if named and len(series.x) <= 12:
                 axes.bar_label(bars, fmt="%g", fontsize=8, padding=1)
@@ -153,7 +153,7 @@ def _line(series: Series, number: int, axes: Axes) -> None:
     axes.plot(
         series.x,
         _floats(series),
-        color=series.paint,
+        color=series.css_colour,
         label=_plain(series.label),
         linestyle="none" if not series.line else "--" if series.dashed else "-",
         linewidth=1.6,
@@ -161,7 +161,7 @@ def _line(series: Series, number: int, axes: Axes) -> None:
         markersize=4 if series.line else 7,
     )
     if series.low is not None and series.high is not None:
-        axes.fill_between(series.x, series.low, series.high, color=series.paint, alpha=0.15, linewidth=0)
+        axes.fill_between(series.x, series.low, series.high, color=series.css_colour, alpha=0.15, linewidth=0)
 
 
 def _heat(heat: Heatmap, axes: Axes) -> None:
@@ -172,7 +172,7 @@ def _heat(heat: Heatmap, axes: Axes) -> None:
     shown = axes.imshow(values, aspect="auto", cmap="cividis", vmin=0, vmax=1, extent=extent, interpolation="nearest")
     step = 1 + (len(heat.names) - 1) // 60
     axes.set_yticks(
-        range(0, len(heat.names), step), [_plain(name) for name in charts.short(heat.names)[::step]], fontsize=7
+        range(0, len(heat.names), step), [_plain(name) for name in charts.short_names(heat.names)[::step]], fontsize=7
     )
     _axis(run_charts.EPOCH, axes, "x")
     bar = axes.figure.colorbar(shown, ax=axes, format=PercentFormatter(1.0), pad=0.02)
@@ -201,5 +201,5 @@ def _floats(series: Series) -> list[float]:
 
 
 def _plain(text: str) -> str:
-    """Names are text, not matplotlib's mathematics."""
+    """Escapes `$`, which matplotlib reads as mathematics."""
     return text.replace("$", r"\$")

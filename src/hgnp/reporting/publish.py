@@ -1,4 +1,4 @@
-"""From run folders to pages, tables and figures on disk: what `hgnp report`, `hgnp compare` and `hgnp paper` do."""
+"""Writes pages, tables and figures about run folders: `hgnp report`, `hgnp compare` and `hgnp paper`."""
 
 import dataclasses
 import os
@@ -50,7 +50,7 @@ def compare(
     names: Sequence[str] | None = None,
 ) -> Comparison:
     """Write `out`/page.html, comparison.json, summary.csv, curves.csv, snapshots.csv (if there are any) and figures; see
-    `compare_runs`. `names`: what the method of each run is called."""
+    `compare_runs`. `names`: the label of each run's method."""
     _not_a_run(Path(out))
     read = _read(folders)
     if names is not None:
@@ -66,7 +66,7 @@ def compare(
 
 
 def paper(results: Folder, out: Folder | None = None) -> tuple[PaperReport, Path]:
-    """Write page.html, rows.csv, paper.json and figures about what lies below `results` into `out`, by default results/page."""
+    """Write page.html, rows.csv, paper.json and figures about the runs below `results` into `out`, by default results/page."""
     results = Path(results)
     out = results / "page" if out is None else Path(out)
     _not_a_run(out)
@@ -88,7 +88,7 @@ def paper(results: Folder, out: Folder | None = None) -> tuple[PaperReport, Path
 
 
 def paper_as_dict(made: PaperReport) -> dict[str, Any]:
-    """Counts, rows and groups with their deviations, in types that JSON has; folders as seen from the results."""
+    """Counts, rows and groups with their deviations, in JSON types; folders relative to the results."""
     root = made.results.folder.resolve()
     return {
         "counts": made.counts,
@@ -107,15 +107,15 @@ def paper_as_dict(made: PaperReport) -> dict[str, Any]:
 
 
 def as_dict(comparison: Comparison, out: Folder) -> dict[str, object]:
-    """Everything but the runs themselves, in types that JSON has; κ, metrics and areas as fractions, gains in percent.
+    """The comparison in JSON types; κ, metrics and areas as fractions, gains in percent.
 
-    The runs' folders are as seen from `out`, so that what is published does not tell where it was made.
+    Folders are relative to `out`, so that published files contain no absolute paths.
     """
     model = comparison.model
     return {
         "studies": [dataclasses.asdict(study) for study in comparison.studies],
         "model": {**dataclasses.asdict(model), "error": model.error, "error_of_mean": model.error_of_mean},
-        "weakness": list(comparison.weakness),
+        "limitations": list(comparison.limitations),
         "runs": [
             {
                 "folder": Path(os.path.relpath(run.folder, out)).as_posix(),
@@ -139,7 +139,7 @@ def _read(folders: Sequence[Folder]) -> list[runs.Run]:
 
 
 def _not_a_run(out: Path) -> None:
-    """That no run's own page is overwritten, and that a folder can be made."""
+    """Refuses a file, and a run's own folder, whose page must not be overwritten."""
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"out must be a folder, got {out}, which is a file; choose another")
     if (out / "run.json").exists():
@@ -188,7 +188,7 @@ def _tables(comparison: Comparison, out: Path) -> None:
 
 
 def _summary(study: Study) -> Iterator[dict[str, Any]]:
-    """A row a group, and one for the composed hybrid."""
+    """One row per group, and one for the composed hybrid."""
     low, high = study.range or (None, None)
     common = {"study": study.title, "kept_low": low, "kept_high": high}
     pairs = {pair.label: pair for pair in study.pairs}

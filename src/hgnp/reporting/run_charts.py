@@ -1,4 +1,4 @@
-"""The charts of one run, each a function of what its folder holds; `MissingChart` says why where there is nothing to draw."""
+"""The charts of one run, each a function of the run; `MissingChart` gives the reason where there is no data."""
 
 from collections.abc import Callable, Sequence
 
@@ -26,7 +26,7 @@ def all_charts(run: Run) -> list[Figure | MissingChart]:
 
 
 def sentence(run: Run) -> str:
-    """What came out of it."""
+    """The outcome in a sentence."""
     model = str(run.info.get("model") or "The network")
     if not run.rows:
         return f"{model}: no epoch is complete yet."
@@ -62,7 +62,7 @@ def against_kept(run: Run) -> Figure | MissingChart:
 
 
 def over_epochs(run: Run) -> Figure | MissingChart:
-    """The metric after each epoch and, where it is a percentage too, the parameters kept."""
+    """The metric after each epoch and, if it is a percentage, the parameters kept."""
     axis, title = metric_axis(run.metric), f"{run.metric.capitalize()} over time"
     epochs, values = _column(run, "metric")
     if not any(value is not None for value in values):
@@ -76,7 +76,7 @@ def over_epochs(run: Run) -> Figure | MissingChart:
 
 
 def losses(run: Run) -> Figure | MissingChart:
-    """Training loss, validation loss, and the flatness penalty that was added in training."""
+    """Training loss, validation loss and the flatness penalty."""
     series: list[Series] = []
     for key, label in (
         ("loss", "training loss"),
@@ -93,7 +93,7 @@ def losses(run: Run) -> Figure | MissingChart:
 
 
 def start_widths(run: Run) -> dict[str, int]:
-    """Layer → neurons at the start: run.json's, or else the widest that metrics.jsonl shows."""
+    """Layer → neurons at the start, from run.json, or else the largest width in metrics.jsonl."""
     stated = run.info["at_start"].get("widths")
     widths: dict[str, int] = dict(stated) if isinstance(stated, dict) else {}
     for row in run.rows:
@@ -103,10 +103,10 @@ def start_widths(run: Run) -> dict[str, int]:
 
 
 def widths_over_time(run: Run) -> Figure | MissingChart:
-    """For each layer the share of its neurons that still live."""
+    """For each layer the fraction of its neurons that are left."""
     start = {layer: width for layer, width in start_widths(run).items() if width}
     if not start or not run.rows:
-        return MissingChart("Layer widths over time", "The run has no widths of layers.")
+        return MissingChart("Layer widths over time", "The run recorded no layer widths.")
     alive = {layer: [(row.get("widths") or {}).get(layer) for row in run.rows] for layer in start}
     shares = {layer: [None if width is None else width / start[layer] for width in alive[layer]] for layer in start}
     notes = {
@@ -114,15 +114,15 @@ def widths_over_time(run: Run) -> Figure | MissingChart:
         for layer in start
     }
     least = min(start, key=lambda layer: shares[layer][-1] or 0.0)
-    alt = f"share of neurons alive in each of {len(start)} layers; the narrowest for its size at the end is {least}"
-    return _heat(run, "layer_widths", "Layer widths over time", alt, shares, notes, "neurons alive")
+    alt = f"fraction of neurons left in each of {len(start)} layers; the narrowest for its size at the end is {least}"
+    return _heat(run, "layer_widths", "Layer widths over time", alt, shares, notes, "neurons left")
 
 
 def widths(run: Run) -> Figure | MissingChart:
     """Neurons of each layer at the start and now."""
     start = start_widths(run)
     if not start or not run.rows:
-        return MissingChart("Layer widths", "The run has no widths of layers.")
+        return MissingChart("Layer widths", "The run recorded no layer widths.")
     layers = tuple(start)
     now = run.rows[-1].get("widths") or {}
     before = Series("at the start", layers, tuple(float(start[layer]) for layer in layers), colour=-1)
@@ -132,7 +132,7 @@ def widths(run: Run) -> Figure | MissingChart:
 
 
 def radius_and_curvature(run: Run) -> Figure | MissingChart:
-    """λ of the steepest block and q = vᵀHv along its eigenvector, means over the steps of an epoch, with the bound B."""
+    """λ of the penalised block and q = vᵀHv along its eigenvector, means over the steps of an epoch, with the bound B."""
     title = "Radius and curvature over time"
     series: list[Series] = []
     for key, label in (("radius", "radius λ"), ("curvature", "curvature q = vᵀHv")):
@@ -154,8 +154,8 @@ def radius_and_curvature(run: Run) -> Figure | MissingChart:
 
 
 def penalised_blocks(run: Run) -> Figure | MissingChart:
-    """For each layer the share of an epoch's steps in which it was the one penalised."""
-    title = "Which block was penalised"
+    """For each layer the fraction of an epoch's steps in which its block was penalised."""
+    title = "Penalised block"
     layers = list(dict.fromkeys(layer for row in run.rows for layer in row.get("blocks") or {}))
     if not layers:
         return MissingChart(title, NO_TERM)
@@ -186,7 +186,7 @@ def time(run: Run) -> Figure | MissingChart:
         return MissingChart("Time", run.state)
     total = sum(value or 0.0 for one in series for value in one.y)
     alt = f"seconds of each epoch, {total:,.1f} in all"
-    return Chart("seconds", "Time", alt, EPOCH, Axis("seconds an epoch"), tuple(series), bars=True)
+    return Chart("seconds", "Time", alt, EPOCH, Axis("seconds per epoch"), tuple(series), bars=True)
 
 
 def _column(run: Run, key: str) -> tuple[tuple[int, ...], tuple[Number, ...]]:

@@ -11,7 +11,7 @@ def all_charts(study: Study) -> list[Figure]:
 
 
 def against_kept(study: Study) -> Chart | None:
-    """Mean curves with a band of one standard deviation between seeds."""
+    """Mean curves with a band of ± one standard deviation over seeds."""
     series = []
     for number, group in enumerate(study.groups):
         if (curve := group.curve) is None:
@@ -35,7 +35,7 @@ def against_kept(study: Study) -> Chart | None:
 
 
 def relative_difference(study: Study) -> Chart | None:
-    """The paper's figure: how far each group is from the baseline, in percent of the baseline's metric."""
+    """The paper's figure: the difference of each group from the baseline, in percent of the baseline's metric."""
     order = [group.label for group in study.groups]
     series = tuple(
         Series(pair.label, pair.kept, pair.relative, order.index(pair.label))
@@ -54,7 +54,7 @@ def relative_difference(study: Study) -> Chart | None:
 
 
 def switch(study: Study) -> Chart | None:
-    """The composed hybrid: which network it takes at each κ, at its threshold, or in hindsight where that is refused."""
+    """The composed hybrid: which network it uses at each κ, with its threshold or, if none is predicted, in hindsight."""
     if study.switch is None:
         return None
     threshold = study.switch.threshold if study.switch.threshold is not None else study.switch.hindsight

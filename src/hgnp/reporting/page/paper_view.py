@@ -1,4 +1,4 @@
-"""What the page of the paper's rows says."""
+"""The content of the page of `hgnp paper`."""
 
 import os
 from itertools import groupby
@@ -15,18 +15,18 @@ from hgnp.reporting.paper.rows import SECTIONS, Row, study_command
 from hgnp.reporting.paper.verdict import NOT_RUN, RULE
 
 CAPTIONS = {
-    "accuracy": "Lines: the last epoch at each κ; bands are one standard deviation over seeds. Single points: networks that "
-    "were fine-tuned by themselves, and the paper's values.",
-    "relative": "In percent of Taylor's accuracy, over the κ that both reach. Single points are those that the paper's text "
-    "names; the curves of its figures are not in its source.",
+    "accuracy": "Lines: the last epoch at each κ; bands: ± one standard deviation over seeds. Markers: networks that "
+    "were fine-tuned separately, and the paper's values.",
+    "relative": "In percent of Taylor's accuracy, over the κ that both reach. Markers: values from the paper's text; the "
+    "curves of its figures are not available as numbers.",
     "ablation": "In percent of Taylor's accuracy.",
 }
 NOTES = {
     "areas": "Area under accuracy against κ, over the κ that both methods reach, in percent of Taylor's. The fitted threshold "
     "is the Lasso's on the paper's other three experiments.",
-    "training": "The paper's hours and ours are of different hardware. Ours are without the fine-tuning of snapshots.",
-    "inference": "Milliseconds of one mini-batch in eager mode. Weight-pruned: the full-size network with all but κ of its "
-    "weights zero. Ratios are of times from one file.",
+    "training": "The paper's hours and ours are from different hardware. Ours exclude the fine-tuning of snapshots.",
+    "inference": "Milliseconds per mini-batch in eager mode. Weight-pruned: the full-size network with all but a fraction κ of "
+    "its weights zero. A ratio uses times from one bench file.",
     "equal": "The paper has 92 % at κ = 14.4 % from its own neuron-pruned VGG-16, and at κ = 3 % from weight pruning by SNIP "
     "(Lee et al.); it times both.",
 }
@@ -42,7 +42,9 @@ def paper_view(report: PaperReport) -> dict[str, Any]:
             for word in JUDGED
             if word != NOT_RUN and report.counts[word]
         ],
-        "experiments": [_experiment(report, experiment) for experiment in EXPERIMENTS],
+        "experiments": [  # those with runs first
+            _experiment(report, experiment) for experiment in sorted(EXPERIMENTS, key=lambda each: not results.of(each))
+        ],
         "sections": [
             {
                 "key": key,
@@ -95,8 +97,13 @@ def _figure(figure: Chart | MissingChart, kind: str) -> dict[str, Any]:
     return figure_view(figure, "paper", CAPTIONS[kind])
 
 
-def _by_experiment(rows: list[Row]) -> list[tuple[str, list[dict[str, Any]]]]:
-    return [(name, _by_what(list(each))) for name, each in groupby(rows, key=lambda row: row.claim.experiment.title)]
+def _by_experiment(rows: list[Row]) -> list[tuple[str, str, list[dict[str, Any]]]]:
+    """Title, the study's command if it gives rows that are not run, and the rows."""
+    found = []
+    for experiment, each in groupby(rows, key=lambda row: row.claim.experiment):
+        mine, command = list(each), study_command(experiment)
+        found.append((experiment.title, command if any(row.command == command for row in mine) else "", _by_what(mine)))
+    return found
 
 
 def _by_what(rows: list[Row]) -> list[dict[str, Any]]:
@@ -123,7 +130,7 @@ def _cells(row: Row) -> dict[str, Any]:
         "reason": row.verdict.reason,
         "runs": row.runs,
         "deviations": " · ".join(row.deviations),
-        "command": row.command,
+        "command": "" if row.command == study_command(row.claim.experiment) else row.command,
     }
 
 

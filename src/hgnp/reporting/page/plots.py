@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from hgnp.io.atomic import as_json
 from hgnp.reporting import figures
-from hgnp.reporting.charts import Axis, Chart, Figure, Heatmap, MissingChart, ReferenceLine, Series, short
+from hgnp.reporting.charts import Axis, Chart, Figure, Heatmap, MissingChart, ReferenceLine, Series, short_names
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
 COLUMNS = 10  # epochs that the table of a heat map shows
@@ -130,8 +130,12 @@ def _line(chart: Chart, series: Series, number: int) -> dict[str, Any]:
         "name": _safe(series.label),
         "legendgroup": _safe(series.label),
         "mode": "markers" if not series.line else "lines+markers" if series.markers and not many else "lines",
-        "line": {"color": series.paint, "width": 2, "dash": "dash" if series.dashed else "solid"},
-        "marker": {"size": 7 if series.line else 11, "symbol": SYMBOLS[number % len(SYMBOLS)], "color": series.paint},
+        "line": {"color": series.css_colour, "width": 2, "dash": "dash" if series.dashed else "solid"},
+        "marker": {
+            "size": 7 if series.line else 11,
+            "symbol": SYMBOLS[number % len(SYMBOLS)],
+            "color": series.css_colour,
+        },
         "hovertemplate": _hover(chart),
     }
 
@@ -147,7 +151,7 @@ def _band(series: Series) -> dict[str, Any]:
         "mode": "lines",
         "line": {"width": 0},
         "fill": "toself",
-        "fillcolor": f"rgba({', '.join(str(int(series.paint[i : i + 2], 16)) for i in (1, 3, 5))}, 0.15)",
+        "fillcolor": f"rgba({', '.join(str(int(series.css_colour[i : i + 2], 16)) for i in (1, 3, 5))}, 0.15)",
     }
 
 
@@ -158,7 +162,7 @@ def _bar(chart: Chart, series: Series) -> dict[str, Any]:
         "x": names,
         "y": series.y,
         "name": _safe(series.label),
-        "marker": {"color": series.paint},
+        "marker": {"color": series.css_colour},
         "hovertemplate": _hover(chart),
     }
 
@@ -201,7 +205,7 @@ def _names(names: Sequence[str], most: int) -> dict[str, Any]:
     """Ticks for layers, short, and at most so many; the whole name is shown at the mouse."""
     step = 1 + (len(names) - 1) // most
     ticks = [_safe(name) for name in names[::step]]
-    return {"tickmode": "array", "tickvals": ticks, "ticktext": [_safe(name) for name in short(names)[::step]]}
+    return {"tickmode": "array", "tickvals": ticks, "ticktext": [_safe(name) for name in short_names(names)[::step]]}
 
 
 def _layout(figure: Figure) -> dict[str, Any]:

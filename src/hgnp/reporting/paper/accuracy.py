@@ -1,4 +1,4 @@
-"""What the paper says about accuracy: in its text, areas and the hybrid (Table 4), the ablation (Figure 5), equal accuracy."""
+"""Rows about accuracy: values in the text, areas and the hybrid (Table 4), the ablation (Figure 5), equal accuracy."""
 
 from collections.abc import Iterator
 
@@ -74,7 +74,7 @@ def areas_rows(results: PaperResults) -> Iterator[Row]:
 
 
 def ablation_groups(results: PaperResults) -> list[PaperGroup]:
-    """Full HGNP and its ablations with the same reading and schedule, nearest to the paper first; none without both kinds."""
+    """Full HGNP and its ablations with the same reading and schedule, nearest to the paper first; empty unless both exist."""
     experiment = EXPERIMENTS[0]
     for full in results.of(experiment, "hgnp"):
         alike = [
@@ -117,7 +117,7 @@ def equal_rows(results: PaperResults) -> Iterator[Row]:
 
 
 def _accuracy(claim: Claim, group: PaperGroup, stated: StatedAccuracy) -> Row | None:
-    """From fine-tuned networks where there are some at this κ, or else from the curve."""
+    """From fine-tuned networks at this κ if there are any, otherwise from the curve."""
     kept, curve = stated.kept / 100, group.curve
     if (fine := group.finetuned_at(kept)) is not None:
         ours, how = Measured.of([100 * each for each in fine]), "fine-tuned"
@@ -146,8 +146,8 @@ def _ahead(claim: Claim, pair: MethodPair, kept: float) -> Row | None:
     share = curves.share_ahead(*pair.curves, kept / 100)
     if share is None:
         return None
-    crossed = ", ".join(f"{100 * each.kept:.1f} %" for each in pair.study.pairs[0].crossings)
-    text = f"{_ahead_on(share, pair.curves[0].kept[0], kept)}; crossings: {crossed or 'none'}"
+    crossed = curves.crossings_in_short([f"{100 * each.kept:.1f} %" for each in pair.study.pairs[0].crossings])
+    text = f"{_ahead_on(share, pair.curves[0].kept[0], kept)}; crossings: {crossed}"
     told = _settled(verdict.ahead(share), pair.group, pair.taylor)
     return Row(claim, text, 100 * share, None, pair.title, pair.deviations, told)
 
@@ -185,7 +185,7 @@ def _equal(claim: Claim, group: PaperGroup, reached: list[tuple[float, bool] | N
 
 
 def _settled(told: Verdict, *groups: PaperGroup) -> Verdict:
-    """Unfinished runs decide nothing."""
+    """Unfinished runs leave the verdict undecided."""
     return told if all(group.finished for group in groups) else Verdict(verdict.UNDECIDED, "unfinished")
 
 

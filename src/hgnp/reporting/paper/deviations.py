@@ -1,4 +1,4 @@
-"""How runs differ from what the paper states, from run.json and config.yaml alone."""
+"""How runs deviate from the paper's settings, derived from run.json and config.yaml."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -26,29 +26,29 @@ LABELS = {
     "bound": "B",
     "lr": "learning rate",
     "weight_decay": "weight decay",
-    "schedule": "decay of the learning rate",
-    "mu_warmup_epochs": "warm-up of μ",
-    "score_batches": "batches for the scores",
-    "floor": "least neurons a layer",
+    "schedule": "learning-rate schedule",
+    "mu_warmup_epochs": "μ warm-up",
+    "score_batches": "scoring batches",
+    "floor": "minimum neurons per layer",
     "round_to": "widths in multiples of",
-    "max_removed": "largest share removed",
+    "max_removed": "maximum fraction removed",
     "clip_norm": "gradient clipping",
 }
 TERM = ("mu", "mu_warmup_epochs", "bound")
 CHOICES = {
     "curvature": {"ggn": "Gauss–Newton in place of the Hessian"},
     "scaling": {"scale_invariant": "scale-invariant v"},
-    "direction_from": {"last_batch": "along the last batch's v"},
+    "direction_from": {"last_batch": "along the previous batch's v"},
     "kfac_approx": {"reduce": "factors reduced over positions"},
-    "fisher_type": {"mc": "labels drawn from the network"},
+    "fisher_type": {"mc": "labels sampled from the network"},
     "ranking": {"empirical": "blocks ranked by their own Fisher matrix"},
-    "gamma_from": {"loss": "Γ from C, as from L it would need itself"},
+    "gamma_from": {"loss": "Γ from C (from L it would depend on itself)"},
 }
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """`kind` is one of KINDS; `short` is for the cell of a table, `text` says all; `open`: the paper leaves it open."""
+    """`kind` is one of KINDS; `short` is for table cells, `text` is the full sentence; `open`: the paper leaves it open."""
 
     kind: str
     short: str
@@ -57,7 +57,7 @@ class Deviation:
 
 
 def deviations(experiment: PaperExperiment, runs: Sequence[Run]) -> tuple[Deviation, ...]:
-    """Of runs that differ in the seed alone."""
+    """The deviations of runs that differ only in the seed."""
     run = runs[0]
     config = configured(run)
     found = [
@@ -85,11 +85,11 @@ def reading(run: Run) -> str:
     """ "literal", "fast" (as the presets of that name have it) or "other"; "" for a method without the term."""
     if not _has_term(run):
         return ""
-    rhythm = (run.recipe.get("refresh_every"), run.recipe.get("skip_inactive"))
+    refresh = (run.recipe.get("refresh_every"), run.recipe.get("skip_inactive"))
     chosen = _choices(run)
-    if chosen == BUNDLES["paper"] and rhythm == (1, False):
+    if chosen == BUNDLES["paper"] and refresh == (1, False):
         return "literal"
-    return "fast" if chosen == FAST and rhythm == (8, True) else "other"
+    return "fast" if chosen == FAST and refresh == (8, True) else "other"
 
 
 def schedule(experiment: PaperExperiment, run: Run) -> str:
@@ -117,7 +117,7 @@ def _choices(run: Run) -> Choices:
         return choose(named.pop("flatness", "default"), **named)
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"{run.folder / 'run.json'}: recipe.flatness must be choices that hgnp knows, got {given!r}"
+            f"{run.folder / 'run.json'}: recipe.flatness must be valid flatness choices, got {given!r}"
         ) from error
 
 
@@ -129,8 +129,8 @@ def _data(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) -> l
             words = name.replace("_", " ").replace("val ", "validation ").replace("train ", "training ")
             found.append(Deviation("data", f"{ours:,} {words}", f"{words}: {ours:,} instead of {stated:,}"))
     changed = {
-        "flip": ("pictures mirrored", "pictures not mirrored"),
-        "resize": ("pictures scaled", "pictures cropped"),
+        "flip": ("random flips", "no random flips"),
+        "resize": ("images resized", "images cropped"),
         "crop": ("random crops", "no crops"),
     }
     for name, stated in experiment.data_args.items():
@@ -231,7 +231,7 @@ def _hardware(experiment: PaperExperiment, runs: Sequence[Run]) -> list[Deviatio
         "fp16",
     ):
         kind = {"auto": "bfloat16 where the GPU has it"}.get(runs[0].recipe["precision"], runs[0].recipe["precision"])
-        found.append(Deviation("hardware", "", f"mixed precision: {kind} (the paper does not speak of it)", open=True))
+        found.append(Deviation("hardware", "", f"mixed precision: {kind} (not mentioned in the paper)", open=True))
     return found
 
 

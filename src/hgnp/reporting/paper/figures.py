@@ -1,4 +1,4 @@
-"""The paper's figures from runs, with the points that its text names."""
+"""The paper's figures drawn from runs, with the values from its text."""
 
 from hgnp.reporting import curves
 from hgnp.reporting.charts import Axis, Chart, MissingChart, ReferenceLine, Series
@@ -13,7 +13,7 @@ DIFFERENCE = Axis("difference (%)")
 
 
 def accuracy(results: PaperResults, experiment: PaperExperiment) -> Chart | MissingChart:
-    """Mean curves with a band of one standard deviation, fine-tuned networks as points, and the paper's values."""
+    """Mean curves with a band of ± one standard deviation; fine-tuned networks and the paper's values as markers."""
     title = f"{experiment.title}: accuracy against κ"
     series = []
     groups = [group for group in results.of(experiment) if group.curve and group.variant in VARIANTS]
@@ -64,7 +64,7 @@ def relative(results: PaperResults, experiment: PaperExperiment) -> Chart | Miss
 
 
 def stated_gaps(experiment: PaperExperiment) -> list[tuple[float, float]]:
-    """κ and HGNP's difference from Taylor in percent, from pairs of accuracies that the text names, or as it names them."""
+    """κ and HGNP's difference from Taylor in percent, from pairs of accuracies or differences in the text."""
     values = {(each.method, each.kept): each.value for each in experiment.accuracies}
     found = {gap.kept: gap.value for gap in experiment.gaps}
     for method, kept in values:

@@ -1,4 +1,4 @@
-"""Everything the paper's page says: rows with their verdicts, and charts."""
+"""All rows of the paper's page with their verdicts."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class PaperReport:
 
     @property
     def nearest(self) -> list[Row]:
-        """One row for each of the paper's numbers: that of the runs nearest to its settings."""
+        """One row per number of the paper, from the runs nearest to its settings."""
         first: dict[tuple[str, str, str], Row] = {}
         for row in self.rows:
             first.setdefault((row.claim.section, row.claim.experiment.key, row.claim.what), row)
@@ -27,7 +27,7 @@ class PaperReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many of the paper's numbers agree, differ …, by the runs nearest to its settings."""
+        """How many of the paper's numbers agree, differ …, judged by the runs nearest to its settings."""
         results = Counter(row.verdict.word for row in self.nearest if row.verdict.word != NONE)
         return {word: results[word] for word in JUDGED}
 
@@ -39,7 +39,7 @@ def paper_report(results: PaperResults) -> PaperReport:
 
 
 def conclusion(row: Row) -> str:
-    """A row in a line."""
+    """A row as one line of text."""
     reason = f" ({row.verdict.reason})" if row.verdict.reason else ""
     claim = row.claim
     return f"{claim.experiment.title}: {claim.what}. Paper: {claim.text}; ours: {row.text}; {row.verdict.word}{reason}."

@@ -1,7 +1,7 @@
-"""What the paper reports and the settings that it states, transcribed from its source: every number stands here, once.
+"""The paper's numbers and settings, transcribed from its source; every number occurs once.
 
-Accuracies and κ are in percent, as printed. The curves of its figures are pictures, which the source does not hold; what its
-text says about them is here.
+Accuracies and κ are in percent, as printed. The curves of its figures are not available as
+numbers; statements about them in its text are.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 METHODS = {"hgnp": "HGNP", "taylor": "Taylor"}
 LEAVES_OPEN: Any = object()
-"""Stands for a setting that the paper does not state."""
+"""Marks a setting that the paper does not state."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StatedAreas:
 
 @dataclass(frozen=True)
 class StatedAccuracy:
-    """An accuracy that the text names, at κ."""
+    """An accuracy stated in the text, at κ."""
 
     method: str
     kept: float
@@ -43,7 +43,7 @@ class StatedAccuracy:
 
 @dataclass(frozen=True)
 class StatedGap:
-    """HGNP's accuracy over Taylor's at κ, in percent of Taylor's; `at_least` where the text says that it is greater."""
+    """HGNP's accuracy over Taylor's at κ, in percent of Taylor's; `at_least` if the text gives a lower bound."""
 
     kept: float
     value: float
@@ -52,7 +52,7 @@ class StatedGap:
 
 @dataclass(frozen=True)
 class StatedLead:
-    """The text says that HGNP has the higher accuracy wherever κ is at most `kept`; `words` are its own."""
+    """A statement that HGNP is more accurate at every κ up to `kept`; `words` paraphrase the text."""
 
     kept: float
     words: str
@@ -70,11 +70,11 @@ class PaperExperiment:
     data: str
     start: Literal["random", "ImageNet"]
     fresh: tuple[str, ...]
-    """The layers that start at random although the rest does not."""
+    """The layers initialised at random although the rest is pretrained."""
     features: Mapping[str, int]
     data_args: Mapping[str, Any]
     hgnp: Mapping[str, Any]
-    """Fields of `Recipe` as the paper states them; LEAVES_OPEN for what it uses and does not state."""
+    """Fields of `Recipe` as the paper states them; LEAVES_OPEN for what it does not state."""
     taylor: Mapping[str, Any]
     """The same for the Taylor baseline, where it differs."""
     training: StatedTraining
@@ -83,7 +83,7 @@ class PaperExperiment:
     gaps: tuple[StatedGap, ...] = ()
     ahead: tuple[StatedLead, ...] = ()
     picture: str = ""
-    """What the paper leaves open about pictures, and what ours are."""
+    """Image preprocessing that the paper leaves open, and ours."""
 
     def recipe(self, method: str) -> dict[str, Any]:
         return {**COMMON, **self.hgnp, **(self.taylor if method == "taylor" else {})}
@@ -106,7 +106,7 @@ COMMON = {
     "approximate": False,
     "clip_norm": None,
 }
-ONE_AN_EPOCH = {"neurons_per_round": 1, "prune_every": 1, "finetune_epochs": LEAVES_OPEN}
+ONE_PER_EPOCH = {"neurons_per_round": 1, "prune_every": 1, "finetune_epochs": LEAVES_OPEN}
 
 EXPERIMENTS = (
     PaperExperiment(
@@ -146,7 +146,7 @@ EXPERIMENTS = (
         ),
         gaps=(StatedGap(35, 120),),
         ahead=(StatedLead(91, "Taylor works better down to around κ = 91 %, HGNP below"),),
-        picture="the central square of each picture, scaled to {side} px (left open by the paper)",
+        picture="the central square of each image, resized to {side} px (left open by the paper)",
     ),
     PaperExperiment(
         key="resnet18-cifar10",
@@ -167,7 +167,7 @@ EXPERIMENTS = (
             "schedule": LEAVES_OPEN,
             "coupling": "paper",
         },
-        taylor={**ONE_AN_EPOCH, "warmup_epochs": 200},
+        taylor={**ONE_PER_EPOCH, "warmup_epochs": 200},
         training=StatedTraining(4.5, "GeForce RTX 2080", {"hgnp": 121.0, "taylor": 10.7}, {"hgnp": 4, "taylor": 1}),
         areas=StatedAreas(0.47, 0.42, 87.8),
         ahead=(StatedLead(85, "HGNP outperforms consistently at κ = 85 % and below, not drastically"),),
@@ -191,7 +191,7 @@ EXPERIMENTS = (
             "schedule": "constant",
             "coupling": "paper",
         },
-        taylor={**ONE_AN_EPOCH, "warmup_epochs": 60, "lr": 0.01},
+        taylor={**ONE_PER_EPOCH, "warmup_epochs": 60, "lr": 0.01},
         training=StatedTraining(5.0, "GeForce RTX 2080", {"hgnp": 129.9, "taylor": 27.3}, {"hgnp": 5, "taylor": 1}),
         areas=StatedAreas(0.08, -0.29, 48.0),
         accuracies=(
@@ -202,7 +202,7 @@ EXPERIMENTS = (
         ),
         gaps=(StatedGap(5, 6),),
         ahead=(StatedLead(14, "HGNP outperforms again at κ = 14 % and below"),),
-        picture="which part of a picture is cropped to {side} px is left open by the paper: the centre",
+        picture="a central crop of {side} px (position left open by the paper)",
     ),
     PaperExperiment(
         key="vgg16-cifar10",
@@ -222,7 +222,7 @@ EXPERIMENTS = (
             "weight_decay": 0.0005,
             "schedule": LEAVES_OPEN,
         },
-        taylor={**ONE_AN_EPOCH, "warmup_epochs": 200},
+        taylor={**ONE_PER_EPOCH, "warmup_epochs": 200},
         training=StatedTraining(4.5, "GeForce RTX 2080", {"hgnp": 115.1, "taylor": 12.7}, {"hgnp": 4, "taylor": 1}),
         areas=StatedAreas(1.63, 1.59, 87.8),
         accuracies=(StatedAccuracy("hgnp", 10, 91.4), StatedAccuracy("taylor", 10, 87.3)),

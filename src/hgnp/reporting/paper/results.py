@@ -1,4 +1,4 @@
-"""Runs and timings below a folder, sorted into the paper's experiments."""
+"""Runs and timings below a folder, assigned to the paper's experiments."""
 
 import json
 import os
@@ -22,28 +22,28 @@ from hgnp.reporting.paper.reported import EXPERIMENTS, PaperExperiment
 
 VARIANTS = ("hgnp", "taylor", "no training term", "no scoring term", "hybrid")
 NAMES = {"hgnp": "HGNP", "taylor": "Taylor", "no training term": "HGNP without the training term",
-         "no scoring term": "HGNP without the scoring term", "hybrid": "Hybrid that switches"}  # fmt: skip
+         "no scoring term": "HGNP without the scoring term", "hybrid": "Hybrid, switching in training"}  # fmt: skip
 NEAR = 0.005
-"""κ within half a point are taken for the same."""
+"""Values of κ within half a point count as equal."""
 
 
 @dataclass(frozen=True)
 class PaperGroup:
-    """Runs of an experiment that differ in the seed alone."""
+    """Runs of an experiment that differ only in the seed."""
 
     experiment: PaperExperiment
     variant: str
     reading: str
     schedule: str
     runs: tuple[Run, ...]
-    """The finished ones; all of them if none is."""
+    """The finished runs; all runs if none is finished."""
     unfinished: tuple[Run, ...]
     deviations: tuple[Deviation, ...]
-    """Of `runs`."""
+    """Deviations of `runs`."""
 
     @property
     def members(self) -> tuple[Run, ...]:
-        """All of them."""
+        """Finished and unfinished runs."""
         return (*self.runs, *self.unfinished) if self.finished else self.runs
 
     @property
@@ -58,25 +58,25 @@ class PaperGroup:
 
     @property
     def title(self) -> str:
-        """The label with the number of seeds, or how far it is."""
+        """The label with the number of seeds, or "unfinished"."""
         count = len(self.runs)
         return f"{self.label} ({f'{count} seed' + 's' * (count > 1) if self.finished else 'unfinished'})"
 
     @property
     def short(self) -> tuple[str, ...]:
-        """Deviations for the cell of a table, beyond those that the title names."""
+        """Deviations for table cells, without those in the title."""
         named = ("reading", "seeds")
         shorts = [each.short for each in self.deviations if each.kind not in named and each.short not in self.label]
         return tuple(dict.fromkeys(shorts))
 
     @cached_property
     def curve(self) -> Curve | None:
-        """Over the κ that all of its runs reach."""
+        """The mean curve over the κ that all runs reach."""
         grid = curves.common_grid([run.curve() for run in self.runs])
         return None if grid is None else curves.mean_curve([run.curve() for run in self.runs], grid)
 
     def finetuned(self) -> dict[float, list[float]]:
-        """Mean κ → the seeds' accuracies, of the networks that the runs ended with and of their snapshots."""
+        """Mean κ → accuracies over seeds, for the final networks and the snapshots."""
         found: dict[float, list[tuple[float, float]]] = {}
         for run in self.runs:
             for asked, kept, metric in finetuned(run):
@@ -84,18 +84,18 @@ class PaperGroup:
         return {statistics.mean(kept for kept, _ in each): [metric for _, metric in each] for each in found.values()}
 
     def finetuned_at(self, kept: float) -> list[float] | None:
-        """The seeds' accuracies of the fine-tuned networks nearest to κ; None if there are none near it."""
+        """Accuracies over seeds of the fine-tuned networks nearest to κ; None if none is within NEAR."""
         near = sorted((abs(place - kept), values) for place, values in self.finetuned().items())
         return near[0][1] if near and near[0][0] <= NEAR else None
 
     @property
     def seconds(self) -> float:
-        """Of a run, mean; fine-tuning of snapshots is not counted."""
+        """Mean training time of a run, without the fine-tuning of snapshots."""
         return statistics.mean(sum(float(row.get("seconds") or 0) for row in run.rows) for run in self.runs)
 
     @property
     def epoch_seconds(self) -> float | None:
-        """Median time of the steps of an epoch of the full network, without the first epoch, in which things are set up."""
+        """Median training time of an epoch of the full network; the first epoch is left out, as it includes set-up."""
         times = [
             row["train_seconds"]
             for run in self.runs
@@ -106,7 +106,7 @@ class PaperGroup:
 
 
 def finetuned(run: Run) -> list[tuple[float, float, float]]:
-    """κ as asked for, κ and accuracy of a run's fine-tuned networks: its snapshots, and the one that it ended with."""
+    """Requested κ, κ and accuracy of a run's fine-tuned networks: its snapshots and its final network."""
     rows = [(float(row["asked"]), float(row["kept"]), row["metric"]) for row in run.snapshots]
     if run.result is not None and run.recipe.get("finetune_epochs") and run.curve():
         rows.append((float(run.recipe["keep"]), *run.curve()[-1]))
@@ -115,7 +115,7 @@ def finetuned(run: Run) -> list[tuple[float, float, float]]:
 
 @dataclass(frozen=True)
 class BenchTiming:
-    """A row of a bench.json, and where it is from."""
+    """A row of a bench.json, and its origin."""
 
     experiment: PaperExperiment
     file: Path
@@ -130,12 +130,12 @@ class BenchTiming:
 
 @dataclass(frozen=True, eq=False)
 class PaperResults:
-    """Everything below a folder."""
+    """The runs and timings below a folder."""
 
     folder: Path
     groups: tuple[PaperGroup, ...]
     others: tuple[Run, ...]
-    """Runs that are none of the paper's experiments."""
+    """Runs of other experiments."""
     timings: tuple[BenchTiming, ...]
 
     def of(self, experiment: PaperExperiment, variant: str | None = None) -> list[PaperGroup]:
@@ -144,7 +144,7 @@ class PaperResults:
 
 
 def scan(folder: Path) -> PaperResults:
-    """Runs and bench files anywhere below `folder`. ValueError if it holds neither; a damaged one is named."""
+    """Runs and bench files anywhere below `folder`. ValueError if there are none, or if one is damaged."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{folder} must be a folder with runs below it, got {'a file' if folder.is_file() else 'no such folder'}"
@@ -174,7 +174,7 @@ def scan(folder: Path) -> PaperResults:
 
 
 def experiment_of(run: Run) -> PaperExperiment | None:
-    """By network and data: those of config.yaml, or else the class and the number of classes."""
+    """The experiment with the run's network and data: from config.yaml, or else the model class and number of classes."""
     config, features = configured(run), run.info.get("features") or {}
     for experiment in EXPERIMENTS:
         same_data = (
@@ -213,7 +213,7 @@ def _distance(group: PaperGroup) -> tuple[int, int, bool, int, int]:
 
 
 def _timings(file: Path, read: Sequence[Run]) -> Iterator[BenchTiming]:
-    """The network of a bench is that of the run it lies in (or of whose snapshot), or is known by its number of parameters."""
+    """A bench file belongs to the run whose folder holds it, or else to the experiment with the same number of parameters."""
     found = read_json(file)
     if (
         not isinstance(found, dict)

@@ -1,4 +1,4 @@
-"""The paper's times, of training (Table 1) and of inference (Tables 2 and 3), with ours."""
+"""Rows about time: training (Table 1) and inference (Tables 2 and 3)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -45,7 +45,7 @@ def _trained(claim: Claim, group: PaperGroup) -> Row:
 
 
 def _ratios(experiment: PaperExperiment, ours: Sequence[PaperGroup], theirs: Sequence[PaperGroup]) -> Iterator[Row]:
-    """Between runs on the same hardware."""
+    """Ratios between runs on the same hardware."""
     hours = experiment.training.hours
     paper = hours["hgnp"] / hours["taylor"]
     whole = Claim("training", "Table 1", experiment, "HGNP's time / Taylor's", "×", paper, f"{paper:.2f} ×")
@@ -65,7 +65,7 @@ def _ratios(experiment: PaperExperiment, ours: Sequence[PaperGroup], theirs: Seq
 
 
 def inference_rows(results: PaperResults) -> Iterator[Row]:
-    """Times, and after each device's the ratios that the paper speaks of."""
+    """Times, followed by the ratios for each device."""
     places = dict.fromkeys((row.table, row.experiment, row.device) for row in INFERENCE)
     for place in places:
         stated = {row.kind: row for row in INFERENCE if (row.table, row.experiment, row.device) == place}
@@ -77,7 +77,7 @@ def inference_rows(results: PaperResults) -> Iterator[Row]:
 
 
 def _nearest(results: PaperResults, stated: StatedInference) -> BenchTiming | None:
-    """Eager times at the same κ, the paper's batch size before others, the newest of several."""
+    """The eager time at the same κ; the paper's batch size is preferred, then the newest file."""
     fits = [
         timing
         for timing in results.timings
@@ -101,7 +101,7 @@ def _time(stated: StatedInference, timing: BenchTiming | None) -> Row:
 
 
 def _faster(stated: Mapping[str, StatedInference], timed: Mapping[str, BenchTiming | None], slow: str) -> Iterator[Row]:
-    """How many times as fast the neuron-pruned network is; both times from one file, that conditions are the same."""
+    """The speed-up of the neuron-pruned network; both times must come from one file, that is, from the same conditions."""
     there, here = timed.get(slow), timed.get(NEURONS)
     if there is None or here is None or (there.file, there.row["batch"]) != (here.file, here.row["batch"]):
         return
@@ -130,7 +130,7 @@ def _differences(stated: StatedInference, timing: BenchTiming) -> tuple[str, ...
 
 
 def _bench_command(stated: StatedInference) -> str:
-    """The paper's batch sizes on CIFAR-10 are the defaults; AlexNet is timed at another κ than its study ends at."""
+    """The paper's batch sizes on CIFAR-10 are the defaults; AlexNet is timed at a κ other than its study's final one."""
     if stated.experiment == "alexnet-flowers":
         run = (
             "hgnp run alexnet-flowers-fast --data DIR --set recipe.keep=0.304 --set weights=FILE.safetensors --out RUN"
