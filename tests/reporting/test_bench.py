@@ -1,4 +1,4 @@
-"""Networks timed side by side: what is timed is what is said, and what cannot run says why."""
+"""Inference timing: rows, sizes, speed-ups, and reasons for variants that cannot run."""
 
 import copy
 import csv
@@ -172,7 +172,7 @@ class Picky(nn.Module):
         return self.layers(x)
 
 
-def test_what_cannot_run_is_a_row_with_its_reason() -> None:
+def test_a_variant_that_cannot_run_is_a_row_with_the_reason() -> None:
     variants = ["onnx", "channels_last", "eager"]
     result = bench(Picky(6), Picky(3), torch.zeros(4), batches=[3, 5], variants=variants, repeats=1)
     assert len(result.rows) == 18
@@ -202,7 +202,7 @@ def test_without_tf32_the_flag_is_off_while_the_network_runs() -> None:
         prepare("no_tf32", Asks(), [torch.zeros(1)])
 
 
-def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_networks_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch.compile's front end alone, as C++ takes half a minute: each size of network gets a graph of its own."""
     torch.compiler.reset()
     captured: list[int] = []
@@ -238,7 +238,7 @@ def test_networks_are_left_as_found(nets: tuple[ResNet, ResNet]) -> None:
             assert tensor.stride() == old[name].stride()
 
 
-def test_json_table_and_csv(result: BenchResult, tmp_path: Path) -> None:
+def test_results_as_json_table_and_csv(result: BenchResult, tmp_path: Path) -> None:
     again = json.loads(json.dumps(result.as_dict()))
     assert again["rows"] == result.rows
     assert again["threads"] == torch.get_num_threads()
@@ -259,7 +259,7 @@ def shown(result: BenchResult) -> str:
     return capture.get()
 
 
-def test_the_papers_batches() -> None:
+def test_batch_sizes_default_to_the_papers() -> None:
     assert module.BATCHES == {"cpu": 128, "cuda": 2000}
 
 
@@ -276,12 +276,12 @@ def test_the_papers_batches() -> None:
         ({"device": ["cpu", "meta"]}, "on this machine, got 'meta'"),
     ],
 )
-def test_wrong_options(nets: tuple[ResNet, ResNet], options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(nets: tuple[ResNet, ResNet], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         bench(*nets, SAMPLE, **options)
 
 
-def test_wrong_entries(nets: tuple[ResNet, ResNet]) -> None:
+def test_invalid_entries_are_refused(nets: tuple[ResNet, ResNet]) -> None:
     with pytest.raises(ValueError, match="labels must be distinct and other than 'full', got"):
         equal_accuracy(nets[0], [Entry("a", 0.1), Entry("a", 0.2)], SAMPLE)
     with pytest.raises(ValueError, match=r"kept must be a fraction in \(0, 1\], got 1\.5"):

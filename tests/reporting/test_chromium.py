@@ -75,7 +75,7 @@ def test_charts_are_drawn_without_errors_and_without_network(name: str, pages: d
         assert 900 < float(width[1]) < 1000
 
 
-def test_a_browser_that_cannot_unpack_plotly_shows_the_pictures(pages: dict[str, Path], tmp_path: Path) -> None:
+def test_a_browser_that_cannot_unpack_plotly_shows_static_images(pages: dict[str, Path], tmp_path: Path) -> None:
     page = tmp_path / "old.html"
     text = (
         pages["report"]

@@ -73,7 +73,7 @@ def test_an_experiment_of_the_paper_is_predicted_without_its_own_sample(
     assert own in comparison.model.samples  # which is for data sets that are new
 
 
-def test_two_studies_of_one_experiment_do_not_teach_each_other(tmp_path: Path) -> None:
+def test_two_studies_of_one_experiment_are_not_fitted_on_each_other(tmp_path: Path) -> None:
     one, two = ({**FEATURES, "parameters": number} for number in (12_000_000, 12_000_064))
     other = {**FEATURES, "classes": 60}
     paths = [folders(tmp_path / str(f["parameters"] + f["classes"]), features=f) for f in (one, two, other)]

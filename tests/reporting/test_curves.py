@@ -76,13 +76,13 @@ def test_touching_is_no_crossing_and_a_shared_stretch_counts_once() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.1, 0.37, 0.5, 1.0])
-def test_the_switched_area_is_the_sum_of_its_parts(threshold: float) -> None:
+def test_the_composed_area_is_the_sum_of_its_parts(threshold: float) -> None:
     below, above = curve((0.0, 0.2), (0.5, 0.7), (1.0, 1.2)), curve((0.0, 0.6), (0.5, 0.6), (1.0, 0.6))
     exact = 0.2 * threshold + threshold**2 / 2 + 0.6 * (1 - threshold)
     assert composed_area(below, above, threshold) == pytest.approx(exact)
 
 
-def test_thresholds_beyond_the_curves_take_one_of_them() -> None:
+def test_thresholds_beyond_the_range_give_one_curves_area() -> None:
     below, above = curve((0.2, 0.2), (0.8, 0.8)), curve((0.2, 0.5), (0.8, 0.5))
     assert composed_area(below, above, 0.1) == pytest.approx(area(above))
     assert composed_area(below, above, 0.95) == pytest.approx(area(below))

@@ -1,4 +1,4 @@
-"""Figures say what the run says, and are real pictures."""
+"""Charts hold the run's numbers; files are valid images."""
 
 import csv
 import io
@@ -21,7 +21,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return read(write_run(tmp_path_factory.mktemp("runs") / "run"))
 
 
-def test_every_chart_is_there_for_a_whole_run(run: Run) -> None:
+def test_a_finished_run_has_every_chart(run: Run) -> None:
     keys = [figure.key for figure in run_charts.all_charts(run) if not isinstance(figure, MissingChart)]
     assert keys == [
         "metric_against_kept", "metric_over_epochs", "loss_over_epochs", "layer_widths", "radius_curvature",
@@ -29,7 +29,7 @@ def test_every_chart_is_there_for_a_whole_run(run: Run) -> None:
     ]  # fmt: skip
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_charts_without_data_give_the_reason(tmp_path: Path) -> None:
     flat = read(write_run(tmp_path / "mu0", mu=0.0))
     for chart in (run_charts.radius_and_curvature, run_charts.penalised_blocks):
         absent = chart(flat)
@@ -113,7 +113,7 @@ def test_the_same_figure_is_the_same_file(run: Run) -> None:
         assert figures.image(figures.draw(chart), kind) == figures.image(figures.draw(chart), kind)
 
 
-def test_outcome_is_one_picture_even_of_little(run: Run, tmp_path: Path) -> None:
+def test_outcome_draws_finished_and_empty_runs(run: Run, tmp_path: Path) -> None:
     with Image.open(figures.save_outcome(run, tmp_path / "outcome.png")) as picture:
         assert picture.size == (1600, 720)
         assert picture.convert("RGBA").getpixel((2, 2)) == (255, 255, 255, 255)  # on a dark page too
@@ -137,7 +137,7 @@ def test_ticks_are_short_and_still_tell_layers_apart() -> None:
     assert short_names(same_end) == same_end
 
 
-def test_names_are_not_mathematics(tmp_path: Path) -> None:
+def test_dollar_signs_in_names_are_not_read_as_mathematics(tmp_path: Path) -> None:
     run = read(write_run(tmp_path / "run", metric="$score_$"))
     chart = run_charts.against_kept(run)
     assert not isinstance(chart, MissingChart)

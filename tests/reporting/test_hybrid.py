@@ -115,7 +115,7 @@ def test_the_error_of_the_mean_is_that_of_leaving_one_out() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 2])
-def test_one_left_out_is_predicted_by_the_rest(number: int) -> None:
+def test_an_excluded_experiment_is_predicted_from_the_others(number: int) -> None:
     """With two distinct inputs left every feature says the same, so the Lasso takes one: soft thresholding in closed form."""
     own, rest = PAPER[number], [sample for other, sample in enumerate(PAPER) if other != number]
     model = fit_without(own.features, PAPER)
@@ -161,7 +161,7 @@ def test_extrapolation_is_refused_with_the_range() -> None:
         fit().predict({"classes": None})
 
 
-def test_between_the_ranges_is_not_between_the_samples() -> None:
+def test_a_point_within_every_range_may_lie_outside_the_samples_hull() -> None:
     model = fit(features=PAPERS_CHOICE)
     assert model.surrounded({"classes": 100, "train_samples": 20_000})
     assert not model.surrounded({"classes": 190, "train_samples": 45_000})
@@ -177,7 +177,7 @@ def test_limitations_count_samples_and_coefficients() -> None:
     assert "any thresholds would fit exactly" in limitations(fit(features=PAPERS_CHOICE))[0]
 
 
-def test_recommendations_are_honest() -> None:
+def test_recommendations_state_their_uncertainty() -> None:
     advice = recommend({"classes": 100, "train_samples": 50_000})
     assert advice.threshold == pytest.approx(fit().predict({"classes": 100}))
     assert "± 33 points" in " ".join(advice.sentences)
@@ -191,7 +191,7 @@ def test_recommendations_are_honest() -> None:
     assert by_the_paper.threshold == pytest.approx((134.005 - 40.476 - 16.863) / 100, abs=1e-5)
 
 
-def test_samples_that_cannot_serve_are_named() -> None:
+def test_unusable_samples_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="samples must be at least 3 experiments, got 2"):
         fit(PAPER[:2])
     with pytest.raises(ValueError, match="sample 'mine': classes, mean_kernel not known"):

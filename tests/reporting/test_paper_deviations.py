@@ -33,7 +33,7 @@ def test_a_literal_run_deviates_in_hardware_alone(experiment: str, method: str |
     assert {each.kind for each in group.deviations if not each.open} == {"hardware"}
 
 
-def test_the_fast_reading_is_told_choice_by_choice(tmp_path: Path) -> None:
+def test_the_fast_reading_is_listed_choice_by_choice(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "run", "vgg16-cifar10", of="vgg16-cifar10-fast")
     group = only(tmp_path)
     assert group.reading == "fast"
@@ -46,7 +46,7 @@ def test_the_fast_reading_is_told_choice_by_choice(tmp_path: Path) -> None:
     assert "1 seed (the paper does not say how many)" in left_open(group)
 
 
-def test_taylor_by_hgnps_schedule_is_told(tmp_path: Path) -> None:
+def test_taylor_with_hgnps_schedule_is_a_deviation(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "run", "vgg16-cifar10", method="taylor", own_schedule=False)
     group = only(tmp_path)
     assert group.schedule == "HGNP's"
@@ -68,12 +68,12 @@ def test_taylor_by_hgnps_schedule_is_told(tmp_path: Path) -> None:
         ("14 of 16 tensors from a.safetensors; at random: classifier.6; not used: classifier.6", []),
     ],
 )
-def test_the_start_is_told_where_it_is_not_the_papers(start: str, words: list[str], tmp_path: Path) -> None:
+def test_a_start_other_than_the_papers_is_a_deviation(start: str, words: list[str], tmp_path: Path) -> None:
     write_paper_run(tmp_path / "run", "alexnet-flowers", start=start)
     assert told(only(tmp_path), "start") == words
 
 
-def test_changed_data_and_settings_are_told(tmp_path: Path) -> None:
+def test_changed_data_and_settings_are_deviations(tmp_path: Path) -> None:
     changes = ["data_args.batch=64", "data_args.flip=true", "data_args.resize=true", "recipe.mu=0.01", "recipe.lr=0.005",
                "recipe.finetune_epochs=3", "recipe.coupling=coupled"]  # fmt: skip
     folder = write_paper_run(tmp_path / "run", "resnet18-birds", changes=changes)
@@ -121,7 +121,7 @@ def test_seeds_are_one_group_and_snapshots_no_runs_of_their_own(tmp_path: Path) 
     assert group.title == "HGNP, literal reading (2 seeds)"
 
 
-def test_other_runs_are_left_aside_and_one_without_a_configuration_is_known_by_its_classes(tmp_path: Path) -> None:
+def test_other_experiments_are_listed_and_runs_without_configuration_are_recognised_by_classes(tmp_path: Path) -> None:
     write_run(tmp_path / "digits")
     write_run(tmp_path / "plain", model="VGG16", name=None, features={"classes": 10})
     found = scan(tmp_path)
@@ -129,7 +129,7 @@ def test_other_runs_are_left_aside_and_one_without_a_configuration_is_known_by_i
     assert [group.experiment.key for group in found.groups] == ["vgg16-cifar10"]
 
 
-def test_a_bench_is_known_by_its_run_or_its_parameters(tmp_path: Path) -> None:
+def test_a_bench_file_belongs_to_its_run_or_to_the_experiment_of_its_size(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "run", "vgg16-cifar10")
     write_bench(tmp_path / "run" / "snapshots" / "0.1" / "bench.json", "alexnet-flowers", {("full", 1.0): 1.0})
     write_bench(tmp_path / "bench-2.json", "resnet18-cifar10", {("full", 1.0): 2.0})
@@ -137,7 +137,7 @@ def test_a_bench_is_known_by_its_run_or_its_parameters(tmp_path: Path) -> None:
     assert keys == {1.0: "vgg16-cifar10", 2.0: "resnet18-cifar10"}
 
 
-def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="must be a folder with runs below it"):
         scan(tmp_path / "missing")
     with pytest.raises(ValueError, match=r"must hold runs or bench\.json files, got none"):

@@ -94,7 +94,7 @@ def test_seeds_give_a_standard_deviation_and_decide(tmp_path: Path) -> None:
     assert found.verdict == verdict.Verdict("undecided", "smaller than its standard deviation")
 
 
-def test_unfinished_runs_decide_nothing(tmp_path: Path) -> None:
+def test_unfinished_runs_leave_verdicts_undecided(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "h", "alexnet-flowers", epochs=9)
     write_paper_run(tmp_path / "t", "alexnet-flowers", method="taylor")
     found = row(tmp_path, "areas", "HGNP over Taylor")
@@ -103,7 +103,7 @@ def test_unfinished_runs_decide_nothing(tmp_path: Path) -> None:
     assert row(tmp_path, "training", "HGNP, to κ = 35.1 %").verdict.word == "not run"
 
 
-def test_fine_tuned_snapshots_are_taken_where_there_are_some(tmp_path: Path) -> None:
+def test_fine_tuned_snapshots_are_preferred_to_the_curve(tmp_path: Path) -> None:
     write_paper_run(
         tmp_path / "h", "vgg16-cifar10", accuracy=lambda k: 0.5, snapshots=[(0.3, 0.29, 0.94), (0.1, 0.098, 0.915)]
     )
@@ -229,5 +229,5 @@ def test_runs_without_epochs_or_validation_data_give_no_rows(tmp_path: Path) -> 
         (verdict.ahead(0.99), "differs"),
     ],
 )
-def test_the_rule(told: verdict.Verdict, word: str) -> None:
+def test_verdicts_follow_the_rule(told: verdict.Verdict, word: str) -> None:
     assert told.word == word

@@ -377,7 +377,7 @@ def conditions(devices: Sequence[torch.device]) -> dict[str, Any]:
 
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
-        return torch.cuda.get_device_device_name(device)
+        return torch.cuda.get_device_name(device)
     about = Path("/proc/cpuinfo")
     lines = about.read_text().splitlines() if about.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

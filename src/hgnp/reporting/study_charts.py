@@ -46,7 +46,7 @@ def relative_difference(study: Study) -> Chart | None:
         return None
     title = f"Relative difference from {study.baseline}"
     marks = [ReferenceLine(0.0, study.baseline, vertical=False)]
-    if len(study.pairs) == 1:
+    if len(study.pairs) == 1 and len(study.pairs[0].crossings) <= 3:  # more labels would overlap
         marks += [ReferenceLine(crossing.kept, f"{crossing.kept:.1%}") for crossing in study.pairs[0].crossings]
     alt = f"{study.metric} of {', '.join(one.label for one in series)} relative to {study.baseline}, against κ"
     axis = Axis("difference (%)")

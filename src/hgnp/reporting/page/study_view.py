@@ -13,7 +13,7 @@ from hgnp.reporting.run_charts import metric_axis
 CAPTIONS = {
     "metric_against_kept": "Bands: ± one standard deviation over seeds. Separate markers: snapshots, each fine-tuned "
     "separately.",
-    "relative_difference": "Above zero: better than the baseline. Dotted vertical lines: crossings.",
+    "relative_difference": "Above zero: better than the baseline. Dotted vertical lines: crossings, if at most three.",
 }
 
 
