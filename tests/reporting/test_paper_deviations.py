@@ -15,8 +15,8 @@ def only(folder: Path) -> PaperGroup:
     return group
 
 
-def told(group: PaperGroup, kind: str) -> list[str]:
-    return [each.text for each in group.deviations if each.kind == kind and not each.open]
+def told(group: PaperGroup, aspect: str) -> list[str]:
+    return [each.text for each in group.deviations if each.aspect == aspect and not each.open]
 
 
 def left_open(group: PaperGroup) -> str:
@@ -30,7 +30,7 @@ def test_a_literal_run_deviates_in_hardware_alone(experiment: str, method: str |
     group = only(tmp_path)
     assert (group.experiment.key, group.variant) == (experiment, method or "hgnp")
     assert (group.reading, group.schedule) == ("" if method else "literal", "the paper's")
-    assert {each.kind for each in group.deviations if not each.open} == {"hardware"}
+    assert {each.aspect for each in group.deviations if not each.open} == {"hardware"}
 
 
 def test_the_fast_reading_is_listed_choice_by_choice(tmp_path: Path) -> None:

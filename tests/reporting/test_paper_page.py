@@ -49,7 +49,7 @@ def test_every_number_of_the_paper_is_on_the_page(everything: Path, one: Path) -
             for claim in experiment.ahead:
                 assert f"κ < {claim.kept:g} %" in text
         for row in INFERENCE:
-            assert f"{row.kind}, κ = {row.kept:g} %" in text
+            assert f"{row.network}, κ = {row.kept:g} %" in text
             assert f"batch {row.batch:,}" in text
             assert f"{row.ms:g} ms on {row.hardware}" in text
         for number in ("14.4 %", "92 %", "κ < 58 %"):

@@ -46,23 +46,23 @@ class Switch:
     @property
     def sentences(self) -> tuple[str, ...]:
         """The result in sentences."""
-        told = []
+        sentences = []
         if self.threshold is None:
-            told.append(f"No threshold is predicted: {self.reason}.")
+            sentences.append(f"No threshold is predicted: {self.reason}.")
         else:
             gains = _gains(self.over_taylor, self.over_hgnp)
-            told.append(
+            sentences.append(
                 f"The composed hybrid is {self.taylor} above κ = {self.threshold:.1%}, {self.hgnp} at and below; {gains}."
             )
-        told += [self._origin(), *self.caveats]
+        sentences += [self._origin(), *self.caveats]
         if self.hindsight is None:
-            told.append(
+            sentences.append(
                 "In hindsight there is no crossing below which HGNP stays ahead: no sample for the threshold model."
             )
         else:
             gains = _gains(self.hindsight_over_taylor, self.hindsight_over_hgnp)
-            told.append(f"In hindsight HGNP is ahead below κ = {self.hindsight:.1%}; with that threshold {gains}.")
-        return tuple(told)
+            sentences.append(f"In hindsight HGNP is ahead below κ = {self.hindsight:.1%}; with that threshold {gains}.")
+        return tuple(sentences)
 
     def _origin(self) -> str:
         """The origin of the threshold in a sentence."""

@@ -75,11 +75,11 @@ def outcome(run: Run) -> Canvas:
     return canvas
 
 
-def image(canvas: Canvas, kind: str) -> bytes:
+def image(canvas: Canvas, file_format: str) -> bytes:
     """The bytes of a "png" or "svg"; text in an SVG stays text."""
     file = io.BytesIO()
     with mpl.rc_context({**STYLE, "svg.fonttype": "none"}):
-        canvas.savefig(file, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else None)
+        canvas.savefig(file, format=file_format, dpi=200, metadata={"Date": None} if file_format == "svg" else None)
     return file.getvalue()
 
 
@@ -88,17 +88,17 @@ def save(figures: Iterable[Figure], folder: str | os.PathLike[str]) -> list[Path
     written = []
     for figure in figures:
         canvas = draw(figure)
-        written += [write(Path(folder, f"{figure.key}.{kind}"), image(canvas, kind)) for kind in ("png", "svg")]
+        written += [write(Path(folder, f"{figure.key}.{suffix}"), image(canvas, suffix)) for suffix in ("png", "svg")]
         written.append(write_csv(Path(folder, f"{figure.key}.csv"), *charts.table(figure)))
     return written
 
 
 def save_outcome(run: Run, file: str | os.PathLike[str]) -> Path:
     """`outcome` as a .png or .svg file."""
-    kind = Path(file).suffix.lstrip(".")
-    if kind not in ("png", "svg"):
+    suffix = Path(file).suffix.lstrip(".")
+    if suffix not in ("png", "svg"):
         raise InputError(f"file must end in .png or .svg, got {os.fspath(file)!r}")
-    return write(file, image(outcome(run), kind))
+    return write(file, image(outcome(run), suffix))
 
 
 def _onto(figure: Figure, axes: Axes, titled: bool = True) -> None:

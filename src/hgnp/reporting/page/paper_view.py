@@ -7,7 +7,7 @@ from typing import Any
 from hgnp.reporting.charts import Chart, MissingChart
 from hgnp.reporting.page.plots import figure_view
 from hgnp.reporting.paper import figures
-from hgnp.reporting.paper.deviations import KINDS
+from hgnp.reporting.paper.deviations import ASPECTS
 from hgnp.reporting.paper.report import JUDGED, PaperReport
 from hgnp.reporting.paper.reported import EXPERIMENTS, METHODS, PaperExperiment
 from hgnp.reporting.paper.results import NAMES, PaperGroup
@@ -64,13 +64,13 @@ def paper_view(report: PaperReport) -> dict[str, Any]:
 def _experiment(report: PaperReport, experiment: PaperExperiment) -> dict[str, Any]:
     results = report.results
     made = [
-        _figure(chart(results, experiment), kind)
-        for kind, chart in (("relative", figures.relative), ("accuracy", figures.accuracy))
+        _figure(chart(results, experiment), key)
+        for key, chart in (("relative", figures.relative), ("accuracy", figures.accuracy))
     ]
     return {
         "key": experiment.key,
         "title": experiment.title,
-        "kinds": [kind for kind in KINDS if kind != "seeds"],
+        "aspects": [aspect for aspect in ASPECTS if aspect != "seeds"],
         "groups": [_group(group) for group in results.of(experiment)],
         "missing": [name for method, name in METHODS.items() if not results.of(experiment, method)],
         "command": study_command(experiment),
@@ -89,12 +89,14 @@ def _group(group: PaperGroup) -> dict[str, Any]:
     return {
         "title": group.title,
         "states": [f"{run.title} is {run.state}" for run in group.unfinished],
-        "cells": [[each for each in group.deviations if each.kind == kind] for kind in KINDS if kind != "seeds"],
+        "cells": [
+            [each for each in group.deviations if each.aspect == aspect] for aspect in ASPECTS if aspect != "seeds"
+        ],
     }
 
 
-def _figure(figure: Chart | MissingChart, kind: str) -> dict[str, Any]:
-    return figure_view(figure, "paper", CAPTIONS[kind])
+def _figure(figure: Chart | MissingChart, key: str) -> dict[str, Any]:
+    return figure_view(figure, "paper", CAPTIONS[key])
 
 
 def _by_experiment(rows: list[Row]) -> list[tuple[str, str, list[dict[str, Any]]]]:

@@ -96,7 +96,7 @@ def _traces(chart: Chart) -> list[dict[str, Any]]:
 def _lines(chart: Chart) -> dict[str, Any]:
     """Axes, and a dotted line for each mark."""
     x, y = {**_AXIS, **_axis(chart.x)}, {**_AXIS, **_axis(chart.y)}
-    if chart.x.reverse:  # by itself plotly makes room for the marks' labels too
+    if chart.x.reverse:  # plotly's automatic range leaves room for the labels of reference lines
         low, high = (pick(value for series in chart.series for value in series.x) for pick in (min, max))
         room = 0.02 * (high - low) or 0.02
         x["range"] = [high + room, low - room]

@@ -126,20 +126,20 @@ def _accuracy(claim: Claim, group: PaperGroup, stated: StatedAccuracy) -> Row | 
         ours, how = Measured(100 * curve.at(kept), None if spread is None else 100 * spread), "on the curve"
     else:
         return None
-    told = _settled(verdict.value(stated.value, ours), group)
-    return Row(claim, f"{show(ours)}, {how}", ours.mean, ours.spread, group.title, group.short, told)
+    judged = _settled(verdict.value(stated.value, ours), group)
+    return Row(claim, f"{show(ours)}, {how}", ours.mean, ours.spread, group.title, group.short, judged)
 
 
-def _paired(claim: Claim, pair: MethodPair, ours: Measured, told: Verdict, more: str = "") -> Row:
-    told = _settled(told, pair.group, pair.taylor)
-    return Row(claim, show(ours, sign=True) + more, ours.mean, ours.spread, pair.title, pair.deviations, told)
+def _paired(claim: Claim, pair: MethodPair, ours: Measured, judged: Verdict, more: str = "") -> Row:
+    judged = _settled(judged, pair.group, pair.taylor)
+    return Row(claim, show(ours, sign=True) + more, ours.mean, ours.spread, pair.title, pair.deviations, judged)
 
 
 def _gain(claim: Claim, pair: MethodPair, threshold: float | None) -> Iterator[Row]:
     low, high = pair.curves[0].kept[0], pair.curves[0].kept[-1]
     if (ours := pair.gain(threshold)) is not None and claim.paper is not None:
-        told = verdict.signed(claim.paper, ours)
-        yield _paired(claim, pair, ours, told, f", κ from {100 * low:.1f} to {100 * high:.1f} %")
+        judged = verdict.signed(claim.paper, ours)
+        yield _paired(claim, pair, ours, judged, f", κ from {100 * low:.1f} to {100 * high:.1f} %")
 
 
 def _ahead(claim: Claim, pair: MethodPair, kept: float) -> Row | None:
@@ -148,8 +148,8 @@ def _ahead(claim: Claim, pair: MethodPair, kept: float) -> Row | None:
         return None
     crossed = curves.crossings_in_short([f"{100 * each.kept:.1f} %" for each in pair.study.pairs[0].crossings])
     text = f"{_ahead_on(share, pair.curves[0].kept[0], kept)}; crossings: {crossed}"
-    told = _settled(verdict.ahead(share), pair.group, pair.taylor)
-    return Row(claim, text, 100 * share, None, pair.title, pair.deviations, told)
+    judged = _settled(verdict.ahead(share), pair.group, pair.taylor)
+    return Row(claim, text, 100 * share, None, pair.title, pair.deviations, judged)
 
 
 def _ablated(claim: Claim, full: PaperGroup, other: PaperGroup) -> Row | None:
@@ -161,32 +161,32 @@ def _ablated(claim: Claim, full: PaperGroup, other: PaperGroup) -> Row | None:
     share = curves.share_ahead(ours, theirs, ABLATION_KEPT / 100)
     if share is None:
         return None
-    told = _settled(verdict.ahead(share), full, other)
+    judged = _settled(verdict.ahead(share), full, other)
     runs = f"{full.title} against {other.title}"
-    return Row(claim, _ahead_on(share, grid[0], ABLATION_KEPT), 100 * share, None, runs, full.short, told)
+    return Row(claim, _ahead_on(share, grid[0], ABLATION_KEPT), 100 * share, None, runs, full.short, judged)
 
 
 def _equal(claim: Claim, group: PaperGroup, reached: list[tuple[float, bool] | None]) -> Row:
     known = [each for each in reached if each is not None]
     if not known:
-        told = _settled(Verdict(verdict.DIFFERS, "never reached"), group)
-        return Row(claim, "at no κ", None, None, group.title, group.short, told)
+        judged = _settled(Verdict(verdict.DIFFERS, "never reached"), group)
+        return Row(claim, "at no κ", None, None, group.title, group.short, judged)
     ours = Measured.of([100 * kept for kept, _ in known])
-    text, told = show(ours), verdict.value(EQUAL.neurons, ours)
+    text, judged = show(ours), verdict.value(EQUAL.neurons, ours)
     if len(known) < len(reached):
-        text, told = f"{text} in {len(known)} of {len(reached)} runs", Verdict(verdict.UNDECIDED, "not in every run")
+        text, judged = f"{text} in {len(known)} of {len(reached)} runs", Verdict(verdict.UNDECIDED, "not in every run")
     elif any(end for _, end in known):
         smaller = ours.mean + (ours.spread or 0) < EQUAL.neurons
-        told = (
+        judged = (
             Verdict(verdict.DIFFERS, "at a smaller κ") if smaller else Verdict(verdict.UNDECIDED, "the runs end there")
         )
         text = f"at most {text}, where the runs end"
-    return Row(claim, text, ours.mean, ours.spread, group.title, group.short, _settled(told, group))
+    return Row(claim, text, ours.mean, ours.spread, group.title, group.short, _settled(judged, group))
 
 
-def _settled(told: Verdict, *groups: PaperGroup) -> Verdict:
+def _settled(judged: Verdict, *groups: PaperGroup) -> Verdict:
     """Unfinished runs leave the verdict undecided."""
-    return told if all(group.finished for group in groups) else Verdict(verdict.UNDECIDED, "unfinished")
+    return judged if all(group.finished for group in groups) else Verdict(verdict.UNDECIDED, "unfinished")
 
 
 def _ahead_on(share: float, low: float, kept: float) -> str:

@@ -11,7 +11,7 @@ from hgnp.io.runs import Run
 from hgnp.reporting.compare import configured
 from hgnp.reporting.paper.reported import LEAVES_OPEN, METHODS, PaperExperiment
 
-KINDS = ("data", "start", "reading", "schedule", "hardware", "seeds")
+ASPECTS = ("data", "start", "reading", "schedule", "hardware", "seeds")
 FAST = choose("default", kfac_approx="expand")
 SCHEDULE = ("warmup_epochs", "prune_every", "prune_unit", "neurons_per_round", "finetune_epochs")
 LABELS = {
@@ -48,9 +48,9 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Deviation:
-    """`kind` is one of KINDS; `short` is for table cells, `text` is the full sentence; `open`: the paper leaves it open."""
+    """`aspect` is one of ASPECTS; `short` is for table cells, `text` is the full sentence; `open`: the paper leaves it open."""
 
-    kind: str
+    aspect: str
     short: str
     text: str
     open: bool = False
@@ -230,8 +230,10 @@ def _hardware(experiment: PaperExperiment, runs: Sequence[Run]) -> list[Deviatio
         "bf16",
         "fp16",
     ):
-        kind = {"auto": "bfloat16 where the GPU has it"}.get(runs[0].recipe["precision"], runs[0].recipe["precision"])
-        found.append(Deviation("hardware", "", f"mixed precision: {kind} (not mentioned in the paper)", open=True))
+        precision = {"auto": "bfloat16 where the GPU has it"}.get(
+            runs[0].recipe["precision"], runs[0].recipe["precision"]
+        )
+        found.append(Deviation("hardware", "", f"mixed precision: {precision} (not mentioned in the paper)", open=True))
     return found
 
 

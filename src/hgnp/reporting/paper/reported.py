@@ -246,7 +246,7 @@ class StatedInference:
     experiment: str
     device: Literal["cpu", "cuda"]
     hardware: str
-    kind: str
+    network: str
     """FULL, WEIGHTS or NEURONS."""
     kept: float
     batch: int

@@ -66,7 +66,7 @@ class PaperGroup:
     def short(self) -> tuple[str, ...]:
         """Deviations for table cells, without those in the title."""
         named = ("reading", "seeds")
-        shorts = [each.short for each in self.deviations if each.kind not in named and each.short not in self.label]
+        shorts = [each.short for each in self.deviations if each.aspect not in named and each.short not in self.label]
         return tuple(dict.fromkeys(shorts))
 
     @cached_property

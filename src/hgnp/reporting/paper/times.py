@@ -57,8 +57,8 @@ def _ratios(experiment: PaperExperiment, ours: Sequence[PaperGroup], theirs: Seq
             title = f"{group.title} against {taylor.title}"
             if group.seconds and taylor.seconds:
                 ratio = group.seconds / taylor.seconds
-                told = verdict.ratio(paper, ratio)
-                yield Row(whole, f"{ratio:.2f} ×", ratio, None, title, group.short, told)
+                judged = verdict.ratio(paper, ratio)
+                yield Row(whole, f"{ratio:.2f} ×", ratio, None, title, group.short, judged)
             if group.epoch_seconds and taylor.epoch_seconds:
                 ratio = group.epoch_seconds / taylor.epoch_seconds
                 yield Row(step, f"{ratio:.2f} ×", ratio, None, title, group.short)
@@ -68,10 +68,10 @@ def inference_rows(results: PaperResults) -> Iterator[Row]:
     """Times, followed by the ratios for each device."""
     places = dict.fromkeys((row.table, row.experiment, row.device) for row in INFERENCE)
     for place in places:
-        stated = {row.kind: row for row in INFERENCE if (row.table, row.experiment, row.device) == place}
-        timed = {kind: _nearest(results, row) for kind, row in stated.items()}
-        for kind, row in stated.items():
-            yield _time(row, timed[kind])
+        stated = {row.network: row for row in INFERENCE if (row.table, row.experiment, row.device) == place}
+        timed = {network: _nearest(results, row) for network, row in stated.items()}
+        for network, row in stated.items():
+            yield _time(row, timed[network])
         for slow in (FULL, WEIGHTS):
             yield from _faster(stated, timed, slow)
 
@@ -85,14 +85,14 @@ def _nearest(results: PaperResults, stated: StatedInference) -> BenchTiming | No
         and timing.row["median_ms"] is not None
         and timing.row["variant"] == "eager"
         and str(timing.row["device"]).partition(":")[0] == stated.device
-        and str(timing.row["network"]).startswith(stated.kind)
+        and str(timing.row["network"]).startswith(stated.network)
         and abs(timing.row["kept"] - stated.kept / 100) <= NEAR
     ]
     return max(fits, key=lambda t: (t.row["batch"] == stated.batch, t.date), default=None)
 
 
 def _time(stated: StatedInference, timing: BenchTiming | None) -> Row:
-    what = f"{stated.kind}, κ = {stated.kept:g} %, {_place(stated)}, batch {stated.batch:,}"
+    what = f"{stated.network}, κ = {stated.kept:g} %, {_place(stated)}, batch {stated.batch:,}"
     claim = _claim(stated, what, "ms", stated.ms, f"{stated.ms:g} ms on {stated.hardware}")
     if timing is None:
         return not_run(claim, _bench_command(stated))
@@ -124,7 +124,7 @@ def _differences(stated: StatedInference, timing: BenchTiming) -> tuple[str, ...
     found = [timing.hardware]
     if timing.row["batch"] != stated.batch:
         found.append(f"batch {timing.row['batch']:,}")
-    if stated.kind != FULL and f"{100 * timing.row['kept']:.1f}" != f"{stated.kept:.1f}":
+    if stated.network != FULL and f"{100 * timing.row['kept']:.1f}" != f"{stated.kept:.1f}":
         found.append(f"κ = {100 * timing.row['kept']:.2f} %")
     return tuple(found)
 
