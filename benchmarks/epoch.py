@@ -49,7 +49,7 @@ OPEN = {"bound": -1.0, "skip_inactive": False}  # the term acts in every step
 HGNP: dict[str, dict[str, Any]] = {  # choices beside the preset's; of the first, beside the default's
     "HGNP, default": OPEN,
     "HGNP, preset": OPEN,
-    "HGNP, preset, closed": {"bound": 1e9},
+    "HGNP, preset, inactive": {"bound": 1e9},
     "HGNP, preset, first block": OPEN,
     "HGNP, literal order": {"direction_from": "this_batch", "refresh_every": 1} | OPEN,
     "HGNP, paper": {"flatness": "paper", "curvature": "hessian", "direction_from": "this_batch", "refresh_every": 1}
@@ -262,7 +262,7 @@ def main() -> None:
 
     machine = torch.cuda.get_device_name(device) if gpu else f"{torch.get_num_threads()} CPU threads"
     command = shlex.join(["python", *sys.argv])
-    head = f"# Seconds an epoch\n\n`{command}`, {datetime.date.today()}, {machine}, torch {torch.__version__}."
+    head = f"# Seconds per epoch\n\n`{command}`, {datetime.date.today()}, {machine}, torch {torch.__version__}."
     presets = [
         ", ".join(f"{key}={value}" for key, value in options(name, "HGNP, preset").items()) for name in args.nets
     ]

@@ -9,20 +9,20 @@ from hgnp.io.atomic import write
 
 ABOUT = {
     "Epochs": """\
-An epoch is {steps} steps of {batch} pictures of 3 × 32 × 32 with random flips, drawn, trained on and looked at as in a run:
+An epoch is {steps} steps of {batch} pictures of 3 × 32 × 32 with random flips, loaded, trained on and recorded as in a run:
 {precision}, channels last, SGD with momentum. After a warm-up, steps were timed for {seconds:g} seconds, 20 to {steps} of them
-(eager ones 20), and scaled to an epoch. *graphs*: steps in CUDA graphs, what a run does on a GPU; *eager*: operation by
-operation. Ratios are to the plain epoch from graphs of the same network and κ in the same process. Taylor is a plain epoch with
+(eager ones 20), and scaled to an epoch. *graphs*: CUDA graphs, as in a run on a GPU; *eager*: operation by
+operation. Ratios are to the plain epoch with graphs of the same network and κ in the same process. Taylor is a plain epoch with
 one round: scoring a batch, removing {round} neurons, capturing all graphs again. κ is the fraction of parameters left, cut by
 L1 norms in rounds of 200 neurons. HGNP's readings: *default*; the *preset*'s, {presets};
 that one along the *first block* in every step; in the *literal order*, v from the batch itself; and *paper*, that is
-`flatness="paper"`, with the full Hessian. A bound of −1 keeps the hinge of all these open in every step; *closed* is the
-preset with a hinge that never opens, so that the term rests.
-*Block* is the one that was penalised most often, and its share of the steps: the later in the network, the cheaper.
+`flatness="paper"`, with the full Hessian. A bound of −1 keeps the penalty active in every step; *inactive* is the
+preset with a bound that is never exceeded, so that the penalty is skipped.
+*Block* is the block penalised most often, with its share of the steps; later blocks are cheaper.
 """,
     "Memory": """\
-Peak MiB of {after} warm steps: weights, gradients and momentum included, the data set not. *Allocated* misses what CUDA graphs
-keep in their own pool; *reserved* has it, and is what others cannot use. Ratios are to the plain step of the same kind.
+Peak MiB of {after} warm steps: weights, gradients and momentum included, the data set not. *Allocated* misses the memory
+pool of CUDA graphs; *reserved* includes it. Ratios are to the plain step run the same way.
 """,
     "Naive": """\
 The textbook step (`hgnp.reference`): all Kronecker factors of the batch dense, `torch.linalg.eigh` of each, vᵀHv by
@@ -30,9 +30,9 @@ differentiating twice and its gradient by a third backward; float32 with TF32 pr
 """,
 }
 COLUMNS = {
-    "Epochs": "network | κ | parameters | method | steps | ms a step | s an epoch | ratio to plain | block",
+    "Epochs": "network | κ | parameters | method | steps | ms per step | s per epoch | ratio to plain | block",
     "Memory": "network | steps | method | MiB allocated | ratio | MiB reserved | ratio",
-    "Naive": "network | κ | step | ms a step | times as fast | block",
+    "Naive": "network | κ | step | ms per step | times as fast | block",
 }
 
 

@@ -155,7 +155,7 @@ def against(rows: Iterable[Row], plain: Mapping[str, float]) -> dict[str, Any]:
     trained, plainly = sum(row["train_seconds"] for row in mine), sum(plain[widths(row)] for row in mine)
     return {
         "epochs": len(mine), "seconds": trained, "plain": plainly, "ratio": trained / plainly if mine else None,
-        "hinge open": _mean(row["active"] for row in mine if row["active"] is not None),
+        "active penalty": _mean(row["active"] for row in mine if row["active"] is not None),
     }  # fmt: skip
 
 
@@ -171,12 +171,12 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"{report['state']}. {format_duration(seconds['wall'])} in {report['parts']} part(s).", "",
         "Steps of the run's epochs against plain steps at the same widths, by the same executor in the same process "
         f"({TIMED} steps after {WARMUP}, scaled to an epoch). The run's own first steps at new widths are counted in.", "",
-        "| phase | epochs | s of steps | s of plain steps | ratio | steps with the hinge open |", "|---|--:|--:|--:|--:|--:|",
+        "| phase | epochs | s, HGNP steps | s, plain steps | ratio | steps with active penalty |", "|---|--:|--:|--:|--:|--:|",
     ]  # fmt: skip
     for phase, t in report["training"].items():
         if t["epochs"]:
             cells = [f"{t['epochs']}", f"{t['seconds']:.1f}", f"{t['plain']:.1f}", f"{t['ratio']:.2f}"]
-            lines.append(_row([PHASES.get(phase, "whole run"), *cells, _show(t["hinge open"], ".1%")]))
+            lines.append(_row([PHASES.get(phase, "whole run"), *cells, _show(t["active penalty"], ".1%")]))
     lines += ["", "| seconds | | share |", "|---|--:|--:|"]
     lines += [_row([name, f"{value:.1f}", f"{value / seconds['wall']:.1%}"]) for name, value in seconds.items()]
     lines += ["", "Scoring, removal and validation: " + ", ".join(

@@ -3,7 +3,7 @@
     python benchmarks/step.py [--nets resnet18 vgg16] [--batch 32] [--threads 2] [--device cpu|cuda] [--naive] [--bf16]
                               [--cpu-time]
 
-A row a network and penalised block: last, middle and first (eigenpairs of all blocks included, the hinge open), and
+One row per network and penalised block: last, middle and first (eigenpairs of all blocks included, penalty active), and
 "picked", the blocks that steps of a real run choose. `--naive` adds the textbook way: dense factors and `eigh` for
 every block, then a triple backward. Medians over interleaved repeats; memory is the peak above what is held before.
 `--cpu-time` counts the process's own processor time, for a machine that is shared; use it with one thread.

@@ -1,4 +1,4 @@
-"""A page as its readers and its scripts see it."""
+"""Parses an HTML page: tags, text and chart data."""
 
 import json
 import re
@@ -33,7 +33,7 @@ class Page(HTMLParser):
 
     @property
     def charts(self) -> list[dict[str, Any]]:
-        """What plotly is to draw."""
+        """The data and layouts of the plotly charts."""
         return [json.loads(script) for script in self.scripts if script.startswith('{"data"')]
 
     @property

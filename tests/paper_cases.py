@@ -1,4 +1,4 @@
-"""Run folders and bench files of the paper's experiments, made from formulas and hgnp's own presets."""
+"""Synthetic run folders and bench files of the paper's experiments, from formulas and presets."""
 
 import dataclasses
 import json
@@ -42,8 +42,8 @@ def write_paper_run(
 ) -> Path:
     """A run of the preset `of`, by default the experiment's own; κ falls in nine equal rounds from 1 to the preset's target.
 
-    `snapshots`: κ as asked for, κ and accuracy of each. `own_schedule`: whether a method has the schedule that the preset has
-    for it. `epochs`: interrupted after so many.
+    `snapshots`: requested κ, κ and accuracy of each. `own_schedule`: whether a method has the schedule that the preset has
+    for it. `epochs`: interrupted after this number.
     """
     config = preset(of or experiment).with_settings([f"seed={seed}", *changes])
     if method is not None:
@@ -89,7 +89,7 @@ def write_bench(
 
 
 def write_everything(folder: Path) -> Path:
-    """Three seeds of VGG-16 by both methods, fast, Taylor by HGNP's schedule; an unfinished literal run; one run of each
+    """Three seeds of VGG-16 by both methods, fast, Taylor with HGNP's schedule; an unfinished literal run; one run of each
     method of the others; both ablations; timings."""
     for seed in range(3):
         off = 0.002 * (seed - 1)

@@ -62,7 +62,7 @@ def test_the_presets_reading_is_the_presets(name: str) -> None:
     recipe = preset(epoch.NETS[name][1]).recipe
     found = epoch.options(name, "HGNP, preset")
     assert (found["mu"], found["refresh_every"]) == (recipe["mu"], recipe.get("refresh_every", 1))
-    assert all((epoch.options(name, method)["bound"] > 0) == method.endswith("closed") for method in epoch.HGNP)
+    assert all((epoch.options(name, method)["bound"] > 0) == method.endswith("inactive") for method in epoch.HGNP)
     if isinstance(recipe["flatness"], str):
         assert found["flatness"] == recipe["flatness"]
     else:

@@ -71,7 +71,7 @@ def test_the_report_adds_up(runs_of_both: tuple[Path, Path, int]) -> None:
     plain = sum(costs["plain"][",".join(map(str, row["widths"].values()))] for row in found)
     assert whole["ratio"] == pytest.approx(whole["seconds"] / plain)
     assert plain == pytest.approx(sum(phase["plain"] for phase in phases))
-    assert whole["hinge open"] == pytest.approx(sum(row["active"] for row in found) / len(found))
+    assert whole["active penalty"] == pytest.approx(sum(row["active"] for row in found) / len(found))
     assert sum(report["blocks"].values()) == pytest.approx(1)
     seconds = report["seconds"]
     assert seconds.pop("wall") == pytest.approx(sum(seconds.values()))

@@ -1,4 +1,4 @@
-"""Networks timed side by side: what is timed is what is said, and what cannot run says why."""
+"""Inference timing: rows, sizes, speed-ups, and reasons for variants that cannot run."""
 
 import copy
 import csv
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import hgnp
 from hgnp.reporting import bench as module
-from hgnp.reporting.bench import Bench, Entry, bench, equal_accuracy, weight_pruned
-from hgnp.reporting.variants import _without_tf32, way
+from hgnp.reporting.bench import BenchResult, Entry, bench, equal_accuracy, weight_pruned
+from hgnp.reporting.variants import prepare, without_tf32
 
 
 class Block(nn.Module):
@@ -68,15 +68,15 @@ def nets() -> tuple[ResNet, ResNet]:
 
 
 @pytest.fixture(scope="module")
-def result(nets: tuple[ResNet, ResNet]) -> Bench:
+def result(nets: tuple[ResNet, ResNet]) -> BenchResult:
     return bench(*nets, SAMPLE, batches=[2, 7], variants=VARIANTS, repeats=3)
 
 
-def rows_of(result: Bench, **where: Any) -> list[dict[str, Any]]:
+def rows_of(result: BenchResult, **where: Any) -> list[dict[str, Any]]:
     return [row for row in result.rows if all(row[key] == value for key, value in where.items())]
 
 
-def test_every_network_in_every_variant_has_its_row(nets: tuple[ResNet, ResNet], result: Bench) -> None:
+def test_every_network_in_every_variant_has_its_row(nets: tuple[ResNet, ResNet], result: BenchResult) -> None:
     found = [(row["batch"], row["variant"], row["network"]) for row in result.rows]
     networks = ("full", "weight-pruned", "neuron-pruned")
     assert found == [(batch, variant, net) for batch in (2, 7) for variant in VARIANTS for net in networks]
@@ -88,7 +88,7 @@ def test_every_network_in_every_variant_has_its_row(nets: tuple[ResNet, ResNet],
         assert row["first_s"] > 0
 
 
-def test_sizes_are_those_that_neurons_counts(nets: tuple[ResNet, ResNet], result: Bench) -> None:
+def test_sizes_are_those_that_neurons_counts(nets: tuple[ResNet, ResNet], result: BenchResult) -> None:
     one = torch.zeros(1, 3, 16, 16)
     for label, net in zip(("full", "neuron-pruned"), nets, strict=True):
         neurons = hgnp.Neurons(copy.deepcopy(net).eval(), one)
@@ -101,7 +101,7 @@ def test_sizes_are_those_that_neurons_counts(nets: tuple[ResNet, ResNet], result
     assert full["kept"] == 1
 
 
-def test_speed_ups_are_against_the_full_network(result: Bench) -> None:
+def test_speed_ups_are_against_the_full_network(result: BenchResult) -> None:
     for row in result.rows:
         same, eager = (
             rows_of(result, network="full", variant=variant, batch=row["batch"])[0]["median_ms"]
@@ -111,7 +111,7 @@ def test_speed_ups_are_against_the_full_network(result: Bench) -> None:
         assert row["speedup_eager"] == eager / row["median_ms"]
 
 
-def test_variants_compute_what_eager_does(result: Bench) -> None:
+def test_variants_compute_what_eager_does(result: BenchResult) -> None:
     tolerance = {"eager": 0, "channels_last": 1e-5, "onnx": 1e-5, "bf16": 0.1}
     for row in result.rows:
         assert row["difference"] <= tolerance[row["variant"]]
@@ -172,14 +172,16 @@ class Picky(nn.Module):
         return self.layers(x)
 
 
-def test_what_cannot_run_is_a_row_with_its_reason() -> None:
+def test_a_variant_that_cannot_run_is_a_row_with_the_reason() -> None:
     variants = ["onnx", "channels_last", "eager"]
     result = bench(Picky(6), Picky(3), torch.zeros(4), batches=[3, 5], variants=variants, repeats=1)
     assert len(result.rows) == 18
     for row in rows_of(result, variant="onnx"):
         assert row["reason"].startswith("net ")
         assert row["median_ms"] is row["speedup"] is row["difference"] is None
-    assert {r["reason"] for r in rows_of(result, variant="channels_last")} == {"the network has no 2-d convolutions"}
+    assert {r["reason"] for r in rows_of(result, variant="channels_last")} == {
+        "channels_last needs 2-d convolutions, the network has none"
+    }
     assert {r["reason"] for r in rows_of(result, variant="eager", batch=5)} == {"RuntimeError: five rows are too many"}
     assert all(row["median_ms"] > 0 for row in rows_of(result, variant="eager", batch=3))
     assert "five rows" in shown(result)
@@ -194,13 +196,13 @@ def test_without_tf32_the_flag_is_off_while_the_network_runs() -> None:
             seen.append(torch.backends.cudnn.allow_tf32)
             return x
 
-    _without_tf32(Asks())(torch.zeros(1))
+    without_tf32(Asks())(torch.zeros(1))
     assert (seen, torch.backends.cudnn.allow_tf32) == ([False], before)
-    with pytest.raises(ValueError, match="a GPU's"):
-        way("no_tf32", Asks(), [torch.zeros(1)])
+    with pytest.raises(ValueError, match="no_tf32 needs a GPU"):
+        prepare("no_tf32", Asks(), [torch.zeros(1)])
 
 
-def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_networks_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch.compile's front end alone, as C++ takes half a minute: each size of network gets a graph of its own."""
     torch.compiler.reset()
     captured: list[int] = []
@@ -236,7 +238,7 @@ def test_networks_are_left_as_found(nets: tuple[ResNet, ResNet]) -> None:
             assert tensor.stride() == old[name].stride()
 
 
-def test_json_table_and_csv(result: Bench, tmp_path: Path) -> None:
+def test_results_as_json_table_and_csv(result: BenchResult, tmp_path: Path) -> None:
     again = json.loads(json.dumps(result.as_dict()))
     assert again["rows"] == result.rows
     assert again["threads"] == torch.get_num_threads()
@@ -250,38 +252,41 @@ def test_json_table_and_csv(result: Bench, tmp_path: Path) -> None:
     assert f"{result.rows[0]['median_ms']:.2f}" in text
 
 
-def shown(result: Bench) -> str:
+def shown(result: BenchResult) -> str:
     console = Console(width=200)
     with console.capture() as capture:
         console.print(result.table())
     return capture.get()
 
 
-def test_the_papers_batches() -> None:
+def test_batch_sizes_default_to_the_papers() -> None:
     assert module.BATCHES == {"cpu": 128, "cuda": 2000}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batches": [0]}, "batches: [0] was given"),
-        ({"variants": ["fast"]}, "variants: 'fast' was given; eager"),
-        ({"repeats": 0}, "repeats: 0 was given"),
-        ({"device": "gpu"}, "device: 'gpu' was given"),
-        ({"device": ["cpu", "meta"]}, "device: 'meta' was given"),
+        ({"batches": [0]}, "batches must be whole numbers ≥ 1, got [0]"),
+        (
+            {"variants": ["fast"]},
+            "variants must be among eager, no_tf32, channels_last, compile, bf16, fp16, onnx, got 'fast'",
+        ),
+        ({"repeats": 0}, "repeats must be a whole number ≥ 1, got 0"),
+        ({"device": "gpu"}, "on this machine, got 'gpu'"),
+        ({"device": ["cpu", "meta"]}, "on this machine, got 'meta'"),
     ],
 )
-def test_wrong_options(nets: tuple[ResNet, ResNet], options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(nets: tuple[ResNet, ResNet], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         bench(*nets, SAMPLE, **options)
 
 
-def test_wrong_entries(nets: tuple[ResNet, ResNet]) -> None:
-    with pytest.raises(ValueError, match="entries: labels"):
+def test_invalid_entries_are_refused(nets: tuple[ResNet, ResNet]) -> None:
+    with pytest.raises(ValueError, match="labels must be distinct and other than 'full', got"):
         equal_accuracy(nets[0], [Entry("a", 0.1), Entry("a", 0.2)], SAMPLE)
-    with pytest.raises(ValueError, match=r"kept: 1\.5 was given"):
+    with pytest.raises(ValueError, match=r"kept must be a fraction in \(0, 1\], got 1\.5"):
         equal_accuracy(nets[0], [Entry("a", 1.5)], SAMPLE)
-    with pytest.raises(ValueError, match="kept: 'half' was given"):
+    with pytest.raises(ValueError, match=r"kept must be a fraction in \(0, 1\], got 'half'"):
         equal_accuracy(nets[0], [Entry("a", "half")], SAMPLE)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="sample: a tensor"):
+    with pytest.raises(ValueError, match="sample must be a tensor"):
         bench(*nets, "image")

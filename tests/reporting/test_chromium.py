@@ -10,8 +10,8 @@ import pytest
 from hgnp.io.runs import read
 from hgnp.reporting.compare import compare_runs
 from hgnp.reporting.page import write_comparison, write_paper, write_report
-from hgnp.reporting.paper.found import scan
-from hgnp.reporting.paper.outcome import outcome
+from hgnp.reporting.paper.report import paper_report
+from hgnp.reporting.paper.results import scan
 from paper_cases import write_everything
 from run_cases import write_run
 
@@ -45,7 +45,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "report": write_report([hgnp], folder / "report.html"),
         "comparison": write_comparison(compare_runs([hgnp, taylor]), folder / "comparison.html"),
-        "paper": write_paper(outcome(scan(write_everything(folder / "everything"))), folder / "paper.html"),
+        "paper": write_paper(paper_report(scan(write_everything(folder / "everything"))), folder / "paper.html"),
     }
 
 
@@ -75,7 +75,7 @@ def test_charts_are_drawn_without_errors_and_without_network(name: str, pages: d
         assert 900 < float(width[1]) < 1000
 
 
-def test_a_browser_that_cannot_unpack_plotly_shows_the_pictures(pages: dict[str, Path], tmp_path: Path) -> None:
+def test_a_browser_that_cannot_unpack_plotly_shows_static_images(pages: dict[str, Path], tmp_path: Path) -> None:
     page = tmp_path / "old.html"
     text = (
         pages["report"]
@@ -125,8 +125,8 @@ def test_in_print_every_chart_is_a_picture(pages: dict[str, Path], tmp_path: Pat
         "mean loss",
         "radius, curvature",
         "share of steps (%)",
-        "seconds an epoch",
+        "seconds per epoch",
         "bound B",
     ):
         assert words in text
-    assert "The numbers" not in text
+    assert "Data table" not in text

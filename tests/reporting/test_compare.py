@@ -1,4 +1,4 @@
-"""Runs side by side: known curves in, areas, gains, crossings and the hybrid out."""
+"""Comparisons of runs with known curves: areas, gains, crossings and the hybrid."""
 
 import csv
 import json
@@ -79,11 +79,11 @@ def test_outside_the_range_the_prediction_is_refused(tmp_path: Path) -> None:
     assert switch is not None
     assert switch.threshold is None
     assert switch.reason is not None
-    assert "classes: 1000 is outside" in switch.reason
+    assert "classes must be from 10 to 200" in switch.reason
     assert switch.hindsight == pytest.approx(0.6)
 
 
-def test_runs_without_features_are_no_sample_and_it_is_said(tmp_path: Path) -> None:
+def test_runs_without_features_are_no_sample_and_a_note_says_so(tmp_path: Path) -> None:
     comparison = both(tmp_path, features={**FEATURES, "image_side": None})
     assert comparison.model.samples == PAPER
     assert any("image_side not known" in note for note in comparison.studies[0].notes)
@@ -103,7 +103,7 @@ def test_seeds_become_mean_and_spread(tmp_path: Path) -> None:
     assert study.switch is None
 
 
-def test_groups_of_one_method_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+def test_groups_of_one_method_are_labelled_by_the_settings_that_differ(tmp_path: Path) -> None:
     runs = [read(write_run(tmp_path / f"mu{mu}", mu=mu)) for mu in (0.0, 0.01)]
     runs.append(read(write_run(tmp_path / "l1", method="l1")))
     (study,) = compare_runs(runs).studies
@@ -111,7 +111,7 @@ def test_groups_of_one_method_are_told_apart_by_what_differs(tmp_path: Path) -> 
     assert study.baseline == "hgnp, mu=0.0"
     assert compare_runs(runs, baseline="l1").studies[0].baseline == "l1"
     assert compare_runs(runs, baseline="hgnp, mu=0.01").studies[0].baseline == "hgnp, mu=0.01"
-    with pytest.raises(ValueError, match=r"baseline: 'l3' was given; hgnp, mu=0\.0 or hgnp, mu=0\.01 or l1 would do"):
+    with pytest.raises(ValueError, match=r"baseline must be hgnp, mu=0\.0 or hgnp, mu=0\.01 or l1, got 'l3'"):
         compare_runs(runs, baseline="l3")
 
 
@@ -135,7 +135,7 @@ def configured(folder: Path, seed: int = 0, **settings: Any) -> Run:
         ({"weights": "w.safetensors"}, "weights=w.safetensors"),
     ],
 )
-def test_runs_that_are_configured_otherwise_are_no_seeds_of_one_group(
+def test_runs_with_other_settings_are_not_seeds_of_one_group(
     tmp_path: Path, settings: dict[str, Any], label: str
 ) -> None:
     runs = [configured(tmp_path / "a"), configured(tmp_path / "b", 1), configured(tmp_path / "c", 2, **settings)]
@@ -143,7 +143,7 @@ def test_runs_that_are_configured_otherwise_are_no_seeds_of_one_group(
     assert [(group.label, group.seeds) for group in study.groups] == [("hgnp", (0, 1)), (f"hgnp, {label}", (2,))]
 
 
-def test_where_a_run_was_made_and_what_it_is_called_do_not_tell_groups_apart(tmp_path: Path) -> None:
+def test_folder_and_name_do_not_separate_groups(tmp_path: Path) -> None:
     places: list[dict[str, Any]] = [
         {"device": "cpu", "name": "a", "data_args": {"folder": "/x"}},
         {"device": "cuda", "about": "again", "import_from": "/y", "data_args": {"folder": "/y"}},
@@ -169,7 +169,7 @@ def test_another_network_or_data_set_of_the_same_size_is_another_study(
     assert studies[1].title == f"demo / nets.Small, {title}"
 
 
-def test_a_run_of_prune_goes_by_its_recipe_alone(tmp_path: Path) -> None:
+def test_runs_of_prune_are_grouped_by_recipe(tmp_path: Path) -> None:
     runs = [read(write_run(tmp_path / "a", name=None)), configured(tmp_path / "b", 1)]
     (tmp_path / "a" / "config.yaml").write_text("my own: true")
     (study,) = compare_runs(runs).studies
@@ -183,18 +183,18 @@ def test_a_setting_that_is_not_set_is_not_named(tmp_path: Path) -> None:
     assert study.baseline == "hgnp"
 
 
-def test_only_what_all_reach_is_compared(tmp_path: Path) -> None:
+def test_only_the_common_range_of_kept_is_compared(tmp_path: Path) -> None:
     full = read(write_run(tmp_path / "full", accuracy=gentle))
     half = read(write_run(tmp_path / "half", method="taylor", accuracy=steep, epochs=7))
     blind = read(write_run(tmp_path / "blind", method="l1", accuracy=None))
     (study,) = compare_runs([full, half, blind]).studies
     assert study.range == pytest.approx((0.6, 1.0))
     assert any("blind is left out" in note for note in study.notes)
-    assert any("half is unfinished" in note and "as far as it got" in note for note in study.notes)
+    assert any("half is unfinished" in note and "over the κ it reached" in note for note in study.notes)
     assert {group.label: group.curve is None for group in study.groups} == {"hgnp": False, "taylor": False, "l1": True}
     (study,) = compare_runs([blind]).studies
     assert study.range is None
-    assert any("no range of κ" in note for note in study.notes)
+    assert any("No range of κ" in note for note in study.notes)
 
 
 def test_other_data_is_another_study(tmp_path: Path) -> None:
@@ -256,16 +256,16 @@ def test_rows_of_the_summary_are_as_long_as_its_header(tmp_path: Path) -> None:
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    with pytest.raises(ValueError, match="was given twice"):
+    with pytest.raises(ValueError, match=r"folders must be distinct, got .* twice"):
         compare([folder, tmp_path / "." / "run"], tmp_path / "out")
-    with pytest.raises(ValueError, match="none were given"):
+    with pytest.raises(ValueError, match="folders must name at least one run, got none"):
         compare([], tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="is not a run"):
         compare([tmp_path / "nowhere"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_no_page_replaces_that_of_a_run(tmp_path: Path) -> None:
+def test_the_page_of_a_run_is_not_overwritten(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", seed=1)
     for folder in (a, b):
         (folder / "page.html").write_text("its own")

@@ -73,7 +73,7 @@ def test_an_experiment_of_the_paper_is_predicted_without_its_own_sample(
     assert own in comparison.model.samples  # which is for data sets that are new
 
 
-def test_two_studies_of_one_experiment_do_not_teach_each_other(tmp_path: Path) -> None:
+def test_two_studies_of_one_experiment_are_not_fitted_on_each_other(tmp_path: Path) -> None:
     one, two = ({**FEATURES, "parameters": number} for number in (12_000_000, 12_000_064))
     other = {**FEATURES, "classes": 60}
     paths = [folders(tmp_path / str(f["parameters"] + f["classes"]), features=f) for f in (one, two, other)]
@@ -94,7 +94,7 @@ def test_the_paper_s_own_thresholds(own: Any, tmp_path: Path) -> None:
     told = " ".join(switch.sentences)
     assert "from two features: 134.005 − 0.40476 · classes − 0.00084315 · train_samples" in told
     assert "3 distinct inputs, for 3 coefficients: any thresholds would fit exactly" in told
-    assert f"This experiment is one of them ({own.name}), so that its threshold is no prediction." in told
+    assert f"This experiment is one of them ({own.name}), so its threshold is not a prediction." in told
     assert comparison.model == fit(features=PAPERS_CHOICE)
 
 
@@ -104,7 +104,7 @@ def test_the_paper_s_formula_is_clipped_and_does_not_extrapolate(tmp_path: Path)
     imagenet = {**FEATURES, "classes": 1000, "train_samples": 1_281_167}  # and −1351 %
     switch = switch_of(compared(tmp_path / "b", "paper", features=imagenet).studies[0])
     assert switch.threshold is None
-    assert "classes: 1000 is outside what past experiments cover (10 to 200)" in switch.sentences[0]
+    assert "classes must be from 10 to 200, which past experiments cover, got 1000" in switch.sentences[0]
     assert switch.over_taylor is None
 
 
@@ -169,4 +169,4 @@ def test_the_page_says_which_samples_were_used(choice: Choice, tmp_path: Path) -
         "paper": "from two features: 134.005 − 0.40476 · classes",
     }
     assert {each for each, words in said.items() if words in page} == {choice}
-    assert ("predicted by a Lasso" in page) == (choice == "fit")
+    assert ("A Lasso predicts the threshold" in page) == (choice == "fit")

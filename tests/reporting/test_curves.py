@@ -8,12 +8,12 @@ from hgnp.reporting.curves import (
     Curve,
     area,
     common_grid,
+    composed_area,
     crossings,
     gain,
     mean_curve,
     share_ahead,
     smallest_reaching,
-    switched,
 )
 
 
@@ -38,7 +38,7 @@ def test_mean_and_spread_of_lines() -> None:
     assert made.count == 3
     assert made.at(0.5) == pytest.approx(0.51)
     assert made.spread_at(0.6) == pytest.approx(made.spread[0] if made.spread else None)
-    with pytest.raises(ValueError, match=r"1\.1 was given; the curve goes from 0 to 1"):
+    with pytest.raises(ValueError, match=r"kept must be on the curve, from 0 to 1, got 1\.1"):
         made.at(1.1)
     assert mean_curve(runs[:1], (0.0, 1.0)).spread is None
 
@@ -76,16 +76,16 @@ def test_touching_is_no_crossing_and_a_shared_stretch_counts_once() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.1, 0.37, 0.5, 1.0])
-def test_the_switched_area_is_the_sum_of_its_parts(threshold: float) -> None:
+def test_the_composed_area_is_the_sum_of_its_parts(threshold: float) -> None:
     below, above = curve((0.0, 0.2), (0.5, 0.7), (1.0, 1.2)), curve((0.0, 0.6), (0.5, 0.6), (1.0, 0.6))
     exact = 0.2 * threshold + threshold**2 / 2 + 0.6 * (1 - threshold)
-    assert switched(below, above, threshold) == pytest.approx(exact)
+    assert composed_area(below, above, threshold) == pytest.approx(exact)
 
 
-def test_thresholds_beyond_the_curves_take_one_of_them() -> None:
+def test_thresholds_beyond_the_range_give_one_curves_area() -> None:
     below, above = curve((0.2, 0.2), (0.8, 0.8)), curve((0.2, 0.5), (0.8, 0.5))
-    assert switched(below, above, 0.1) == pytest.approx(area(above))
-    assert switched(below, above, 0.95) == pytest.approx(area(below))
+    assert composed_area(below, above, 0.1) == pytest.approx(area(above))
+    assert composed_area(below, above, 0.95) == pytest.approx(area(below))
 
 
 def test_share_ahead_is_exact_between_points() -> None:

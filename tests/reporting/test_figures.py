@@ -1,4 +1,4 @@
-"""Figures say what the run says, and are real pictures."""
+"""Charts hold the run's numbers; files are valid images."""
 
 import csv
 import io
@@ -10,7 +10,7 @@ from PIL import Image
 
 from hgnp.io.runs import Run, read
 from hgnp.reporting import figures, run_charts
-from hgnp.reporting.charts import Absent, Chart, Heat, short
+from hgnp.reporting.charts import Chart, Heatmap, MissingChart, short_names
 from run_cases import FINETUNE, LAYERS, ROUNDS, WARMUP, straight, write_run
 
 EPOCHS = WARMUP + ROUNDS + FINETUNE
@@ -21,38 +21,38 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return read(write_run(tmp_path_factory.mktemp("runs") / "run"))
 
 
-def test_every_chart_is_there_for_a_whole_run(run: Run) -> None:
-    keys = [figure.key for figure in run_charts.all_charts(run) if not isinstance(figure, Absent)]
+def test_a_finished_run_has_every_chart(run: Run) -> None:
+    keys = [figure.key for figure in run_charts.all_charts(run) if not isinstance(figure, MissingChart)]
     assert keys == [
         "metric_against_kept", "metric_over_epochs", "loss_over_epochs", "layer_widths", "radius_curvature",
         "penalised_blocks", "seconds",
     ]  # fmt: skip
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_charts_without_data_give_the_reason(tmp_path: Path) -> None:
     flat = read(write_run(tmp_path / "mu0", mu=0.0))
     for chart in (run_charts.radius_and_curvature, run_charts.penalised_blocks):
         absent = chart(flat)
-        assert isinstance(absent, Absent)
+        assert isinstance(absent, MissingChart)
         assert "no flatness term" in absent.reason
     blind = read(write_run(tmp_path / "blind", accuracy=None))
     for chart in (run_charts.against_kept, run_charts.over_epochs):
         absent = chart(blind)
-        assert isinstance(absent, Absent)
+        assert isinstance(absent, MissingChart)
         assert "no validation data" in absent.reason
     empty = read(write_run(tmp_path / "empty", epochs=0))
-    assert all(isinstance(figure, Absent) for figure in [*run_charts.all_charts(empty), run_charts.widths(empty)])
+    assert all(isinstance(figure, MissingChart) for figure in [*run_charts.all_charts(empty), run_charts.widths(empty)])
 
 
 def test_shares_of_widths_and_of_steps(run: Run) -> None:
     heat = run_charts.widths_over_time(run)
-    assert isinstance(heat, Heat)
+    assert isinstance(heat, Heatmap)
     assert heat.names == tuple(LAYERS)
     assert heat.shares[0][0] == 1.0
     assert heat.shares[0][-1] == pytest.approx(0.5)
     assert heat.notes[0][-1] == "32 of 64 neurons"
     blocks = run_charts.penalised_blocks(run)
-    assert isinstance(blocks, Heat)
+    assert isinstance(blocks, Heatmap)
     assert blocks.names == tuple(LAYERS)
     assert [row[0] for row in blocks.shares] == [0.75, 0.0, 0.0, 0.25]
 
@@ -89,8 +89,8 @@ def test_negative_curvature_is_not_put_on_a_log_axis(run: Run) -> None:
 
 def test_png_svg_and_csv_are_written(run: Run, tmp_path: Path) -> None:
     chart, heat = run_charts.against_kept(run), run_charts.widths_over_time(run)
-    assert not isinstance(chart, Absent)
-    assert not isinstance(heat, Absent)
+    assert not isinstance(chart, MissingChart)
+    assert not isinstance(heat, MissingChart)
     written = figures.save([chart, heat], tmp_path)
     assert len(written) == 6
     with Image.open(tmp_path / "metric_against_kept.png") as picture:
@@ -108,12 +108,12 @@ def test_png_svg_and_csv_are_written(run: Run, tmp_path: Path) -> None:
 
 def test_the_same_figure_is_the_same_file(run: Run) -> None:
     chart = run_charts.time(run)
-    assert not isinstance(chart, Absent)
+    assert not isinstance(chart, MissingChart)
     for kind in ("svg", "png"):
         assert figures.image(figures.draw(chart), kind) == figures.image(figures.draw(chart), kind)
 
 
-def test_outcome_is_one_picture_even_of_little(run: Run, tmp_path: Path) -> None:
+def test_outcome_draws_finished_and_empty_runs(run: Run, tmp_path: Path) -> None:
     with Image.open(figures.save_outcome(run, tmp_path / "outcome.png")) as picture:
         assert picture.size == (1600, 720)
         assert picture.convert("RGBA").getpixel((2, 2)) == (255, 255, 255, 255)  # on a dark page too
@@ -123,23 +123,23 @@ def test_outcome_is_one_picture_even_of_little(run: Run, tmp_path: Path) -> None
     empty = read(write_run(tmp_path / "empty", epochs=0))
     image = figures.image(figures.outcome(empty), "svg")
     assert b"no epoch is complete" in image
-    with pytest.raises(ValueError, match=r"a name that ends in \.png or \.svg would do"):
+    with pytest.raises(ValueError, match=r"file must end in \.png or \.svg, got"):
         figures.save_outcome(run, tmp_path / "outcome.gif")
 
 
 def test_ticks_are_short_and_still_tell_layers_apart() -> None:
-    assert short(["net.layer1.conv", "net.layer2.conv"]) == ["layer1.conv", "layer2.conv"]
-    assert short(["net.features.0", "net.features.3"]) == ["features.0", "features.3"]
-    assert short(["features.0"]) == ["features.0"]
-    assert short(["a", "a.b"]) == ["a", "a.b"]
-    assert short(["x." + "y" * 30 + ".conv1", "z.conv2"]) == ["…" + "y" * 11 + ".conv1", "z.conv2"]
+    assert short_names(["net.layer1.conv", "net.layer2.conv"]) == ["layer1.conv", "layer2.conv"]
+    assert short_names(["net.features.0", "net.features.3"]) == ["features.0", "features.3"]
+    assert short_names(["features.0"]) == ["features.0"]
+    assert short_names(["a", "a.b"]) == ["a", "a.b"]
+    assert short_names(["x." + "y" * 30 + ".conv1", "z.conv2"]) == ["…" + "y" * 11 + ".conv1", "z.conv2"]
     same_end = ["first." + "y" * 20, "second." + "y" * 20]
-    assert short(same_end) == same_end
+    assert short_names(same_end) == same_end
 
 
-def test_names_are_not_mathematics(tmp_path: Path) -> None:
+def test_dollar_signs_in_names_are_not_read_as_mathematics(tmp_path: Path) -> None:
     run = read(write_run(tmp_path / "run", metric="$score_$"))
     chart = run_charts.against_kept(run)
-    assert not isinstance(chart, Absent)
+    assert not isinstance(chart, MissingChart)
     svg = ElementTree.parse(io.BytesIO(figures.image(figures.draw(chart), "svg")))
     assert "$score_$" in " ".join(svg.getroot().itertext())

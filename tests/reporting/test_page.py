@@ -37,7 +37,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Page]:
     return {name: Page(file) for name, file in files.items()}
 
 
-def test_the_page_asks_for_nothing_from_outside(pages: dict[str, Page]) -> None:
+def test_the_page_loads_nothing_from_the_network(pages: dict[str, Page]) -> None:
     for page in pages.values():
         for _, attributes in page.tags:
             for name in ("src", "href", "srcset", "action", "data"):
@@ -75,7 +75,7 @@ def test_plotly_is_the_published_file_and_a_page_stays_below_a_megabyte(pages: d
     assert all(page.bytes < 2**20 for page in pages.values())
 
 
-def test_marks_and_gaps_are_where_they_belong(tmp_path: Path) -> None:
+def test_reference_lines_and_gaps_are_at_their_values(tmp_path: Path) -> None:
     """A label's place on a log axis is a logarithm, a line's is not; a number that is not finite is a gap."""
     made = write_run(tmp_path / "run")
     rows = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
@@ -91,7 +91,7 @@ def test_marks_and_gaps_are_where_they_belong(tmp_path: Path) -> None:
     assert label["y"] == pytest.approx(math.log10(0.5))
 
 
-def test_headings_go_down_one_step_at_a_time(pages: dict[str, Page]) -> None:
+def test_heading_levels_are_not_skipped(pages: dict[str, Page]) -> None:
     for page in pages.values():
         levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)]
         assert levels.count(1) == 1
@@ -100,7 +100,7 @@ def test_headings_go_down_one_step_at_a_time(pages: dict[str, Page]) -> None:
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
-def test_a_report_says_what_happened(pages: dict[str, Page]) -> None:
+def test_a_report_states_the_outcome(pages: dict[str, Page]) -> None:
     text = pages["whole"].text
     assert "finished" in text
     assert "nets.Small was pruned to 10.0% of its parameters; its accuracy went from 90.00% to 72.00%" in text
@@ -112,7 +112,7 @@ def test_a_report_says_what_happened(pages: dict[str, Page]) -> None:
     assert "neurons_per_round" in text
 
 
-def test_odd_runs_are_clear(pages: dict[str, Page]) -> None:
+def test_pages_of_unfinished_and_unusual_runs_state_what_is_missing(pages: dict[str, Page]) -> None:
     text = pages["odd"].text
     assert "unfinished: the last complete epoch is 5 (prune)" in text
     assert "nets.Small has 70.0% of its parameters left so far." in text
@@ -121,7 +121,7 @@ def test_odd_runs_are_clear(pages: dict[str, Page]) -> None:
     assert sum(a.get("class") == "state open" for _, a in pages["odd"].tags) == 1
 
 
-def test_a_comparison_says_what_it_found_and_how_little_it_knows(pages: dict[str, Page]) -> None:
+def test_a_comparison_page_states_results_and_limitations(pages: dict[str, Page]) -> None:
     text = pages["comparison"].text
     # 0.9 − 0.2(1 − κ) = 0.95 − 0.4(1 − κ) at κ = 0.75
     assert "Below κ = 75.0% hgnp is ahead of taylor." in text
@@ -139,12 +139,19 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
-def test_curves_that_keep_crossing_are_told_in_one_sentence(tmp_path: Path) -> None:
+def test_curves_that_cross_often_are_summarised_without_labels_on_the_chart(tmp_path: Path) -> None:
     crossing = [read(write_run(tmp_path / "h", accuracy=lambda kept: 0.9 + 0.01 * math.cos(30 * kept)))]
     crossing.append(read(write_run(tmp_path / "t", method="taylor", accuracy=lambda kept: 0.9)))
     page = Page(write_comparison(compare_runs(crossing), tmp_path / "page.html"))
     assert re.search(r"hgnp and taylor cross \d times\.", page.text)
-    assert "Below κ" not in page.text.partition("Areas over")[0]
+    before, found, _ = page.text.partition("Summary over")
+    assert found
+    assert "Below κ" not in before
+    assert re.search(r"\d, the lowest at \d+\.\d%", page.text)
+    (difference,) = [
+        chart for chart in page.charts if chart["config"]["toImageButtonOptions"]["filename"] == "relative_difference"
+    ]
+    assert len(difference["layout"]["shapes"]) == 1  # the baseline, and no crossings
 
 
 def test_kept_falls_from_left_to_right(pages: dict[str, Page]) -> None:
@@ -152,7 +159,7 @@ def test_kept_falls_from_left_to_right(pages: dict[str, Page]) -> None:
     assert chart["layout"]["xaxis"]["range"] == pytest.approx([1.018, 0.082])
 
 
-def test_names_are_text(tmp_path: Path) -> None:
+def test_names_from_runs_are_escaped(tmp_path: Path) -> None:
     def folder(name: str, method: str) -> Path:
         made = write_run(tmp_path / name, method=method, name=EVIL, model=EVIL, metric=EVIL)
         file = made / "metrics.jsonl"
@@ -179,7 +186,7 @@ def test_names_are_text(tmp_path: Path) -> None:
         assert not any("<script" in script or "<b onclick" in script for script in page.scripts)
 
 
-def test_report_writes_into_the_run_or_where_it_is_told(tmp_path: Path) -> None:
+def test_report_writes_into_the_run_or_the_given_folder(tmp_path: Path) -> None:
     one, two = write_run(tmp_path / "one", epochs=0), write_run(tmp_path / "two", epochs=1, mu=0.0, accuracy=None)
     assert report([one]) == one / "page.html"
     assert (one / "figures" / "outcome.png").is_file()

@@ -5,21 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from hgnp.reporting.paper.found import Group, scan
+from hgnp.reporting.paper.results import PaperGroup, scan
 from paper_cases import write_bench, write_paper_run
 from run_cases import write_run
 
 
-def only(folder: Path) -> Group:
+def only(folder: Path) -> PaperGroup:
     (group,) = scan(folder).groups
     return group
 
 
-def told(group: Group, kind: str) -> list[str]:
-    return [each.text for each in group.deviations if each.kind == kind and not each.open]
+def told(group: PaperGroup, aspect: str) -> list[str]:
+    return [each.text for each in group.deviations if each.aspect == aspect and not each.open]
 
 
-def left_open(group: Group) -> str:
+def left_open(group: PaperGroup) -> str:
     return "; ".join(each.text for each in group.deviations if each.open)
 
 
@@ -30,23 +30,23 @@ def test_a_literal_run_deviates_in_hardware_alone(experiment: str, method: str |
     group = only(tmp_path)
     assert (group.experiment.key, group.variant) == (experiment, method or "hgnp")
     assert (group.reading, group.schedule) == ("" if method else "literal", "the paper's")
-    assert {each.kind for each in group.deviations if not each.open} == {"hardware"}
+    assert {each.aspect for each in group.deviations if not each.open} == {"hardware"}
 
 
-def test_the_fast_reading_is_told_choice_by_choice(tmp_path: Path) -> None:
+def test_the_fast_reading_is_listed_choice_by_choice(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "run", "vgg16-cifar10", of="vgg16-cifar10-fast")
     group = only(tmp_path)
     assert group.reading == "fast"
     assert told(group, "reading") == [
-        "fast reading of the penalty: Gauss–Newton in place of the Hessian, along the last batch's v, Γ from C, as from L it "
-        "would need itself, v refreshed every 8 steps, skipped while the penalty is inactive"
+        "fast reading of the penalty: Gauss–Newton in place of the Hessian, along the previous batch's v, Γ from C (from L "
+        "it would depend on itself), v refreshed every 8 steps, skipped while the penalty is inactive"
     ]
     assert told(group, "hardware") == ["NVIDIA H200; the paper: 4 × GeForce RTX 2080 for HGNP"]
-    assert "decay of the learning rate: steps over the whole run (left open by the paper)" in left_open(group)
+    assert "learning-rate schedule: steps over the whole run (left open by the paper)" in left_open(group)
     assert "1 seed (the paper does not say how many)" in left_open(group)
 
 
-def test_taylor_by_hgnps_schedule_is_told(tmp_path: Path) -> None:
+def test_taylor_with_hgnps_schedule_is_a_deviation(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "run", "vgg16-cifar10", method="taylor", own_schedule=False)
     group = only(tmp_path)
     assert group.schedule == "HGNP's"
@@ -68,12 +68,12 @@ def test_taylor_by_hgnps_schedule_is_told(tmp_path: Path) -> None:
         ("14 of 16 tensors from a.safetensors; at random: classifier.6; not used: classifier.6", []),
     ],
 )
-def test_the_start_is_told_where_it_is_not_the_papers(start: str, words: list[str], tmp_path: Path) -> None:
+def test_a_start_other_than_the_papers_is_a_deviation(start: str, words: list[str], tmp_path: Path) -> None:
     write_paper_run(tmp_path / "run", "alexnet-flowers", start=start)
     assert told(only(tmp_path), "start") == words
 
 
-def test_changed_data_and_settings_are_told(tmp_path: Path) -> None:
+def test_changed_data_and_settings_are_deviations(tmp_path: Path) -> None:
     changes = ["data_args.batch=64", "data_args.flip=true", "data_args.resize=true", "recipe.mu=0.01", "recipe.lr=0.005",
                "recipe.finetune_epochs=3", "recipe.coupling=coupled"]  # fmt: skip
     folder = write_paper_run(tmp_path / "run", "resnet18-birds", changes=changes)
@@ -84,8 +84,8 @@ def test_changed_data_and_settings_are_told(tmp_path: Path) -> None:
     assert told(group, "data") == [
         "training samples: 1,000 instead of 5,994",
         "mini-batches of 64 instead of 32",
-        "pictures mirrored, which the paper does not state",
-        "pictures scaled, which the paper does not state",
+        "random flips, which the paper does not state",
+        "images resized, which the paper does not state",
     ]
     assert told(group, "schedule") == [
         "other schedule: E3 3 instead of 20",
@@ -96,11 +96,9 @@ def test_changed_data_and_settings_are_told(tmp_path: Path) -> None:
     assert group.schedule == "other"
 
 
-def test_what_the_paper_leaves_open_about_pictures_is_told(tmp_path: Path) -> None:
+def test_image_preprocessing_that_the_paper_leaves_open_is_stated(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "run", "resnet18-birds")
-    assert "which part of a picture is cropped to 160 px is left open by the paper: the centre" in left_open(
-        only(tmp_path)
-    )
+    assert "a central crop of 160 px (position left open by the paper)" in left_open(only(tmp_path))
 
 
 @pytest.mark.parametrize("which", ["no training term", "no scoring term"])
@@ -123,7 +121,7 @@ def test_seeds_are_one_group_and_snapshots_no_runs_of_their_own(tmp_path: Path) 
     assert group.title == "HGNP, literal reading (2 seeds)"
 
 
-def test_other_runs_are_left_aside_and_one_without_a_configuration_is_known_by_its_classes(tmp_path: Path) -> None:
+def test_other_experiments_are_listed_and_runs_without_configuration_are_recognised_by_classes(tmp_path: Path) -> None:
     write_run(tmp_path / "digits")
     write_run(tmp_path / "plain", model="VGG16", name=None, features={"classes": 10})
     found = scan(tmp_path)
@@ -131,7 +129,7 @@ def test_other_runs_are_left_aside_and_one_without_a_configuration_is_known_by_i
     assert [group.experiment.key for group in found.groups] == ["vgg16-cifar10"]
 
 
-def test_a_bench_is_known_by_its_run_or_its_parameters(tmp_path: Path) -> None:
+def test_a_bench_file_belongs_to_its_run_or_to_the_experiment_of_its_size(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "run", "vgg16-cifar10")
     write_bench(tmp_path / "run" / "snapshots" / "0.1" / "bench.json", "alexnet-flowers", {("full", 1.0): 1.0})
     write_bench(tmp_path / "bench-2.json", "resnet18-cifar10", {("full", 1.0): 2.0})
@@ -139,7 +137,7 @@ def test_a_bench_is_known_by_its_run_or_its_parameters(tmp_path: Path) -> None:
     assert keys == {1.0: "vgg16-cifar10", 2.0: "resnet18-cifar10"}
 
 
-def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="must be a folder with runs below it"):
         scan(tmp_path / "missing")
     with pytest.raises(ValueError, match=r"must hold runs or bench\.json files, got none"):

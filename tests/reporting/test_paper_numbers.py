@@ -67,7 +67,7 @@ def test_the_papers_inference_times() -> None:
         kind = "full" if neurons and weights else "neuron-pruned" if neurons else "weight-pruned"
         kept = float(neurons or weights)
         expected.add((table, key, {"CPU": "cpu", "GPU": "cuda"}[device], hardware, kind, kept, int(batch), float(ms)))
-    found = {(r.table, r.experiment, r.device, r.hardware, r.kind, r.kept, r.batch, r.ms) for r in INFERENCE}
+    found = {(r.table, r.experiment, r.device, r.hardware, r.network, r.kept, r.batch, r.ms) for r in INFERENCE}
     assert found == expected
     assert (EQUAL.accuracy, EQUAL.neurons, EQUAL.weights) == (92.0, 14.4, 3.0)
 

@@ -1,4 +1,4 @@
-"""The page with the paper's numbers: every one of them is there, with ours, deviations, and commands for what is not run."""
+"""The page of `hgnp paper`: every number of the paper, with ours, deviations, and commands for those not run."""
 
 import csv
 import itertools
@@ -49,14 +49,14 @@ def test_every_number_of_the_paper_is_on_the_page(everything: Path, one: Path) -
             for claim in experiment.ahead:
                 assert f"κ < {claim.kept:g} %" in text
         for row in INFERENCE:
-            assert f"{row.kind}, κ = {row.kept:g} %" in text
+            assert f"{row.network}, κ = {row.kept:g} %" in text
             assert f"batch {row.batch:,}" in text
             assert f"{row.ms:g} ms on {row.hardware}" in text
         for number in ("14.4 %", "92 %", "κ < 58 %"):
             assert number in text
 
 
-def test_what_is_not_run_says_how_to_run_it(one: Path) -> None:
+def test_numbers_that_are_not_run_have_their_command(one: Path) -> None:
     text = Page(one / "page.html").text
     for experiment in EXPERIMENTS:
         assert f"hgnp study {experiment.key} --data DIR" in text
@@ -67,10 +67,10 @@ def test_what_is_not_run_says_how_to_run_it(one: Path) -> None:
     assert "unfinished: the last complete epoch is 4 (prune)" in text
 
 
-def test_deviations_stand_beside_the_runs(everything: Path) -> None:
+def test_the_page_lists_deviations_next_to_the_runs(everything: Path) -> None:
     text = Page(everything / "page.html").text
     assert "HGNP, fast reading (3 seeds) against Taylor, HGNP's schedule (3 seeds)" in text
-    assert "Gauss–Newton in place of the Hessian, along the last batch's v" in text
+    assert "Gauss–Newton in place of the Hessian, along the previous batch's v" in text
     assert "10 of 16 tensors from features.safetensors; at random: classifier.1, classifier.4, classifier.6" in text
     assert "pretrained convolutions only · NVIDIA H200" in text
     assert "random weights instead of ImageNet's weights but for fc" in text
@@ -94,7 +94,7 @@ def test_conclusions_are_counted_from_the_rows_nearest_to_the_paper(everything: 
         assert f"{count} {word}" in page.text
 
 
-def test_tables_and_figures_lie_beside_the_page(everything: Path) -> None:
+def test_tables_and_figures_are_written_next_to_the_page(everything: Path) -> None:
     with (everything / "rows.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     (area,) = [
@@ -127,7 +127,7 @@ def test_charts_show_our_curves_and_the_papers_points(everything: Path) -> None:
     ]
 
 
-def test_the_page_is_whole_and_deaf_to_what_stands_in_names(everything: Path, one: Path) -> None:
+def test_the_page_is_self_contained_and_escapes_names(everything: Path, one: Path) -> None:
     for folder in (everything, one):
         page = Page(folder / "page.html")
         assert page.bytes < 2**20
@@ -140,7 +140,7 @@ def test_the_page_is_whole_and_deaf_to_what_stands_in_names(everything: Path, on
             assert (attributes.get("src") or "data:").startswith("data:")
 
 
-def test_folders_are_told_as_seen_from_the_results(everything: Path) -> None:
+def test_folders_are_relative_to_the_results(everything: Path) -> None:
     text = (everything / "paper.json").read_text()
     assert str(everything.parent) not in text
     assert "vgg/hgnp-0" in text

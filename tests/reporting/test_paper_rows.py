@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from hgnp.reporting.paper import verdict
-from hgnp.reporting.paper.found import scan
-from hgnp.reporting.paper.outcome import outcome
+from hgnp.reporting.paper.report import paper_report
+from hgnp.reporting.paper.results import scan
 from hgnp.reporting.paper.rows import Row
 from hgnp.reporting.paper.verdict import Measured
 from paper_cases import write_bench, write_paper_run
 
 
 def rows(folder: Path, section: str, what: str) -> list[Row]:
-    return [row for row in outcome(scan(folder)).rows if row.claim.section == section and what in row.claim.what]
+    return [row for row in paper_report(scan(folder)).rows if row.claim.section == section and what in row.claim.what]
 
 
 def row(folder: Path, section: str, what: str, experiment: str = "AlexNet / Flowers-102") -> Row:
@@ -94,7 +94,7 @@ def test_seeds_give_a_standard_deviation_and_decide(tmp_path: Path) -> None:
     assert found.verdict == verdict.Verdict("undecided", "smaller than its standard deviation")
 
 
-def test_unfinished_runs_decide_nothing(tmp_path: Path) -> None:
+def test_unfinished_runs_leave_verdicts_undecided(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "h", "alexnet-flowers", epochs=9)
     write_paper_run(tmp_path / "t", "alexnet-flowers", method="taylor")
     found = row(tmp_path, "areas", "HGNP over Taylor")
@@ -103,7 +103,7 @@ def test_unfinished_runs_decide_nothing(tmp_path: Path) -> None:
     assert row(tmp_path, "training", "HGNP, to κ = 35.1 %").verdict.word == "not run"
 
 
-def test_fine_tuned_snapshots_are_taken_where_there_are_some(tmp_path: Path) -> None:
+def test_fine_tuned_snapshots_are_preferred_to_the_curve(tmp_path: Path) -> None:
     write_paper_run(
         tmp_path / "h", "vgg16-cifar10", accuracy=lambda k: 0.5, snapshots=[(0.3, 0.29, 0.94), (0.1, 0.098, 0.915)]
     )
@@ -203,7 +203,7 @@ def test_runs_without_epochs_or_validation_data_give_no_rows(tmp_path: Path) -> 
     blind = write_paper_run(tmp_path / "t", "vgg16-cifar10", method="taylor")
     lines = [json.loads(line) | {"metric": None} for line in (blind / "metrics.jsonl").read_text().splitlines()]
     (blind / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    judged = {each.verdict.word for each in outcome(scan(tmp_path)).rows if each.claim.section != "training"}
+    judged = {each.verdict.word for each in paper_report(scan(tmp_path)).rows if each.claim.section != "training"}
     assert judged == {"not run"}
     assert row(tmp_path, "training", "HGNP, to κ", "VGG-16 / CIFAR-10").verdict.word == "not run"
     assert row(tmp_path, "training", "Taylor, to κ", "VGG-16 / CIFAR-10").ours is not None
@@ -229,5 +229,5 @@ def test_runs_without_epochs_or_validation_data_give_no_rows(tmp_path: Path) -> 
         (verdict.ahead(0.99), "differs"),
     ],
 )
-def test_the_rule(told: verdict.Verdict, word: str) -> None:
+def test_verdicts_follow_the_rule(told: verdict.Verdict, word: str) -> None:
     assert told.word == word

@@ -30,7 +30,7 @@ def with_snapshots(folder: Path, points: dict[float, tuple[float, float | None]]
     return folder
 
 
-def test_a_run_shows_its_snapshots(tmp_path: Path) -> None:
+def test_a_report_shows_snapshots(tmp_path: Path) -> None:
     folder = with_snapshots(tmp_path / "run", {0.5: (0.42, 0.9125), 0.45: (0.42, 0.9125), 0.2: (0.19, 0.8875)})
     run = read(folder)
     assert run.snapshot_points() == ((0.42, 0.9125), (0.19, 0.8875))
@@ -88,7 +88,7 @@ def test_snapshots_without_a_metric_are_no_points(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [{}, [3], [{"asked": 0.5, "kept": "x", "metric": 1.0}], [{"asked": 0.5, "kept": 0.4}]])
-def test_a_damaged_result_is_said(tmp_path: Path, rows: Any) -> None:
+def test_a_damaged_result_is_refused(tmp_path: Path, rows: Any) -> None:
     folder = write_run(tmp_path / "run")
     result = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps(result | {"snapshots": rows or {"a": 1}}))

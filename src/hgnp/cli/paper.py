@@ -18,7 +18,7 @@ def paper(
     """Compare the paper's numbers with those of your runs, with deviations and verdicts; page, tables, figures."""
     from hgnp.io.atomic import as_json as text
     from hgnp.reporting import publish
-    from hgnp.reporting.paper.outcome import conclusion
+    from hgnp.reporting.paper.report import conclusion
     from hgnp.reporting.paper.verdict import NONE, NOT_RUN
 
     made, place = publish.paper(results, out)

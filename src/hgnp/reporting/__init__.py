@@ -1,1 +1,1 @@
-"""What is made of runs: curves, comparisons, the hybrid, charts, pages, the paper next to them; and timed inference."""
+"""Reports about runs: curves of accuracy against κ, comparisons, the hybrid, charts, HTML pages; inference timing."""

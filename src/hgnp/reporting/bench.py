@@ -1,25 +1,32 @@
-"""Inference of full, weight-pruned and neuron-pruned networks, timed side by side.
+"""Inference times of full, weight-pruned and neuron-pruned networks.
 
 Weight-pruned means, as in the paper: the full-size network with random weights, all but a fraction κ of them zero, on ordinary
-dense kernels. Every network is timed in every variant (a way to run it: eager, compiled, half precision …), all in turns within
-one process, so that all meet the same conditions.
+dense kernels. Every network is timed in every variant (eager, compiled, half precision …), all in turns within one process
+under the same conditions.
 """
 
 import copy
+import datetime
 import itertools
+import os
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
+from rich.table import Table
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hgnp.errors import InputError, brief
+from hgnp.io.atomic import write_csv
 from hgnp.pruning import Neurons
-from hgnp.reporting.timings import Bench, conditions
-from hgnp.reporting.variants import DEFAULTS, VARIANTS, Way, compiling, way
+from hgnp.reporting.variants import DEFAULTS, VARIANTS, PreparedNetwork, compile_limits, prepare
 from hgnp.timing import time_interleaved
 
 BATCHES = {"cpu": 128, "cuda": 2000}
@@ -29,8 +36,51 @@ Progress = Callable[[str, int, int], object]
 
 
 @dataclass(frozen=True)
+class BenchResult:
+    """Inference times: one row per network, variant, device and batch size."""
+
+    rows: list[dict[str, Any]]
+    """`network`, `variant`, `device`, `batch`; `median_ms`, `low_ms`, `high_ms` (quartiles), `repeats`; `parameters` and `macs`
+    (per sample) that the network computes with, `kept`, `accuracy` (as given); `speedup` against the full network in the same
+    variant, `speedup_eager` against it in eager mode; `difference` of the output from the same network's in eager mode,
+    relative; `first_s`, seconds until the first result, compilation or export included; `reason` why there are no times."""
+    about: dict[str, Any]
+    """Date, versions, threads and the devices' names."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self.about, "rows": self.rows}
+
+    def write_csv(self, path: str | os.PathLike[str]) -> Path:
+        header = list(self.rows[0])
+        return write_csv(path, header, [[row[name] for name in header] for row in self.rows])
+
+    def table(self) -> Table:
+        columns = ("network", "kept", "variant", "batch", "ms", "quartiles", "speed-up", "against eager", "MMACs")
+        several = len({row["device"] for row in self.rows}) > 1
+        table = Table(
+            title=escape(f"Inference, {', '.join(self.about['devices'].values())}"),
+            title_justify="left",
+            caption_justify="left",
+        )
+        for name in (*(["device"] if several else []), *columns):
+            table.add_column(name, justify="left" if name in ("network", "variant", "device") else "right")
+        for row in self.rows:
+            cells = [row["network"], f"{row['kept']:.1%}", row["variant"], str(row["batch"])]
+            if row["reason"] is None:
+                cells += [f"{row['median_ms']:.2f}", f"{row['low_ms']:.2f} to {row['high_ms']:.2f}"]
+                cells += ["" if row[key] is None else f"{row[key]:.2f}×" for key in ("speedup", "speedup_eager")]
+            else:
+                cells += ["–"] * 4
+            cells = [*([row["device"]] if several else []), *cells, f"{row['macs'] / 1e6:.1f}"]
+            table.add_row(*map(escape, cells))
+        failures = {f"{row['network']}, {row['variant']}, batch {row['batch']}": row["reason"] for row in self.rows}
+        table.caption = escape("\n".join(f"{what}: {why}" for what, why in failures.items() if why)) or None
+        return table
+
+
+@dataclass(frozen=True)
 class Entry:
-    """A network to time beside the full one: a pruned module, or a fraction of weights that the full one is to keep."""
+    """A network to time against the full one: a pruned module, or the fraction of weights that the full one keeps."""
 
     label: str
     what: nn.Module | float
@@ -47,13 +97,13 @@ def bench(
     variants: Sequence[str] | None = None,
     repeats: int = 15,
     progress: Progress | None = None,
-) -> Bench:
+) -> BenchResult:
     """Time `full`, the same network weight-pruned, and `small`, which keeps the same fraction of parameters.
 
     `sample` is one input without its batch dimension: a tensor, or a tuple of them. `batches` defaults to the paper's: 128 on
     a CPU, 2000 on a GPU. `variants` are "eager", "no_tf32" (GPU), "channels_last", "compile", "bf16", "fp16", "onnx" (CPU);
-    by default those that make sense on the device. What cannot be run is a row with its reason. `progress(label, i, n)` is
-    told of every step.
+    by default those that suit the device. A variant that cannot run gives a row with the reason. `progress(label, i, n)` is
+    called at every step.
     """
     entries = [
         Entry("weight-pruned", _parameters(small) / _parameters(full)),
@@ -74,43 +124,43 @@ def equal_accuracy(
     variants: Sequence[str] | None = None,
     repeats: int = 15,
     progress: Progress | None = None,
-) -> Bench:
+) -> BenchResult:
     """Time `full` and any number of pruned networks in one run, such as those that reach the same accuracy.
 
     The paper's: `[Entry("neuron-pruned", small, 0.92), Entry("weight-pruned", 0.03, 0.92)]`, the first at κ = 14.4 %.
     """
     labels = ["full", *(entry.label for entry in entries)]
     if len(set(labels)) < len(labels):
-        raise InputError(f"entries: labels {labels} were given, 'full' being taken; a label of its own each would do")
+        raise InputError(f"labels must be distinct and other than 'full', got {labels[1:]}")
     devices = [_device(each) for each in ([device] if isinstance(device, str | torch.device) else device)]
     devices = list(dict.fromkeys(devices))
     places = [(d, _batches(batches, d), _variants(variants, d)) for d in devices]
     if not isinstance(repeats, int) or repeats < 1:
-        raise InputError(f"repeats: {repeats!r} was given; a whole number of at least 1 would do")
+        raise InputError(f"repeats must be a whole number ≥ 1, got {repeats!r}")
     samples = tuple(sample) if isinstance(sample, tuple | list) else (sample,)
     if not samples or not all(isinstance(each, Tensor) for each in samples):
-        raise InputError("sample: a tensor without a batch dimension, or a tuple of them, would do")
+        raise InputError(f"sample must be a tensor without a batch dimension, or a tuple of tensors, got {sample!r}")
 
-    contestants = _contestants(full, entries, samples)
-    steps = sum(len(chosen) * len(contestants) + len(sizes) * (WARMUP + repeats) for _, sizes, chosen in places)
+    networks = _networks(full, entries, samples)
+    steps = sum(len(chosen) * len(networks) + len(sizes) * (WARMUP + repeats) for _, sizes, chosen in places)
     tick = _ticker(progress, steps)
     rows: list[dict[str, Any]] = []
-    with compiling():
+    with compile_limits():
         for place, sizes, chosen in places:
-            runners = _runners(contestants, chosen, samples, place, tick)
+            runners = _runners(networks, chosen, samples, place, tick)
             for size in sizes:
                 rows += _timed(runners, samples, place, size, repeats, tick)
-    return Bench(rows, conditions(devices))
+    return BenchResult(rows, conditions(devices))
 
 
 def weight_pruned(full: nn.Module, kept: float, *, seed: int = 0) -> nn.Module:
     """A copy of `full` with random weights, all but exactly the fraction `kept` of them zero. Biases and norms stay.
 
-    Weights are those of two or more dimensions. What is left is drawn wide enough for activations to keep their size: numbers
-    next to zero would be slow on a CPU.
+    Weights are those of two or more dimensions. The remaining weights are scaled so that activations keep their size: denormal
+    numbers would be slow on a CPU.
     """
     if not isinstance(kept, int | float) or not 0 < kept <= 1:
-        raise InputError(f"kept: {kept!r} was given; a fraction above 0 and up to 1 would do")
+        raise InputError(f"kept must be a fraction in (0, 1], got {kept!r}")
     random = torch.Generator().manual_seed(seed)
     net = copy.deepcopy(full)
     weights = [parameter for parameter in net.parameters() if parameter.dim() > 1]
@@ -127,7 +177,7 @@ def weight_pruned(full: nn.Module, kept: float, *, seed: int = 0) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class _Contestant:
+class _Network:
     net: nn.Module
     label: str
     parameters: int
@@ -138,52 +188,52 @@ class _Contestant:
 
 @dataclass(frozen=True)
 class _Runner:
-    """A contestant in one variant, ready to run, or the reason why not."""
+    """A network in one variant, ready to run, or the reason why it cannot."""
 
-    contestant: _Contestant
-    net: nn.Module  # on the device, as it is: what the variant's output is compared with
+    network: _Network
+    net: nn.Module  # on the device, unchanged: the reference for the variant's output
     variant: str
-    way: Way | None
+    prepared: PreparedNetwork | None
     reason: str | None
     seconds: float
 
 
-def _contestants(full: nn.Module, entries: Sequence[Entry], samples: Sequence[Tensor]) -> list[_Contestant]:
-    found: list[_Contestant] = []
+def _networks(full: nn.Module, entries: Sequence[Entry], samples: Sequence[Tensor]) -> list[_Network]:
+    found: list[_Network] = []
     for entry in [Entry("full", full), *entries]:
         if isinstance(entry.what, nn.Module):
             net = copy.deepcopy(entry.what).cpu().eval()
             count = _parameters(net)
-            # two rows: in train mode, which Neurons looks at too, some norms do not take one
+            # two rows: Neurons also traces train mode, in which some norms reject one row
             macs = Neurons(net, _batch(samples, 2, torch.device("cpu"))).macs // 2
             kept = count / _parameters(full)
         else:
             net = weight_pruned(found[0].net, entry.what)
             count, macs, kept = found[0].parameters, found[0].macs, entry.what
-        found.append(_Contestant(net, entry.label, count, macs, kept, entry.accuracy))
+        found.append(_Network(net, entry.label, count, macs, kept, entry.accuracy))
     return found
 
 
 def _runners(
-    contestants: Sequence[_Contestant],
+    networks: Sequence[_Network],
     variants: Sequence[str],
     samples: Sequence[Tensor],
     device: torch.device,
     tick: Callable[[str], None],
 ) -> list[_Runner]:
-    nets = [copy.deepcopy(contestant.net).to(device) for contestant in contestants]
+    nets = [copy.deepcopy(network.net).to(device) for network in networks]
     example = _batch(samples, 2, device)
     runners = []
     for variant in variants:
-        for contestant, net in zip(contestants, nets, strict=True):
-            tick(f"{contestant.label}, {variant}, {device}")
+        for network, net in zip(networks, nets, strict=True):
+            tick(f"{network.label}, {variant}, {device}")
             start = time.perf_counter()
             made, reason = None, None
             try:
-                made = way(variant, net, example)
+                made = prepare(variant, net, example)
             except Exception as error:
                 reason = _reason(error)
-            runners.append(_Runner(contestant, net, variant, made, reason, time.perf_counter() - start))
+            runners.append(_Runner(network, net, variant, made, reason, time.perf_counter() - start))
     return runners
 
 
@@ -197,18 +247,18 @@ def _timed(
 ) -> list[dict[str, Any]]:
     inputs = _batch(samples, size, device)
     rows = [_row(runner, device, size) for runner in runners]
-    # A step of its own, timed in vain, moves the progress bar outside of everybody's time.
+    # A separate call, whose time is ignored, advances the progress bar outside the timed calls.
     calls: list[Callable[[], Any]] = [lambda: tick(f"batch {size}, {device}")]
     timed = []
     for runner, row in zip(runners, rows, strict=True):
-        if runner.way is None:
+        if runner.prepared is None:
             continue
         try:
-            call = _call(runner.way, inputs)
+            call = _call(runner.prepared, inputs)
             start = time.perf_counter()
             output = tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, call())
             row["first_s"] = runner.seconds + time.perf_counter() - start
-            row["difference"] = _difference(output, _call(Way(runner.net), inputs)())
+            row["difference"] = _difference(output, _call(PreparedNetwork(runner.net), inputs)())
         except Exception as error:
             row["reason"] = _reason(error)
         else:
@@ -226,19 +276,19 @@ def _timed(
 
 
 def _row(runner: _Runner, device: torch.device, size: int) -> dict[str, Any]:
-    mine = runner.contestant
+    mine = runner.network
     row = {"network": mine.label, "variant": runner.variant, "device": str(device), "batch": size}
     row |= dict.fromkeys(("median_ms", "low_ms", "high_ms", "repeats"))
     row |= {"parameters": mine.parameters, "macs": mine.macs, "kept": mine.kept, "accuracy": mine.accuracy}
     return row | dict.fromkeys(("speedup", "speedup_eager", "difference", "first_s")) | {"reason": runner.reason}
 
 
-def _call(way: Way, inputs: Sequence[Tensor]) -> Callable[[], Any]:
-    ready = [way.convert(tensor) for tensor in inputs]
+def _call(prepared: PreparedNetwork, inputs: Sequence[Tensor]) -> Callable[[], Any]:
+    ready = [prepared.convert(tensor) for tensor in inputs]
 
     def call() -> Any:
         with torch.inference_mode():
-            return way.call(*ready)
+            return prepared.call(*ready)
 
     return call
 
@@ -255,7 +305,7 @@ def _difference(output: Any, reference: Any) -> float:
 
 
 def _batch(samples: Sequence[Tensor], size: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Random rows like the samples; integers are the sample's own, whose range is not known."""
+    """Random rows shaped like the samples; integer inputs repeat the sample, as their range is unknown."""
     random = torch.Generator().manual_seed(0)
     return tuple(
         torch.randn(size, *sample.shape, generator=random).to(device, sample.dtype)
@@ -272,14 +322,16 @@ def _device(given: Device) -> torch.device:
         device = None
     ready = {"cpu": True, "cuda": torch.cuda.is_available()}
     if device is None or not ready.get(device.type, False):
-        raise InputError(f"device: {str(given)!r} was given; {' or '.join(k for k in ready if ready[k])} would do here")
+        raise InputError(
+            f"device must be {' or '.join(k for k in ready if ready[k])} on this machine, got {str(given)!r}"
+        )
     return device
 
 
 def _batches(given: int | Sequence[int] | None, device: torch.device) -> list[int]:
     sizes = [BATCHES[device.type]] if given is None else [given] if isinstance(given, int) else list(given)
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise InputError(f"batches: {given!r} was given; whole numbers of at least 1 would do")
+        raise InputError(f"batches must be whole numbers ≥ 1, got {given!r}")
     return list(dict.fromkeys(sizes))
 
 
@@ -287,7 +339,7 @@ def _variants(given: Sequence[str] | None, device: torch.device) -> list[str]:
     chosen = list(dict.fromkeys(DEFAULTS[device.type] if given is None else given))
     for name in chosen:
         if name not in VARIANTS:
-            raise InputError(f"variants: {name!r} was given; {', '.join(VARIANTS)} would do")
+            raise InputError(f"variants must be among {', '.join(VARIANTS)}, got {name!r}")
     return chosen
 
 
@@ -307,3 +359,28 @@ def _reason(error: Exception) -> str:
 
 def _parameters(net: nn.Module) -> int:
     return sum(parameter.numel() for parameter in net.parameters())
+
+
+def conditions(devices: Sequence[torch.device]) -> dict[str, Any]:
+    """Date, versions, threads and devices: what times depend on besides the networks."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("hgnp", "onnxruntime"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions,
+        "threads": torch.get_num_threads(),
+        "devices": {str(device): _device_name(device) for device in devices},
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()

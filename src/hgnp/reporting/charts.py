@@ -1,4 +1,4 @@
-"""What a chart says, apart from how it is drawn: `figures` draws it with matplotlib, `page` with plotly.js.
+"""The content of charts, independent of how they are drawn: `figures` draws it with matplotlib, `page` with plotly.js.
 
 Values are as in the run (κ and accuracy as fractions, seconds); an axis with `percent` shows them in percent.
 """
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Okabe and Ito's colours, told apart by colour-blind readers; each series also has a dash and a marker of its own
+# Okabe and Ito's palette for colour-blind readers; series also differ in dash and marker
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A6A00", "#444444")
 PALE = "#C9D3DC"
 Number = float | None
@@ -37,7 +37,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """A line (with a band from `low` to `high`), or bars. `colour` counts in COLOURS; −1 is pale, for what lies behind."""
+    """A line (with a band from `low` to `high`), or bars. `colour` indexes COLOURS; −1 is pale, for the background."""
 
     label: str
     x: tuple[Any, ...]
@@ -48,16 +48,16 @@ class Series:
     dashed: bool = False
     markers: bool = True
     line: bool = True
-    """Without: points alone, whatever `markers` says."""
+    """False: markers only, whatever `markers` says."""
 
     @property
-    def paint(self) -> str:
+    def css_colour(self) -> str:
         return PALE if self.colour < 0 else COLOURS[self.colour % len(COLOURS)]
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A thin line across the chart at one value of x (`vertical`) or y."""
+class ReferenceLine:
+    """A thin labelled line across the chart at one value of x (`vertical`) or y."""
 
     value: float
     label: str
@@ -66,7 +66,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines, or bars that overlay each other. `alt` says in a sentence what is to be seen."""
+    """Lines, or bars that overlay each other. `alt` describes the chart in a sentence."""
 
     key: str
     title: str
@@ -74,13 +74,13 @@ class Chart:
     x: Axis
     y: Axis
     series: tuple[Series, ...]
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[ReferenceLine, ...] = ()
     bars: bool = False
 
 
 @dataclass(frozen=True)
-class Heat:
-    """Shares between 0 and 1, a row for each name and a column for each epoch; `notes` is what to show at a cell."""
+class Heatmap:
+    """Fractions between 0 and 1, one row per name and one column per epoch; `notes` are the cells' hover texts."""
 
     key: str
     title: str
@@ -93,20 +93,20 @@ class Heat:
 
 
 @dataclass(frozen=True)
-class Absent:
-    """A chart that a run has no data for, and why."""
+class MissingChart:
+    """A chart without data, and the reason."""
 
     title: str
     reason: str
 
 
-Figure = Chart | Heat
+Figure = Chart | Heatmap
 
 
-def short(names: Sequence[str], limit: int = 18) -> list[str]:
-    """Names for the ticks of an axis: without the parts that all begin with, long ones by their end; distinct if they were.
+def short_names(names: Sequence[str], limit: int = 18) -> list[str]:
+    """Tick labels: names without their common prefix, long ones cut at the front; distinct names stay distinct.
 
-    A bare number says nothing: `features.0` stays what it is.
+    A bare number is not a label: `features.0` stays as it is.
     """
     parts = [name.split(".") for name in names]
     shared = 0
@@ -120,8 +120,8 @@ def short(names: Sequence[str], limit: int = 18) -> list[str]:
 
 
 def table(figure: Figure) -> tuple[list[str], Iterable[list[Any]]]:
-    """Header and rows with every number of the figure, for a CSV: one row a point of a series, or one a layer and epoch."""
-    if isinstance(figure, Heat):
+    """Header and rows with every number of the figure, for a CSV: one row per point of a series, or per layer and epoch."""
+    if isinstance(figure, Heatmap):
         cells = (
             [name, epoch, share]
             for name, shares in zip(figure.names, figure.shares, strict=True)

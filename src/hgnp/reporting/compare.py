@@ -1,8 +1,7 @@
-"""Runs side by side: seeds as mean and spread, differences from a baseline, areas, crossings, and the composed hybrid.
+"""Comparison of runs: mean and spread over seeds, differences from a baseline, areas, crossings, and the composed hybrid.
 
-Runs on the same data and network with the same metric make up a *study*. Within it, runs that differ in nothing but the seed,
-their name and where they ran are one *group*. Everything is compared over the κ that all runs of a study reach, between their
-points along straight lines, never beyond them.
+Runs with the same data, network and metric form a *study*. Within a study, runs that differ only in seed, name and place form a
+*group*. Groups are compared over the κ that all runs of the study reach, by linear interpolation, never extrapolation.
 """
 
 import json
@@ -23,7 +22,7 @@ LEVELS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02)  # κ at which a table state
 
 @dataclass(frozen=True)
 class SnapshotPoint:
-    """Fine-tuned snapshots of a group's runs at one value: means, and the metric's standard deviation."""
+    """Fine-tuned snapshots of a group at one requested κ: mean κ, mean metric and its standard deviation."""
 
     asked: float
     kept: float
@@ -34,10 +33,10 @@ class SnapshotPoint:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in the seed alone. `curve` is over the study's range, `mean_metric` its area over the range's length.
+    """Runs that differ only in the seed. `curve` covers the study's range; `mean_metric` is its area divided by the range.
 
-    `final` is the metric of the finished runs' own last networks, mean and standard deviation: at the low end of the range
-    the curve is a line between a network just pruned and a fine-tuned one.
+    `final` is the mean metric of the finished runs' final networks, with its standard deviation. At the low end of the range
+    the curve interpolates between a network just pruned and a fine-tuned one.
     """
 
     label: str
@@ -52,16 +51,16 @@ class Group:
     final: float | None
     final_spread: float | None
     seconds: float
-    """Of training, a run."""
+    """Mean training time of a run."""
     hardware: str
-    """The devices that it was trained on."""
+    """The devices of the runs."""
     snapshots: tuple[SnapshotPoint, ...] = ()
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A group against the baseline: `relative` in percent of the baseline's metric at each κ of `kept` (None where that is not
-    positive), `gain` the same for the areas, `crossings` from large κ to small."""
+class BaselineComparison:
+    """A group relative to the baseline: `relative` in percent of the baseline's metric at each κ of `kept` (None where that is
+    not positive), `gain` likewise for the areas, `crossings` from large κ to small."""
 
     label: str
     baseline: str
@@ -81,7 +80,7 @@ class Study:
     range: tuple[float, float] | None
     baseline: str
     groups: tuple[Group, ...]
-    pairs: tuple[Pair, ...]
+    pairs: tuple[BaselineComparison, ...]
     switch: Switch | None
     notes: tuple[str, ...]
 
@@ -111,13 +110,13 @@ class Study:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Studies, and the model of the threshold: the Lasso from the paper's experiments and every study with a crossing, or
-    the paper's."""
+    """Studies, and the threshold model: the Lasso fitted on the paper's experiments and every study with a crossing, or the
+    paper's own formula."""
 
     studies: tuple[Study, ...]
     runs: tuple[Run, ...]
     model: hybrid.Model
-    weakness: tuple[str, ...]
+    limitations: tuple[str, ...]
 
 
 def compare_runs(runs: Sequence[Run], *, baseline: str | None = None, threshold: Choice = "fit") -> Comparison:
@@ -127,9 +126,9 @@ def compare_runs(runs: Sequence[Run], *, baseline: str | None = None, threshold:
     """
     check_choice(threshold)
     if not runs:
-        raise InputError("runs: none were given; at least one folder would do")
+        raise InputError("runs must hold at least one run, got none")
     members = _by_study(runs)
-    titles = _told_apart([_title(each[0]) for each in members], [_made_from(each) for each in members])
+    titles = _disambiguated([_title(each[0]) for each in members], [_model_and_data(each) for each in members])
     drafts = [_study(title, each, baseline) for title, each in zip(titles, members, strict=True)]
     samples = [_sample(study) for study in drafts]
     studies = []
@@ -140,31 +139,31 @@ def compare_runs(runs: Sequence[Run], *, baseline: str | None = None, threshold:
         model = hybrid.fit(features=hybrid.PAPERS_CHOICE)
     else:
         model = hybrid.fit((*hybrid.PAPER, *(sample for sample in samples if sample is not None)))
-    return Comparison(tuple(studies), tuple(runs), model, hybrid.weakness(model))
+    return Comparison(tuple(studies), tuple(runs), model, hybrid.limitations(model))
 
 
 def _by_study(runs: Sequence[Run]) -> list[list[Run]]:
-    """A run without a configuration goes with the first that has one and is the same in all that is known of both."""
+    """Groups runs by study. A run without a configuration joins the first one with a configuration that matches otherwise."""
     studies: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         alike = [each for each in runs if _known(each) == _known(run)]
-        studies.setdefault((_known(run), _text(_made_from([run, *alike]))), []).append(run)
+        studies.setdefault((_known(run), _text(_model_and_data([run, *alike]))), []).append(run)
     return list(studies.values())
 
 
 def _known(run: Run) -> str:
-    """What the run itself says of network, data and metric."""
+    """Network, data and metric as recorded in run.json."""
     info = run.info
     return _text([info.get("model"), run.metric, info.get("features"), info["at_start"].get("parameters")])
 
 
-def _made_from(runs: Sequence[Run]) -> dict[str, Any]:
-    """Network and data as the first configuration among the runs has them."""
+def _model_and_data(runs: Sequence[Run]) -> dict[str, Any]:
+    """The network and data settings of the first configuration among the runs."""
     settings = next((found for run in runs if (found := configured(run))), {})
-    return {name: value for name, value in settings.items() if _of_study(name)}
+    return {name: value for name, value in settings.items() if _defines_study(name)}
 
 
-def _of_study(name: str) -> bool:
+def _defines_study(name: str) -> bool:
     return name.partition(".")[0] in ("model", "model_args", "data")
 
 
@@ -178,23 +177,21 @@ def _study(title: str, runs: Sequence[Run], baseline: str | None) -> Study:
         groups.setdefault(_text([run.label, run_settings(run)]), []).append(run)
     members = list(groups.values())
     called = [group[0].label or _name(group[0]) for group in members]
-    labels = _told_apart(called, [run_settings(group[0]) for group in members])
+    labels = _disambiguated(called, [run_settings(group[0]) for group in members])
 
     notes: list[str] = []
     for run in runs:
         if len(run.curve()) < 2:
-            notes.append(
-                f"{run.title} is left out: it has {len(run.curve())} points of accuracy against κ, and 2 are needed."
-            )
+            notes.append(f"{run.title} is left out: its curve must have at least 2 points, got {len(run.curve())}.")
         elif run.result is None:
-            notes.append(f"{run.title} is {run.state}; it is compared as far as it got.")
+            notes.append(f"{run.title} is {run.state}; it is compared over the κ it reached.")
     used = [[run for run in group if len(run.curve()) >= 2] for group in members]
     for label, group in zip(labels, used, strict=True):
         if len({run.seed for run in group}) < len(group):
-            notes.append(f"{label} holds one seed more than once; its spread may be too small.")
+            notes.append(f"{label} has several runs with one seed; its spread may be too small.")
     grid = curves.common_grid([run.curve() for group in used for run in group])
     if grid is None:
-        notes.append("There is no range of κ that all runs reach, so nothing is compared.")
+        notes.append("No range of κ is covered by all runs, so nothing is compared.")
 
     made = [_group(*parts, grid) for parts in zip(labels, members, used, strict=True)]
     against = _baseline(made, baseline)
@@ -213,14 +210,14 @@ def _name(run: Run) -> str:
 
 
 def run_settings(run: Run) -> dict[str, Any]:
-    """What makes runs of a study repeats of each other when only the seed differs."""
+    """The settings that must be equal for runs to be repeats that differ only in the seed."""
     recipe = {name: value for name, value in run.recipe.items() if name not in ("seed", "snapshots")}
-    rest = {name: value for name, value in configured(run).items() if not _of_study(name)}
+    rest = {name: value for name, value in configured(run).items() if not _defines_study(name)}
     return {**recipe, "start": run.info.get("start"), **rest}
 
 
 def configured(run: Run) -> dict[str, Any]:
-    """What the run's configuration sets besides recipe and seed; nothing for a run of `hgnp.prune`, which has none."""
+    """The settings in config.yaml other than recipe and seed; empty for a run of `hgnp.prune`, which has no configuration."""
     file = run.folder / "config.yaml"
     if run.info.get("name") is None or not file.is_file():
         return {}
@@ -228,8 +225,8 @@ def configured(run: Run) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name.partition(".")[0] not in ("recipe", "seed")}
 
 
-def _told_apart(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names; where several are the same, also the settings in which they differ."""
+def _disambiguated(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names; equal ones are extended by the settings in which they differ."""
     labels = []
     for name, mine in zip(names, settings, strict=True):
         alike = [other for called, other in zip(names, settings, strict=True) if called == name]
@@ -240,7 +237,7 @@ def _told_apart(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> 
 
 
 def _text(value: Any) -> str:
-    """Equal for what is equal."""
+    """A canonical string: equal values give equal strings."""
     return json.dumps(value, sort_keys=True, default=str)
 
 
@@ -283,15 +280,15 @@ def _baseline(groups: Sequence[Group], wanted: str | None) -> Group:
     for group in (*(g for g in groups if g.label == name), *(g for g in groups if g.method == name)):
         return group
     if wanted is not None:
-        raise InputError(f"baseline: {wanted!r} was given; {' or '.join(group.label for group in groups)} would do")
+        raise InputError(f"baseline must be {' or '.join(group.label for group in groups)}, got {wanted!r}")
     return groups[0]
 
 
-def _pair(group: Group, baseline: Group) -> Pair:
+def _pair(group: Group, baseline: Group) -> BaselineComparison:
     mine, other = group.curve, baseline.curve
     assert mine is not None
     assert other is not None
-    return Pair(
+    return BaselineComparison(
         label=group.label,
         baseline=baseline.label,
         kept=mine.kept,
@@ -301,14 +298,14 @@ def _pair(group: Group, baseline: Group) -> Pair:
     )
 
 
-def _contestants(study: Study) -> tuple[Group, Group] | None:
+def _hgnp_and_taylor(study: Study) -> tuple[Group, Group] | None:
     """The first group of HGNP and the first of Taylor, if both have a curve."""
     found = [next((g for g in study.groups if g.method == name and g.curve), None) for name in ("hgnp", "taylor")]
     return None if found[0] is None or found[1] is None else (found[0], found[1])
 
 
 def _sample(study: Study) -> hybrid.Sample | None:
-    both = _contestants(study)
+    both = _hgnp_and_taylor(study)
     if both is None or both[0].curve is None or both[1].curve is None:
         return None
     threshold = lowest_crossing(both[0].curve, both[1].curve)
@@ -319,7 +316,7 @@ def _sample(study: Study) -> hybrid.Sample | None:
 
 
 def _with_switch(study: Study, known: Sequence[hybrid.Sample], choice: Choice) -> Study:
-    both = _contestants(study)
+    both = _hgnp_and_taylor(study)
     if both is None or both[0].curve is None or both[1].curve is None:
         return study
     parts = [(group.label, group.curve) for group in both if group.curve is not None]
@@ -327,5 +324,5 @@ def _with_switch(study: Study, known: Sequence[hybrid.Sample], choice: Choice) -
     notes = list(study.notes)
     if switch.hindsight is not None:
         missing = hybrid.usable(hybrid.Sample(study.title, study.features, switch.hindsight))
-        notes += [f"These runs are no sample for the hybrid's regression: {missing}."] if missing else []
+        notes += [f"These runs are not used as a sample for the threshold model: {missing}."] if missing else []
     return replace(study, switch=switch, notes=tuple(notes))

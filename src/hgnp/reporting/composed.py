@@ -1,7 +1,7 @@
-"""The composed hybrid of a study: Taylor's networks above a threshold κ, HGNP's at and below it, from runs that are done.
+"""The composed hybrid of a study: Taylor's networks above a threshold κ, HGNP's at and below it, from finished runs.
 
-This is the paper's hybrid, put together afterwards. A run that switches by itself (`Recipe(method="hybrid")`) is a group of its
-study like any other.
+This is the paper's hybrid, composed afterwards. A run that switches during training (`Recipe(method="hybrid")`) is an ordinary
+group of its study.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,13 +27,13 @@ class Switch:
     hgnp: str
     taylor: str
     source: Literal["fit", "paper", "given"]
-    """Where the threshold is from: the Lasso on other experiments, the paper's two features, or the user."""
+    """Origin of the threshold: the Lasso on other experiments, the paper's two features, or the user."""
     samples: tuple[str, ...]
-    """The experiments that it was fitted on."""
+    """The experiments that the threshold is fitted on."""
     left_out: tuple[str, ...]
-    """The known experiments that were not, having the study's own data set and network."""
+    """Known experiments excluded from the fit because they have the study's data set and network."""
     caveats: tuple[str, ...]
-    """What should keep a reader from trusting it, in sentences."""
+    """Limitations, in sentences."""
     threshold: float | None
     reason: str | None
     area: float | None
@@ -45,27 +45,29 @@ class Switch:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """All of it in words."""
-        told = []
+        """The result in sentences."""
+        sentences = []
         if self.threshold is None:
-            told.append(f"No threshold is predicted: {self.reason}.")
+            sentences.append(f"No threshold is predicted: {self.reason}.")
         else:
             gains = _gains(self.over_taylor, self.over_hgnp)
-            told.append(
+            sentences.append(
                 f"The composed hybrid is {self.taylor} above κ = {self.threshold:.1%}, {self.hgnp} at and below; {gains}."
             )
-        told += [self._origin(), *self.caveats]
+        sentences += [self._origin(), *self.caveats]
         if self.hindsight is None:
-            told.append("In hindsight there is no crossing below which HGNP stays ahead: no sample for the regression.")
+            sentences.append(
+                "In hindsight there is no crossing below which HGNP stays ahead: no sample for the threshold model."
+            )
         else:
             gains = _gains(self.hindsight_over_taylor, self.hindsight_over_hgnp)
-            told.append(f"In hindsight HGNP is ahead below κ = {self.hindsight:.1%}; with that threshold {gains}.")
-        return tuple(told)
+            sentences.append(f"In hindsight HGNP is ahead below κ = {self.hindsight:.1%}; with that threshold {gains}.")
+        return tuple(sentences)
 
     def _origin(self) -> str:
-        """Where the threshold is from, or would have been."""
+        """The origin of the threshold in a sentence."""
         if self.source == "given":
-            return "The threshold is as given."
+            return "The threshold was set by the user."
         if self.source == "paper":
             return f"The threshold is the paper's, from two features: {formula(hybrid.fit(features=hybrid.PAPERS_CHOICE))}."
         own = f" Left out, as this is that experiment: {', '.join(self.left_out)}." if self.left_out else ""
@@ -92,18 +94,16 @@ def compose(
     model: hybrid.Model | None = None
     caveats: list[str] = []
     if choice == "fit":
-        model = hybrid.apart(features, known)
+        model = hybrid.fit_without(features, known)
     elif choice == "paper":
         model = hybrid.fit(features=hybrid.PAPERS_CHOICE)
     else:
         threshold = float(choice)
     if model is not None:
-        caveats.append(hybrid.counted(model))
+        caveats.append(hybrid.sample_counts(model))
         own = [s.name for s in model.samples if hybrid.same_experiment(s.features, features)]
         if own:
-            caveats.append(
-                f"This experiment is one of them ({', '.join(own)}), so that its threshold is no prediction."
-            )
+            caveats.append(f"This experiment is one of them ({', '.join(own)}), so its threshold is not a prediction.")
         try:
             threshold = model.predict(features)
             if (beyond := model.extrapolation(features)) is not None:
@@ -114,7 +114,7 @@ def compose(
     def gains(threshold: float | None) -> tuple[float | None, float | None, float | None]:
         if threshold is None:
             return None, None, None
-        area = curves.switched(below, above, threshold)
+        area = curves.composed_area(below, above, threshold)
         return area, curves.gain(area, curves.area(above)), curves.gain(area, curves.area(below))
 
     area, over_taylor, over_hgnp = gains(threshold)
@@ -138,7 +138,7 @@ def compose(
 
 
 def lowest_crossing(hgnp: Curve, taylor: Curve) -> float | None:
-    """The lowest crossing, if HGNP is ahead from there down to the end."""
+    """The lowest crossing, if HGNP is ahead at all smaller κ."""
     found = curves.crossings(hgnp, taylor)
     return found[-1].kept if found and found[-1].ahead_below else None
 

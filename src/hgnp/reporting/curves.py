@@ -1,7 +1,7 @@
 """Accuracy-against-κ curves as piecewise linear functions: mean and spread, area, difference, crossings.
 
-Between two points a curve is the straight line; beyond its points it has no value, so everything here happens on a range that
-all the curves cover. On the union of their points means, areas (trapezoids) and crossings are exact, not sampled.
+A curve is interpolated linearly between its points and undefined beyond them, so everything is computed over a range that all
+curves cover. On the union of their points, means, areas (trapezoidal rule) and crossings are exact.
 """
 
 import itertools
@@ -17,7 +17,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Curve:
-    """A mean curve over `count` runs, κ rising; `spread` is the standard deviation between runs (n − 1), None for one run."""
+    """A mean curve over `count` runs, κ ascending; `spread` is the standard deviation over runs (n − 1), None for one run."""
 
     kept: tuple[float, ...]
     mean: tuple[float, ...]
@@ -27,11 +27,11 @@ class Curve:
     def at(self, kept: float) -> float:
         """The mean at κ, which must be on the curve."""
         if not self.kept[0] <= kept <= self.kept[-1]:
-            raise InputError(f"kept: {kept:g} was given; the curve goes from {self.kept[0]:g} to {self.kept[-1]:g}")
+            raise InputError(f"kept must be on the curve, from {self.kept[0]:g} to {self.kept[-1]:g}, got {kept:g}")
         return float(np.interp(kept, self.kept, self.mean))
 
     def spread_at(self, kept: float) -> float | None:
-        """The spread at κ, between its points by a straight line."""
+        """The spread at κ, interpolated linearly."""
         return None if self.spread is None else float(np.interp(kept, self.kept, self.spread))
 
 
@@ -44,7 +44,7 @@ class Crossing:
 
 
 def common_grid(curves: Sequence[Points]) -> tuple[float, ...] | None:
-    """Every κ, rising, at which a curve has a point and all of them a value; None if they share less than an interval."""
+    """The κ of all points, ascending, within the range that all curves cover; None if the curves share no interval."""
     if not curves or any(len(points) < 2 for points in curves):
         return None
     low = max(min(kept for kept, _ in points) for points in curves)
@@ -54,7 +54,7 @@ def common_grid(curves: Sequence[Points]) -> tuple[float, ...] | None:
 
 
 def mean_curve(curves: Sequence[Points], grid: Sequence[float]) -> Curve:
-    """The mean over `curves` at every κ of `grid`, which lies within all of them."""
+    """The mean of `curves` at every κ of `grid`, which must lie within the range of each."""
     values = np.array([_values(points, grid) for points in curves])
     spread = tuple(values.std(axis=0, ddof=1).tolist()) if len(curves) > 1 else None
     return Curve(tuple(grid), tuple(values.mean(axis=0).tolist()), spread, len(curves))
@@ -66,7 +66,7 @@ def _values(points: Points, grid: Sequence[float]) -> np.ndarray:
 
 
 def area(curve: Curve) -> float:
-    """∫ metric dκ by trapezoids, κ as a fraction: for accuracy 1 on the whole range [0, 1] it is 1."""
+    """∫ metric dκ by the trapezoidal rule, κ as a fraction: 1 for accuracy 1 over [0, 1]."""
     mean = np.array(curve.mean)
     return float(np.sum(np.diff(curve.kept) * (mean[1:] + mean[:-1]) / 2))
 
@@ -77,9 +77,9 @@ def gain(first: float, second: float) -> float | None:
 
 
 def crossings(first: Curve, second: Curve) -> tuple[Crossing, ...]:
-    """Every κ at which `first` overtakes `second` or is overtaken, from large κ to small. Both on the same points.
+    """Every κ at which `first` overtakes `second` or is overtaken, from large κ to small. Both curves must share their κ.
 
-    Curves that touch without changing order do not cross; where they coincide over a stretch in between, its middle counts.
+    Curves that touch without changing order do not cross. If they coincide over an interval, the crossing is its midpoint.
     """
     found: list[Crossing] = []
     last: tuple[float, float] | None = None
@@ -102,8 +102,15 @@ def crossings(first: Curve, second: Curve) -> tuple[Crossing, ...]:
     return tuple(found)
 
 
-def switched(below: Curve, above: Curve, threshold: float) -> float:
-    """The area of the curve that is `below` for κ ≤ threshold and `above` beyond it, part by part: it may jump there."""
+def crossings_in_short(places: Sequence[str]) -> str:
+    """All of up to three crossings; of more, their number and the lowest."""
+    if len(places) > 3:
+        return f"{len(places)}, the lowest at {places[-1]}"
+    return ", ".join(places) or "none"
+
+
+def composed_area(below: Curve, above: Curve, threshold: float) -> float:
+    """The area of the curve that equals `below` for κ ≤ threshold and `above` for larger κ; it may jump at the threshold."""
     cut = min(max(threshold, below.kept[0]), below.kept[-1])
     lower = [kept for kept in below.kept if kept < cut]
     upper = [kept for kept in above.kept if kept > cut]
@@ -114,7 +121,7 @@ def switched(below: Curve, above: Curve, threshold: float) -> float:
 
 
 def share_ahead(first: Curve, second: Curve, below: float) -> float | None:
-    """The share of κ up to `below` at which `first` is the higher one; None if none is that low. Both on the same points."""
+    """The fraction of κ up to `below` at which `first` is higher; None if no κ is that low. Both curves must share their κ."""
     low, high = first.kept[0], min(below, first.kept[-1])
     if low >= high:
         return None
@@ -130,8 +137,8 @@ def share_ahead(first: Curve, second: Curve, below: float) -> float | None:
 
 
 def smallest_reaching(points: Points, level: float) -> tuple[float, bool] | None:
-    """The smallest κ at which the line through `points` is at `level` or above, and whether it is their end, so that the true
-    one may be smaller still; None if it never is."""
+    """The smallest κ at which the curve through `points` reaches `level`, and whether that is its lowest point, so that the
+    true value may be smaller still; None if the curve never reaches it."""
     ordered = sorted(points)
     if ordered and ordered[0][1] >= level:
         return ordered[0][0], True

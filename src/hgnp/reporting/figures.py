@@ -1,6 +1,6 @@
-"""Figures for a paper or a README with matplotlib: any chart as PNG, SVG and CSV, and `outcome`, one picture of a run.
+"""Figures for papers and READMEs by matplotlib: any chart as PNG, SVG and CSV, and `outcome`, a summary picture of a run.
 
-Nothing here touches pyplot's global state, so it works in a notebook, a script and a server alike.
+pyplot's global state is not used.
 """
 
 import io
@@ -20,13 +20,13 @@ from hgnp.errors import InputError
 from hgnp.io.atomic import write, write_csv
 from hgnp.io.runs import Run
 from hgnp.reporting import charts, run_charts
-from hgnp.reporting.charts import Absent, Axis, Chart, Figure, Heat, Series
+from hgnp.reporting.charts import Axis, Chart, Figure, Heatmap, MissingChart, Series
 
 INK, SOFT = "#1F2933", "#5B6670"
 STYLE: Any = {  # Any: matplotlib types the keys as literals
     "font.family": "DejaVu Sans",
     "font.size": 10,
-    "figure.facecolor": "white",  # opaque: pictures are looked at on dark pages too
+    "figure.facecolor": "white",  # opaque, for dark pages
     "axes.facecolor": "white",
     "savefig.facecolor": "auto",
     "savefig.transparent": False,
@@ -43,13 +43,13 @@ STYLE: Any = {  # Any: matplotlib types the keys as literals
     "axes.titlelocation": "left",
     "grid.color": "#E6E9EC",
     "legend.frameon": False,
-    "svg.hashsalt": "hgnp",  # the same figure is the same file
+    "svg.hashsalt": "hgnp",  # reproducible files
 }
 MARKERS = "osD^vPX*"
 
 
 def draw(figure: Figure, *, titled: bool = True) -> Canvas:
-    """The figure, 6.4 by 3.8 inches; a heat map grows with its layers. Untitled for places that have a heading."""
+    """The figure, 6.4 by 3.8 inches; a heat map grows with its layers. `titled=False` where the page has a heading."""
     height = 3.8 if isinstance(figure, Chart) else 1.6 + 0.2 * max(len(figure.names), 8)
     with mpl.rc_context(STYLE):
         canvas = Canvas(figsize=(6.4, height), layout="constrained")
@@ -58,7 +58,7 @@ def draw(figure: Figure, *, titled: bool = True) -> Canvas:
 
 
 def outcome(run: Run) -> Canvas:
-    """A run in one picture, 8 by 3.6 inches: in words, metric and parameters kept over the epochs, layers before and after."""
+    """A run in one picture, 8 by 3.6 inches: sentence, metric and parameters kept per epoch, layer widths before and after."""
     with mpl.rc_context(STYLE):
         canvas = Canvas(figsize=(8, 3.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
         canvas.suptitle(
@@ -66,7 +66,7 @@ def outcome(run: Run) -> Canvas:
         )
         left, right = canvas.subplots(1, 2)
         for figure, axes in ((run_charts.over_epochs(run), left), (run_charts.widths(run), right)):
-            if isinstance(figure, Absent):
+            if isinstance(figure, MissingChart):
                 axes.set_axis_off()
                 axes.set_title(figure.title)
                 axes.text(0.5, 0.5, figure.reason, ha="center", va="center", wrap=True, transform=axes.transAxes)
@@ -75,11 +75,11 @@ def outcome(run: Run) -> Canvas:
     return canvas
 
 
-def image(canvas: Canvas, kind: str) -> bytes:
+def image(canvas: Canvas, file_format: str) -> bytes:
     """The bytes of a "png" or "svg"; text in an SVG stays text."""
     file = io.BytesIO()
     with mpl.rc_context({**STYLE, "svg.fonttype": "none"}):
-        canvas.savefig(file, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else None)
+        canvas.savefig(file, format=file_format, dpi=200, metadata={"Date": None} if file_format == "svg" else None)
     return file.getvalue()
 
 
@@ -88,22 +88,22 @@ def save(figures: Iterable[Figure], folder: str | os.PathLike[str]) -> list[Path
     written = []
     for figure in figures:
         canvas = draw(figure)
-        written += [write(Path(folder, f"{figure.key}.{kind}"), image(canvas, kind)) for kind in ("png", "svg")]
+        written += [write(Path(folder, f"{figure.key}.{suffix}"), image(canvas, suffix)) for suffix in ("png", "svg")]
         written.append(write_csv(Path(folder, f"{figure.key}.csv"), *charts.table(figure)))
     return written
 
 
 def save_outcome(run: Run, file: str | os.PathLike[str]) -> Path:
     """`outcome` as a .png or .svg file."""
-    kind = Path(file).suffix.lstrip(".")
-    if kind not in ("png", "svg"):
-        raise InputError(f"file: {os.fspath(file)!r} was given; a name that ends in .png or .svg would do")
-    return write(file, image(outcome(run), kind))
+    suffix = Path(file).suffix.lstrip(".")
+    if suffix not in ("png", "svg"):
+        raise InputError(f"file must end in .png or .svg, got {os.fspath(file)!r}")
+    return write(file, image(outcome(run), suffix))
 
 
 def _onto(figure: Figure, axes: Axes, titled: bool = True) -> None:
     axes.set_title(_plain(figure.title) if titled else "", pad=16)  # above the labels of marks
-    if isinstance(figure, Heat):
+    if isinstance(figure, Heatmap):
         _heat(figure, axes)
     else:
         _chart(figure, axes)
@@ -114,7 +114,7 @@ def _chart(chart: Chart, axes: Axes) -> None:
     for number, series in enumerate(chart.series):
         if chart.bars:
             bars = axes.bar(
-                _labels(series.x), _floats(series), color=series.paint, label=_plain(series.label), width=0.8
+                _labels(series.x), _floats(series), color=series.css_colour, label=_plain(series.label), width=0.8
             )
             if named and len(series.x) <= 12:
                 axes.bar_label(bars, fmt="%g", fontsize=8, padding=1)
@@ -153,7 +153,7 @@ def _line(series: Series, number: int, axes: Axes) -> None:
     axes.plot(
         series.x,
         _floats(series),
-        color=series.paint,
+        color=series.css_colour,
         label=_plain(series.label),
         linestyle="none" if not series.line else "--" if series.dashed else "-",
         linewidth=1.6,
@@ -161,10 +161,10 @@ def _line(series: Series, number: int, axes: Axes) -> None:
         markersize=4 if series.line else 7,
     )
     if series.low is not None and series.high is not None:
-        axes.fill_between(series.x, series.low, series.high, color=series.paint, alpha=0.15, linewidth=0)
+        axes.fill_between(series.x, series.low, series.high, color=series.css_colour, alpha=0.15, linewidth=0)
 
 
-def _heat(heat: Heat, axes: Axes) -> None:
+def _heat(heat: Heatmap, axes: Axes) -> None:
     values = [[float("nan") if share is None else share for share in row] for row in heat.shares]
     first, last = heat.epochs[0], heat.epochs[-1]
     extent = (first - 0.5, last + 0.5, len(heat.names) - 0.5, -0.5)
@@ -172,7 +172,7 @@ def _heat(heat: Heat, axes: Axes) -> None:
     shown = axes.imshow(values, aspect="auto", cmap="cividis", vmin=0, vmax=1, extent=extent, interpolation="nearest")
     step = 1 + (len(heat.names) - 1) // 60
     axes.set_yticks(
-        range(0, len(heat.names), step), [_plain(name) for name in charts.short(heat.names)[::step]], fontsize=7
+        range(0, len(heat.names), step), [_plain(name) for name in charts.short_names(heat.names)[::step]], fontsize=7
     )
     _axis(run_charts.EPOCH, axes, "x")
     bar = axes.figure.colorbar(shown, ax=axes, format=PercentFormatter(1.0), pad=0.02)
@@ -201,5 +201,5 @@ def _floats(series: Series) -> list[float]:
 
 
 def _plain(text: str) -> str:
-    """Names are text, not matplotlib's mathematics."""
+    """Escapes `$`, which matplotlib reads as mathematics."""
     return text.replace("$", r"\$")

@@ -1,10 +1,10 @@
-"""The hybrid: Taylor's network above a threshold κ, HGNP's below it, the threshold predicted from what is known beforehand.
+"""The hybrid: Taylor's network above a threshold κ, HGNP's below it; the threshold is predicted from data and network.
 
-The paper regresses the threshold on nine features of data and architecture with a Lasso over its four experiments, which stand
-here as `PAPER`; a user's own pairs of runs are further samples. `fit` is that Lasso (standardised features, penalty by
-leave-one-out); `fit(features=PAPERS_CHOICE)` is least squares on the two features the paper ended with. Either clips what it
-predicts to [0, 1] and refuses features outside the range it has seen. An experiment that is itself among the samples is
-predicted from the rest (`apart`). `weakness` says how little all this can know.
+The paper regresses the threshold on nine features of data and architecture with a Lasso over its four experiments, `PAPER`
+here; a user's own pairs of runs are further samples. `fit` is that Lasso (standardised features, penalty by
+leave-one-out); `fit(features=PAPERS_CHOICE)` is least squares on the two features the paper ended with. Both clip
+their prediction to [0, 1] and refuse features outside the range of the samples. An experiment that is itself among the samples
+is predicted from the others (`fit_without`). `limitations` lists what the model cannot tell.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ SMALLEST = 1e-2  # where the Lasso's path ends, as a fraction of the penalty at 
 
 @dataclass(frozen=True)
 class Sample:
-    """One experiment: what is known beforehand, and the κ below which HGNP was ahead of Taylor."""
+    """One experiment: its features, and the κ below which HGNP was ahead of Taylor."""
 
     name: str
     features: Mapping[str, float]
@@ -64,8 +64,8 @@ PAPER = (
 
 
 @dataclass(frozen=True)
-class Step:
-    """A stretch of the Lasso's path: from this penalty on downwards these features have a coefficient."""
+class PathSegment:
+    """A segment of the Lasso path: at this penalty and below, these features have non-zero coefficients."""
 
     penalty: float
     features: tuple[str, ...]
@@ -78,44 +78,44 @@ class Model:
     samples: tuple[Sample, ...]
     intercept: float
     coefficients: Mapping[str, float]
-    """The features with a coefficient that is not zero."""
+    """The features with a non-zero coefficient."""
     ranges: Mapping[str, tuple[float, float]]
     """Of those features, over the samples and those left out."""
     least_squares: bool
-    """Whether it is least squares on features that were named, rather than the Lasso over all of them."""
+    """Whether the model is least squares on given features rather than the Lasso over all features."""
     penalty: float | None
     """The Lasso's, chosen by leave-one-out."""
-    path: tuple[Step, ...]
+    path: tuple[PathSegment, ...]
     left_out: tuple[Sample, ...] = ()
-    """Experiments whose features are known to be covered, but whose thresholds were not looked at."""
+    """Experiments whose features count as covered but whose thresholds are not used."""
 
     @cached_property
     def error(self) -> float:
-        """Root mean square error in κ when each sample is predicted from the others alone, selection included."""
+        """Leave-one-out root mean square error in κ, feature selection included."""
         names = tuple(self.coefficients) if self.least_squares else FEATURES
         return _left_out(*_arrays(self.samples, names), _least_squares if self.least_squares else _lasso)
 
     @property
     def error_of_mean(self) -> float:
-        """The same for the mean of the other thresholds, which looks at no feature."""
+        """The same error of the mean of the other thresholds, which uses no feature."""
         return _left_out(*_arrays(self.samples, ()), lambda x, y: (float(y.mean()), np.zeros(x.shape[1]), None))
 
     def predict(self, features: Mapping[str, Any]) -> float:
-        """The threshold κ in [0, 1]. ValueError, with the range, for a feature that is unknown or outside what was seen."""
+        """The threshold κ in [0, 1]. ValueError, with the range, for a feature that is unknown or out of range."""
         total = self.intercept
         for name, coefficient in self.coefficients.items():
             value, (low, high) = features.get(name), self.ranges[name]
             if value is None:
-                raise InputError(f"{name} is not known; the prediction needs {', '.join(self.coefficients)}")
+                raise InputError(f"{name} must be known to predict the threshold, got none")
             if not low <= value <= high:
                 raise InputError(
-                    f"{name}: {value:g} is outside what past experiments cover ({low:g} to {high:g}); no extrapolation"
+                    f"{name} must be from {low:g} to {high:g}, which past experiments cover, got {value:g}"
                 )
             total += coefficient * value
         return min(max(total, 0.0), 1.0)
 
     def extrapolation(self, features: Mapping[str, Any]) -> str | None:
-        """Which feature lies within the range of all experiments, but outside that of the ones that were fitted; or None."""
+        """The feature that lies within the range of all experiments but outside that of the fitted ones; None if none does."""
         for name in self.coefficients:
             known = [sample.features[name] for sample in self.samples]
             if not min(known) <= features[name] <= max(known):
@@ -134,17 +134,17 @@ class Model:
 
 
 def usable(sample: Sample) -> str | None:
-    """None, or why a sample cannot serve the regression."""
+    """None, or why the sample cannot be used in the fit."""
     missing = [name for name in FEATURES if sample.features.get(name) is None]
     return f"{', '.join(missing)} not known" if missing else None
 
 
 def same_experiment(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two experiments have the same data set and network, as far as features tell."""
+    """Whether two experiments have the same data set and network, judged by their features."""
     return all(one.get(name) is not None and one.get(name) == other.get(name) for name in IDENTITY)
 
 
-def apart(features: Mapping[str, Any], samples: Sequence[Sample]) -> Model:
+def fit_without(features: Mapping[str, Any], samples: Sequence[Sample]) -> Model:
     """The Lasso for an experiment with `features`, without the samples that are that experiment itself."""
     own = [sample for sample in samples if same_experiment(sample.features, features)]
     return fit([sample for sample in samples if sample not in own], left_out=own)
@@ -155,7 +155,7 @@ def fit(
 ) -> Model:
     """The Lasso over all features of `samples`; with `features`, least squares on those alone.
 
-    `left_out` are experiments to be predicted rather than learned from: they widen the range that is not refused.
+    `left_out` are experiments to predict, not to fit on; they widen the accepted range of features.
     """
     if len(samples) < 3:
         raise InputError(f"samples must be at least 3 experiments, got {len(samples)}")
@@ -194,7 +194,7 @@ def _lasso(inputs: np.ndarray, thresholds: np.ndarray) -> tuple[float, np.ndarra
 
 
 def _without_noise(standard: np.ndarray) -> np.ndarray:
-    """Coordinate descent leaves 1e-17 where features say the same."""
+    """Coordinate descent leaves 1e-17 for collinear features."""
     return np.where(np.abs(standard) > 1e-9, standard, 0.0)
 
 
@@ -213,21 +213,21 @@ def _left_out(inputs: np.ndarray, thresholds: np.ndarray, solve: Any) -> float:
     return float(np.sqrt(np.mean(np.square(errors))))
 
 
-def _path(inputs: np.ndarray, thresholds: np.ndarray, names: Sequence[str]) -> tuple[Step, ...]:
+def _path(inputs: np.ndarray, thresholds: np.ndarray, names: Sequence[str]) -> tuple[PathSegment, ...]:
     standard = StandardScaler().fit_transform(inputs)
     if np.ptp(thresholds) == 0:
         return ()
     penalties, slopes, _ = lasso_path(standard, thresholds - thresholds.mean(), eps=SMALLEST, max_iter=1_000_000)
-    steps: list[Step] = []
+    steps: list[PathSegment] = []
     for penalty, column in zip(penalties, _without_noise(slopes).T, strict=True):
         chosen = tuple(name for name, slope in zip(names, column, strict=True) if slope != 0)
         if not steps or chosen != steps[-1].features:
-            steps.append(Step(float(penalty), chosen))
+            steps.append(PathSegment(float(penalty), chosen))
     return tuple(steps)
 
 
-def counted(model: Model) -> str:
-    """How many samples, inputs and coefficients there are, in a sentence."""
+def sample_counts(model: Model) -> str:
+    """The numbers of samples, distinct inputs and coefficients, in a sentence."""
     used = tuple(model.coefficients)
     ownership = sum(sample in PAPER for sample in model.samples)
     about = f"{len(model.samples)} samples, {ownership} of them the paper's"
@@ -235,28 +235,28 @@ def counted(model: Model) -> str:
         return f"{about}; no feature is used."
     distinct = len({tuple(sample.features[name] for name in used) for sample in model.samples})
     return (
-        f"{about}; in the features that are used ({', '.join(used)}) they have {distinct} distinct inputs, for "
+        f"{about}; in the features used ({', '.join(used)}) they have {distinct} distinct inputs, for "
         f"{len(used) + 1} coefficients" + (": any thresholds would fit exactly." if distinct <= len(used) + 1 else ".")
     )
 
 
-def weakness(model: Model) -> tuple[str, ...]:
-    """What should keep a reader from trusting the threshold, in sentences."""
+def limitations(model: Model) -> tuple[str, ...]:
+    """Why the threshold is uncertain, in sentences."""
     used = tuple(model.coefficients)
     ownership = sum(sample in PAPER for sample in model.samples)
     sentences = [
-        counted(model),
-        f"Predicted from the others alone, a threshold is off by {100 * model.error:.0f} points of κ (root mean square); "
-        f"the plain mean of the others is off by {100 * model.error_of_mean:.0f}."
-        + (" So the features add nothing that can be shown." if model.error >= model.error_of_mean else ""),
+        sample_counts(model),
+        f"The leave-one-out error is {100 * model.error:.0f} points of κ (root mean square); "
+        f"that of the mean of the other thresholds is {100 * model.error_of_mean:.0f}."
+        + (" So the features show no benefit." if model.error >= model.error_of_mean else ""),
     ]
     if not used:
         sentences.append(
-            "No feature helped, so the prediction is the mean of the thresholds known, whatever the data set."
+            "No feature is selected, so the prediction is the mean of the known thresholds for every data set."
         )
     unseen = [name for name in PAPERS_CHOICE if all(name not in step.features for step in model.path)]
     if model.path and unseen:
-        sentences.append(f"At no penalty does the Lasso select {' or '.join(unseen)}, which the paper ended with.")
+        sentences.append(f"The Lasso selects at no penalty {' or '.join(unseen)}, which the paper uses.")
     if ownership:
         sentences.append(
             "The paper's thresholds are its regression's own predictions; the crossings it states in words (AlexNet about 91, "
@@ -296,4 +296,4 @@ def recommend(features: Mapping[str, Any], model: Model | None = None) -> Recomm
         sentences.append(
             "Each feature is within its range, but no past experiments lie around this combination of them."
         )
-    return Recommendation(threshold, None, (*sentences, *weakness(model)))
+    return Recommendation(threshold, None, (*sentences, *limitations(model)))

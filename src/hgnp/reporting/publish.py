@@ -1,4 +1,4 @@
-"""From run folders to pages, tables and figures on disk: what `hgnp report`, `hgnp compare` and `hgnp paper` do."""
+"""Writes pages, tables and figures about run folders: `hgnp report`, `hgnp compare` and `hgnp paper`."""
 
 import dataclasses
 import os
@@ -11,14 +11,14 @@ from hgnp.errors import InputError
 from hgnp.io import runs
 from hgnp.io.atomic import write_csv, write_json
 from hgnp.reporting import curves, figures, run_charts, study_charts
-from hgnp.reporting.charts import Absent
+from hgnp.reporting.charts import MissingChart
 from hgnp.reporting.compare import Comparison, Study, compare_runs
 from hgnp.reporting.composed import LABEL, Choice
 from hgnp.reporting.page import write_comparison, write_paper, write_report
 from hgnp.reporting.paper import figures as paper_figures
-from hgnp.reporting.paper.found import scan
-from hgnp.reporting.paper.outcome import Outcome, outcome
+from hgnp.reporting.paper.report import PaperReport, paper_report
 from hgnp.reporting.paper.reported import EXPERIMENTS
+from hgnp.reporting.paper.results import scan
 
 Folder = str | os.PathLike[str]
 
@@ -35,7 +35,7 @@ def report(folders: Sequence[Folder], out: Folder | None = None) -> Path:
     for number, run in enumerate(read, 1):
         folder = out / "figures" / ("" if len(read) == 1 else f"{number}-{_file_name(run.title)}")
         made = [*run_charts.all_charts(run), run_charts.widths(run)]
-        figures.save([figure for figure in made if not isinstance(figure, Absent)], folder)
+        figures.save([figure for figure in made if not isinstance(figure, MissingChart)], folder)
         figures.save_outcome(run, folder / "outcome.png")
         figures.save_outcome(run, folder / "outcome.svg")
     return page
@@ -50,7 +50,7 @@ def compare(
     names: Sequence[str] | None = None,
 ) -> Comparison:
     """Write `out`/page.html, comparison.json, summary.csv, curves.csv, snapshots.csv (if there are any) and figures; see
-    `compare_runs`. `names`: what the method of each run is called."""
+    `compare_runs`. `names`: the label of each run's method."""
     _not_a_run(Path(out))
     read = _read(folders)
     if names is not None:
@@ -65,31 +65,31 @@ def compare(
     return comparison
 
 
-def paper(results: Folder, out: Folder | None = None) -> tuple[Outcome, Path]:
-    """Write page.html, rows.csv, paper.json and figures about what lies below `results` into `out`, by default results/page."""
+def paper(results: Folder, out: Folder | None = None) -> tuple[PaperReport, Path]:
+    """Write page.html, rows.csv, paper.json and figures about the runs below `results` into `out`, by default results/page."""
     results = Path(results)
     out = results / "page" if out is None else Path(out)
     _not_a_run(out)
-    made = outcome(scan(results))
+    made = paper_report(scan(results))
     write_paper(made, out / "page.html")
     write_json(out / "paper.json", paper_as_dict(made))
     rows = [row.as_dict() for row in made.rows]
     write_csv(out / "rows.csv", list(rows[0]), [list(row.values()) for row in rows])
     charts = [
-        make(made.found, experiment)
+        make(made.results, experiment)
         for experiment in EXPERIMENTS
         for make in (paper_figures.relative, paper_figures.accuracy)
     ]
     figures.save(
-        [chart for chart in (*charts, paper_figures.ablation(made.found)) if not isinstance(chart, Absent)],
+        [chart for chart in (*charts, paper_figures.ablation(made.results)) if not isinstance(chart, MissingChart)],
         out / "figures",
     )
     return made, out
 
 
-def paper_as_dict(made: Outcome) -> dict[str, Any]:
-    """Counts, rows and groups with their deviations, in types that JSON has; folders as seen from the results."""
-    root = made.found.folder.resolve()
+def paper_as_dict(made: PaperReport) -> dict[str, Any]:
+    """Counts, rows and groups with their deviations, in JSON types; folders relative to the results."""
+    root = made.results.folder.resolve()
     return {
         "counts": made.counts,
         "rows": [row.as_dict() | {"deviations": list(row.deviations)} for row in made.rows],
@@ -101,21 +101,21 @@ def paper_as_dict(made: Outcome) -> dict[str, Any]:
                 "unfinished": [Path(os.path.relpath(run.folder, root)).as_posix() for run in group.unfinished],
                 "deviations": [dataclasses.asdict(each) for each in group.deviations],
             }
-            for group in made.found.groups
+            for group in made.results.groups
         ],
     }
 
 
 def as_dict(comparison: Comparison, out: Folder) -> dict[str, object]:
-    """Everything but the runs themselves, in types that JSON has; κ, metrics and areas as fractions, gains in percent.
+    """The comparison in JSON types; κ, metrics and areas as fractions, gains in percent.
 
-    The runs' folders are as seen from `out`, so that what is published does not tell where it was made.
+    Folders are relative to `out`, so that published files contain no absolute paths.
     """
     model = comparison.model
     return {
         "studies": [dataclasses.asdict(study) for study in comparison.studies],
         "model": {**dataclasses.asdict(model), "error": model.error, "error_of_mean": model.error_of_mean},
-        "weakness": list(comparison.weakness),
+        "limitations": list(comparison.limitations),
         "runs": [
             {
                 "folder": Path(os.path.relpath(run.folder, out)).as_posix(),
@@ -130,16 +130,16 @@ def as_dict(comparison: Comparison, out: Folder) -> dict[str, object]:
 
 def _read(folders: Sequence[Folder]) -> list[runs.Run]:
     if not folders:
-        raise InputError("folders: none were given; at least one run would do")
+        raise InputError("folders must name at least one run, got none")
     read = [runs.read(folder) for folder in folders]
     for number, run in enumerate(read):
         if any(run.folder == other.folder for other in read[:number]):
-            raise InputError(f"folders: {run.folder} was given twice; once would do")
+            raise InputError(f"folders must be distinct, got {run.folder} twice")
     return read
 
 
 def _not_a_run(out: Path) -> None:
-    """That no run's own page is overwritten, and that a folder can be made."""
+    """Refuses a file, and a run's own folder, whose page must not be overwritten."""
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"out must be a folder, got {out}, which is a file; choose another")
     if (out / "run.json").exists():
@@ -188,7 +188,7 @@ def _tables(comparison: Comparison, out: Path) -> None:
 
 
 def _summary(study: Study) -> Iterator[dict[str, Any]]:
-    """A row a group, and one for the composed hybrid."""
+    """One row per group, and one for the composed hybrid."""
     low, high = study.range or (None, None)
     common = {"study": study.title, "kept_low": low, "kept_high": high}
     pairs = {pair.label: pair for pair in study.pairs}

@@ -1,9 +1,9 @@
-"""The charts of one run, each a function of what its folder holds; `Absent` says why where there is nothing to draw."""
+"""The charts of one run, each a function of the run; `MissingChart` gives the reason where there is no data."""
 
 from collections.abc import Callable, Sequence
 
 from hgnp.io.runs import Run
-from hgnp.reporting.charts import Absent, Axis, Chart, Figure, Heat, Mark, Number, Series
+from hgnp.reporting.charts import Axis, Chart, Figure, Heatmap, MissingChart, Number, ReferenceLine, Series
 
 EPOCH = Axis("epoch", whole=True)
 KEPT = Axis("parameters kept, κ", percent=True, reverse=True)
@@ -18,15 +18,15 @@ def metric_axis(metric: str) -> Axis:
     return Axis(metric, percent=metric == "accuracy")
 
 
-def all_charts(run: Run) -> list[Figure | Absent]:
-    made: Sequence[Callable[[Run], Figure | Absent]] = (
+def all_charts(run: Run) -> list[Figure | MissingChart]:
+    made: Sequence[Callable[[Run], Figure | MissingChart]] = (
         against_kept, over_epochs, losses, widths_over_time, radius_and_curvature, penalised_blocks, time,
     )  # fmt: skip
     return [make(run) for make in made]
 
 
 def sentence(run: Run) -> str:
-    """What came out of it."""
+    """The outcome in a sentence."""
     model = str(run.info.get("model") or "The network")
     if not run.rows:
         return f"{model}: no epoch is complete yet."
@@ -44,11 +44,11 @@ def sentence(run: Run) -> str:
     return words + "."
 
 
-def against_kept(run: Run) -> Figure | Absent:
+def against_kept(run: Run) -> Figure | MissingChart:
     """The metric at each pruning level; see `Run.curve` for which epochs these are."""
     title, points = f"{run.metric.capitalize()} against κ", run.curve()
     if not points:
-        return Absent(title, NO_METRIC if run.rows else run.state)
+        return MissingChart(title, NO_METRIC if run.rows else run.state)
     kept, values = zip(*points, strict=True)
     axis = metric_axis(run.metric)
     ends = [f"{_show(axis, value)} with {share:.1%} of the parameters" for share, value in (points[0], points[-1])]
@@ -61,12 +61,12 @@ def against_kept(run: Run) -> Figure | Absent:
     return Chart("metric_against_kept", title, alt, KEPT, axis, tuple(series))
 
 
-def over_epochs(run: Run) -> Figure | Absent:
-    """The metric after each epoch and, where it is a percentage too, the parameters kept."""
+def over_epochs(run: Run) -> Figure | MissingChart:
+    """The metric after each epoch and, if it is a percentage, the parameters kept."""
     axis, title = metric_axis(run.metric), f"{run.metric.capitalize()} over time"
     epochs, values = _column(run, "metric")
     if not any(value is not None for value in values):
-        return Absent(title, NO_METRIC if run.rows else run.state)
+        return MissingChart(title, NO_METRIC if run.rows else run.state)
     series = [Series(run.metric, epochs, values, markers=False)]
     if axis.percent:
         series.append(Series("parameters kept", *_column(run, "kept"), colour=1, dashed=True, markers=False))
@@ -75,8 +75,8 @@ def over_epochs(run: Run) -> Figure | Absent:
     return Chart("metric_over_epochs", title, alt, EPOCH, axis, tuple(series), _phases(run))
 
 
-def losses(run: Run) -> Figure | Absent:
-    """Training loss, validation loss, and the flatness penalty that was added in training."""
+def losses(run: Run) -> Figure | MissingChart:
+    """Training loss, validation loss and the flatness penalty."""
     series: list[Series] = []
     for key, label in (
         ("loss", "training loss"),
@@ -87,13 +87,13 @@ def losses(run: Run) -> Figure | Absent:
         if any(value for value in values):
             series.append(Series(label, epochs, values, colour=len(series), dashed=bool(series), markers=False))
     if not series:
-        return Absent("Loss over time", run.state)
+        return MissingChart("Loss over time", run.state)
     alt = f"{', '.join(one.label for one in series)} over {len(run.rows)} epochs"
     return Chart("loss_over_epochs", "Loss over time", alt, EPOCH, Axis("mean loss"), tuple(series), _phases(run))
 
 
 def start_widths(run: Run) -> dict[str, int]:
-    """Layer → neurons at the start: run.json's, or else the widest that metrics.jsonl shows."""
+    """Layer → neurons at the start, from run.json, or else the largest width in metrics.jsonl."""
     stated = run.info["at_start"].get("widths")
     widths: dict[str, int] = dict(stated) if isinstance(stated, dict) else {}
     for row in run.rows:
@@ -102,11 +102,11 @@ def start_widths(run: Run) -> dict[str, int]:
     return widths
 
 
-def widths_over_time(run: Run) -> Figure | Absent:
-    """For each layer the share of its neurons that still live."""
+def widths_over_time(run: Run) -> Figure | MissingChart:
+    """For each layer the fraction of its neurons that are left."""
     start = {layer: width for layer, width in start_widths(run).items() if width}
     if not start or not run.rows:
-        return Absent("Layer widths over time", "The run has no widths of layers.")
+        return MissingChart("Layer widths over time", "The run recorded no layer widths.")
     alive = {layer: [(row.get("widths") or {}).get(layer) for row in run.rows] for layer in start}
     shares = {layer: [None if width is None else width / start[layer] for width in alive[layer]] for layer in start}
     notes = {
@@ -114,15 +114,15 @@ def widths_over_time(run: Run) -> Figure | Absent:
         for layer in start
     }
     least = min(start, key=lambda layer: shares[layer][-1] or 0.0)
-    alt = f"share of neurons alive in each of {len(start)} layers; the narrowest for its size at the end is {least}"
-    return _heat(run, "layer_widths", "Layer widths over time", alt, shares, notes, "neurons alive")
+    alt = f"fraction of neurons left in each of {len(start)} layers; the narrowest for its size at the end is {least}"
+    return _heat(run, "layer_widths", "Layer widths over time", alt, shares, notes, "neurons left")
 
 
-def widths(run: Run) -> Figure | Absent:
+def widths(run: Run) -> Figure | MissingChart:
     """Neurons of each layer at the start and now."""
     start = start_widths(run)
     if not start or not run.rows:
-        return Absent("Layer widths", "The run has no widths of layers.")
+        return MissingChart("Layer widths", "The run recorded no layer widths.")
     layers = tuple(start)
     now = run.rows[-1].get("widths") or {}
     before = Series("at the start", layers, tuple(float(start[layer]) for layer in layers), colour=-1)
@@ -131,8 +131,8 @@ def widths(run: Run) -> Figure | Absent:
     return Chart("widths_before_after", "Layer widths", alt, Axis("layer"), Axis("neurons"), (before, after), bars=True)
 
 
-def radius_and_curvature(run: Run) -> Figure | Absent:
-    """λ of the steepest block and q = vᵀHv along its eigenvector, means over the steps of an epoch, with the bound B."""
+def radius_and_curvature(run: Run) -> Figure | MissingChart:
+    """λ of the penalised block and q = vᵀHv along its eigenvector, means over the steps of an epoch, with the bound B."""
     title = "Radius and curvature over time"
     series: list[Series] = []
     for key, label in (("radius", "radius λ"), ("curvature", "curvature q = vᵀHv")):
@@ -140,21 +140,25 @@ def radius_and_curvature(run: Run) -> Figure | Absent:
         if any(value is not None for value in values):
             series.append(Series(label, epochs, values, colour=len(series), dashed=bool(series), markers=False))
     if not series:
-        return Absent(title, NO_TERM)
+        return MissingChart(title, NO_TERM)
     shown = [value for one in series for value in one.y if value is not None]
     bound = run.recipe.get("bound")
-    marks = (Mark(float(bound), "bound B", vertical=False),) if isinstance(bound, int | float) and bound > 0 else ()
+    marks = (
+        (ReferenceLine(float(bound), "bound B", vertical=False),)
+        if isinstance(bound, int | float) and bound > 0
+        else ()
+    )
     alt = f"radius and curvature between {min(shown):.3g} and {max(shown):.3g} over {len(run.rows)} epochs"
     axis = Axis("radius, curvature", log=min(shown) > 0)
     return Chart("radius_curvature", title, alt, EPOCH, axis, tuple(series), (*_phases(run), *marks))
 
 
-def penalised_blocks(run: Run) -> Figure | Absent:
-    """For each layer the share of an epoch's steps in which it was the one penalised."""
-    title = "Which block was penalised"
+def penalised_blocks(run: Run) -> Figure | MissingChart:
+    """For each layer the fraction of an epoch's steps in which its block was penalised."""
+    title = "Penalised block"
     layers = list(dict.fromkeys(layer for row in run.rows for layer in row.get("blocks") or {}))
     if not layers:
-        return Absent(title, NO_TERM)
+        return MissingChart(title, NO_TERM)
     order = [layer for layer in start_widths(run) if layer in layers]
     layers = [*order, *(layer for layer in layers if layer not in order)]
     shares: dict[str, list[Number]] = {
@@ -166,7 +170,7 @@ def penalised_blocks(run: Run) -> Figure | Absent:
     return _heat(run, "penalised_blocks", title, alt, shares, notes, "share of steps")
 
 
-def time(run: Run) -> Figure | Absent:
+def time(run: Run) -> Figure | MissingChart:
     """Seconds of each epoch (scoring, removal, training, validation), by phase."""
     series: list[Series] = []
     for colour, (phase, label) in enumerate(PHASES.items()):
@@ -179,30 +183,32 @@ def time(run: Run) -> Figure | Absent:
             epochs, seconds = zip(*mine, strict=True)
             series.append(Series(label, epochs, seconds, colour=colour))
     if not series:
-        return Absent("Time", run.state)
+        return MissingChart("Time", run.state)
     total = sum(value or 0.0 for one in series for value in one.y)
     alt = f"seconds of each epoch, {total:,.1f} in all"
-    return Chart("seconds", "Time", alt, EPOCH, Axis("seconds an epoch"), tuple(series), bars=True)
+    return Chart("seconds", "Time", alt, EPOCH, Axis("seconds per epoch"), tuple(series), bars=True)
 
 
 def _column(run: Run, key: str) -> tuple[tuple[int, ...], tuple[Number, ...]]:
     return tuple(row["epoch"] for row in run.rows), tuple(row.get(key) for row in run.rows)
 
 
-def _phases(run: Run) -> tuple[Mark, ...]:
+def _phases(run: Run) -> tuple[ReferenceLine, ...]:
     """Where pruning and fine-tuning begin."""
     first: dict[str, int] = {}
     for row in run.rows:
         first.setdefault(row["phase"], row["epoch"])
-    return tuple(Mark(first[phase] - 0.5, PHASES[phase]) for phase in ("prune", "finetune") if first.get(phase, 0) > 0)
+    return tuple(
+        ReferenceLine(first[phase] - 0.5, PHASES[phase]) for phase in ("prune", "finetune") if first.get(phase, 0) > 0
+    )
 
 
 def _heat(
     run: Run, key: str, title: str, alt: str, shares: dict[str, list[Number]], notes: dict[str, list[str]], label: str
-) -> Heat:
+) -> Heatmap:
     epochs = tuple(row["epoch"] for row in run.rows)
     cells, words = tuple(map(tuple, shares.values())), tuple(map(tuple, notes.values()))
-    return Heat(key, title, alt, tuple(shares), epochs, cells, words, label)
+    return Heatmap(key, title, alt, tuple(shares), epochs, cells, words, label)
 
 
 def _show(axis: Axis, value: Number) -> str:

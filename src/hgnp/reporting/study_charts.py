@@ -1,6 +1,6 @@
 """The charts of a comparison."""
 
-from hgnp.reporting.charts import Axis, Chart, Figure, Mark, Series
+from hgnp.reporting.charts import Axis, Chart, Figure, ReferenceLine, Series
 from hgnp.reporting.compare import Study
 from hgnp.reporting.run_charts import KEPT, SNAPSHOTS, metric_axis
 
@@ -11,7 +11,7 @@ def all_charts(study: Study) -> list[Figure]:
 
 
 def against_kept(study: Study) -> Chart | None:
-    """Mean curves with a band of one standard deviation between seeds."""
+    """Mean curves with a band of ± one standard deviation over seeds."""
     series = []
     for number, group in enumerate(study.groups):
         if (curve := group.curve) is None:
@@ -35,7 +35,7 @@ def against_kept(study: Study) -> Chart | None:
 
 
 def relative_difference(study: Study) -> Chart | None:
-    """The paper's figure: how far each group is from the baseline, in percent of the baseline's metric."""
+    """The paper's figure: the difference of each group from the baseline, in percent of the baseline's metric."""
     order = [group.label for group in study.groups]
     series = tuple(
         Series(pair.label, pair.kept, pair.relative, order.index(pair.label))
@@ -45,16 +45,16 @@ def relative_difference(study: Study) -> Chart | None:
     if not series:
         return None
     title = f"Relative difference from {study.baseline}"
-    marks = [Mark(0.0, study.baseline, vertical=False)]
-    if len(study.pairs) == 1:
-        marks += [Mark(crossing.kept, f"{crossing.kept:.1%}") for crossing in study.pairs[0].crossings]
+    marks = [ReferenceLine(0.0, study.baseline, vertical=False)]
+    if len(study.pairs) == 1 and len(study.pairs[0].crossings) <= 3:  # more labels would overlap
+        marks += [ReferenceLine(crossing.kept, f"{crossing.kept:.1%}") for crossing in study.pairs[0].crossings]
     alt = f"{study.metric} of {', '.join(one.label for one in series)} relative to {study.baseline}, against κ"
     axis = Axis("difference (%)")
     return Chart("relative_difference", title, alt, KEPT, axis, series, tuple(marks))
 
 
 def switch(study: Study) -> Chart | None:
-    """The composed hybrid: which network it takes at each κ, at its threshold, or in hindsight where that is refused."""
+    """The composed hybrid: which network it uses at each κ, with its threshold or, if none is predicted, in hindsight."""
     if study.switch is None:
         return None
     threshold = study.switch.threshold if study.switch.threshold is not None else study.switch.hindsight
@@ -76,5 +76,5 @@ def switch(study: Study) -> Chart | None:
         Series("hybrid: Taylor's part", above, tuple(map(taylor.at, above)), colour=theirs, markers=False),
     )
     alt = f"the composed hybrid takes HGNP's networks up to κ = {threshold:.1%} ({how}) and Taylor's above"
-    marks = (Mark(threshold, f"{threshold:.1%}, {how}"),)
+    marks = (ReferenceLine(threshold, f"{threshold:.1%}, {how}"),)
     return Chart("hybrid", "The composed hybrid", alt, KEPT, metric_axis(study.metric), series, marks)

@@ -1,4 +1,4 @@
-"""Ways to run one network: as it is, without TF32, in another memory layout, compiled, in half precision, by ONNX Runtime."""
+"""Variants of running a network: eager, without TF32, channels last, compiled, in half precision, by ONNX Runtime."""
 
 import copy
 import tempfile
@@ -24,41 +24,43 @@ DEFAULTS = {
 
 
 @dataclass(frozen=True)
-class Way:
-    """How to call a network in one variant, and what its inputs must first be turned into."""
+class PreparedNetwork:
+    """A network ready to be called in one variant, and the conversion of its inputs."""
 
     call: Callable[..., Any]
     convert: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
 
-def way(variant: str, net: nn.Module, example: Sequence[Tensor]) -> Way:
-    """`net`, in eval mode on its device, made ready to run as `variant`; ValueError if that makes no sense for it."""
+def prepare(variant: str, net: nn.Module, example: Sequence[Tensor]) -> PreparedNetwork:
+    """`net`, in eval mode on its device, prepared to run as `variant`; ValueError if the variant does not apply to it."""
     if variant == "channels_last":
         if not any(isinstance(module, nn.Conv2d) for module in net.modules()):
-            raise InputError("the network has no 2-d convolutions")
-        return Way(_laid_out(copy.deepcopy(net)), _channels_last)
+            raise InputError("channels_last needs 2-d convolutions, the network has none")
+        return PreparedNetwork(_to_channels_last(copy.deepcopy(net)), _channels_last)
     if variant == "no_tf32":
         if example[0].device.type != "cuda":
-            raise InputError("TF32 is a GPU's")
-        return Way(_without_tf32(net))
+            raise InputError("no_tf32 needs a GPU")
+        return PreparedNetwork(without_tf32(net))
     if variant == "compile":
-        return Way(torch.compile(net, dynamic=False))
+        return PreparedNetwork(torch.compile(net, dynamic=False))
     if variant in HALVES:
         dtype = HALVES[variant]
-        half = _laid_out(copy.deepcopy(net).to(dtype))  # tensor cores and AMX want channels last
-        return Way(half, lambda tensor: _channels_last(tensor.to(dtype) if tensor.is_floating_point() else tensor))
+        half = _to_channels_last(copy.deepcopy(net).to(dtype))  # tensor cores and AMX want channels last
+        return PreparedNetwork(
+            half, lambda tensor: _channels_last(tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        )
     if variant == "onnx":
         if example[0].device.type != "cpu":
-            raise InputError("ONNX Runtime is timed on the CPU only")
+            raise InputError("onnx runs on the CPU only")
         with tempfile.TemporaryDirectory() as folder:
             exported = export(net, Path(folder) / "net.onnx", tuple(example))
             session = onnx_session(exported.path, threads=torch.get_num_threads())
-        return Way(lambda *tensors: run_onnx(session, tensors))
-    return Way(net)
+        return PreparedNetwork(lambda *tensors: run_onnx(session, tensors))
+    return PreparedNetwork(net)
 
 
-def _without_tf32(net: nn.Module) -> Callable[..., Any]:
-    """Full float32, as older GPUs compute: cuDNN's convolutions are in TF32 unless told otherwise."""
+def without_tf32(net: nn.Module) -> Callable[..., Any]:
+    """Full float32, as older GPUs compute: cuDNN's convolutions use TF32 by default."""
 
     def call(*tensors: Tensor) -> Any:
         before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
@@ -70,7 +72,7 @@ def _without_tf32(net: nn.Module) -> Callable[..., Any]:
     return call
 
 
-def _laid_out(net: nn.Module) -> nn.Module:
+def _to_channels_last(net: nn.Module) -> nn.Module:
     return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in the stubs
 
 
@@ -79,8 +81,8 @@ def _channels_last(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
-    """Networks of one class share their code, and torch.compile by default silently gives up on the ninth of them."""
+def compile_limits() -> Iterator[None]:
+    """Raises torch.compile's limit: networks of one class share their code, and by default the ninth silently runs eagerly."""
     import torch._dynamo.config as config
 
     with warnings.catch_warnings(), config.patch(cache_size_limit=256, fail_on_cache_limit_hit=True):

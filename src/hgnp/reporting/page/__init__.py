@@ -1,7 +1,7 @@
-"""One self-contained HTML page: charts by plotly.js, embedded once and compressed, which the browser unpacks; the same charts
-by matplotlib for print, and for a browser that cannot; tables of numbers.
+"""Self-contained HTML pages: charts by plotly.js, embedded compressed; the same charts by matplotlib for print and for browsers
+without scripts; tables of the numbers.
 
-Every text of a run is escaped (jinja2's autoescape), and the page forbids itself any request by its content security policy.
+Texts from runs are escaped (jinja2's autoescape), and the content security policy forbids network requests.
 """
 
 import os
@@ -21,26 +21,26 @@ from hgnp.reporting.page import plots
 from hgnp.reporting.page.paper_view import paper_view
 from hgnp.reporting.page.run_view import run_view
 from hgnp.reporting.page.study_view import comparison_view
-from hgnp.reporting.paper.outcome import Outcome
+from hgnp.reporting.paper.report import PaperReport
 
 
 def write_report(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
-    """A page about each of `runs` in turn: outcome, charts, before and after, recipe."""
+    """A page about one or several runs: outcome, charts, before and after, recipe."""
     if not runs:
-        raise InputError("runs: none were given; at least one would do")
+        raise InputError("runs must hold at least one run, got none")
     title = runs[0].title if len(runs) == 1 else f"{len(runs)} runs"
     views = [run_view(run, f"run{number}") for number, run in enumerate(runs, 1)]
     return _write("report.html", {"title": title, "runs": views}, path)
 
 
 def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
-    """A page about runs side by side: curves, differences, areas, crossings, the hybrid and its weakness."""
+    """A page that compares runs: curves, differences, areas, crossings, the hybrid and its limitations."""
     return _write("comparison.html", comparison_view(comparison), path)
 
 
-def write_paper(outcome: Outcome, path: str | os.PathLike[str]) -> Path:
-    """A page with the paper's numbers, ours beside them, how the runs deviate, and what agrees."""
-    return _write("paper.html", paper_view(outcome), path)
+def write_paper(report: PaperReport, path: str | os.PathLike[str]) -> Path:
+    """A page with the paper's numbers next to ours, the deviations of the runs, and verdicts."""
+    return _write("paper.html", paper_view(report), path)
 
 
 def _write(template: str, view: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:

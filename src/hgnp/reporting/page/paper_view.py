@@ -1,102 +1,111 @@
-"""What the page of the paper's rows says."""
+"""The content of the page of `hgnp paper`."""
 
 import os
 from itertools import groupby
 from typing import Any
 
-from hgnp.reporting.charts import Absent, Chart
-from hgnp.reporting.page.figure_view import figure_view
+from hgnp.reporting.charts import Chart, MissingChart
+from hgnp.reporting.page.plots import figure_view
 from hgnp.reporting.paper import figures
-from hgnp.reporting.paper.deviations import KINDS
-from hgnp.reporting.paper.found import NAMES, Group
-from hgnp.reporting.paper.outcome import JUDGED, Outcome
-from hgnp.reporting.paper.reported import EXPERIMENTS, METHODS, Experiment
+from hgnp.reporting.paper.deviations import ASPECTS
+from hgnp.reporting.paper.report import JUDGED, PaperReport
+from hgnp.reporting.paper.reported import EXPERIMENTS, METHODS, PaperExperiment
+from hgnp.reporting.paper.results import NAMES, PaperGroup
 from hgnp.reporting.paper.rows import SECTIONS, Row, study_command
 from hgnp.reporting.paper.verdict import NOT_RUN, RULE
 
 CAPTIONS = {
-    "accuracy": "Lines: the last epoch at each κ; bands are one standard deviation over seeds. Single points: networks that "
-    "were fine-tuned by themselves, and the paper's values.",
-    "relative": "In percent of Taylor's accuracy, over the κ that both reach. Single points are those that the paper's text "
-    "names; the curves of its figures are not in its source.",
+    "accuracy": "Lines: the last epoch at each κ; bands: ± one standard deviation over seeds. Markers: networks that "
+    "were fine-tuned separately, and the paper's values.",
+    "relative": "In percent of Taylor's accuracy, over the κ that both reach. Markers: values from the paper's text; the "
+    "curves of its figures are not available as numbers.",
     "ablation": "In percent of Taylor's accuracy.",
 }
 NOTES = {
     "areas": "Area under accuracy against κ, over the κ that both methods reach, in percent of Taylor's. The fitted threshold "
     "is the Lasso's on the paper's other three experiments.",
-    "training": "The paper's hours and ours are of different hardware. Ours are without the fine-tuning of snapshots.",
-    "inference": "Milliseconds of one mini-batch in eager mode. Weight-pruned: the full-size network with all but κ of its "
-    "weights zero. Ratios are of times from one file.",
+    "training": "The paper's hours and ours are from different hardware. Ours exclude the fine-tuning of snapshots.",
+    "inference": "Milliseconds per mini-batch in eager mode. Weight-pruned: the full-size network with all but a fraction κ of "
+    "its weights zero. A ratio uses times from one bench file.",
     "equal": "The paper has 92 % at κ = 14.4 % from its own neuron-pruned VGG-16, and at κ = 3 % from weight pruning by SNIP "
     "(Lee et al.); it times both.",
 }
 
 
-def paper_view(outcome: Outcome) -> dict[str, Any]:
-    found = outcome.found
+def paper_view(report: PaperReport) -> dict[str, Any]:
+    results = report.results
     return {
-        "counts": outcome.counts,
+        "counts": report.counts,
         "rule": RULE,
         "conclusions": [
-            (word, [_line(row) for row in outcome.nearest if row.verdict.word == word])
+            (word, [_line(row) for row in report.nearest if row.verdict.word == word])
             for word in JUDGED
-            if word != NOT_RUN and outcome.counts[word]
+            if word != NOT_RUN and report.counts[word]
         ],
-        "experiments": [_experiment(outcome, experiment) for experiment in EXPERIMENTS],
+        "experiments": [  # those with runs first
+            _experiment(report, experiment) for experiment in sorted(EXPERIMENTS, key=lambda each: not results.of(each))
+        ],
         "sections": [
             {
                 "key": key,
                 "title": title,
                 "note": NOTES.get(key, ""),
-                "figure": _figure(figures.ablation(found), "ablation") if key == "ablation" else None,
-                "groups": _by_experiment([row for row in outcome.rows if row.claim.section == key]),
+                "figure": _figure(figures.ablation(results), "ablation") if key == "ablation" else None,
+                "groups": _by_experiment([row for row in report.rows if row.claim.section == key]),
             }
             for key, title in SECTIONS.items()
             if key != "accuracy"
         ],
-        "runs": [_run(group, run) for group in found.groups for run in group.members],
-        "others": [os.path.relpath(run.folder, found.folder.resolve()) for run in found.others],
+        "runs": [_run(group, run) for group in results.groups for run in group.members],
+        "others": [os.path.relpath(run.folder, results.folder.resolve()) for run in results.others],
     }
 
 
-def _experiment(outcome: Outcome, experiment: Experiment) -> dict[str, Any]:
-    found = outcome.found
+def _experiment(report: PaperReport, experiment: PaperExperiment) -> dict[str, Any]:
+    results = report.results
     made = [
-        _figure(chart(found, experiment), kind)
-        for kind, chart in (("relative", figures.relative), ("accuracy", figures.accuracy))
+        _figure(chart(results, experiment), key)
+        for key, chart in (("relative", figures.relative), ("accuracy", figures.accuracy))
     ]
     return {
         "key": experiment.key,
         "title": experiment.title,
-        "kinds": [kind for kind in KINDS if kind != "seeds"],
-        "groups": [_group(group) for group in found.of(experiment)],
-        "missing": [name for method, name in METHODS.items() if not found.of(experiment, method)],
+        "aspects": [aspect for aspect in ASPECTS if aspect != "seeds"],
+        "groups": [_group(group) for group in results.of(experiment)],
+        "missing": [name for method, name in METHODS.items() if not results.of(experiment, method)],
         "command": study_command(experiment),
         "figures": made,
         "rows": _by_what(
             [
                 row
-                for row in outcome.rows
+                for row in report.rows
                 if row.claim.section == "accuracy" and row.claim.experiment.title == experiment.title
             ]
         ),
     }
 
 
-def _group(group: Group) -> dict[str, Any]:
+def _group(group: PaperGroup) -> dict[str, Any]:
     return {
         "title": group.title,
         "states": [f"{run.title} is {run.state}" for run in group.unfinished],
-        "cells": [[each for each in group.deviations if each.kind == kind] for kind in KINDS if kind != "seeds"],
+        "cells": [
+            [each for each in group.deviations if each.aspect == aspect] for aspect in ASPECTS if aspect != "seeds"
+        ],
     }
 
 
-def _figure(figure: Chart | Absent, kind: str) -> dict[str, Any]:
-    return figure_view(figure, "paper", CAPTIONS[kind])
+def _figure(figure: Chart | MissingChart, key: str) -> dict[str, Any]:
+    return figure_view(figure, "paper", CAPTIONS[key])
 
 
-def _by_experiment(rows: list[Row]) -> list[tuple[str, list[dict[str, Any]]]]:
-    return [(name, _by_what(list(each))) for name, each in groupby(rows, key=lambda row: row.claim.experiment.title)]
+def _by_experiment(rows: list[Row]) -> list[tuple[str, str, list[dict[str, Any]]]]:
+    """Title, the study's command if it gives rows that are not run, and the rows."""
+    found = []
+    for experiment, each in groupby(rows, key=lambda row: row.claim.experiment):
+        mine, command = list(each), study_command(experiment)
+        found.append((experiment.title, command if any(row.command == command for row in mine) else "", _by_what(mine)))
+    return found
 
 
 def _by_what(rows: list[Row]) -> list[dict[str, Any]]:
@@ -123,7 +132,7 @@ def _cells(row: Row) -> dict[str, Any]:
         "reason": row.verdict.reason,
         "runs": row.runs,
         "deviations": " · ".join(row.deviations),
-        "command": row.command,
+        "command": "" if row.command == study_command(row.claim.experiment) else row.command,
     }
 
 
@@ -138,7 +147,7 @@ def _unbroken(text: str) -> str:
     return text.replace(" %", "\N{NO-BREAK SPACE}%").replace("κ = ", "κ\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}")
 
 
-def _run(group: Group, run: Any) -> list[str]:
+def _run(group: PaperGroup, run: Any) -> list[str]:
     kept = f"{100 * run.rows[-1]['kept']:.1f}" if run.rows else "–"
     metric = f"{100 * run.curve()[-1][1]:.2f}" if run.curve() else "–"
     seed = "–" if run.seed is None else str(run.seed)

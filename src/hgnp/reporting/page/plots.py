@@ -1,7 +1,8 @@
-"""Charts for plotly.js as pieces of a page: each a div with its data, traces and layout as JSON, drawn by the page's script.
+"""Figures of a page: each as a plotly.js chart, as an SVG for print, and as a table.
 
-plotly.js itself, without the kinds of charts that are not used here, stands compressed in `plotly-cartesian.min.js.gz`. Labels
-come from folders and layers of whoever made the run, and plotly reads a little HTML in its texts: every one is escaped.
+A chart is a div with its traces and layout as JSON, which the page's script draws. `plotly-cartesian.min.js.gz` is plotly.js
+with Cartesian charts only. Labels contain folder and layer names from the run, and plotly interprets some HTML in its texts, so
+every label is escaped.
 """
 
 import base64
@@ -14,11 +15,47 @@ from typing import Any
 from markupsafe import Markup
 
 from hgnp.io.atomic import as_json
-from hgnp.reporting.charts import Axis, Chart, Figure, Heat, Mark, Series, short
+from hgnp.reporting import figures
+from hgnp.reporting.charts import Axis, Chart, Figure, Heatmap, MissingChart, ReferenceLine, Series, short_names
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
+COLUMNS = 10  # epochs that the table of a heat map shows
 INK, GRID = "#1F2933", "#E6E9EC"
 _AXIS = {"gridcolor": GRID, "zeroline": False, "linecolor": "#8A949E", "ticks": "outside", "automargin": True}
+
+
+def figure_view(figure: Figure | MissingChart, prefix: str, caption: str = "") -> dict[str, Any]:
+    if isinstance(figure, MissingChart):
+        return {"title": figure.title, "reason": figure.reason}
+    header, rows = _chart_table(figure) if isinstance(figure, Chart) else _heat_table(figure)
+    picture = base64.b64encode(figures.image(figures.draw(figure, titled=False), "svg")).decode()
+    return {
+        "title": figure.title,
+        "alt": figure.alt,
+        "caption": caption,
+        "plot": plot(figure, f"{prefix}-{figure.key}"),
+        "image": f"data:image/svg+xml;base64,{picture}",
+        "header": header,
+        "rows": rows,
+    }
+
+
+def _chart_table(chart: Chart) -> tuple[list[str], list[list[str]]]:
+    """One row for each x, one column for each series."""
+    places = list(dict.fromkeys(x for series in chart.series for x in series.x))
+    columns = [dict(zip(series.x, series.y, strict=True)) for series in chart.series]
+    rows = [[chart.x.show(x), *(chart.y.show(column.get(x)) for column in columns)] for x in places]
+    unit = " (%)" if chart.y.percent else ""
+    names = [chart.y.heading] if len(chart.series) == 1 else [f"{series.label}{unit}" for series in chart.series]
+    return [chart.x.heading, *names], rows
+
+
+def _heat_table(heat: Heatmap) -> tuple[list[str], list[list[str]]]:
+    """One row for each layer, at most COLUMNS epochs, the first and the last among them."""
+    last = len(heat.epochs) - 1
+    picked = sorted({round(last * n / (COLUMNS - 1)) for n in range(COLUMNS)})
+    rows = [[name, *(notes[n] for n in picked)] for name, notes in zip(heat.names, heat.notes, strict=True)]
+    return ["layer", *(f"epoch {heat.epochs[n]}" for n in picked)], rows
 
 
 def library() -> str:
@@ -29,7 +66,7 @@ def library() -> str:
 def plot(figure: Figure, identifier: str) -> Markup:
     """A div for the page's script to fill, with what it is to draw."""
     layout = _layout(figure)
-    if isinstance(figure, Heat):
+    if isinstance(figure, Heatmap):
         traces = [_heat(figure)]
     else:
         traces = _traces(figure)
@@ -59,7 +96,7 @@ def _traces(chart: Chart) -> list[dict[str, Any]]:
 def _lines(chart: Chart) -> dict[str, Any]:
     """Axes, and a dotted line for each mark."""
     x, y = {**_AXIS, **_axis(chart.x)}, {**_AXIS, **_axis(chart.y)}
-    if chart.x.reverse:  # by itself plotly makes room for the marks' labels too
+    if chart.x.reverse:  # plotly's automatic range leaves room for the labels of reference lines
         low, high = (pick(value for series in chart.series for value in series.x) for pick in (min, max))
         room = 0.02 * (high - low) or 0.02
         x["range"] = [high + room, low - room]
@@ -70,7 +107,7 @@ def _lines(chart: Chart) -> dict[str, Any]:
     return {"xaxis": x, "yaxis": y, "shapes": shapes, "annotations": labels}
 
 
-def _mark(chart: Chart, mark: Mark) -> tuple[dict[str, Any], dict[str, Any]]:
+def _mark(chart: Chart, mark: ReferenceLine) -> tuple[dict[str, Any], dict[str, Any]]:
     """The line, and its label above the chart or at its left. On a log axis plotly wants a label's place as a logarithm."""
     line: dict[str, Any] = {"type": "line", "line": {"color": "#8A949E", "width": 1, "dash": "dot"}}
     text: dict[str, Any] = {"text": _safe(mark.label), "showarrow": False, "font": {"size": 11, "color": "#5B6670"}}
@@ -93,8 +130,12 @@ def _line(chart: Chart, series: Series, number: int) -> dict[str, Any]:
         "name": _safe(series.label),
         "legendgroup": _safe(series.label),
         "mode": "markers" if not series.line else "lines+markers" if series.markers and not many else "lines",
-        "line": {"color": series.paint, "width": 2, "dash": "dash" if series.dashed else "solid"},
-        "marker": {"size": 7 if series.line else 11, "symbol": SYMBOLS[number % len(SYMBOLS)], "color": series.paint},
+        "line": {"color": series.css_colour, "width": 2, "dash": "dash" if series.dashed else "solid"},
+        "marker": {
+            "size": 7 if series.line else 11,
+            "symbol": SYMBOLS[number % len(SYMBOLS)],
+            "color": series.css_colour,
+        },
         "hovertemplate": _hover(chart),
     }
 
@@ -110,7 +151,7 @@ def _band(series: Series) -> dict[str, Any]:
         "mode": "lines",
         "line": {"width": 0},
         "fill": "toself",
-        "fillcolor": f"rgba({', '.join(str(int(series.paint[i : i + 2], 16)) for i in (1, 3, 5))}, 0.15)",
+        "fillcolor": f"rgba({', '.join(str(int(series.css_colour[i : i + 2], 16)) for i in (1, 3, 5))}, 0.15)",
     }
 
 
@@ -121,12 +162,12 @@ def _bar(chart: Chart, series: Series) -> dict[str, Any]:
         "x": names,
         "y": series.y,
         "name": _safe(series.label),
-        "marker": {"color": series.paint},
+        "marker": {"color": series.css_colour},
         "hovertemplate": _hover(chart),
     }
 
 
-def _heat(heat: Heat) -> dict[str, Any]:
+def _heat(heat: Heatmap) -> dict[str, Any]:
     return {
         "type": "heatmap",
         "x": heat.epochs,
@@ -164,7 +205,7 @@ def _names(names: Sequence[str], most: int) -> dict[str, Any]:
     """Ticks for layers, short, and at most so many; the whole name is shown at the mouse."""
     step = 1 + (len(names) - 1) // most
     ticks = [_safe(name) for name in names[::step]]
-    return {"tickmode": "array", "tickvals": ticks, "ticktext": [_safe(name) for name in short(names)[::step]]}
+    return {"tickmode": "array", "tickvals": ticks, "ticktext": [_safe(name) for name in short_names(names)[::step]]}
 
 
 def _layout(figure: Figure) -> dict[str, Any]:
@@ -178,7 +219,7 @@ def _layout(figure: Figure) -> dict[str, Any]:
         "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
         "dragmode": False,  # on a phone a finger on a chart scrolls the page; the button switches zooming on
     }
-    if isinstance(figure, Heat):
+    if isinstance(figure, Heatmap):
         plain = {"showgrid": False, "automargin": True, "ticks": "outside"}
         layout["xaxis"] = {
             **plain,

@@ -1,31 +1,31 @@
-"""What a page says about one run."""
+"""The content of a run's page."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from hgnp.io.runs import Run, missing_measurements
 from hgnp.reporting import run_charts
-from hgnp.reporting.page.figure_view import figure_view
+from hgnp.reporting.page.plots import figure_view
 from hgnp.reporting.run_charts import metric_axis
 
 CAPTIONS = {
-    "metric_against_kept": "One point a pruning level: the last epoch at each κ. The last of a finished run "
-    "is the fine-tuned network, which may be better than larger ones that were pruned a moment ago. Single points are "
-    "snapshots, each fine-tuned by itself.",
-    "layer_widths": "Share of each layer's neurons that are left.",
+    "metric_against_kept": "One point per pruning level: the last epoch at each κ. The last point of a finished run "
+    "is the fine-tuned network, which may be more accurate than larger networks that were just pruned. Separate markers are "
+    "snapshots, each fine-tuned separately.",
+    "layer_widths": "Fraction of each layer's neurons that are left.",
     "radius_curvature": "Means over the steps of an epoch. Curvature above the bound B is penalised.",
-    "penalised_blocks": "Share of an epoch's steps in which the direction of curvature lay in this layer.",
-    "seconds": "Scoring, removal, training and validation together.",
+    "penalised_blocks": "Fraction of an epoch's steps in which v lay in this layer's block.",
+    "seconds": "Scoring, removal, training and validation included.",
 }
 
-SIZES = {"parameters": "parameters", "neurons": "neurons", "macs": "MACs a sample"}
+SIZES = {"parameters": "parameters", "neurons": "neurons", "macs": "MACs per sample"}
 MEASURES = {
     "loss": "validation loss",
     "parameters": "parameters",
     "neurons": "neurons",
-    "macs": "MACs a sample",
+    "macs": "MACs per sample",
     "sharpness": "sharpness",
-    "latency_ms": "latency (ms a batch)",
+    "latency_ms": "latency (ms per batch)",
 }
 
 
@@ -41,7 +41,7 @@ def run_view(run: Run, prefix: str) -> dict[str, Any]:
         "before_after": _before_after(run),
         "before_after_note": _note(run),
         "snapshots_header": [
-            "κ asked (%)",
+            "requested κ (%)",
             "kept (%)",
             metric_axis(run.metric).heading,
             *SIZES.values(),
@@ -112,7 +112,7 @@ def _note(run: Run) -> str:
     threads = "1 thread" if how.get("threads") == 1 else f"{how.get('threads')} threads"
     timed = f" Latency: batch {how.get('batch')}, {threads}, {how.get('device')}." if how else ""
     lacking = "".join(f" {line[0].upper()}{line[1:]}." for line in missing_measurements(run.result or {}))
-    return f"Before is the network when the first neuron went, after its warm-up.{timed}{lacking}"
+    return f"“Before” is the network after warm-up, when the first neurons are removed.{timed}{lacking}"
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:

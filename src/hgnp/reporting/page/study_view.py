@@ -1,18 +1,19 @@
-"""What a page says about runs side by side."""
+"""The content of a comparison's page."""
 
 from typing import Any
 
 from hgnp.reporting import study_charts
-from hgnp.reporting.compare import Comparison, Group, Pair, SnapshotPoint, Study
+from hgnp.reporting.compare import BaselineComparison, Comparison, Group, SnapshotPoint, Study
 from hgnp.reporting.composed import LABEL, formula
+from hgnp.reporting.curves import crossings_in_short
 from hgnp.reporting.hybrid import FEATURES
-from hgnp.reporting.page.figure_view import figure_view
+from hgnp.reporting.page.plots import figure_view
 from hgnp.reporting.run_charts import metric_axis
 
 CAPTIONS = {
-    "metric_against_kept": "Bands are one standard deviation between seeds. Single points are snapshots, each fine-tuned by "
-    "itself.",
-    "relative_difference": "Above zero: better than the baseline. Dotted verticals are crossings.",
+    "metric_against_kept": "Bands: ± one standard deviation over seeds. Separate markers: snapshots, each fine-tuned "
+    "separately.",
+    "relative_difference": "Above zero: better than the baseline. Dotted vertical lines: crossings, if at most three.",
 }
 
 
@@ -20,7 +21,7 @@ def comparison_view(comparison: Comparison) -> dict[str, Any]:
     model = comparison.model
     return {
         "studies": [_study(study, f"study{number}") for number, study in enumerate(comparison.studies, 1)],
-        "weakness": comparison.weakness,
+        "limitations": comparison.limitations,
         "formula": f"The threshold: {formula(model)}.",
         "least_squares": model.least_squares,
         "sample_features": [name.replace("_", " ") for name in FEATURES],
@@ -60,10 +61,10 @@ def _study(study: Study, prefix: str) -> dict[str, Any]:
             "runs",
             f"mean {study.metric}{unit}",
             "area",
-            "gain (%)",
-            "crossings at κ",
-            f"final{unit}",
-            "training time a run (s)",
+            "area gain (%)",
+            "crossings with baseline, κ",
+            f"final {study.metric}{unit}",
+            "training time per run (s)",
             "hardware",
         ],
         "summary": [*(_summary(study, group, pairs.get(group.label)) for group in study.groups), *_composed(study)],
@@ -76,7 +77,7 @@ def _study(study: Study, prefix: str) -> dict[str, Any]:
             *(_levels(study, group) for group in study.groups if group.curve is not None),
             *([[LABEL, *(axis.show(study.composed_at(level)) for level in study.levels)]] if _composed(study) else []),
         ],
-        "snapshots_header": ["group", "κ asked (%)", "kept (%)", f"{study.metric}{unit}", "runs"],
+        "snapshots_header": ["group", "requested κ (%)", "kept (%)", f"{study.metric}{unit}", "runs"],
         "snapshots": [_snapshot(study, group, point) for group in study.groups for point in group.snapshots],
         "switch": study.switch.sentences if study.switch else None,
         "notes": study.notes,
@@ -88,14 +89,14 @@ def _sentences(study: Study) -> list[str]:
         return []
     low, high = study.range
     sentences = [
-        f"Compared over κ from {low:.1%} to {high:.1%}; the baseline is {study.baseline}. The area is that under "
-        f"{study.metric} against κ (both as fractions, by trapezoids); its gain is in percent of the baseline's."
+        f"Compared over κ from {low:.1%} to {high:.1%}; the baseline is {study.baseline}. Area: under the curve of "
+        f"{study.metric} against κ, both as fractions (trapezoidal rule). Area gain: relative to the baseline's area."
     ]
-    return [*sentences, *map(_crossed, study.pairs)]
+    return [*sentences, " ".join(map(_crossed, study.pairs))]
 
 
-def _crossed(pair: Pair) -> str:
-    """Curves that keep crossing are close to each other; the table has the places."""
+def _crossed(pair: BaselineComparison) -> str:
+    """A single crossing says which group is ahead below it; several mean that the curves are close."""
     if not pair.crossings:
         return f"{pair.label} and {pair.baseline} do not cross."
     if len(pair.crossings) > 1:
@@ -104,17 +105,17 @@ def _crossed(pair: Pair) -> str:
     return f"Below κ = {pair.crossings[0].kept:.1%} {pair.label} is {side} {pair.baseline}."
 
 
-def _summary(study: Study, group: Group, pair: Pair | None) -> list[str]:
+def _summary(study: Study, group: Group, pair: BaselineComparison | None) -> list[str]:
     gain = "baseline" if group.label == study.baseline else "–"
     if pair is not None and pair.gain is not None:
         gain = f"{pair.gain:+.2f}".replace("-", "−")
-    crossed = ", ".join(f"{crossing.kept:.1%}" for crossing in pair.crossings) if pair else ""
+    crossed = crossings_in_short([f"{crossing.kept:.1%}" for crossing in pair.crossings]) if pair else "–"
     used, all_runs = group.curve.count if group.curve else 0, len(group.runs)
     runs = str(used) if used == all_runs else f"{used} of {all_runs}"
     area = "–" if group.area is None else f"{group.area:.4f}"
     mean = metric_axis(study.metric).show(group.mean_metric)
     final = _spread(study.metric, group.final, group.final_spread)
-    return [group.label, runs, mean, area, gain, crossed or "–", final, f"{group.seconds:,.1f}", group.hardware]
+    return [group.label, runs, mean, area, gain, crossed, final, f"{group.seconds:,.1f}", group.hardware]
 
 
 def _composed(study: Study) -> list[list[str]]:

@@ -1,5 +1,5 @@
-"""The paper's tables and figures next to what runs came to.
+"""The paper's tables and figures next to the results of runs.
 
-`reported` has the paper's numbers, `found` reads and classifies runs, `deviations` says how they differ from what the paper
-states, `claims` and `times` compare number by number, `verdict` judges, `outcome` has all of it, `figures` the charts.
+`reported` has the paper's numbers, `results` reads and classifies runs, `deviations` lists how they differ from the paper's
+settings, `accuracy` and `times` compare number by number, `verdict` judges, `report` collects the rows, `figures` has charts.
 """

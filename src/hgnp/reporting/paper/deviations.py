@@ -1,4 +1,4 @@
-"""How runs differ from what the paper states, from run.json and config.yaml alone."""
+"""How runs deviate from the paper's settings, derived from run.json and config.yaml."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,9 +9,9 @@ from hgnp.curvature.choices import BUNDLES, Choices, choose
 from hgnp.errors import InputError
 from hgnp.io.runs import Run
 from hgnp.reporting.compare import configured
-from hgnp.reporting.paper.reported import LEAVES_OPEN, METHODS, Experiment
+from hgnp.reporting.paper.reported import LEAVES_OPEN, METHODS, PaperExperiment
 
-KINDS = ("data", "start", "reading", "schedule", "hardware", "seeds")
+ASPECTS = ("data", "start", "reading", "schedule", "hardware", "seeds")
 FAST = choose("default", kfac_approx="expand")
 SCHEDULE = ("warmup_epochs", "prune_every", "prune_unit", "neurons_per_round", "finetune_epochs")
 LABELS = {
@@ -26,38 +26,38 @@ LABELS = {
     "bound": "B",
     "lr": "learning rate",
     "weight_decay": "weight decay",
-    "schedule": "decay of the learning rate",
-    "mu_warmup_epochs": "warm-up of μ",
-    "score_batches": "batches for the scores",
-    "floor": "least neurons a layer",
+    "schedule": "learning-rate schedule",
+    "mu_warmup_epochs": "μ warm-up",
+    "score_batches": "scoring batches",
+    "floor": "minimum neurons per layer",
     "round_to": "widths in multiples of",
-    "max_removed": "largest share removed",
+    "max_removed": "maximum fraction removed",
     "clip_norm": "gradient clipping",
 }
 TERM = ("mu", "mu_warmup_epochs", "bound")
 CHOICES = {
     "curvature": {"ggn": "Gauss–Newton in place of the Hessian"},
     "scaling": {"scale_invariant": "scale-invariant v"},
-    "direction_from": {"last_batch": "along the last batch's v"},
+    "direction_from": {"last_batch": "along the previous batch's v"},
     "kfac_approx": {"reduce": "factors reduced over positions"},
-    "fisher_type": {"mc": "labels drawn from the network"},
+    "fisher_type": {"mc": "labels sampled from the network"},
     "ranking": {"empirical": "blocks ranked by their own Fisher matrix"},
-    "gamma_from": {"loss": "Γ from C, as from L it would need itself"},
+    "gamma_from": {"loss": "Γ from C (from L it would depend on itself)"},
 }
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """`kind` is one of KINDS; `short` is for the cell of a table, `text` says all; `open`: the paper leaves it open."""
+    """`aspect` is one of ASPECTS; `short` is for table cells, `text` is the full sentence; `open`: the paper leaves it open."""
 
-    kind: str
+    aspect: str
     short: str
     text: str
     open: bool = False
 
 
-def deviations(experiment: Experiment, runs: Sequence[Run]) -> tuple[Deviation, ...]:
-    """Of runs that differ in the seed alone."""
+def deviations(experiment: PaperExperiment, runs: Sequence[Run]) -> tuple[Deviation, ...]:
+    """The deviations of runs that differ only in the seed."""
     run = runs[0]
     config = configured(run)
     found = [
@@ -85,14 +85,14 @@ def reading(run: Run) -> str:
     """ "literal", "fast" (as the presets of that name have it) or "other"; "" for a method without the term."""
     if not _has_term(run):
         return ""
-    rhythm = (run.recipe.get("refresh_every"), run.recipe.get("skip_inactive"))
+    refresh = (run.recipe.get("refresh_every"), run.recipe.get("skip_inactive"))
     chosen = _choices(run)
-    if chosen == BUNDLES["paper"] and rhythm == (1, False):
+    if chosen == BUNDLES["paper"] and refresh == (1, False):
         return "literal"
-    return "fast" if chosen == FAST and rhythm == (8, True) else "other"
+    return "fast" if chosen == FAST and refresh == (8, True) else "other"
 
 
-def schedule(experiment: Experiment, run: Run) -> str:
+def schedule(experiment: PaperExperiment, run: Run) -> str:
     """ "the paper's", "HGNP's" (of another method than HGNP) or "other"."""
     own, hgnp = experiment.recipe(run.method), experiment.recipe("hgnp")
     for name, stated in (("the paper's", own), ("HGNP's", hgnp)):
@@ -117,11 +117,11 @@ def _choices(run: Run) -> Choices:
         return choose(named.pop("flatness", "default"), **named)
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"{run.folder / 'run.json'}: recipe.flatness must be choices that hgnp knows, got {given!r}"
+            f"{run.folder / 'run.json'}: recipe.flatness must be valid flatness choices, got {given!r}"
         ) from error
 
 
-def _data(experiment: Experiment, run: Run, config: Mapping[str, Any]) -> list[Deviation]:
+def _data(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) -> list[Deviation]:
     found = []
     features = run.info.get("features") or {}
     for name, stated in experiment.features.items():
@@ -129,8 +129,8 @@ def _data(experiment: Experiment, run: Run, config: Mapping[str, Any]) -> list[D
             words = name.replace("_", " ").replace("val ", "validation ").replace("train ", "training ")
             found.append(Deviation("data", f"{ours:,} {words}", f"{words}: {ours:,} instead of {stated:,}"))
     changed = {
-        "flip": ("pictures mirrored", "pictures not mirrored"),
-        "resize": ("pictures scaled", "pictures cropped"),
+        "flip": ("random flips", "no random flips"),
+        "resize": ("images resized", "images cropped"),
         "crop": ("random crops", "no crops"),
     }
     for name, stated in experiment.data_args.items():
@@ -148,7 +148,7 @@ def _data(experiment: Experiment, run: Run, config: Mapping[str, Any]) -> list[D
     return found
 
 
-def _start(experiment: Experiment, run: Run) -> list[Deviation]:
+def _start(experiment: PaperExperiment, run: Run) -> list[Deviation]:
     start = str(run.info.get("start") or "not known")
     at_random = start.startswith("random")
     if experiment.start == "random":
@@ -187,7 +187,7 @@ def _reading(run: Run) -> list[Deviation]:
     return [Deviation("reading", f"{name} reading", text, open=name == "literal" and chosen == literal)]
 
 
-def _schedule(experiment: Experiment, run: Run, config: Mapping[str, Any]) -> list[Deviation]:
+def _schedule(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) -> list[Deviation]:
     stated, name = experiment.recipe(run.method), schedule(experiment, run)
     found, rounds = [], []
     for key, paper in stated.items():
@@ -220,7 +220,7 @@ def _schedule(experiment: Experiment, run: Run, config: Mapping[str, Any]) -> li
     return [*found, *(Deviation("schedule", f"own {key}", f"{key} {config[key]}, not the paper's") for key in own)]
 
 
-def _hardware(experiment: Experiment, runs: Sequence[Run]) -> list[Deviation]:
+def _hardware(experiment: PaperExperiment, runs: Sequence[Run]) -> list[Deviation]:
     ours = "; ".join(sorted({run.hardware for run in runs}))
     method = "taylor" if runs[0].method == "taylor" else "hgnp"
     theirs = f"{experiment.training.gpus[method]} × {experiment.training.hardware} for {METHODS[method]}"
@@ -230,8 +230,10 @@ def _hardware(experiment: Experiment, runs: Sequence[Run]) -> list[Deviation]:
         "bf16",
         "fp16",
     ):
-        kind = {"auto": "bfloat16 where the GPU has it"}.get(runs[0].recipe["precision"], runs[0].recipe["precision"])
-        found.append(Deviation("hardware", "", f"mixed precision: {kind} (the paper does not speak of it)", open=True))
+        precision = {"auto": "bfloat16 where the GPU has it"}.get(
+            runs[0].recipe["precision"], runs[0].recipe["precision"]
+        )
+        found.append(Deviation("hardware", "", f"mixed precision: {precision} (not mentioned in the paper)", open=True))
     return found
 
 

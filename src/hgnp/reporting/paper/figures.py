@@ -1,10 +1,10 @@
-"""The paper's figures from runs, with the points that its text names."""
+"""The paper's figures drawn from runs, with the values from its text."""
 
 from hgnp.reporting import curves
-from hgnp.reporting.charts import Absent, Axis, Chart, Mark, Series
-from hgnp.reporting.paper.claims import ablation_groups
-from hgnp.reporting.paper.found import VARIANTS, Found
-from hgnp.reporting.paper.reported import ABLATION_KEPT, EXPERIMENTS, METHODS, Experiment
+from hgnp.reporting.charts import Axis, Chart, MissingChart, ReferenceLine, Series
+from hgnp.reporting.paper.accuracy import ablation_groups
+from hgnp.reporting.paper.reported import ABLATION_KEPT, EXPERIMENTS, METHODS, PaperExperiment
+from hgnp.reporting.paper.results import VARIANTS, PaperResults
 from hgnp.reporting.paper.rows import pairs, study_command
 from hgnp.reporting.run_charts import KEPT, metric_axis
 
@@ -12,11 +12,11 @@ PAPERS = {"hgnp": 7, "taylor": 4}
 DIFFERENCE = Axis("difference (%)")
 
 
-def accuracy(found: Found, experiment: Experiment) -> Chart | Absent:
-    """Mean curves with a band of one standard deviation, fine-tuned networks as points, and the paper's values."""
+def accuracy(results: PaperResults, experiment: PaperExperiment) -> Chart | MissingChart:
+    """Mean curves with a band of ± one standard deviation; fine-tuned networks and the paper's values as markers."""
     title = f"{experiment.title}: accuracy against κ"
     series = []
-    groups = [group for group in found.of(experiment) if group.curve and group.variant in VARIANTS]
+    groups = [group for group in results.of(experiment) if group.curve and group.variant in VARIANTS]
     for number, group in enumerate(groups):
         curve = group.curve
         assert curve is not None
@@ -34,7 +34,7 @@ def accuracy(found: Found, experiment: Experiment) -> Chart | Absent:
             kept, means = zip(*points, strict=True)
             series.append(Series(f"{group.label}, fine-tuned", kept, means, number, line=False))
     if not series:
-        return Absent(title, f"Not run. {study_command(experiment)}")
+        return MissingChart(title, f"Not run. {study_command(experiment)}")
     for method, name in METHODS.items():
         if points := sorted(
             (each.kept / 100, each.value / 100) for each in experiment.accuracies if each.method == method
@@ -45,26 +45,26 @@ def accuracy(found: Found, experiment: Experiment) -> Chart | Absent:
     return Chart(f"{experiment.key}-accuracy", title, alt, KEPT, metric_axis("accuracy"), tuple(series))
 
 
-def relative(found: Found, experiment: Experiment) -> Chart | Absent:
+def relative(results: PaperResults, experiment: PaperExperiment) -> Chart | MissingChart:
     """HGNP's accuracy over Taylor's against κ."""
     title = f"{experiment.figure}: {experiment.title}, HGNP over Taylor"
     series = [
         Series(pair.title, pair.study.pairs[0].kept, pair.study.pairs[0].relative, number, markers=False)
-        for number, pair in enumerate(pairs(found, experiment))
+        for number, pair in enumerate(pairs(results, experiment))
     ]
     if not series:
-        return Absent(title, f"Not run for both methods. {study_command(experiment)}")
+        return MissingChart(title, f"Not run for both methods. {study_command(experiment)}")
     if points := stated_gaps(experiment):
         kept, gaps = zip(*points, strict=True)
         series.append(Series("paper", kept, gaps, 7, line=False))
-    marks = [Mark(0.0, "Taylor", vertical=False)]
-    marks += [Mark(claim.kept / 100, f"paper: ahead below {claim.kept:g} %") for claim in experiment.ahead]
+    marks = [ReferenceLine(0.0, "Taylor", vertical=False)]
+    marks += [ReferenceLine(claim.kept / 100, f"paper: ahead below {claim.kept:g} %") for claim in experiment.ahead]
     alt = f"accuracy of HGNP relative to Taylor's on {experiment.title}, against κ"
     return Chart(f"{experiment.key}-relative", title, alt, KEPT, DIFFERENCE, tuple(series), tuple(marks))
 
 
-def stated_gaps(experiment: Experiment) -> list[tuple[float, float]]:
-    """κ and HGNP's difference from Taylor in percent, from pairs of accuracies that the text names, or as it names them."""
+def stated_gaps(experiment: PaperExperiment) -> list[tuple[float, float]]:
+    """κ and HGNP's difference from Taylor in percent, from pairs of accuracies or differences in the text."""
     values = {(each.method, each.kept): each.value for each in experiment.accuracies}
     found = {gap.kept: gap.value for gap in experiment.gaps}
     for method, kept in values:
@@ -73,13 +73,13 @@ def stated_gaps(experiment: Experiment) -> list[tuple[float, float]]:
     return sorted((kept / 100, value) for kept, value in found.items())
 
 
-def ablation(found: Found) -> Chart | Absent:
+def ablation(results: PaperResults) -> Chart | MissingChart:
     """Full HGNP and its two ablations, relative to Taylor."""
     title = "Figure 5: AlexNet / Flowers-102, HGNP and its ablations over Taylor"
-    groups = [group for group in ablation_groups(found) if group.curve]
-    taylor = next((group for group in found.of(EXPERIMENTS[0], "taylor") if group.curve), None)
+    groups = [group for group in ablation_groups(results) if group.curve]
+    taylor = next((group for group in results.of(EXPERIMENTS[0], "taylor") if group.curve), None)
     if len(groups) < 2 or taylor is None:
-        return Absent(title, "Not run: full HGNP, an ablation with the same settings, and Taylor are needed.")
+        return MissingChart(title, "Not run: full HGNP, an ablation with the same settings, and Taylor are needed.")
     series = []
     for number, group in enumerate(groups):
         both = [[run.curve() for run in each.runs] for each in (group, taylor)]
@@ -88,8 +88,8 @@ def ablation(found: Found) -> Chart | Absent:
             gaps = tuple(curves.gain(a, b) for a, b in zip(ours.mean, theirs.mean, strict=True))
             series.append(Series(group.title, grid, gaps, number, markers=False, dashed=number > 0))
     marks = (
-        Mark(0.0, taylor.title, vertical=False),
-        Mark(ABLATION_KEPT / 100, f"paper: full is best below {ABLATION_KEPT:g} %"),
+        ReferenceLine(0.0, taylor.title, vertical=False),
+        ReferenceLine(ABLATION_KEPT / 100, f"paper: full is best below {ABLATION_KEPT:g} %"),
     )
     alt = f"accuracy of {', '.join(one.label for one in series)} relative to Taylor's, against κ"
     return Chart("ablation", title, alt, KEPT, DIFFERENCE, tuple(series), marks)

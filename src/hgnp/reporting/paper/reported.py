@@ -1,7 +1,7 @@
-"""What the paper reports and the settings that it states, transcribed from its source: every number stands here, once.
+"""The paper's numbers and settings, transcribed from its source; every number occurs once.
 
-Accuracies and κ are in percent, as printed. The curves of its figures are pictures, which the source does not hold; what its
-text says about them is here.
+Accuracies and κ are in percent, as printed. The curves of its figures are not available as
+numbers; statements about them in its text are.
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 METHODS = {"hgnp": "HGNP", "taylor": "Taylor"}
 LEAVES_OPEN: Any = object()
-"""Stands for a setting that the paper does not state."""
+"""Marks a setting that the paper does not state."""
 
 
 @dataclass(frozen=True)
-class Training:
+class StatedTraining:
     """A row of Table 1, total training and pruning time, with the number of GPUs of each method from the text."""
 
     kept: float
@@ -24,7 +24,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Areas:
+class StatedAreas:
     """A row of Table 4: gains in the area under accuracy against κ over Taylor's, in percent, and the hybrid's threshold κ."""
 
     hybrid: float
@@ -33,8 +33,8 @@ class Areas:
 
 
 @dataclass(frozen=True)
-class Accuracy:
-    """An accuracy that the text names, at κ."""
+class StatedAccuracy:
+    """An accuracy stated in the text, at κ."""
 
     method: str
     kept: float
@@ -42,8 +42,8 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class Gap:
-    """HGNP's accuracy over Taylor's at κ, in percent of Taylor's; `at_least` where the text says that it is greater."""
+class StatedGap:
+    """HGNP's accuracy over Taylor's at κ, in percent of Taylor's; `at_least` if the text gives a lower bound."""
 
     kept: float
     value: float
@@ -51,15 +51,15 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """The text says that HGNP has the higher accuracy wherever κ is at most `kept`; `words` are its own."""
+class StatedLead:
+    """A statement that HGNP is more accurate at every κ up to `kept`; `words` paraphrase the text."""
 
     kept: float
     words: str
 
 
 @dataclass(frozen=True)
-class Experiment:
+class PaperExperiment:
     """One model on one data set."""
 
     key: str
@@ -70,20 +70,20 @@ class Experiment:
     data: str
     start: Literal["random", "ImageNet"]
     fresh: tuple[str, ...]
-    """The layers that start at random although the rest does not."""
+    """The layers initialised at random although the rest is pretrained."""
     features: Mapping[str, int]
     data_args: Mapping[str, Any]
     hgnp: Mapping[str, Any]
-    """Fields of `Recipe` as the paper states them; LEAVES_OPEN for what it uses and does not state."""
+    """Fields of `Recipe` as the paper states them; LEAVES_OPEN for what it does not state."""
     taylor: Mapping[str, Any]
     """The same for the Taylor baseline, where it differs."""
-    training: Training
-    areas: Areas
-    accuracies: tuple[Accuracy, ...] = ()
-    gaps: tuple[Gap, ...] = ()
-    ahead: tuple[Ahead, ...] = ()
+    training: StatedTraining
+    areas: StatedAreas
+    accuracies: tuple[StatedAccuracy, ...] = ()
+    gaps: tuple[StatedGap, ...] = ()
+    ahead: tuple[StatedLead, ...] = ()
     picture: str = ""
-    """What the paper leaves open about pictures, and what ours are."""
+    """Image preprocessing that the paper leaves open, and ours."""
 
     def recipe(self, method: str) -> dict[str, Any]:
         return {**COMMON, **self.hgnp, **(self.taylor if method == "taylor" else {})}
@@ -106,10 +106,10 @@ COMMON = {
     "approximate": False,
     "clip_norm": None,
 }
-ONE_AN_EPOCH = {"neurons_per_round": 1, "prune_every": 1, "finetune_epochs": LEAVES_OPEN}
+ONE_PER_EPOCH = {"neurons_per_round": 1, "prune_every": 1, "finetune_epochs": LEAVES_OPEN}
 
 EXPERIMENTS = (
-    Experiment(
+    PaperExperiment(
         key="alexnet-flowers",
         title="AlexNet / Flowers-102",
         figure="Figure 1",
@@ -134,21 +134,21 @@ EXPERIMENTS = (
             "neurons_per_round": 1,
             "finetune_epochs": LEAVES_OPEN,
         },
-        training=Training(35.1, "Tesla K80", {"hgnp": 57.3, "taylor": 3.8}, {"hgnp": 1, "taylor": 3}),
-        areas=Areas(9.33, 9.20, 91.0),
+        training=StatedTraining(35.1, "Tesla K80", {"hgnp": 57.3, "taylor": 3.8}, {"hgnp": 1, "taylor": 3}),
+        areas=StatedAreas(9.33, 9.20, 91.0),
         accuracies=(
-            Accuracy("hgnp", 50, 78.9),
-            Accuracy("taylor", 50, 71.1),
-            Accuracy("hgnp", 40, 77.0),
-            Accuracy("taylor", 40, 60),
-            Accuracy("hgnp", 35, 75.5),
-            Accuracy("taylor", 35, 34),
+            StatedAccuracy("hgnp", 50, 78.9),
+            StatedAccuracy("taylor", 50, 71.1),
+            StatedAccuracy("hgnp", 40, 77.0),
+            StatedAccuracy("taylor", 40, 60),
+            StatedAccuracy("hgnp", 35, 75.5),
+            StatedAccuracy("taylor", 35, 34),
         ),
-        gaps=(Gap(35, 120),),
-        ahead=(Ahead(91, "Taylor works better down to around κ = 91 %, HGNP below"),),
-        picture="the central square of each picture, scaled to {side} px (left open by the paper)",
+        gaps=(StatedGap(35, 120),),
+        ahead=(StatedLead(91, "Taylor works better down to around κ = 91 %, HGNP below"),),
+        picture="the central square of each image, resized to {side} px (left open by the paper)",
     ),
-    Experiment(
+    PaperExperiment(
         key="resnet18-cifar10",
         title="ResNet-18 / CIFAR-10",
         figure="Figure 2",
@@ -167,12 +167,12 @@ EXPERIMENTS = (
             "schedule": LEAVES_OPEN,
             "coupling": "paper",
         },
-        taylor={**ONE_AN_EPOCH, "warmup_epochs": 200},
-        training=Training(4.5, "GeForce RTX 2080", {"hgnp": 121.0, "taylor": 10.7}, {"hgnp": 4, "taylor": 1}),
-        areas=Areas(0.47, 0.42, 87.8),
-        ahead=(Ahead(85, "HGNP outperforms consistently at κ = 85 % and below, not drastically"),),
+        taylor={**ONE_PER_EPOCH, "warmup_epochs": 200},
+        training=StatedTraining(4.5, "GeForce RTX 2080", {"hgnp": 121.0, "taylor": 10.7}, {"hgnp": 4, "taylor": 1}),
+        areas=StatedAreas(0.47, 0.42, 87.8),
+        ahead=(StatedLead(85, "HGNP outperforms consistently at κ = 85 % and below, not drastically"),),
     ),
-    Experiment(
+    PaperExperiment(
         key="resnet18-birds",
         title="ResNet-18 / Birds",
         figure="Figure 3",
@@ -191,20 +191,20 @@ EXPERIMENTS = (
             "schedule": "constant",
             "coupling": "paper",
         },
-        taylor={**ONE_AN_EPOCH, "warmup_epochs": 60, "lr": 0.01},
-        training=Training(5.0, "GeForce RTX 2080", {"hgnp": 129.9, "taylor": 27.3}, {"hgnp": 5, "taylor": 1}),
-        areas=Areas(0.08, -0.29, 48.0),
+        taylor={**ONE_PER_EPOCH, "warmup_epochs": 60, "lr": 0.01},
+        training=StatedTraining(5.0, "GeForce RTX 2080", {"hgnp": 129.9, "taylor": 27.3}, {"hgnp": 5, "taylor": 1}),
+        areas=StatedAreas(0.08, -0.29, 48.0),
         accuracies=(
-            Accuracy("hgnp", 100, 70.5),
-            Accuracy("taylor", 100, 70.5),
-            Accuracy("hgnp", 5, 51.9),
-            Accuracy("taylor", 5, 49.0),
+            StatedAccuracy("hgnp", 100, 70.5),
+            StatedAccuracy("taylor", 100, 70.5),
+            StatedAccuracy("hgnp", 5, 51.9),
+            StatedAccuracy("taylor", 5, 49.0),
         ),
-        gaps=(Gap(5, 6),),
-        ahead=(Ahead(14, "HGNP outperforms again at κ = 14 % and below"),),
-        picture="which part of a picture is cropped to {side} px is left open by the paper: the centre",
+        gaps=(StatedGap(5, 6),),
+        ahead=(StatedLead(14, "HGNP outperforms again at κ = 14 % and below"),),
+        picture="a central crop of {side} px (position left open by the paper)",
     ),
-    Experiment(
+    PaperExperiment(
         key="vgg16-cifar10",
         title="VGG-16 / CIFAR-10",
         figure="Figure 4",
@@ -222,12 +222,12 @@ EXPERIMENTS = (
             "weight_decay": 0.0005,
             "schedule": LEAVES_OPEN,
         },
-        taylor={**ONE_AN_EPOCH, "warmup_epochs": 200},
-        training=Training(4.5, "GeForce RTX 2080", {"hgnp": 115.1, "taylor": 12.7}, {"hgnp": 4, "taylor": 1}),
-        areas=Areas(1.63, 1.59, 87.8),
-        accuracies=(Accuracy("hgnp", 10, 91.4), Accuracy("taylor", 10, 87.3)),
-        gaps=(Gap(5, 8, at_least=True),),
-        ahead=(Ahead(90, "HGNP outperforms at all κ below 90 %"),),
+        taylor={**ONE_PER_EPOCH, "warmup_epochs": 200},
+        training=StatedTraining(4.5, "GeForce RTX 2080", {"hgnp": 115.1, "taylor": 12.7}, {"hgnp": 4, "taylor": 1}),
+        areas=StatedAreas(1.63, 1.59, 87.8),
+        accuracies=(StatedAccuracy("hgnp", 10, 91.4), StatedAccuracy("taylor", 10, 87.3)),
+        gaps=(StatedGap(5, 8, at_least=True),),
+        ahead=(StatedLead(90, "HGNP outperforms at all κ below 90 %"),),
     ),
 )
 BY_KEY = {experiment.key: experiment for experiment in EXPERIMENTS}
@@ -239,14 +239,14 @@ FULL, WEIGHTS, NEURONS = "full", "weight-pruned", "neuron-pruned"
 
 
 @dataclass(frozen=True)
-class Inference:
+class StatedInference:
     """A row of Table 2 or 3: milliseconds of one mini-batch."""
 
     table: str
     experiment: str
     device: Literal["cpu", "cuda"]
     hardware: str
-    kind: str
+    network: str
     """FULL, WEIGHTS or NEURONS."""
     kept: float
     batch: int
@@ -256,8 +256,8 @@ class Inference:
 K80, I5, RTX = ("cuda", "Tesla K80"), ("cpu", "3.4 GHz Intel Core i5"), ("cuda", "GeForce RTX 2080")
 
 
-def _inference(table: str, experiment: str, rows: tuple[tuple[Any, ...], ...]) -> tuple[Inference, ...]:
-    return tuple(Inference(table, experiment, *where, *rest) for where, *rest in rows)
+def _inference(table: str, experiment: str, rows: tuple[tuple[Any, ...], ...]) -> tuple[StatedInference, ...]:
+    return tuple(StatedInference(table, experiment, *where, *rest) for where, *rest in rows)
 
 
 INFERENCE = (

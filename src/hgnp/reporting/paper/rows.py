@@ -1,4 +1,4 @@
-"""A number of the paper with what runs came to, and pairs of groups that such numbers are taken from."""
+"""Rows: a number of the paper with the result of runs; and pairs of groups that such results are computed from."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from hgnp.io.runs import Run
 from hgnp.reporting import curves
 from hgnp.reporting.compare import Study, compare_runs
 from hgnp.reporting.curves import Curve
-from hgnp.reporting.paper.found import Found, Group
-from hgnp.reporting.paper.reported import BY_KEY, METHODS, Experiment
+from hgnp.reporting.paper.reported import BY_KEY, METHODS, PaperExperiment
+from hgnp.reporting.paper.results import PaperGroup, PaperResults
 from hgnp.reporting.paper.verdict import NO_VERDICT, NOT_RUN, Measured, Verdict
 
 SECTIONS = {
-    "accuracy": "Accuracies and differences that the text names",
+    "accuracy": "Accuracies and differences in the text",
     "areas": "Area under the curve, and the hybrid",
     "ablation": "Ablation",
     "training": "Training times",
@@ -25,11 +25,11 @@ SECTIONS = {
 
 @dataclass(frozen=True)
 class Claim:
-    """A number of the paper: where it stands, and as it is shown."""
+    """A number of the paper: its source, value and text."""
 
     section: str
     source: str
-    experiment: Experiment
+    experiment: PaperExperiment
     what: str
     unit: str
     paper: float | None
@@ -38,7 +38,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Row:
-    """A claim and what runs came to: `ours` and `spread` in the claim's unit, `text` as shown, `runs` the groups it is from."""
+    """A claim and the result of runs: `ours` and `spread` in the claim's unit, `text` as shown, `runs` the groups used."""
 
     claim: Claim
     text: str
@@ -48,10 +48,10 @@ class Row:
     deviations: tuple[str, ...] = ()
     verdict: Verdict = NO_VERDICT
     command: str = ""
-    """What would give it, where it is not run."""
+    """The command that produces the result, if not run."""
 
     def as_dict(self) -> dict[str, Any]:
-        """In types that JSON and CSV have."""
+        """In JSON and CSV types."""
         claim = self.claim
         return {
             "section": claim.section,
@@ -77,11 +77,11 @@ def not_run(claim: Claim, command: str = "") -> Row:
 
 
 @dataclass(frozen=True)
-class Pair:
+class MethodPair:
     """A group of HGNP or the hybrid against one of Taylor, over the κ that both reach."""
 
-    group: Group
-    taylor: Group
+    group: PaperGroup
+    taylor: PaperGroup
     study: Study
 
     @property
@@ -98,7 +98,7 @@ class Pair:
 
     @property
     def deviations(self) -> tuple[str, ...]:
-        """Of both, and those of one alone with its name."""
+        """Deviations of both groups; those of only one are prefixed with its name."""
         mine, theirs = self.group.short, self.taylor.short
         name = METHODS.get(self.group.variant, "hybrid")
         return (
@@ -108,7 +108,7 @@ class Pair:
         )
 
     def over_seeds(self, number: Callable[[Curve, Curve], float | None]) -> Measured | None:
-        """A number of the mean curves, with its standard deviation over the seeds that both groups have."""
+        """A number computed from the mean curves, with its standard deviation over the seeds that both groups share."""
         mean = number(*self.curves)
         if mean is None:
             return None
@@ -123,43 +123,43 @@ class Pair:
         return Measured(mean, Measured.of(known).spread if len(known) > 1 else None)
 
     def gap_at(self, kept: float) -> Measured | None:
-        """In percent of Taylor's accuracy; None where one of them has no value."""
+        """The difference at κ in percent of Taylor's accuracy; None outside the common range."""
         low, high = self.curves[0].kept[0], self.curves[0].kept[-1]
         if not low <= kept <= high:
             return None
         return self.over_seeds(lambda ours, theirs: curves.gain(ours.at(kept), theirs.at(kept)))
 
     def gain(self, threshold: float | None = None) -> Measured | None:
-        """Of the area, in percent of Taylor's; with a threshold, of the hybrid composed at it."""
+        """Area gain in percent of Taylor's; with a threshold, that of the hybrid composed at it."""
 
         def number(ours: Curve, theirs: Curve) -> float | None:
-            area = curves.area(ours) if threshold is None else curves.switched(ours, theirs, threshold)
+            area = curves.area(ours) if threshold is None else curves.composed_area(ours, theirs, threshold)
             return curves.gain(area, curves.area(theirs))
 
         return self.over_seeds(number)
 
 
-def pairs(found: Found, experiment: Experiment, variant: str = "hgnp") -> tuple[Pair, ...]:
-    """Each group of `variant` with each of Taylor, nearest to the paper first, as far as they can be compared."""
-    return _pairs(found, experiment.key, variant)
+def pairs(results: PaperResults, experiment: PaperExperiment, variant: str = "hgnp") -> tuple[MethodPair, ...]:
+    """Each comparable pair of a group of `variant` and one of Taylor, nearest to the paper first."""
+    return _pairs(results, experiment.key, variant)
 
 
-@lru_cache(maxsize=16)  # of a folder, tables and figures ask for the same ones
-def _pairs(found: Found, key: str, variant: str) -> tuple[Pair, ...]:
+@lru_cache(maxsize=16)  # tables and figures use the same pairs
+def _pairs(results: PaperResults, key: str, variant: str) -> tuple[MethodPair, ...]:
     made = []
-    for group in found.of(BY_KEY[key], variant):
-        for taylor in found.of(BY_KEY[key], "taylor"):
+    for group in results.of(BY_KEY[key], variant):
+        for taylor in results.of(BY_KEY[key], "taylor"):
             usable: list[Run] = [run for run in (*group.runs, *taylor.runs) if len(run.curve()) > 1]
             if len(usable) < len(group.runs) + len(taylor.runs):
                 continue
             studies = compare_runs(usable, baseline="taylor").studies
             if len(studies) == 1 and studies[0].range is not None:
-                made.append(Pair(group, taylor, studies[0]))
+                made.append(MethodPair(group, taylor, studies[0]))
     return tuple(made)
 
 
-def study_command(experiment: Experiment, *methods: str) -> str:
-    """What runs an experiment, or these of its methods."""
+def study_command(experiment: PaperExperiment, *methods: str) -> str:
+    """The command that runs an experiment, or only some of its methods."""
     only = f" --methods {','.join(methods)}" if methods else ""
     start = " --set weights=FILE.safetensors" if experiment.start == "ImageNet" else ""
     return f"hgnp study {experiment.key} --data DIR{only}{start}"

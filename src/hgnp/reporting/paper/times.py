@@ -1,10 +1,9 @@
-"""The paper's times, of training (Table 1) and of inference (Tables 2 and 3), with ours."""
+"""Rows about time: training (Table 1) and inference (Tables 2 and 3)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from hgnp.progress import format_duration
 from hgnp.reporting.paper import verdict
-from hgnp.reporting.paper.found import NEAR, Found, Group, Timing
 from hgnp.reporting.paper.reported import (
     BY_KEY,
     EXPERIMENTS,
@@ -13,17 +12,18 @@ from hgnp.reporting.paper.reported import (
     METHODS,
     NEURONS,
     WEIGHTS,
-    Experiment,
-    Inference,
+    PaperExperiment,
+    StatedInference,
 )
+from hgnp.reporting.paper.results import NEAR, BenchTiming, PaperGroup, PaperResults
 from hgnp.reporting.paper.rows import Claim, Row, not_run
 
 
-def training_rows(found: Found) -> Iterator[Row]:
+def training_rows(results: PaperResults) -> Iterator[Row]:
     for experiment in EXPERIMENTS:
         stated = experiment.training
         groups = {
-            method: [g for g in found.of(experiment, method) if g.finished and all(r.rows for r in g.runs)]
+            method: [g for g in results.of(experiment, method) if g.finished and all(r.rows for r in g.runs)]
             for method in METHODS
         }
         for method, name in METHODS.items():
@@ -34,7 +34,7 @@ def training_rows(found: Found) -> Iterator[Row]:
         yield from _ratios(experiment, groups["hgnp"], groups["taylor"])
 
 
-def _trained(claim: Claim, group: Group) -> Row:
+def _trained(claim: Claim, group: PaperGroup) -> Row:
     ended, epochs = (
         sum(numbers) / len(group.runs)
         for numbers in ([100 * run.rows[-1]["kept"] for run in group.runs], [len(run.rows) for run in group.runs])
@@ -44,8 +44,8 @@ def _trained(claim: Claim, group: Group) -> Row:
     return Row(claim, text, group.seconds / 3600, None, group.title, group.short)
 
 
-def _ratios(experiment: Experiment, ours: Sequence[Group], theirs: Sequence[Group]) -> Iterator[Row]:
-    """Between runs on the same hardware."""
+def _ratios(experiment: PaperExperiment, ours: Sequence[PaperGroup], theirs: Sequence[PaperGroup]) -> Iterator[Row]:
+    """Ratios between runs on the same hardware."""
     hours = experiment.training.hours
     paper = hours["hgnp"] / hours["taylor"]
     whole = Claim("training", "Table 1", experiment, "HGNP's time / Taylor's", "×", paper, f"{paper:.2f} ×")
@@ -57,42 +57,42 @@ def _ratios(experiment: Experiment, ours: Sequence[Group], theirs: Sequence[Grou
             title = f"{group.title} against {taylor.title}"
             if group.seconds and taylor.seconds:
                 ratio = group.seconds / taylor.seconds
-                told = verdict.ratio(paper, ratio)
-                yield Row(whole, f"{ratio:.2f} ×", ratio, None, title, group.short, told)
+                judged = verdict.ratio(paper, ratio)
+                yield Row(whole, f"{ratio:.2f} ×", ratio, None, title, group.short, judged)
             if group.epoch_seconds and taylor.epoch_seconds:
                 ratio = group.epoch_seconds / taylor.epoch_seconds
                 yield Row(step, f"{ratio:.2f} ×", ratio, None, title, group.short)
 
 
-def inference_rows(found: Found) -> Iterator[Row]:
-    """Times, and after each device's the ratios that the paper speaks of."""
+def inference_rows(results: PaperResults) -> Iterator[Row]:
+    """Times, followed by the ratios for each device."""
     places = dict.fromkeys((row.table, row.experiment, row.device) for row in INFERENCE)
     for place in places:
-        stated = {row.kind: row for row in INFERENCE if (row.table, row.experiment, row.device) == place}
-        timed = {kind: _nearest(found, row) for kind, row in stated.items()}
-        for kind, row in stated.items():
-            yield _time(row, timed[kind])
+        stated = {row.network: row for row in INFERENCE if (row.table, row.experiment, row.device) == place}
+        timed = {network: _nearest(results, row) for network, row in stated.items()}
+        for network, row in stated.items():
+            yield _time(row, timed[network])
         for slow in (FULL, WEIGHTS):
             yield from _faster(stated, timed, slow)
 
 
-def _nearest(found: Found, stated: Inference) -> Timing | None:
-    """Eager times at the same κ, the paper's batch size before others, the newest of several."""
+def _nearest(results: PaperResults, stated: StatedInference) -> BenchTiming | None:
+    """The eager time at the same κ; the paper's batch size is preferred, then the newest file."""
     fits = [
         timing
-        for timing in found.timings
+        for timing in results.timings
         if timing.experiment.key == stated.experiment
         and timing.row["median_ms"] is not None
         and timing.row["variant"] == "eager"
         and str(timing.row["device"]).partition(":")[0] == stated.device
-        and str(timing.row["network"]).startswith(stated.kind)
+        and str(timing.row["network"]).startswith(stated.network)
         and abs(timing.row["kept"] - stated.kept / 100) <= NEAR
     ]
     return max(fits, key=lambda t: (t.row["batch"] == stated.batch, t.date), default=None)
 
 
-def _time(stated: Inference, timing: Timing | None) -> Row:
-    what = f"{stated.kind}, κ = {stated.kept:g} %, {_place(stated)}, batch {stated.batch:,}"
+def _time(stated: StatedInference, timing: BenchTiming | None) -> Row:
+    what = f"{stated.network}, κ = {stated.kept:g} %, {_place(stated)}, batch {stated.batch:,}"
     claim = _claim(stated, what, "ms", stated.ms, f"{stated.ms:g} ms on {stated.hardware}")
     if timing is None:
         return not_run(claim, _bench_command(stated))
@@ -100,8 +100,8 @@ def _time(stated: Inference, timing: Timing | None) -> Row:
     return Row(claim, f"{ms:.4g} ms on {timing.hardware}", ms, None, timing.name, _differences(stated, timing))
 
 
-def _faster(stated: Mapping[str, Inference], timed: Mapping[str, Timing | None], slow: str) -> Iterator[Row]:
-    """How many times as fast the neuron-pruned network is; both times from one file, that conditions are the same."""
+def _faster(stated: Mapping[str, StatedInference], timed: Mapping[str, BenchTiming | None], slow: str) -> Iterator[Row]:
+    """The speed-up of the neuron-pruned network; both times must come from one file, that is, from the same conditions."""
     there, here = timed.get(slow), timed.get(NEURONS)
     if there is None or here is None or (there.file, there.row["batch"]) != (here.file, here.row["batch"]):
         return
@@ -111,26 +111,26 @@ def _faster(stated: Mapping[str, Inference], timed: Mapping[str, Timing | None],
     yield Row(claim, f"{ours:.2f} ×", ours, None, here.name, _differences(row, here), verdict.ratio(paper, ours))
 
 
-def _claim(stated: Inference, what: str, unit: str, paper: float, text: str) -> Claim:
+def _claim(stated: StatedInference, what: str, unit: str, paper: float, text: str) -> Claim:
     section = "inference" if stated.table == "Table 2" else "equal"
     return Claim(section, stated.table, BY_KEY[stated.experiment], what, unit, paper, text)
 
 
-def _place(stated: Inference) -> str:
+def _place(stated: StatedInference) -> str:
     return "CPU" if stated.device == "cpu" else "GPU"
 
 
-def _differences(stated: Inference, timing: Timing) -> tuple[str, ...]:
+def _differences(stated: StatedInference, timing: BenchTiming) -> tuple[str, ...]:
     found = [timing.hardware]
     if timing.row["batch"] != stated.batch:
         found.append(f"batch {timing.row['batch']:,}")
-    if stated.kind != FULL and f"{100 * timing.row['kept']:.1f}" != f"{stated.kept:.1f}":
+    if stated.network != FULL and f"{100 * timing.row['kept']:.1f}" != f"{stated.kept:.1f}":
         found.append(f"κ = {100 * timing.row['kept']:.2f} %")
     return tuple(found)
 
 
-def _bench_command(stated: Inference) -> str:
-    """The paper's batch sizes on CIFAR-10 are the defaults; AlexNet is timed at another κ than its study ends at."""
+def _bench_command(stated: StatedInference) -> str:
+    """The paper's batch sizes on CIFAR-10 are the defaults; AlexNet is timed at a κ other than its study's final one."""
     if stated.experiment == "alexnet-flowers":
         run = (
             "hgnp run alexnet-flowers-fast --data DIR --set recipe.keep=0.304 --set weights=FILE.safetensors --out RUN"
@@ -140,5 +140,5 @@ def _bench_command(stated: Inference) -> str:
     return f"hgnp bench {of} --device {stated.device}"
 
 
-def _hardware(group: Group) -> str:
+def _hardware(group: PaperGroup) -> str:
     return "; ".join(sorted({run.hardware for run in group.runs}))

@@ -1,4 +1,4 @@
-"""A number of the paper, ours beside it, and whether they agree, by one rule for all."""
+"""Whether a number of the paper and ours agree, by one rule."""
 
 import math
 import statistics
@@ -8,19 +8,18 @@ from dataclasses import dataclass
 AGREES, DIRECTION, DIFFERS, UNDECIDED = "agrees", "agrees in direction", "differs", "undecided"
 NOT_RUN, NONE = "not run", ""
 RULE = (
-    "A value agrees if the paper's lies within one standard deviation over seeds (n − 1) of ours; one seed alone leaves it "
-    "undecided.",
-    "A difference between methods that is further off agrees in direction if its sign is the same; it is undecided if ours is "
-    "no larger than its own standard deviation over seeds. So does a ratio of times that is on the same side of 1.",
+    "A value agrees if the paper's is within one standard deviation over seeds (n − 1) of ours. With one seed it is undecided.",
+    "A difference between methods that is further off agrees in direction if it has the same sign. It is undecided if ours is "
+    "no larger than its standard deviation over seeds. A ratio of times agrees in direction if it is on the same side of 1.",
     "A bound agrees if it is met.",
     "“HGNP is ahead below κ” agrees if its mean curve is above Taylor's at every such κ that both reach.",
-    "Times themselves are of other hardware and are not judged.",
+    "Times are from different hardware and are not judged.",
 )
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A mean over seeds with its standard deviation, None for a single one."""
+    """A mean over seeds with its standard deviation, None for a single seed."""
 
     mean: float
     spread: float | None = None

@@ -1,26 +1,34 @@
-"""What the paper says about accuracy: in its text, areas and the hybrid (Table 4), the ablation (Figure 5), equal accuracy."""
+"""Rows about accuracy: values in the text, areas and the hybrid (Table 4), the ablation (Figure 5), equal accuracy."""
 
 from collections.abc import Iterator
 
 from hgnp.reporting import curves
 from hgnp.reporting.paper import verdict
-from hgnp.reporting.paper.found import Found, Group, finetuned
-from hgnp.reporting.paper.reported import ABLATION_KEPT, BY_KEY, EQUAL, EXPERIMENTS, METHODS, Accuracy, Experiment
-from hgnp.reporting.paper.rows import Claim, Pair, Row, not_run, pairs, show, study_command
+from hgnp.reporting.paper.reported import (
+    ABLATION_KEPT,
+    BY_KEY,
+    EQUAL,
+    EXPERIMENTS,
+    METHODS,
+    PaperExperiment,
+    StatedAccuracy,
+)
+from hgnp.reporting.paper.results import PaperGroup, PaperResults, finetuned
+from hgnp.reporting.paper.rows import Claim, MethodPair, Row, not_run, pairs, show, study_command
 from hgnp.reporting.paper.verdict import Measured, Verdict
 
 FITTED = "hybrid over Taylor, area, at a threshold fitted on the paper's other experiments"
 
 
-def accuracy_rows(found: Found) -> Iterator[Row]:
+def accuracy_rows(results: PaperResults) -> Iterator[Row]:
     for experiment in EXPERIMENTS:
         where = ("accuracy", f"text on {experiment.figure}", experiment)
         for stated in experiment.accuracies:
             what = f"{METHODS[stated.method]}'s accuracy at κ = {stated.kept:g} %"
             claim = Claim(*where, what, "%", stated.value, f"{stated.value:.1f} %")
-            made = [_accuracy(claim, group, stated) for group in found.of(experiment, stated.method)]
+            made = [_accuracy(claim, group, stated) for group in results.of(experiment, stated.method)]
             yield from [row for row in made if row] or [not_run(claim)]
-        matches = pairs(found, experiment)
+        matches = pairs(results, experiment)
         for gap in experiment.gaps:
             text = f"{'more than ' if gap.at_least else ''}+{gap.value:g} %"
             claim = Claim(*where, f"HGNP over Taylor at κ = {gap.kept:g} %, relative", "%", gap.value, text)
@@ -32,15 +40,15 @@ def accuracy_rows(found: Found) -> Iterator[Row]:
             yield from [row for pair in matches if (row := _ahead(claim, pair, ahead.kept))] or [not_run(claim)]
 
 
-def areas_rows(found: Found) -> Iterator[Row]:
+def areas_rows(results: PaperResults) -> Iterator[Row]:
     for experiment in EXPERIMENTS:
-        stated, matches = experiment.areas, pairs(found, experiment)
+        stated, matches = experiment.areas, pairs(results, experiment)
         where = ("areas", "Table 4", experiment)
         hgnp = Claim(*where, "HGNP over Taylor, area", "%", stated.hgnp, _signed(stated.hgnp))
         hybrid = f"hybrid over Taylor, area, at the paper's threshold κ = {stated.threshold:g} %"
         threshold = Claim(*where, "hybrid's threshold κ", "%", stated.threshold, f"{stated.threshold:.1f} %")
 
-        def hybrids(what: str, experiment: Experiment = experiment) -> Claim:
+        def hybrids(what: str, experiment: PaperExperiment = experiment) -> Claim:
             value = experiment.areas.hybrid
             return Claim("areas", "Table 4", experiment, what, "%", value, _signed(value))
 
@@ -58,21 +66,21 @@ def areas_rows(found: Found) -> Iterator[Row]:
             after = "no crossing" if switch.hindsight is None else f"{100 * switch.hindsight:.1f} % in hindsight"
             ours = None if switch.threshold is None else 100 * switch.threshold
             yield Row(threshold, f"{fitted}; {after}", ours, None, pair.title, pair.deviations)
-        for pair in pairs(found, experiment, "hybrid"):
+        for pair in pairs(results, experiment, "hybrid"):
             switched = (
                 f"hybrid over Taylor, area, of runs that switch at κ = {pair.group.runs[0].recipe['threshold']:.1%}"
             )
             yield from _gain(hybrids(switched), pair, None)
 
 
-def ablation_groups(found: Found) -> list[Group]:
-    """Full HGNP and its ablations with the same reading and schedule, nearest to the paper first; none without both kinds."""
+def ablation_groups(results: PaperResults) -> list[PaperGroup]:
+    """Full HGNP and its ablations with the same reading and schedule, nearest to the paper first; empty unless both exist."""
     experiment = EXPERIMENTS[0]
-    for full in found.of(experiment, "hgnp"):
+    for full in results.of(experiment, "hgnp"):
         alike = [
             group
             for variant in ("no training term", "no scoring term")
-            for group in found.of(experiment, variant)
+            for group in results.of(experiment, variant)
             if (group.reading, group.schedule) == (full.reading, full.schedule)
         ]
         if alike:
@@ -80,8 +88,8 @@ def ablation_groups(found: Found) -> list[Group]:
     return []
 
 
-def ablation_rows(found: Found) -> Iterator[Row]:
-    groups = ablation_groups(found)
+def ablation_rows(results: PaperResults) -> Iterator[Row]:
+    groups = ablation_groups(results)
     for variant in ("no training term", "no scoring term"):
         what = f"full HGNP ahead of HGNP with {variant}"
         claim = Claim(
@@ -92,12 +100,12 @@ def ablation_rows(found: Found) -> Iterator[Row]:
         yield from [row for row in made if row] or [not_run(claim, command)]
 
 
-def equal_rows(found: Found) -> Iterator[Row]:
+def equal_rows(results: PaperResults) -> Iterator[Row]:
     experiment = BY_KEY[EQUAL.experiment]
     what = f"κ at which HGNP's networks have {EQUAL.accuracy:g} %"
     where = ("equal", "text on Table 3", experiment)
     rows = []
-    for group in found.of(experiment, "hgnp"):
+    for group in results.of(experiment, "hgnp"):
         fine = [[(kept, metric) for _, kept, metric in finetuned(run)] for run in group.runs]
         for how, points in (("fine-tuned", fine), ("on the curve", [run.curve() for run in group.runs])):
             if min(map(len, points)) > 1:
@@ -108,8 +116,8 @@ def equal_rows(found: Found) -> Iterator[Row]:
     yield from rows or [not_run(Claim(*where, what, "%", EQUAL.neurons, f"{EQUAL.neurons:g} %"))]
 
 
-def _accuracy(claim: Claim, group: Group, stated: Accuracy) -> Row | None:
-    """From fine-tuned networks where there are some at this κ, or else from the curve."""
+def _accuracy(claim: Claim, group: PaperGroup, stated: StatedAccuracy) -> Row | None:
+    """From fine-tuned networks at this κ if there are any, otherwise from the curve."""
     kept, curve = stated.kept / 100, group.curve
     if (fine := group.finetuned_at(kept)) is not None:
         ours, how = Measured.of([100 * each for each in fine]), "fine-tuned"
@@ -118,33 +126,33 @@ def _accuracy(claim: Claim, group: Group, stated: Accuracy) -> Row | None:
         ours, how = Measured(100 * curve.at(kept), None if spread is None else 100 * spread), "on the curve"
     else:
         return None
-    told = _settled(verdict.value(stated.value, ours), group)
-    return Row(claim, f"{show(ours)}, {how}", ours.mean, ours.spread, group.title, group.short, told)
+    judged = _settled(verdict.value(stated.value, ours), group)
+    return Row(claim, f"{show(ours)}, {how}", ours.mean, ours.spread, group.title, group.short, judged)
 
 
-def _paired(claim: Claim, pair: Pair, ours: Measured, told: Verdict, more: str = "") -> Row:
-    told = _settled(told, pair.group, pair.taylor)
-    return Row(claim, show(ours, sign=True) + more, ours.mean, ours.spread, pair.title, pair.deviations, told)
+def _paired(claim: Claim, pair: MethodPair, ours: Measured, judged: Verdict, more: str = "") -> Row:
+    judged = _settled(judged, pair.group, pair.taylor)
+    return Row(claim, show(ours, sign=True) + more, ours.mean, ours.spread, pair.title, pair.deviations, judged)
 
 
-def _gain(claim: Claim, pair: Pair, threshold: float | None) -> Iterator[Row]:
+def _gain(claim: Claim, pair: MethodPair, threshold: float | None) -> Iterator[Row]:
     low, high = pair.curves[0].kept[0], pair.curves[0].kept[-1]
     if (ours := pair.gain(threshold)) is not None and claim.paper is not None:
-        told = verdict.signed(claim.paper, ours)
-        yield _paired(claim, pair, ours, told, f", κ from {100 * low:.1f} to {100 * high:.1f} %")
+        judged = verdict.signed(claim.paper, ours)
+        yield _paired(claim, pair, ours, judged, f", κ from {100 * low:.1f} to {100 * high:.1f} %")
 
 
-def _ahead(claim: Claim, pair: Pair, kept: float) -> Row | None:
+def _ahead(claim: Claim, pair: MethodPair, kept: float) -> Row | None:
     share = curves.share_ahead(*pair.curves, kept / 100)
     if share is None:
         return None
-    crossed = ", ".join(f"{100 * each.kept:.1f} %" for each in pair.study.pairs[0].crossings)
-    text = f"{_ahead_on(share, pair.curves[0].kept[0], kept)}; crossings: {crossed or 'none'}"
-    told = _settled(verdict.ahead(share), pair.group, pair.taylor)
-    return Row(claim, text, 100 * share, None, pair.title, pair.deviations, told)
+    crossed = curves.crossings_in_short([f"{100 * each.kept:.1f} %" for each in pair.study.pairs[0].crossings])
+    text = f"{_ahead_on(share, pair.curves[0].kept[0], kept)}; crossings: {crossed}"
+    judged = _settled(verdict.ahead(share), pair.group, pair.taylor)
+    return Row(claim, text, 100 * share, None, pair.title, pair.deviations, judged)
 
 
-def _ablated(claim: Claim, full: Group, other: Group) -> Row | None:
+def _ablated(claim: Claim, full: PaperGroup, other: PaperGroup) -> Row | None:
     each = [[run.curve() for run in group.runs] for group in (full, other)]
     grid = curves.common_grid([*each[0], *each[1]])
     if grid is None:
@@ -153,32 +161,32 @@ def _ablated(claim: Claim, full: Group, other: Group) -> Row | None:
     share = curves.share_ahead(ours, theirs, ABLATION_KEPT / 100)
     if share is None:
         return None
-    told = _settled(verdict.ahead(share), full, other)
+    judged = _settled(verdict.ahead(share), full, other)
     runs = f"{full.title} against {other.title}"
-    return Row(claim, _ahead_on(share, grid[0], ABLATION_KEPT), 100 * share, None, runs, full.short, told)
+    return Row(claim, _ahead_on(share, grid[0], ABLATION_KEPT), 100 * share, None, runs, full.short, judged)
 
 
-def _equal(claim: Claim, group: Group, reached: list[tuple[float, bool] | None]) -> Row:
+def _equal(claim: Claim, group: PaperGroup, reached: list[tuple[float, bool] | None]) -> Row:
     known = [each for each in reached if each is not None]
     if not known:
-        told = _settled(Verdict(verdict.DIFFERS, "never reached"), group)
-        return Row(claim, "at no κ", None, None, group.title, group.short, told)
+        judged = _settled(Verdict(verdict.DIFFERS, "never reached"), group)
+        return Row(claim, "at no κ", None, None, group.title, group.short, judged)
     ours = Measured.of([100 * kept for kept, _ in known])
-    text, told = show(ours), verdict.value(EQUAL.neurons, ours)
+    text, judged = show(ours), verdict.value(EQUAL.neurons, ours)
     if len(known) < len(reached):
-        text, told = f"{text} in {len(known)} of {len(reached)} runs", Verdict(verdict.UNDECIDED, "not in every run")
+        text, judged = f"{text} in {len(known)} of {len(reached)} runs", Verdict(verdict.UNDECIDED, "not in every run")
     elif any(end for _, end in known):
         smaller = ours.mean + (ours.spread or 0) < EQUAL.neurons
-        told = (
+        judged = (
             Verdict(verdict.DIFFERS, "at a smaller κ") if smaller else Verdict(verdict.UNDECIDED, "the runs end there")
         )
         text = f"at most {text}, where the runs end"
-    return Row(claim, text, ours.mean, ours.spread, group.title, group.short, _settled(told, group))
+    return Row(claim, text, ours.mean, ours.spread, group.title, group.short, _settled(judged, group))
 
 
-def _settled(told: Verdict, *groups: Group) -> Verdict:
-    """Unfinished runs decide nothing."""
-    return told if all(group.finished for group in groups) else Verdict(verdict.UNDECIDED, "unfinished")
+def _settled(judged: Verdict, *groups: PaperGroup) -> Verdict:
+    """Unfinished runs leave the verdict undecided."""
+    return judged if all(group.finished for group in groups) else Verdict(verdict.UNDECIDED, "unfinished")
 
 
 def _ahead_on(share: float, low: float, kept: float) -> str:

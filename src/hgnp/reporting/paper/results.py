@@ -1,4 +1,4 @@
-"""Runs and timings below a folder, sorted into the paper's experiments."""
+"""Runs and timings below a folder, assigned to the paper's experiments."""
 
 import json
 import os
@@ -18,32 +18,32 @@ from hgnp.reporting.compare import configured, run_settings
 from hgnp.reporting.curves import Curve
 from hgnp.reporting.paper import deviations as deviate
 from hgnp.reporting.paper.deviations import Deviation
-from hgnp.reporting.paper.reported import EXPERIMENTS, Experiment
+from hgnp.reporting.paper.reported import EXPERIMENTS, PaperExperiment
 
 VARIANTS = ("hgnp", "taylor", "no training term", "no scoring term", "hybrid")
 NAMES = {"hgnp": "HGNP", "taylor": "Taylor", "no training term": "HGNP without the training term",
-         "no scoring term": "HGNP without the scoring term", "hybrid": "Hybrid that switches"}  # fmt: skip
+         "no scoring term": "HGNP without the scoring term", "hybrid": "Hybrid, switching in training"}  # fmt: skip
 NEAR = 0.005
-"""κ within half a point are taken for the same."""
+"""Values of κ within half a point count as equal."""
 
 
 @dataclass(frozen=True)
-class Group:
-    """Runs of an experiment that differ in the seed alone."""
+class PaperGroup:
+    """Runs of an experiment that differ only in the seed."""
 
-    experiment: Experiment
+    experiment: PaperExperiment
     variant: str
     reading: str
     schedule: str
     runs: tuple[Run, ...]
-    """The finished ones; all of them if none is."""
+    """The finished runs; all runs if none is finished."""
     unfinished: tuple[Run, ...]
     deviations: tuple[Deviation, ...]
-    """Of `runs`."""
+    """Deviations of `runs`."""
 
     @property
     def members(self) -> tuple[Run, ...]:
-        """All of them."""
+        """Finished and unfinished runs."""
         return (*self.runs, *self.unfinished) if self.finished else self.runs
 
     @property
@@ -58,25 +58,25 @@ class Group:
 
     @property
     def title(self) -> str:
-        """The label with the number of seeds, or how far it is."""
+        """The label with the number of seeds, or "unfinished"."""
         count = len(self.runs)
         return f"{self.label} ({f'{count} seed' + 's' * (count > 1) if self.finished else 'unfinished'})"
 
     @property
     def short(self) -> tuple[str, ...]:
-        """Deviations for the cell of a table, beyond those that the title names."""
+        """Deviations for table cells, without those in the title."""
         named = ("reading", "seeds")
-        shorts = [each.short for each in self.deviations if each.kind not in named and each.short not in self.label]
+        shorts = [each.short for each in self.deviations if each.aspect not in named and each.short not in self.label]
         return tuple(dict.fromkeys(shorts))
 
     @cached_property
     def curve(self) -> Curve | None:
-        """Over the κ that all of its runs reach."""
+        """The mean curve over the κ that all runs reach."""
         grid = curves.common_grid([run.curve() for run in self.runs])
         return None if grid is None else curves.mean_curve([run.curve() for run in self.runs], grid)
 
     def finetuned(self) -> dict[float, list[float]]:
-        """Mean κ → the seeds' accuracies, of the networks that the runs ended with and of their snapshots."""
+        """Mean κ → accuracies over seeds, for the final networks and the snapshots."""
         found: dict[float, list[tuple[float, float]]] = {}
         for run in self.runs:
             for asked, kept, metric in finetuned(run):
@@ -84,18 +84,18 @@ class Group:
         return {statistics.mean(kept for kept, _ in each): [metric for _, metric in each] for each in found.values()}
 
     def finetuned_at(self, kept: float) -> list[float] | None:
-        """The seeds' accuracies of the fine-tuned networks nearest to κ; None if there are none near it."""
+        """Accuracies over seeds of the fine-tuned networks nearest to κ; None if none is within NEAR."""
         near = sorted((abs(place - kept), values) for place, values in self.finetuned().items())
         return near[0][1] if near and near[0][0] <= NEAR else None
 
     @property
     def seconds(self) -> float:
-        """Of a run, mean; fine-tuning of snapshots is not counted."""
+        """Mean training time of a run, without the fine-tuning of snapshots."""
         return statistics.mean(sum(float(row.get("seconds") or 0) for row in run.rows) for run in self.runs)
 
     @property
     def epoch_seconds(self) -> float | None:
-        """Median time of the steps of an epoch of the full network, without the first epoch, in which things are set up."""
+        """Median training time of an epoch of the full network; the first epoch is left out, as it includes set-up."""
         times = [
             row["train_seconds"]
             for run in self.runs
@@ -106,7 +106,7 @@ class Group:
 
 
 def finetuned(run: Run) -> list[tuple[float, float, float]]:
-    """κ as asked for, κ and accuracy of a run's fine-tuned networks: its snapshots, and the one that it ended with."""
+    """Requested κ, κ and accuracy of a run's fine-tuned networks: its snapshots and its final network."""
     rows = [(float(row["asked"]), float(row["kept"]), row["metric"]) for row in run.snapshots]
     if run.result is not None and run.recipe.get("finetune_epochs") and run.curve():
         rows.append((float(run.recipe["keep"]), *run.curve()[-1]))
@@ -114,10 +114,10 @@ def finetuned(run: Run) -> list[tuple[float, float, float]]:
 
 
 @dataclass(frozen=True)
-class Timing:
-    """A row of a bench.json, and where it is from."""
+class BenchTiming:
+    """A row of a bench.json, and its origin."""
 
-    experiment: Experiment
+    experiment: PaperExperiment
     file: Path
     date: str
     hardware: str
@@ -129,22 +129,22 @@ class Timing:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """Everything below a folder."""
+class PaperResults:
+    """The runs and timings below a folder."""
 
     folder: Path
-    groups: tuple[Group, ...]
+    groups: tuple[PaperGroup, ...]
     others: tuple[Run, ...]
-    """Runs that are none of the paper's experiments."""
-    timings: tuple[Timing, ...]
+    """Runs of other experiments."""
+    timings: tuple[BenchTiming, ...]
 
-    def of(self, experiment: Experiment, variant: str | None = None) -> list[Group]:
+    def of(self, experiment: PaperExperiment, variant: str | None = None) -> list[PaperGroup]:
         """Groups nearest to the paper first."""
         return [g for g in self.groups if g.experiment is experiment and variant in (None, g.variant)]
 
 
-def scan(folder: Path) -> Found:
-    """Runs and bench files anywhere below `folder`. ValueError if it holds neither; a damaged one is named."""
+def scan(folder: Path) -> PaperResults:
+    """Runs and bench files anywhere below `folder`. ValueError if there are none, or if one is damaged."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{folder} must be a folder with runs below it, got {'a file' if folder.is_file() else 'no such folder'}"
@@ -158,7 +158,7 @@ def scan(folder: Path) -> Found:
         benches += [here / name for name in sorted(files) if name.startswith("bench") and name.endswith(".json")]
     if not read and not benches:
         raise InputError(f"{folder} must hold runs or bench.json files, got none; hgnp run and hgnp study write runs")
-    sorted_out: dict[str, tuple[Experiment, list[Run]]] = {}
+    sorted_out: dict[str, tuple[PaperExperiment, list[Run]]] = {}
     others = []
     for run in read:
         experiment = experiment_of(run)
@@ -170,11 +170,11 @@ def scan(folder: Path) -> Found:
     groups = [_group(experiment, members) for experiment, members in sorted_out.values()]
     groups.sort(key=_distance)
     timings = [timing for file in benches for timing in _timings(file, read)]
-    return Found(folder, tuple(groups), tuple(others), tuple(timings))
+    return PaperResults(folder, tuple(groups), tuple(others), tuple(timings))
 
 
-def experiment_of(run: Run) -> Experiment | None:
-    """By network and data: those of config.yaml, or else the class and the number of classes."""
+def experiment_of(run: Run) -> PaperExperiment | None:
+    """The experiment with the run's network and data: from config.yaml, or else the model class and number of classes."""
     config, features = configured(run), run.info.get("features") or {}
     for experiment in EXPERIMENTS:
         same_data = (
@@ -192,10 +192,10 @@ def _is_snapshot(folder: Path) -> bool:
     return folder.parent.name == "snapshots" and (folder.parents[1] / "run.json").is_file()
 
 
-def _group(experiment: Experiment, members: Sequence[Run]) -> Group:
+def _group(experiment: PaperExperiment, members: Sequence[Run]) -> PaperGroup:
     done = [run for run in members if run.result is not None]
     used = tuple(sorted(done or members, key=lambda run: (run.seed is None, run.seed or 0)))
-    return Group(
+    return PaperGroup(
         experiment,
         deviate.variant(used[0]),
         deviate.reading(used[0]),
@@ -206,14 +206,14 @@ def _group(experiment: Experiment, members: Sequence[Run]) -> Group:
     )
 
 
-def _distance(group: Group) -> tuple[int, int, bool, int, int]:
+def _distance(group: PaperGroup) -> tuple[int, int, bool, int, int]:
     order = VARIANTS.index(group.variant) if group.variant in VARIANTS else len(VARIANTS)
     stated = sum(not each.open for each in group.deviations)
     return EXPERIMENTS.index(group.experiment), order, not group.finished, stated, -len(group.runs)
 
 
-def _timings(file: Path, read: Sequence[Run]) -> Iterator[Timing]:
-    """The network of a bench is that of the run it lies in (or of whose snapshot), or is known by its number of parameters."""
+def _timings(file: Path, read: Sequence[Run]) -> Iterator[BenchTiming]:
+    """A bench file belongs to the run whose folder holds it, or else to the experiment with the same number of parameters."""
     found = read_json(file)
     if (
         not isinstance(found, dict)
@@ -239,4 +239,4 @@ def _timings(file: Path, read: Sequence[Run]) -> Iterator[Timing]:
     if experiment is not None:
         for row in rows:
             hardware = str(found["devices"].get(row["device"], row["device"]))
-            yield Timing(experiment, file, str(found.get("date", "")), hardware, row)
+            yield BenchTiming(experiment, file, str(found.get("date", "")), hardware, row)

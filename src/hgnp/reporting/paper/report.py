@@ -1,10 +1,10 @@
-"""Everything the paper's page says: rows with their verdicts, and charts."""
+"""All rows of the paper's page with their verdicts."""
 
 from collections import Counter
 from dataclasses import dataclass
 
-from hgnp.reporting.paper.claims import ablation_rows, accuracy_rows, areas_rows, equal_rows
-from hgnp.reporting.paper.found import Found
+from hgnp.reporting.paper.accuracy import ablation_rows, accuracy_rows, areas_rows, equal_rows
+from hgnp.reporting.paper.results import PaperResults
 from hgnp.reporting.paper.rows import Row
 from hgnp.reporting.paper.times import inference_rows, training_rows
 from hgnp.reporting.paper.verdict import AGREES, DIFFERS, DIRECTION, NONE, NOT_RUN, UNDECIDED
@@ -13,13 +13,13 @@ JUDGED = (AGREES, DIRECTION, DIFFERS, UNDECIDED, NOT_RUN)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    found: Found
+class PaperReport:
+    results: PaperResults
     rows: tuple[Row, ...]
 
     @property
     def nearest(self) -> list[Row]:
-        """One row for each of the paper's numbers: that of the runs nearest to its settings."""
+        """One row per number of the paper, from the runs nearest to its settings."""
         first: dict[tuple[str, str, str], Row] = {}
         for row in self.rows:
             first.setdefault((row.claim.section, row.claim.experiment.key, row.claim.what), row)
@@ -27,19 +27,19 @@ class Outcome:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many of the paper's numbers agree, differ …, by the runs nearest to its settings."""
-        found = Counter(row.verdict.word for row in self.nearest if row.verdict.word != NONE)
-        return {word: found[word] for word in JUDGED}
+        """How many of the paper's numbers agree, differ …, judged by the runs nearest to its settings."""
+        results = Counter(row.verdict.word for row in self.nearest if row.verdict.word != NONE)
+        return {word: results[word] for word in JUDGED}
 
 
-def outcome(found: Found) -> Outcome:
+def paper_report(results: PaperResults) -> PaperReport:
     makers = (accuracy_rows, areas_rows, ablation_rows, training_rows, inference_rows, equal_rows)
-    rows = [row for make in makers for row in make(found)]
-    return Outcome(found, tuple(rows))
+    rows = [row for make in makers for row in make(results)]
+    return PaperReport(results, tuple(rows))
 
 
 def conclusion(row: Row) -> str:
-    """A row in a line."""
+    """A row as one line of text."""
     reason = f" ({row.verdict.reason})" if row.verdict.reason else ""
     claim = row.claim
     return f"{claim.experiment.title}: {claim.what}. Paper: {claim.text}; ours: {row.text}; {row.verdict.word}{reason}."

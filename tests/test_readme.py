@@ -1,0 +1,75 @@
+"""The README's Python examples run as printed, and its results are those of the runs in results/paper."""
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
+
+import hgnp
+from hgnp.experiments.models.digits import DigitsNet
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def names() -> dict[str, Any]:
+    """What the examples take for granted."""
+    torch.manual_seed(0)
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images[:256], dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels[:256])
+    loader = DataLoader(TensorDataset(x, y), batch_size=64)
+    net = DigitsNet()
+    return {
+        "hgnp": hgnp, "net": net, "MyNet": DigitsNet, "train_loader": loader, "val_loader": loader,
+        "example_input": x[:2], "batch": (x, y), "epochs": 7, "optimizer": torch.optim.SGD(net.parameters(), lr=0.01),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_an_example_runs_as_printed(
+    number: int, names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxscript")
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(examples) == 3
+    full = sum(parameter.numel() for parameter in names["net"].parameters())
+    exec(examples[number], names)  # noqa: S102  the repository's own text
+    left = sum(parameter.numel() for parameter in names["net"].parameters())
+    assert left < full
+    if number == 0:
+        assert left <= 0.10 * full
+        assert (tmp_path / "small.onnx").exists()
+
+
+def test_the_table_of_results_is_that_of_the_runs() -> None:
+    rows = []
+    for method, seeds in (("hgnp", 3), ("taylor", 1)):
+        runs = [
+            json.loads((ROOT / "results/paper/vgg16-cifar10-fast" / f"{method}-{seed}" / "result.json").read_text())
+            for seed in range(seeds)
+        ]
+        before = runs[0]["before"]
+        for size in ("0.144", "0.1", "final"):
+            ends = [
+                run["after"]
+                if size == "final"
+                else next(row for row in run["snapshots"] if row["asked"] == float(size))
+                for run in runs
+            ]
+            kept, macs, metric = (
+                [100 * end[key] / whole for end in ends]
+                for key, whole in (("parameters", before["parameters"]), ("macs", before["macs"]), ("metric", 1))
+            )
+            spread = f" ± {statistics.stdev(metric):.2f}" if seeds > 1 else ""
+            name = {"hgnp": "HGNP", "taylor": "Taylor"}[method]
+            sizes = f"{statistics.mean(kept):.1f} % | {statistics.mean(macs):.1f} %"
+            rows.append(f"| {name} | {sizes} | {statistics.mean(metric):.2f}{spread} % | {seeds} |")
+    assert "\n".join(rows) in README
