@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from hgnp.curvature.choices import ALLOWED, choose
 from hgnp.errors import InputError, check_renamed, meant, refuse_renamed
-from hgnp.pruning.selection import Coupling
+from hgnp.pruning.selection import CouplingMode
 
 Quantity = Literal["params", "neurons", "macs"]
 Method = Literal["hgnp", "taylor", "hybrid", "l1", "l2", "bn_scale", "geometric_median", "random", "sam"]
@@ -109,7 +109,7 @@ class Recipe:
     prune_unit: PruneUnit = "epochs"
     neurons_per_round: int = 100
     finetune_epochs: int = 5
-    coupling: Coupling = "coupled"
+    coupling: CouplingMode = "coupled"
     floor: int = 1
     round_to: int = 1
     max_removed: float = 1.0
@@ -282,7 +282,7 @@ _CHECKS: dict[str, tuple[str, Any]] = {  # field → what must hold, in words an
     "prune_unit": _one_of(PruneUnit),
     "neurons_per_round": _COUNT,
     "finetune_epochs": _EPOCHS,
-    "coupling": _one_of(Coupling),
+    "coupling": _one_of(CouplingMode),
     "floor": _COUNT,
     "round_to": _COUNT,
     "max_removed": _FRACTION,

@@ -18,7 +18,7 @@ from hgnp.io import runs
 from hgnp.io.atomic import read_json
 from hgnp.io.weights import load
 from hgnp.progress import BarProgress, LineProgress, Progress, SilentProgress
-from hgnp.pruning.surgery import twins_of
+from hgnp.pruning.surgery import check_copies
 from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Snapshot, Target
 from hgnp.state_guards import preserve_modes
@@ -120,7 +120,7 @@ def prune(
         as_device(device)
     if next(net.parameters(), None) is None:
         raise InputError("net must have parameters, got a network without any")
-    also = twins_of(net, also)
+    also = check_copies(net, also)
     if resume and out is None:
         raise InputError("out must be the folder of the run with resume=True, got None")
     recipe = recipe.resolved(scheduler=scheduler is not None)

@@ -219,7 +219,9 @@ class StudyTable(StudyLines):
         self.shown = time.monotonic()
         grid = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
         for run in running:
-            grid.add_row(run.name, progress_of(self.out / run.name), format_duration(self.shown - self.start_times[run.name]))
+            grid.add_row(
+                run.name, progress_of(self.out / run.name), format_duration(self.shown - self.start_times[run.name])
+            )
         self.live.update(grid, refresh=True)
 
 

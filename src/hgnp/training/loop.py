@@ -24,7 +24,7 @@ from hgnp.flatness import Flatness
 from hgnp.io.weights import changes_to_fit, described
 from hgnp.progress import Progress
 from hgnp.pruning import Neurons, Preview
-from hgnp.pruning.surgery import Change, commit, twins_of
+from hgnp.pruning.surgery import Change, commit, check_copies
 from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Row, Snapshot, Target
 from hgnp.training import checkpoint, rng_state, schedule
@@ -76,7 +76,7 @@ class TrainingLoop:
     ) -> None:
         """Check the first batches and build everything that trains. `stored`: the checkpoint to resume from, if any."""
         net, task, recipe = self.net, self.task, self.recipe
-        self.also = twins_of(net, also)
+        self.also = check_copies(net, also)
         first = check_first_batches(net, task)
         inputs, target = first.inputs, first.target
         self.classes, self.val_classes = first.classes, first.val_classes

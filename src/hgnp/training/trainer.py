@@ -102,8 +102,8 @@ class Trainer:
         after_step: Callable[[int], bool],
         show: Callable[[int, float | None], None],
     ) -> EpochStatistics:
-        """One pass over `batches`, which ends early once `after_step` returns True. `rate` and `mu` are functions of the progress
-        in the epoch, from 0 to 1."""
+        """One pass over `batches`, which ends early once `after_step` returns True. `rate` and `mu` are functions of the
+        progress in the epoch, from 0 to 1."""
         self.net.train()
         ahead = Prefetcher(batches)
         self.executor.begin_epoch()
