@@ -1,8 +1,8 @@
-"""Pickles, read without unpickling them.
+"""Reads pickles without unpickling them.
 
-A pickle is a program that can name any function and have it called. Here the few opcodes that data files consist of are
-interpreted on plain values: a name stands for itself, a call becomes an inert `Record` of what would be called with which
-arguments. Nothing is imported or called. Every other opcode, and every name that the caller does not list, is refused.
+A pickle is a program that can call any function. This module interprets the few opcodes of data files on plain values: a
+global stays a name, a call becomes an inert `Record` of the function's name and its arguments. Nothing is imported or called.
+Every other opcode, and every name that the caller does not list, is refused.
 """
 
 import pickletools
@@ -16,12 +16,12 @@ LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINSTRING", "SHORT_BINSTRI
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 MARK = object()
-# what `values` raises for a damaged pickle, besides UnsafePickleError for one that is not of the expected kind
+# raised by `values` for a damaged pickle; UnsafePickleError for one with other contents
 DAMAGED = (ValueError, IndexError, TypeError, KeyError, AttributeError, RecursionError, MemoryError)
 
 
 class UnsafePickleError(Exception):
-    """A pickle has an opcode or a name that files of its kind do not have."""
+    """A pickle has an opcode or a name that such files do not have."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Name:
 
 @dataclass(frozen=True)
 class Persistent:
-    """What a pickle refers to by a persistent id: data outside of it."""
+    """Data outside a pickle, by its persistent id."""
 
     id: Any
 
 
 @dataclass
 class Record:
-    """What unpickling would make by calling `name` with `args`, giving it `state` and setting `items`."""
+    """The object that unpickling would build: `name` called with `args`, with its `state` and `items`."""
 
     name: str
     args: tuple[Any, ...]
@@ -49,7 +49,7 @@ class Record:
 
 
 def values(pickled: bytes | BinaryIO, names: Collection[str], what: str) -> Any:
-    """The value of one pickle; a stream is left right behind it. `what` names the kind of file in error messages."""
+    """The value of one pickle; a stream is left right behind it. `what` names the file type in error messages."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
 
@@ -90,7 +90,7 @@ def values(pickled: bytes | BinaryIO, names: Collection[str], what: str) -> Any:
             case "SETITEM" | "SETITEMS":
                 items = since_mark() if opcode.name == "SETITEMS" else [stack.pop(), stack.pop()][::-1]
                 keys = items[::2]
-                if not all(isinstance(key, str) for key in keys):  # hashing nested tuples can take forever
+                if not all(isinstance(key, str) for key in keys):  # hashing nested tuples can take exponential time
                     raise UnsafePickleError(f"a key of a mapping is no string, which no {what} has")
                 target = stack[-1].items if isinstance(stack[-1], Record) else stack[-1]
                 target.update(zip(keys, items[1::2], strict=True))

@@ -254,7 +254,7 @@ def test_a_disk_that_takes_no_more(tmp_path: Path) -> None:
 
 
 def test_a_second_call_at_the_same_time_is_refused(tmp_path: Path) -> None:
-    with locked(tmp_path, patience=0), pytest.raises(DownloadError, match=r"another hgnp data is at work there"):
+    with locked(tmp_path, patience=0), pytest.raises(DownloadError, match=r"another hgnp data is running there"):
         install(OFFICIAL["cifar10"].at("http://127.0.0.1:1"), tmp_path, Quiet())
 
 

@@ -1,4 +1,4 @@
-"""The paper's data, read from the official layouts, and a user's own folder of images."""
+"""The paper's data, read from the official files, and your own folder of images."""
 
 from hgnp.experiments.data.cifar import cifar10
 from hgnp.experiments.data.cub import cub200

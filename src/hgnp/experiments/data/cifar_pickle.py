@@ -1,4 +1,4 @@
-"""CIFAR-10's Python files, which are pickles, read without unpickling them. Nothing in them is imported or called."""
+"""CIFAR-10's Python files, read without unpickling them: nothing in them is imported or called."""
 
 from pathlib import Path
 

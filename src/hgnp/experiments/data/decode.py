@@ -1,8 +1,7 @@
-"""Image files as uint8 arrays of one size, decoded by several threads and kept in a cache.
+"""Image files as uint8 arrays of one size, decoded by several threads and cached.
 
-An image is cut to its central square, which is scaled to the side asked for; an image of that size is taken as it is.
-With `resize=False` the centre is cut out in the image's own pixels; only an image that is too small is scaled up, until it
-covers the side.
+The central square of an image is scaled to the requested side; an image of that size is unchanged. With `resize=False` the
+centre is cropped without scaling; only an image that is too small is scaled up, until it covers the side.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ from PIL import Image, ImageOps
 from rich.console import Console
 from rich.progress import track
 
-FORMAT = 1  # of what is kept; to be raised when an image is decoded or scaled in another way
+FORMAT = 1  # of the cache; increase it when decoding or scaling changes
 Pixels = npt.NDArray[np.uint8]
 
 
@@ -35,7 +34,7 @@ def decode(file: Path, side: int, *, resize: bool = True) -> Pixels:
             square = ImageOps.fit(picture, (side, side), Image.Resampling.BILINEAR)
     except FileNotFoundError:
         raise FileNotFoundError(f"{file}: no such image") from None
-    # the exceptions of Pillow's decoders are many
+    # Pillow's decoders raise many exceptions
     except Exception as error:
         reason = " ".join(str(error).replace(str(file), "the file").split()) or type(error).__name__
         raise OSError(f"{file}: not a readable image ({reason}); check that it is complete") from None
@@ -43,7 +42,7 @@ def decode(file: Path, side: int, *, resize: bool = True) -> Pixels:
 
 
 def decode_all(files: Sequence[Path], side: int, *, workers: int, resize: bool = True) -> Pixels:
-    """All images, (files, 3, side, side). A bar on a terminal shows how far it is."""
+    """All images, (files, 3, side, side). Shows a progress bar on a terminal."""
     pixels = np.empty((len(files), 3, side, side), np.uint8)
 
     def fill(number: int) -> None:
@@ -59,7 +58,7 @@ def decode_all(files: Sequence[Path], side: int, *, workers: int, resize: bool =
 
 
 def decoded(files: Sequence[Path], side: int, *, name: str, workers: int, cache: bool, resize: bool = True) -> Pixels:
-    """`decode_all`, from the cache if these files, as they are now, were decoded to this size before."""
+    """`decode_all`, from the cache if these files, unchanged, were decoded to this size before."""
     if not cache:
         return decode_all(files, side, workers=workers, resize=resize)
     kept = cache_folder() / f"{name}-{side}-{_key(files, side, resize)}.npy"
@@ -67,7 +66,7 @@ def decoded(files: Sequence[Path], side: int, *, name: str, workers: int, cache:
         pixels = np.load(kept, allow_pickle=False)
         if pixels.shape == (len(files), 3, side, side) and pixels.dtype == np.uint8:
             return pixels
-    except (OSError, ValueError, EOFError):  # not there, or damaged
+    except (OSError, ValueError, EOFError):  # missing or damaged
         pass
     pixels = decode_all(files, side, workers=workers, resize=resize)
     try:

@@ -1,4 +1,4 @@
-"""Scikit-learn's handwritten digits: small enough for any machine, and there without a download."""
+"""Scikit-learn's handwritten digits: small, and available without a download."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -13,7 +13,7 @@ MEAN, STD = (4.884,), (6.017,)  # of values from 0 to 16
 def digits(
     *, batch: int, device: str | torch.device = "cpu", limit: int | None = None, drop_last: bool = False
 ) -> Data:
-    """1,347 training and 450 validation images of 8 px and one channel, always the same ones. No flips: a 2 is no 5."""
+    """1,347 training and 450 validation images of 8 px and one channel, always the same split. No flips."""
     where = as_device(device)
     bunch = load_digits()
     images = torch.tensor(bunch.images).to(torch.uint8).unsqueeze(1)

@@ -27,8 +27,8 @@ def flowers102(
 ) -> Data:
     """2,040 training images (`trnid` and `valid`) and 6,149 for validation (`tstid`), as in the paper.
 
-    `folder` holds jpg/image_00001.jpg …, imagelabels.mat and setid.mat. Decoded images are kept in the user's cache folder
-    (`cache=False`: they are not); more than `memory` bytes of them are read by `workers` processes as training goes.
+    `folder` holds jpg/image_00001.jpg …, imagelabels.mat and setid.mat. Decoded images are cached in the user's cache folder
+    unless `cache=False`; more than `memory` bytes of them are streamed by `workers` processes during training.
     """
     home = Path(folder)
     labels = _numbers(home / "imagelabels.mat", "labels")

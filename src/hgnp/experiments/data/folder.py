@@ -25,9 +25,9 @@ def image_folder(
     memory: int = MEMORY,
     workers: int | None = None,
 ) -> Data:
-    """`folder`/train/CLASS/… and `folder`/val/CLASS/…: the names of the folders are the classes, in alphabetical order.
+    """`folder`/train/CLASS/… and `folder`/val/CLASS/…: folder names are the classes, in alphabetical order.
 
-    Files that are no images by their names, and hidden ones, are passed over. The other options are those of `flowers102`.
+    Hidden files and files without an image suffix are skipped. The other options are those of `flowers102`.
     """
     home = Path(folder)
     classes = _classes(home / "train")

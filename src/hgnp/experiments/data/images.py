@@ -1,4 +1,4 @@
-"""From lists of image files and labels to `Data`: in device memory if they fit there, else read as training goes."""
+"""From lists of image files and labels to `Data`: in device memory if they fit, else streamed during training."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from hgnp.experiments.data.loader import Data, ImageSource, InMemorySource, Load
 from hgnp.experiments.data.streaming import StreamingSource
 from hgnp.train import as_device
 
-MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet, which pretrained weights expect
+MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet, as pretrained weights expect
 MEMORY = 8 * 2**30
 
 
@@ -75,7 +75,7 @@ def from_files(
         train_samples=len(train.files),
         val_samples=len(val.files),
         about=f"{title}: {len(train.files):,} training and {len(val.files):,} validation images, {side} px, "
-        f"{classes} classes{'' if fits else ', read as it goes'}",
+        f"{classes} classes{'' if fits else ', streamed'}",
     )
 
 

@@ -1,8 +1,8 @@
-"""`Loader`: batches that never keep a step waiting, in an order that a saved random state brings back.
+"""`Loader`: batches augmented on the device, in an order that a saved random state reproduces.
 
-Images stay uint8 until their batch is made; shuffling, flips, crops and normalisation act on whole batches, on the device.
-An epoch draws one number from torch's global CPU stream, when it begins; its order and its augmentation follow from that number
-alone, on every device. An epoch that neither shuffles nor augments touches no random stream.
+Images stay uint8 until their batch is built; shuffling, flips, crops and normalisation act on whole batches, on the device.
+An epoch draws one number from torch's global CPU generator when it starts; order and augmentation follow from that number
+alone, on every device. An epoch that neither shuffles nor augments draws none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from hgnp.errors import InputError
 
-BATCHES_PER_LAUNCH = 16  # batches that are made together on a GPU, where launching takes longer than running
+BATCHES_PER_LAUNCH = 16  # built together on a GPU, where launches take longer than kernels
 
 
 class ImageSource(Protocol):
-    """Images of one size with their labels, wherever they are."""
+    """Images of one size with their labels."""
 
     @property
     def samples(self) -> int: ...
@@ -28,8 +28,8 @@ class ImageSource(Protocol):
         """For each tensor of indices, uint8 images (batch, channels, side, side) and labels, on the loader's device."""
 
 
-class Memory:
-    """A whole set in device memory."""
+class InMemorySource:
+    """A dataset in device memory."""
 
     def __init__(self, images: Tensor, labels: Tensor, device: torch.device) -> None:
         self.images, self.labels = images.to(device), labels.to(device)
@@ -47,12 +47,12 @@ class Loader:
     """Batches (x, y) of a source: x float32, y int64, on the device. Every iteration is one epoch.
 
     `mean` and `std` are those of the pixels' values as stored (0 to 255), by channel. `flip` mirrors each image with
-    probability ½; `crop` takes each image from a random place after so many black pixels were put around it. Without
-    `shuffle` images come as they are stored.
+    probability ½; `crop` pads each image with that many black pixels and crops it at a random position. Without
+    `shuffle` images keep their stored order.
 
-    A shuffled epoch leaves out a last batch of a single sample (unless `batch` is 1), which batch normalisation cannot take;
-    which sample it is changes from epoch to epoch. `drop_last` leaves out every incomplete batch. `samples` counts what an
-    epoch goes through.
+    A shuffled epoch drops a last batch of a single sample (unless `batch` is 1), which BatchNorm cannot process; which
+    sample that is changes from epoch to epoch. `drop_last` drops every incomplete batch. `samples` is the number of samples
+    per epoch.
     """
 
     def __init__(
@@ -75,7 +75,9 @@ class Loader:
         self.shuffle, self.flip, self.crop = shuffle, flip, crop
         deviation = torch.tensor(std, device=device).view(-1, 1, 1)
         self._scale, self._shift = 1 / deviation, -torch.tensor(mean, device=device).view(-1, 1, 1) / deviation
-        self._batches_per_launch = BATCHES_PER_LAUNCH if isinstance(source, Memory) and device.type == "cuda" else 1
+        self._batches_per_launch = (
+            BATCHES_PER_LAUNCH if isinstance(source, InMemorySource) and device.type == "cuda" else 1
+        )
         left = source.samples % batch
         self.samples = source.samples - (left if drop_last or (shuffle and left == 1) else 0)
         if self.samples == 0:
@@ -85,7 +87,7 @@ class Loader:
         return -(-self.samples // self.batch)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        # the number is drawn here and not with the first batch, so that the epoch begins when the caller says so
+        # drawn here and not with the first batch, so that the epoch starts with iter()
         if self.shuffle or self.flip or self.crop:
             seed = int(torch.empty((), dtype=torch.int64).random_())
             return self._epoch(torch.Generator().manual_seed(seed))
@@ -113,7 +115,7 @@ class Loader:
 
 
 def random_crop(x: Tensor, places: Tensor, padding: int) -> Tensor:
-    """Each picture of `x` (batch, channels, height, width) at its own place (2, batch) of the image with black around it."""
+    """Each picture of `x` (batch, channels, height, width) cropped at its own offset (2, batch) of the zero-padded image."""
     height, width = x.shape[-2:]
     rows = places[0].view(-1, 1) + torch.arange(height, device=x.device)  # (batch, height)
     columns = places[1].view(-1, 1) + torch.arange(width, device=x.device)
@@ -124,7 +126,7 @@ def random_crop(x: Tensor, places: Tensor, padding: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Data:
-    """Training and validation data of an experiment, and the facts about them that a run records."""
+    """Training and validation data of an experiment, and the features that a run records."""
 
     train: Loader
     val: Loader
@@ -133,11 +135,11 @@ class Data:
     train_samples: int
     val_samples: int
     about: str
-    """One line: what the data are and how they are read."""
+    """One line: the dataset and how it is read."""
 
 
-def chosen(labels: Tensor, limit: int | None) -> Tensor:
-    """Indices of `limit` samples, as many of each class as can be, always the same ones; None: all."""
+def subset_indices(labels: Tensor, limit: int | None) -> Tensor:
+    """Indices of `limit` samples, balanced over the classes, always the same ones; None: all."""
     if limit is None:
         return torch.arange(len(labels))
     if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= len(labels):

@@ -1,6 +1,6 @@
-"""Sets too large for memory: worker processes decode images, batch by batch, while the network trains.
+"""Datasets too large for memory: worker processes decode images, batch by batch, during training.
 
-Workers draw no random numbers; order and augmentation are the loader's, so an epoch is the same with any number of workers.
+Workers draw no random numbers; the loader does order and augmentation, so an epoch is the same with any number of workers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Decoding(Dataset[Batch | OSError]):
-    """Whole batches, by their indices. An error is returned: raised in a worker it would arrive as a page of traceback."""
+    """Batches by their indices. An error is returned: raised in a worker, it would arrive as a page of traceback."""
 
     def __init__(self, files: Sequence[Path], labels: Tensor, side: int, resize: bool) -> None:
         self.files, self.labels, self.side, self.resize = files, labels, side, resize
@@ -50,11 +50,11 @@ class StreamingSource:
     def batches(self, order: Sequence[Tensor]) -> Iterator[Batch]:
         ready: DataLoader[Batch | OSError] = DataLoader(
             self.decoding,
-            sampler=order,  # each of its indices is a batch of them
+            sampler=order,  # each of its items is a batch of indices
             batch_size=None,
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # without one, the global stream would be drawn from
+            generator=torch.Generator(),  # otherwise it would draw from the global generator
         )
         for batch in ready:
             if isinstance(batch, OSError):

@@ -1,4 +1,4 @@
-"""The official files of the paper's datasets: downloaded, checked, unpacked. Needs neither torch nor numpy."""
+"""The official files of the paper's datasets: downloaded, verified, unpacked. Needs neither torch nor numpy."""
 
 from hgnp.experiments.download.fetch import DownloadError, DownloadProgress
 from hgnp.experiments.download.install import Installed, install

@@ -1,7 +1,7 @@
-"""Download a published file: resumed where it was cut, checked against its checksums.
+"""Downloads a published file: resumes after an interruption, verifies checksums.
 
-The bytes go to NAME.part. What is there already is asked for again only if the checksum of the whole is wrong: since that
-checksum is fixed, a resumed download needs no ETag to be safe.
+The bytes go to NAME.part. They are downloaded again only if the checksum of the file is wrong: since that checksum is fixed, a
+resumed download needs no ETag.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from hgnp.errors import InputError, first_line
 from hgnp.experiments.download.sources import File
 
 CHUNK = 2**18
-CONNECTIONS = 10  # for one file in one call, when they are cut
+CONNECTIONS = 10  # attempts per file and call
 SILENCE = 60.0  # seconds without a byte
 LARGEST = 16 * 2**20  # of a file whose size is not known
 
@@ -29,7 +29,7 @@ class DownloadError(InputError):
 
 class DownloadProgress(Protocol):
     def bytes(self, what: str, done: int, total: int | None) -> None:
-        """So many bytes of a task are done."""
+        """`done` bytes of a task are complete."""
 
     def note(self, text: str) -> None:
         """A step is complete."""
@@ -46,7 +46,7 @@ def fetch(file: File, folder: Path, progress: DownloadProgress) -> Path:
         if problem := mismatch(file, present, progress):
             raise DownloadError(f"{present}: {problem}; remove it and call again")
         return present
-    if part.exists() and mismatch(file, part, progress) is None:  # an earlier call came this far
+    if part.exists() and mismatch(file, part, progress) is None:  # downloaded by an earlier call
         return part
     problem = None
     for resume in (True, False) if _size(part) else (False,):
@@ -114,7 +114,7 @@ def _receive(file: File, part: Path, progress: DownloadProgress) -> bool:
         response = urllib.request.urlopen(urllib.request.Request(file.url, headers=headers), timeout=SILENCE)
     except urllib.error.HTTPError as error:
         error.close()
-        if error.code == 416 and have:  # the server has no byte after these: they are not of this file
+        if error.code == 416 and have:  # the server has no byte after these: they belong to another file
             part.unlink()
             return False
         raise DownloadError(

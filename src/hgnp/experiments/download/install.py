@@ -1,4 +1,4 @@
-"""A dataset in a folder: what is missing is downloaded, what is there is verified and left.
+"""Installs a dataset in a folder: downloads what is missing and verifies what exists.
 
 An archive is unpacked in a hidden folder beside its place and then renamed, so that data under its final name is complete.
 Sizes and SHA-256 of the unpacked files are kept in FOLDER/.hgnp-NAME.json, written before the rename.
@@ -35,7 +35,7 @@ class Installed:
 
 
 def install(source: Source, folder: str | os.PathLike[str], progress: DownloadProgress) -> Installed:
-    """Complete the dataset in `folder`, which `hgnp run --data` then reads. DownloadError says what stands in the way."""
+    """Complete the dataset in `folder`, which `hgnp run --data` then reads. DownloadError if it cannot be completed."""
     home = Path(folder)
     downloaded, sizes = False, []
     with _alone_in(home, source):
@@ -53,7 +53,7 @@ def install(source: Source, folder: str | os.PathLike[str], progress: DownloadPr
 
 @contextmanager
 def _alone_in(home: Path, source: Source) -> Iterator[None]:
-    """Make the folder, keep others out of it and remove what killed calls left. If it stays empty it is removed again."""
+    """Create and lock the folder, and remove drafts of killed calls. A folder that stays empty is removed again."""
     if home.exists() and not home.is_dir():
         raise DownloadError(f"{home} must be a folder, but is a file")
     made = not home.exists()
@@ -67,7 +67,7 @@ def _alone_in(home: Path, source: Source) -> Iterator[None]:
                 shutil.rmtree(left, ignore_errors=True)
             yield
     except BlockingIOError:
-        raise DownloadError(f"{home}: another hgnp data is at work there; wait for it to end") from None
+        raise DownloadError(f"{home}: another hgnp data is running there; wait for it to end") from None
     except OSError as error:
         unwritable(home, error)
     finally:
@@ -77,7 +77,7 @@ def _alone_in(home: Path, source: Source) -> Iterator[None]:
 
 
 def _keep(file: File, home: Path, progress: DownloadProgress) -> bool:
-    """A file that is no archive; whether it was not there yet."""
+    """Install a file that is not an archive; whether it had to be downloaded."""
     found = fetch(file, home, progress)
     if found != home / file.name:
         os.replace(found, home / file.name)
@@ -86,7 +86,7 @@ def _keep(file: File, home: Path, progress: DownloadProgress) -> bool:
 
 
 def _unpacked(source: Source, file: File, target: Path, progress: DownloadProgress) -> Listing | None:
-    """What an archive was unpacked to, verified; None if it was not yet."""
+    """The verified listing of an unpacked archive; None if it is not unpacked yet."""
     home = target.parent
     if not target.exists():
         return None

@@ -1,4 +1,4 @@
-"""Published weights (.pth) as safetensors, without unpickling them.
+"""Converts published weights (.pth) to safetensors without unpickling them.
 
 `torch.save` writes a pickle that describes the tensors, and their storages as raw bytes: since PyTorch 1.6 as records of a
 zip file, before that one after the other behind several pickles. `experiments.pickle_reader` interprets the pickle and
@@ -45,24 +45,24 @@ ORDERED = "collections OrderedDict"
 TENSOR, OLD_TENSOR = "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor"
 PARAMETERS = ("torch._utils _rebuild_parameter", "torch.nn.parameter Parameter")
 NAMES = {ORDERED, TENSOR, OLD_TENSOR, *PARAMETERS, *DTYPES}
-KIND = "file of PyTorch weights"
+FILE_TYPE = "file of PyTorch weights"
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A state dict that was written as safetensors."""
+    """A state dict converted to safetensors."""
 
     path: Path
     source: str
     sha256: str
-    """Of the source."""
+    """SHA-256 of the source."""
     tensors: int
     bytes: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
 
     @property
     def as_named(self) -> bool:
-        """Whether the source's name ends in the first digits of its SHA-256, as those of torchvision's files do."""
+        """Whether the source's name ends in the first digits of its SHA-256, as torchvision's names do."""
         digits = re.search(r"-([0-9a-f]{8,64})\.\w+$", self.source)
         return digits is not None and self.sha256.startswith(digits[1])
 
@@ -97,7 +97,7 @@ Load = Callable[[dict[str, Storage]], Iterator[tuple[str, Tensor]]]
 def convert(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Converted:
     """Write the state dict in `source` (.pth) to `out` (.safetensors), with the source's name and SHA-256 as metadata.
 
-    ValueError if it is damaged, or anything but a mapping of names to tensors. `out` appears whole or not at all.
+    InputError if it is damaged, or anything but a mapping of names to tensors. `out` is written atomically.
     """
     file, path = Path(source), Path(out)
     if path.suffix != ".safetensors":
@@ -112,7 +112,7 @@ def convert(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Conv
 
 
 def read_state_dict(file: Path) -> dict[str, Tensor]:
-    """The tensors of a state dict that `torch.save` wrote, each in a memory of its own."""
+    """The tensors of a state dict that `torch.save` wrote, each with its own memory."""
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; pass a .pth file of weights")
     with file.open("rb") as stream:
@@ -122,10 +122,10 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
             return read(stream, file.stat().st_size)
         except UnsafePickleError as error:
             raise InputError(f"{file}: refused, {error}; nothing in it was run") from None
-        # OSError: a damaged zip file has its records at negative places
+        # OSError: a damaged zip file has negative offsets
         except (*DAMAGED, struct.error, zipfile.BadZipFile, EOFError, RuntimeError, OSError) as error:
             reason = " ".join(str(error).split())[:100] or type(error).__name__
-            raise InputError(f"{file}: damaged or not a {KIND} ({reason})") from None
+            raise InputError(f"{file}: damaged or not a {FILE_TYPE} ({reason})") from None
 
 
 def _read_zip(stream: BinaryIO, size: int) -> dict[str, Tensor]:
@@ -152,22 +152,22 @@ def _read_zip(stream: BinaryIO, size: int) -> dict[str, Tensor]:
             for key, storage in wanted.items():
                 yield key, _numbers(record(f"data/{key}", storage.numel * storage.dtype.itemsize), storage)
 
-        return _tensors(values(bytes(record("data.pkl")), NAMES, KIND), load, size)
+        return _tensors(values(bytes(record("data.pkl")), NAMES, FILE_TYPE), load, size)
 
 
 def _read_legacy(stream: BinaryIO, size: int) -> dict[str, Tensor]:
     head = io.BytesIO(stream.read(LARGEST_PICKLE))  # the pickles, and as much of the storages as is in it
-    if type(magic := values(head, (), KIND)) is not int or magic != MAGIC:
+    if type(magic := values(head, (), FILE_TYPE)) is not int or magic != MAGIC:
         raise InputError("its magic number is not PyTorch's")
-    if type(protocol := values(head, (), KIND)) is not int or protocol != PROTOCOL:
+    if type(protocol := values(head, (), FILE_TYPE)) is not int or protocol != PROTOCOL:
         raise InputError("it is in an unknown version of PyTorch's format")
-    match values(head, (), KIND):
+    match values(head, (), FILE_TYPE):
         case {"little_endian": True}:
             pass
         case _:
             raise InputError("its numbers are not said to be little-endian")
-    described = values(head, NAMES, KIND)
-    keys = values(head, (), KIND)
+    described = values(head, NAMES, FILE_TYPE)
+    keys = values(head, (), FILE_TYPE)
     stream.seek(head.tell())
 
     def load(wanted: dict[str, Storage]) -> Iterator[tuple[str, Tensor]]:
@@ -255,7 +255,7 @@ def _storage(name: str, stored: Any) -> Storage:
                     return Storage(key, DTYPES[kind], numel, (0, numel))
                 case [(str(), int(first), int(entries))] if 0 <= first <= first + entries <= numel:
                     return Storage(key, DTYPES[kind], numel, (first, entries))
-    raise UnsafePickleError(f"{name!r} is stored in a way that no {KIND} has")
+    raise UnsafePickleError(f"{name!r} is stored in a way that no {FILE_TYPE} has")
 
 
 def _kind(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Published weights for a network: what fits by name and shape is taken, the rest starts as it is, and both are said."""
+"""Published weights for a network: tensors that match by name and shape are loaded, and the rest is reported."""
 
 import os
 from collections.abc import Iterable
@@ -14,18 +14,18 @@ from hgnp.io.weights import read_tensors
 
 @dataclass(frozen=True)
 class Loaded:
-    """What became of a file of weights. Names are those of tensors."""
+    """Which tensors of a file of weights were loaded, by name."""
 
     file: str
     loaded: tuple[str, ...]
     fresh: tuple[str, ...]
-    """Of the network, not in the file or of another shape there: they are as they were, at random in a new network."""
+    """Tensors of the network that are missing in the file or have another shape there: unchanged."""
     unused: tuple[str, ...]
-    """Of the file, with no place in the network."""
+    """Tensors of the file that match none of the network."""
 
     @property
     def about(self) -> str:
-        """One line, for a result to say."""
+        """One line for a report."""
         total = len(self.loaded) + len(self.fresh)
         line = f"{len(self.loaded)} of {total} tensors from {self.file}"
         line += f"; at random: {_layers(self.fresh)}" if self.fresh else ""
@@ -35,8 +35,8 @@ class Loaded:
 def load_weights(net: nn.Module, path: str | os.PathLike[str]) -> Loaded:
     """Fill `net` with the tensors of a safetensors file that have the names and shapes of its own.
 
-    Nothing is unpickled: .pt and .pth files are refused, `hgnp weights` converts them. ValueError if nothing fits; `net` is
-    then untouched.
+    Nothing is unpickled: .pt and .pth files are refused, `hgnp weights` converts them. InputError if nothing fits; `net` is
+    then unchanged.
     """
     file = Path(path)
     if not file.is_file():
