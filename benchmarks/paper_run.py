@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from epoch import steps
-from hgnp.cli.run import discard, not_yours, same_run
+from hgnp.cli.run import check_overwrites_nothing, check_same_config, remove_created
 from hgnp.curvature.step import make_step
 from hgnp.experiments.build import Experiment, prepare
 from hgnp.experiments.overrides import effective
@@ -218,9 +218,9 @@ def main(arguments: list[str] | None = None) -> None:
             args.preset, data=args.data, method=args.method, settings=args.set, seed=args.seed, device=args.device
         ))  # fmt: skip
         if (args.out / "run.json").exists():
-            same_run(experiment.config, args.out)
+            check_same_config(experiment.config, args.out)
         else:
-            not_yours(experiment.config, args.out)
+            check_overwrites_nothing(experiment.config, args.out)
             experiment.config.write(args.out / "config.yaml")
     except (ValueError, OSError) as error:
         parser.error(str(error))
@@ -232,7 +232,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{args.minutes:g} minutes are over; the same command goes on")
     except BaseException:
         if not (args.out / "run.json").exists():  # refused before it began
-            discard(made)
+            remove_created(made)
         raise
     costs.report() if done else costs.write()
     print((args.out / "report.md").read_text(encoding="utf-8"))

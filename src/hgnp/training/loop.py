@@ -24,7 +24,7 @@ from hgnp.flatness import Flatness
 from hgnp.io.weights import changes_to_fit, described
 from hgnp.progress import Progress
 from hgnp.pruning import Neurons, Preview
-from hgnp.pruning.surgery import Change, commit, check_copies
+from hgnp.pruning.surgery import Change, check_copies, commit
 from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Row, Snapshot, Target
 from hgnp.training import checkpoint, rng_state, schedule
