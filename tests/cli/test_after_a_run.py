@@ -87,12 +87,12 @@ def test_compare_shows_the_hybrid_composed_and_of_its_own(runs: Path, capsys: py
     row = next(line for line in said.err.splitlines() if line.startswith("hybrid (composed), κ ≤ 48.0%"))
     assert f"{study['switch']['over_taylor']:+.2f} %" in row
     assert any(line.startswith("hybrid, threshold=0.8 ") for line in said.err.splitlines())
-    assert "The threshold is as given." in said.err
+    assert "The threshold was set by the user." in said.err
     assert call("compare", *folders, "--out", "c", "--threshold", "paper", "--json") == 0
     said = capsys.readouterr()
     (study,) = json.loads(said.out.splitlines()[-1])["studies"]
     assert study["switch"]["threshold"] is None  # fewer training samples than the paper's experiments have
-    assert "No threshold is predicted: train_samples: 1" in said.err
+    assert "No threshold is predicted: train_samples must be from 2040 to 50000, " in said.err
     assert "hybrid (composed)" not in said.err
     assert "134.005 − 0.40476 · classes" in said.err
 

@@ -153,5 +153,5 @@ def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
     info = json.loads((folder / "run.json").read_text())
     info["recipe"]["flatness"] = {"convention": "expand"}
     (folder / "run.json").write_text(json.dumps(info))
-    with pytest.raises(ValueError, match=r"recipe\.flatness must be choices that hgnp knows"):
+    with pytest.raises(ValueError, match=r"recipe\.flatness must be valid flatness choices, got"):
         scan(tmp_path)
