@@ -71,7 +71,7 @@ def measured(
         if isinstance(mode, GaussNewton):
             assert tape.tangent(mode, z) is not None
         else:
-            again = tape.again(mode, [parameter for parameter, _ in seeds], z)
+            again = tape.rerun(mode, [parameter for parameter, _ in seeds], z)
             assert again is not None
             z = again
     else:

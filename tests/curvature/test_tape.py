@@ -81,7 +81,7 @@ REPEATS = {
 }
 
 
-@pytest.mark.parametrize("way_again", ["along", "again"])
+@pytest.mark.parametrize("way_again", ["tangent", "rerun"])
 @pytest.mark.parametrize("choices", [{}, {"curvature": "hessian"}, {"scaling": "scale_invariant"}])
 @pytest.mark.parametrize("block", ["a", "b", "c", "out"])
 @pytest.mark.parametrize("way", REPEATS)
@@ -90,7 +90,7 @@ def test_it_is_what_a_second_pass_gives(
 ) -> None:
     if way == "hidden" and (block != "out" and not choices.get("curvature")):
         pytest.skip("the tangent is lost in either way, and the block refused")
-    if way_again == "along" and choices.get("curvature"):
+    if way_again == "tangent" and choices.get("curvature"):
         pytest.skip("only tangents can do with the values of the pass")
     found: list[bool] = []
     tried = getattr(Tape, way_again)
@@ -100,13 +100,13 @@ def test_it_is_what_a_second_pass_gives(
         found.append(z is not None)
         return z
 
-    for name in ("along", "again"):
+    for name in ("tangent", "rerun"):
         monkeypatch.setattr(Tape, name, watched if name == way_again else lambda *_: None)
     have = trained(way, block, choices)
     monkeypatch.setattr(Tape, way_again, lambda *_: None)
     want = trained(way, block, choices)
     torch.testing.assert_close(have, want, rtol=1e-10, atol=1e-12)
-    repeats = "abc" if (way, way_again) == ("written", "along") else REPEATS[way]
+    repeats = "abc" if (way, way_again) == ("written", "tangent") else REPEATS[way]
     expected = block in repeats or (block == "out" and way != "hidden")
     assert found == ([] if way.startswith("drawn") else [expected])
 
