@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     from hgnp.pruning.propagation import LabelPropagation
 
 
-def _flat(p: "LabelPropagation", x: LabelledTensor, dim: int) -> Tensor | None:
+def _label_along(p: "LabelPropagation", x: LabelledTensor, dim: int) -> Tensor | None:
+    """The label along `dim` as a vector, with its slots along other dimensions united."""
     label = x.along(dim)
     return None if label is None else p.collapse(label, (dim,)).reshape(-1)
 
 
 def _contract(p: "LabelPropagation", a: LabelledTensor, a_dim: int, b: LabelledTensor, b_dim: int) -> None:
     """Σ over a's dimension and b's: its entries are coupled; a removed one adds nothing, unless both operands are weights."""
-    one, other = _flat(p, a, a_dim), _flat(p, b, b_dim)
+    one, other = _label_along(p, a, a_dim), _label_along(p, b, b_dim)
     weights = a.weight and b.weight
     for operand, label in ((a, one), (b, other)):
         if label is not None and not operand.weight:
@@ -112,7 +113,7 @@ def convolution(
             p.freeze(label, "it is a kernel size")
     if groups == 1:
         _contract(p, x, 1, w, 0 if transposed else 1)
-        out = _flat(p, w, 1 if transposed else 0)
+        out = _label_along(p, w, 1 if transposed else 0)
     else:
         out = _grouped(p, x, w, transposed, groups)
     channels = w.shape[1] * groups if transposed else w.shape[0]
@@ -134,7 +135,7 @@ def _grouped(
     Every group must keep as many inputs, and as many outputs, as the others. Either whole groups are removed (the only way for
     a depthwise convolution), or the j-th channel of every group is: whichever takes fewer neurons at a time.
     """
-    inputs, rows, columns = _flat(p, x, 1), _flat(p, w, 0), _flat(p, w, 1)
+    inputs, rows, columns = _label_along(p, x, 1), _label_along(p, w, 0), _label_along(p, w, 1)
     inside = x.shape[1] // groups
     outside = w.shape[1] if transposed else w.shape[0] // groups
     whole = inside == 1 or inside + outside <= groups

@@ -26,7 +26,7 @@ def rearrangement(op: OpOverload) -> Rearrangement | None:
     if name == "pixel_shuffle":
         return lambda label, args, kwargs: [torch.nn.functional.pixel_shuffle(label, args[0])]
     if RULES.get(name) in (rearrange, split):
-        return lambda label, args, kwargs: _listed(op(label, *args, **kwargs))
+        return lambda label, args, kwargs: _as_list(op(label, *args, **kwargs))
     return None
 
 
@@ -35,7 +35,7 @@ def permutes_dims(op: OpOverload) -> bool:
     return op_name(op) in ("permute", "transpose", "t", "unsqueeze")
 
 
-def _listed(result: Any) -> list[Tensor]:
+def _as_list(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else list(result)
 
 
