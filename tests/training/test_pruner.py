@@ -32,7 +32,7 @@ def test_a_target_that_the_method_cannot_meet_is_refused_before_training() -> No
         hgnp.prune(net, *loaders(), recipe=recipe(method="bn_scale", keep=0.03))
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     bare = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
-    with pytest.raises(ValueError, match="no layer with neurons is followed by a norm"):
+    with pytest.raises(ValueError, match="needs a layer with neurons that is followed by a norm"):
         hgnp.prune(bare, *loaders(), recipe=recipe(method="bn_scale", keep=0.5))
 
 
