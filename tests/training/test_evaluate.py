@@ -160,7 +160,7 @@ def test_a_custom_loss_that_is_nan_leaves_a_batch_out_only_if_its_outputs_are_fi
     evaluation = Evaluation(net, lambda z, y: F.cross_entropy(z, y), None, None)
     mine = y != -100
     assert evaluation(_split(x, y))[0] == pytest.approx(F.cross_entropy(net(x[mine]), y[mine]).item(), rel=1e-13)
-    assert str(evaluation.note).startswith("val: 1 of 4 batches have a loss that is NaN")
+    assert str(evaluation.note).startswith("val: 1 of 4 batches have finite outputs but a NaN loss")
     x[0] = float("nan")
     assert math.isnan(evaluation(_split(x, y))[0] or 0.0)
 

@@ -99,8 +99,8 @@ class Trainer:
         rate: Callable[[float], float] | None,
         mu: Callable[[float], float],
         before_step: Callable[[tuple[Any, Any]], None],
-        after_step: Callable[[int], bool],
         show: Callable[[int, float | None], None],
+        after_step: Callable[[int], bool] = lambda _: False,
     ) -> EpochStatistics:
         """One pass over `batches`, which ends early once `after_step` returns True. `rate` and `mu` are functions of the
         progress in the epoch, from 0 to 1."""
