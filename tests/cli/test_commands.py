@@ -8,14 +8,9 @@ from pathlib import Path
 import pytest
 
 import hgnp
-from hgnp.cli import app, exit_code
+from command import call
+from hgnp.cli import exit_code
 from hgnp.recipe import Recipe
-
-
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        app(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def test_help_version_and_presets(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hgnp
-from hgnp.cli import app
+from command import call
 from hgnp.experiments.data import digits
 from hgnp.experiments.models import DigitsNet
 from hgnp.progress import LineProgress
@@ -27,18 +27,12 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        app(list(arguments))
-    return int(ended.value.code or 0)
-
-
 def rows(folder: str) -> list[dict[str, Any]]:
     lines = Path(folder, "metrics.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if "seconds" not in key} for line in lines]
 
 
-def test_a_run_prunes_leaves_a_network_that_loads_and_is_printed_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prunes_saves_a_loadable_network_and_is_printed_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("run", *QUICK, "--out", "x") == 0
     shown = capsys.readouterr().out
     result = json.loads(Path("x/result.json").read_text())

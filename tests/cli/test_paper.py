@@ -5,14 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hgnp.cli import app
+from command import call
 from paper_cases import write_paper_run
-
-
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        app(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def test_paper_writes_a_page_and_tells_what_agrees_and_what_is_missing(

@@ -14,6 +14,7 @@ import torch
 import yaml
 
 import hgnp
+from command import call
 from hgnp.cli import app
 from hgnp.cli.run import default_folder
 from hgnp.experiments.build import Experiment
@@ -30,12 +31,6 @@ TINY = [
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-
-
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        app(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def start(*arguments: str, before: str = "") -> subprocess.Popen[str]:
@@ -102,7 +97,7 @@ def test_json_is_the_last_line_of_stdout_and_the_rest_goes_to_stderr(capsys: pyt
     assert "target reached" in err
 
 
-def test_a_folder_with_a_run_goes_on_only_with_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_resumes_only_with_the_same_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("run", *TINY, "--out", "x") == 0
     files = {file: file.read_bytes() for file in Path("x").iterdir()}
     capsys.readouterr()
@@ -121,7 +116,7 @@ def test_a_folder_with_a_run_goes_on_only_with_the_same(capsys: pytest.CaptureFi
     assert {file: file.read_bytes() for file in Path("x").iterdir()} == files
 
 
-def test_resume_goes_on_with_the_last_run_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_takes_the_last_run_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("run", *TINY, "--resume") == 0
     assert "runs/demo has no run to resume; starting a new one" in capsys.readouterr().out
     assert call("run", *TINY) == 0
@@ -146,7 +141,7 @@ def test_a_gap_in_the_numbering_hides_no_run() -> None:
     assert default_folder("demo-l1", resume=True) == Path("runs/demo-l1-12")
 
 
-def test_an_interrupted_run_says_how_to_go_on() -> None:
+def test_an_interrupted_run_prints_the_command_to_resume() -> None:
     process = start("run", *TINY, "--set", "recipe.warmup_epochs=1000", "--out", "a b")
     assert process.stdout is not None
     assert any(line.startswith("epoch   0 warmup") for line in process.stdout)
@@ -289,7 +284,7 @@ def test_what_fails_in_the_user_s_functions_is_named(
     assert not Path("x").exists()
 
 
-def test_the_page_of_a_run_that_goes_on_is_written_anew() -> None:
+def test_the_page_of_a_resumed_run_is_rewritten() -> None:
     assert call("run", *TINY, "--out", "x") == 0
     Path("x/result.json").unlink()
     assert call("report", "x") == 0

@@ -5,18 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from hgnp.cli import app
+from command import call
 
 QUICK = [
     "--set", "model_args.width=8", "--set", "data_args.batch=256", "--set", "recipe.warmup_epochs=1", "--set",
     "recipe.neurons_per_round=8", "--set", "recipe.finetune_epochs=1", "--set", "recipe.keep=0.4", "--device", "cpu",
 ]  # fmt: skip
-
-
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        app(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def test_a_run_with_snapshots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hgnp.cli import app
+from command import call
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds its children in Linux' /proc")
 
@@ -36,12 +36,6 @@ set:
   recipe.measure: none
 """
 RUNS = ["demo-hgnp-0", "demo-plain-0"]
-
-
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        app(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def start(*arguments: str) -> "subprocess.Popen[str]":
@@ -138,7 +132,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_study_that_is_interrupted_goes_on_and_one_that_fails_compares_the_rest(whole: Path, tmp_path: Path) -> None:
+def test_an_interrupted_study_resumes_and_a_failed_run_leaves_the_rest_compared(whole: Path, tmp_path: Path) -> None:
     file, out = str(whole.parent / "small.yaml"), tmp_path / "x"
     command = [file, "--out", str(out), "--device", "cpu", "--seeds", "0", "--methods", "hgnp,diverges"]
     first = out / RUNS[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from command import call
 from hgnp.cli import app
 
 CONFIG = """
@@ -26,12 +27,6 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     Path("ok.yaml").write_text(CONFIG)
-
-
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        app(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:

@@ -85,7 +85,7 @@ def test_the_papers_experiments_are_to_the_letter_and_fast_ones_differ_in_the_re
     }  # fmt: skip
 
 
-def test_pictures_are_augmented_as_the_paper_says() -> None:
+def test_images_are_augmented_as_the_paper_says() -> None:
     """Flips on CIFAR-10 and Flowers, the readers' own default; on Birds none are named, and images are cropped."""
     birds = presets.preset("resnet18-birds").data_args
     assert (birds["side"], birds["resize"], birds["flip"]) == (160, False, False)

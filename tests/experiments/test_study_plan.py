@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hgnp.cli import app
+from command import call
 from hgnp.experiments import presets, studies
 from hgnp.experiments.overrides import completed, effective
 from hgnp.experiments.study_plan import StudyPlan, check_seeds, read
@@ -16,12 +16,6 @@ from hgnp.experiments.study_runs import slots_for
 
 def plan(**keys: Any) -> StudyPlan:
     return StudyPlan.from_dict({"networks": "demo", "methods": ["hgnp", "taylor"], **keys}, where="s.yaml", name="s")
-
-
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        app(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def test_networks_times_seeds_times_methods_with_overrides_from_the_general_to_the_particular(tmp_path: Path) -> None:
@@ -72,7 +66,7 @@ def test_the_command_of_a_run_gives_the_configuration_that_is_checked() -> None:
         ({"networks": {"config": "demo", "date": "x"}}, "s.yaml: networks: there is no key 'date'; did you mean data"),
         ({"networks": {"config": "demo", "data": 3}}, "s.yaml: networks: data must be a folder, got 3"),
         ({"networks": "dem"}, "s: hgnp on dem: 'dem' is neither a file nor a preset; did you mean demo"),
-        ({"networks": ["demo", "demo"]}, "s: runs must have names of their own, got demo-hgnp-0 twice; give networks a name"),
+        ({"networks": ["demo", "demo"]}, "s: runs must have distinct names, got demo-hgnp-0 twice; give networks a name"),
         ({"methods": ["hgnp", "hgnp"]}, "s.yaml: methods must differ, got ['hgnp', 'hgnp']"),
         ({"methods": 3}, "s.yaml: methods must be a list or a mapping of names to {method: …, set: …}, got 3"),
         ({"methods": {"a/b": {}}}, "s.yaml: methods.a/b: the name must be letters, digits and . _ + -, as it names folders"),

@@ -21,7 +21,7 @@ def test_curve_has_the_last_epoch_of_each_level_and_ends_fine_tuned(tmp_path: Pa
     assert run.state == "finished"
 
 
-def test_unfinished_runs_say_where_they_stand(tmp_path: Path) -> None:
+def test_unfinished_runs_report_their_last_epoch(tmp_path: Path) -> None:
     run = read(write_run(tmp_path / "half", epochs=WARMUP + 2))
     assert run.result is None
     assert run.state == f"unfinished: the last complete epoch is {WARMUP + 1} (prune)"

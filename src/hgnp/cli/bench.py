@@ -32,7 +32,8 @@ def bench(
     weights: Annotated[
         list[float] | None,
         typer.Option(
-            metavar="KEPT", help="Also time a weight-pruned network that keeps this fraction of weights; repeatable."
+            metavar="KEPT",
+            help="Fraction that a weight-pruned network keeps; repeatable. Default: that of the pruned network.",
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Timed calls per network.")] = 15,

@@ -71,7 +71,7 @@ def test_the_files_made_here_are_pickles_of_arrays() -> None:
 
 
 @pytest.mark.parametrize("layout", ["bin", "py"])
-def test_pictures_and_labels_are_those_of_the_files(layout: str, tmp_path: Path) -> None:
+def test_images_and_labels_are_those_of_the_files(layout: str, tmp_path: Path) -> None:
     home = write(tmp_path, layout)
     for folder in (tmp_path, home):
         data = cifar10(folder, batch=4)

@@ -166,7 +166,7 @@ def test_a_picture_is_cut_to_its_central_square_and_scaled(tmp_path: Path) -> No
 def test_epochs_read_from_disk_equal_those_from_memory(made: tuple[Path, Callable[..., Data]]) -> None:
     folder, read = made
     sets = [read(folder, batch=3, side=SIDE, memory=memory, workers=2) for memory in (2**30, 1)]
-    assert sets[1].about.endswith(", read as it goes")
+    assert sets[1].about.endswith(", streamed")
     epochs = []
     for data in sets:
         torch.manual_seed(3)

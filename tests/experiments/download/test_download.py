@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from archives import FILES, Quiet, cifar_files, flowers_files, jpeg, names_in, small, tar
-from hgnp.cli import app
+from command import call
 from hgnp.experiments.data import cifar10, cub200, flowers102
 from hgnp.experiments.download import OFFICIAL, DownloadError, File, Source, install
 from hgnp.io.atomic import locked
@@ -21,12 +21,6 @@ from serving import serving
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "*")
-
-
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        app(list(arguments))
-    return int(ended.value.code or 0)
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
@@ -40,7 +34,7 @@ def test_the_command_brings_what_the_loaders_read(
         assert call("data", name, str(folder), "--mirror", server.url + "/") == 0
         said = capsys.readouterr().out.splitlines()
         assert sorted(server.asked) == sorted((file, None) for file in files)
-    assert f"{source.title} in {folder}: complete, " in said[-2]
+    assert f"{source.title} in {folder}: downloaded, " in said[-2]
     assert said[-1] == f"Terms ({source.page}): {source.terms}"
     assert len(said) == len(files) + 3  # one line per download, one per archive, two at the end
     if name == "cifar10":
@@ -61,7 +55,7 @@ def test_the_command_brings_what_the_loaders_read(
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert call("data", name, str(folder), "--json") == 0
     out, err = capsys.readouterr()
-    assert "complete already" in err
+    assert "already complete" in err
     found = json.loads(out.splitlines()[-1])
     assert (found["data"], found["downloaded"], found["terms"]) == (name, False, source.terms)
     assert found["bytes"] == sum(

@@ -102,7 +102,7 @@ def test_a_converted_file_says_where_it_is_from(tmp_path: Path, capsys: pytest.C
         with pytest.raises(SystemExit):
             app(["weights", str(file), str(out), "--json"])
         said = capsys.readouterr()
-        assert said.err.endswith(f"(SHA-256 {sha256}{', as its name says' if as_named else ''})\n")
+        assert said.err.endswith(f"(SHA-256 {sha256}{', matches its file name' if as_named else ''})\n")
         assert json.loads(said.out) == {
             "path": str(out), "source": name, "sha256": sha256, "tensors": 1, "bytes": 12, "as_named": as_named
         }  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hgnp
-from hgnp.cli import app
+from command import call
 from hgnp.experiments.data import digits
 from hgnp.experiments.models import DigitsNet
 
@@ -22,12 +22,6 @@ QUICK = [
 
 
 SHORT = ["--batch", "8", "--device", "cpu", "--variant", "eager", "--repeats", "2"]
-
-
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        app(list(arguments))
-    return int(ended.value.code or 0)
 
 
 @pytest.fixture(scope="module")
