@@ -23,10 +23,10 @@ class ResNet18(nn.Module):
         )
         self.bn1 = nn.BatchNorm2d(64)
         self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, stride=2, padding=1)
-        self.layer1 = nn.Sequential(Block(64, 64), Block(64, 64))
-        self.layer2 = nn.Sequential(Block(64, 128, stride=2), Block(128, 128))
-        self.layer3 = nn.Sequential(Block(128, 256, stride=2), Block(256, 256))
-        self.layer4 = nn.Sequential(Block(256, 512, stride=2), Block(512, 512))
+        self.layer1 = nn.Sequential(BasicBlock(64, 64), BasicBlock(64, 64))
+        self.layer2 = nn.Sequential(BasicBlock(64, 128, stride=2), BasicBlock(128, 128))
+        self.layer3 = nn.Sequential(BasicBlock(128, 256, stride=2), BasicBlock(256, 256))
+        self.layer4 = nn.Sequential(BasicBlock(256, 512, stride=2), BasicBlock(512, 512))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(512, num_classes)
         for module in self.modules():
@@ -39,7 +39,7 @@ class ResNet18(nn.Module):
         return self.fc(self.avgpool(x).flatten(1))
 
 
-class Block(nn.Module):
+class BasicBlock(nn.Module):
     """Two convolutions, added to their input; the input goes through a 1 × 1 convolution where its shape changes."""
 
     def __init__(self, inputs: int, outputs: int, *, stride: int = 1) -> None:
