@@ -31,7 +31,7 @@ def test_a_step_is_a_share_of_the_steps_that_were_timed(mu: float, monkeypatch: 
         made.extend(len(call().losses) for call in calls)
         return [SimpleNamespace(median=3.0 * steps) for steps in made]
 
-    monkeypatch.setattr(widths, "side_by_side", timed)
+    monkeypatch.setattr(widths, "time_interleaved", timed)
     nets = [net(4), net(8)]
     before = [own[0].weight.detach().clone() for own in nets]
     found = widths.steps(nets, torch.zeros(1, 6, 6), Namespace(device="cpu", repeats=2), mu=mu)
