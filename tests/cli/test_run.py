@@ -265,8 +265,8 @@ def test_what_a_terminal_cannot_show_is_replaced() -> None:
 @pytest.mark.parametrize(
     ("setting", "code", "line"),
     [
-        ("unpack=failing:unpack", "def unpack(a, b):\n    pass\n", "unpack: it failed on a batch of train: TypeError"),
-        ("output=nope", "", "output: it failed on what net returns, a Tensor"),
+        ("unpack=failing:unpack", "def unpack(a, b):\n    pass\n", "unpack must take the batches of train, but failed"),
+        ("output=nope", "", "output must take what net returns, a Tensor, but failed"),
         ("data=failing:data", "def data(**given):\n    open('nowhere.csv')\n", "data: data failed: FileNotFoundError"),
         ("device=meta", "", "device must be one that PyTorch can use here, got meta"),
     ],
