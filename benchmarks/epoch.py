@@ -30,6 +30,7 @@ import hgnp
 from epoch_report import Key, Measured, Report, short
 from hgnp.curvature.direction import BlockChoice
 from hgnp.curvature.factors import find_blocks
+from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import make_step
 from hgnp.errors import first_line
 from hgnp.execution.graphed import Graphed
@@ -37,7 +38,6 @@ from hgnp.experiments.data.loader import InMemorySource, Loader
 from hgnp.experiments.models import VGG16, ResNet18
 from hgnp.experiments.presets import preset
 from hgnp.reference import penalized_loss
-from hgnp.sam import SAMStep
 from hgnp.training.optimizers import make_optimizer
 from hgnp.training.trainer import EpochStatistics, Trainer
 
@@ -84,7 +84,7 @@ class Bench:
         return Trainer(step, state, make_optimizer(own, recipe, None), recipe, self.device)
 
     def warm(self, epochs: Trainer, *, first: bool = False) -> None:
-        steps(epochs, self.batches, 40 if isinstance(epochs.executor, Graphed) else 5, first=first)
+        steps(epochs, self.batches, 40 if epochs.executor.uses_graphs else 5, first=first)
 
     def measured(self, net: nn.Module, name: str, kept: float, method: str, *, graphs: bool) -> Measured:
         key = name, kept, method, graphs

@@ -15,7 +15,7 @@ import torch
 import hgnp
 from hgnp.experiments.data import digits
 from hgnp.experiments.models import DigitsNet
-from hgnp.flatness import parts
+from hgnp.flatness import step_and_state
 
 
 def trained(mu: float, bound: float, gamma_from: str, steps: int) -> list[float]:
@@ -24,7 +24,7 @@ def trained(mu: float, bound: float, gamma_from: str, steps: int) -> list[float]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     flat = hgnp.Flatness(net, mu=mu, bound=bound, gamma_from=gamma_from)
     plain = hgnp.Flatness(net, mu=mu, bound=bound)  # what C would have said
-    directions = [parts(each)[1].direction for each in (flat, plain)]
+    directions = [step_and_state(each)[1].direction for each in (flat, plain)]
     radii, ratios, active, losses = [], [], [], []
     batches = (batch for _ in range(steps) for batch in data.train)
     for x, y in islice(batches, steps):

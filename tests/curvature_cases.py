@@ -13,7 +13,7 @@ from hgnp.curvature.direction import BlockChoice
 from hgnp.curvature.eigen import Eigenpair
 from hgnp.curvature.factors import Factor, find_blocks
 from hgnp.curvature.step import Plan
-from hgnp.flatness import parts
+from hgnp.flatness import step_and_state
 
 torch.set_num_threads(1)
 
@@ -79,7 +79,7 @@ def images(n: int = 5) -> tuple[Tensor, Tensor]:
 
 def begin_step(flat: Flatness, inputs: Tensor, target: Tensor, block: str | None = None) -> None:
     """The stages of a step before q: v is that of this batch, in `block`, whichever block has the largest λ."""
-    step, state = parts(flat)
+    step, state = step_and_state(flat)
     step.plan(state)
     step.share(state, inputs, target)
     step.prepare(state, inputs, target)
@@ -92,7 +92,7 @@ def begin_step(flat: Flatness, inputs: Tensor, target: Tensor, block: str | None
 
 def finish_step(flat: Flatness, inputs: Tensor, target: Tensor) -> Tensor:
     """The stages from q on, without a refresh. Returns C."""
-    step, state = parts(flat)
+    step, state = step_and_state(flat)
     try:
         if step.lagged:
             state.plan = Plan(penalty=True, refresh=False)

@@ -15,7 +15,7 @@ from hgnp.curvature.step import Statistics
 from hgnp.execution import graphed as graphed_module
 from hgnp.execution.captured import Versions
 from hgnp.execution.graphed import Graphed
-from hgnp.flatness import parts
+from hgnp.flatness import step_and_state
 
 
 class Again:
@@ -143,5 +143,5 @@ class Net(nn.Module):
 def prepared(net: nn.Module, mu: float = 0.05, **choices: Any) -> tuple[hgnp.Flatness, Graphed, torch.optim.SGD]:
     """A `Flatness`, a `Graphed` that shares its step and state, and an optimizer."""
     flat = hgnp.Flatness(net, mu=mu, **choices)
-    Stand.graphed = graphed = Graphed(*parts(flat))
+    Stand.graphed = graphed = Graphed(*step_and_state(flat))
     return flat, graphed, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)

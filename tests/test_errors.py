@@ -12,7 +12,7 @@ from torch import nn
 
 import hgnp
 from hgnp import errors
-from hgnp.errors import REMOVED, RENAMED, brief, first_line, meant, one_line
+from hgnp.errors import REMOVED, RENAMED, brief, first_line, is_too_few_values, meant, one_line
 
 
 def test_a_name_that_is_close_is_offered_and_otherwise_those_that_there_are() -> None:
@@ -32,6 +32,17 @@ def test_a_name_that_is_close_is_offered_and_otherwise_those_that_there_are() ->
 )
 def test_what_another_error_said_fits_on_a_line(error: Exception, first: str, whole: str, short: str) -> None:
     assert (first_line(error), one_line(error), brief(error)) == (first, whole, short)
+
+
+def test_a_batch_norm_with_one_value_per_channel_is_recognised_by_pytorch_s_own_error() -> None:
+    with pytest.raises(ValueError) as one:  # noqa: PT011 - what it says is the subject
+        nn.BatchNorm1d(3)(torch.ones(1, 3))
+    with pytest.raises(ValueError) as dimensions:  # noqa: PT011
+        nn.BatchNorm1d(3)(torch.ones(3))
+    assert is_too_few_values(one.value)
+    assert not is_too_few_values(dimensions.value)
+    assert not is_too_few_values(RuntimeError(str(one.value)))
+    assert not is_too_few_values(None)
 
 
 def flat(**choices: object) -> hgnp.Flatness:

@@ -98,8 +98,8 @@ def test_gradients_accumulate_and_scale():
             torch.testing.assert_close(g, once[name], rtol=1e-11, atol=1e-13)
 
 
-def test_the_hinge():
-    """Closed, the gradient is C's; open, ∇C + μ∇q whatever the bound."""
+def test_the_penalty_is_active_above_the_bound():
+    """Inactive, the gradient is C's; active, ∇C + μ∇q whatever the bound."""
     x, y = images(6)
     net, plain = convnet("batch"), convnet("batch")
     plain_step(plain, x, y)

@@ -29,7 +29,7 @@ from hgnp.curvature.autodiff.tangent import load_jvp
 from hgnp.curvature.factors import find_blocks
 
 load_jvp()
-OPEN = -1e3  # a bound that keeps the hinge open
+OPEN = -1e3  # a bound that keeps the penalty active
 
 
 def start(net, inputs, y, block, **choices):

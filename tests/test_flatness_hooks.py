@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from curvature_cases import convnet, gradients, images
 from hgnp import Flatness, sharpness
-from hgnp.sam import SAM
+from hgnp.curvature.direction import Direction
+from hgnp.curvature.sam import SAMStep
+from hgnp.curvature.step import State
+from hgnp.execution.eager import Eager
 
 
 @pytest.fixture
@@ -80,8 +83,7 @@ def test_hooks_change_neither_sharpness_nor_where_sam_looks() -> None:
         net = convnet("none")
         if hooked:
             net[0].weight.register_hook(lambda g: 2 * g)
-        sam = SAM(net, rho=0.5)
-        sam.backward(x, y)
+        Eager(SAMStep(net, rho=0.5), State(0.0, 0.0, Direction(net))).backward(x, y)
         grads = gradients(net)
         if hooked:
             grads["0.weight"] /= 2

@@ -208,7 +208,7 @@ def test_a_batch_goes_with_its_loss() -> None:
 def test_the_papers_order_has_no_such_loss(given: dict[str, str]) -> None:
     net, (x, y) = convnet(), images()
     before = copy.deepcopy(net.state_dict())
-    with pytest.raises(ValueError, match=r"direction_from='last_batch', got 'this_batch'.*; call backward\(inputs"):
+    with pytest.raises(ValueError, match=r"must be 'last_batch' for loss\(\), got 'this_batch'; call backward\(inputs"):
         Flatness(net, **given).loss(x, y)  # type: ignore[arg-type]
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
 

@@ -10,7 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgnp.sam import SAM
+from hgnp.curvature.direction import Direction
+from hgnp.curvature.sam import SAMStep
+from hgnp.curvature.step import State
+from hgnp.execution.eager import Eager
 
 RHO = 0.5
 
@@ -59,7 +62,7 @@ def test_the_gradient_is_that_at_the_worst_point_nearby(half: bool) -> None:
     stream = torch.get_rng_state()
     torch.manual_seed(7)
     with precision(half):  # autocast keeps copies of the weights within one context
-        found = SAM(net, rho=RHO).backward(x, y, scale=2.0)
+        found = Eager(SAMStep(net, rho=RHO), State(0.0, 0.0, Direction(net))).backward(x, y, scale=2.0)
         after = net(x)
     assert found == loss
     for p, g in zip([p for p in net.parameters() if p.requires_grad], expected, strict=True):
@@ -75,4 +78,4 @@ def test_the_gradient_is_that_at_the_worst_point_nearby(half: bool) -> None:
 @pytest.mark.parametrize("rho", [0.0, -1.0, math.inf, math.nan, "x", None, True])
 def test_a_radius_that_is_no_positive_number_is_refused(rho: Any) -> None:
     with pytest.raises(ValueError, match=f"rho must be a finite number > 0, got {rho!r}"):
-        SAM(nn.Linear(2, 2), rho=rho)
+        SAMStep(nn.Linear(2, 2), rho=rho)

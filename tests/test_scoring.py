@@ -208,7 +208,7 @@ def test_signed_scores_and_several_batches_are_means_over_all_samples() -> None:
     torch.testing.assert_close(signed["a"], slope[0].abs() / slope.norm())
 
 
-def test_hinge_and_weight_decide_about_the_term() -> None:
+def test_penalty_and_weight_decide_about_the_term() -> None:
     net, x, y, _ = make("mlp")
     neurons = hgnp.Neurons(net, x)
     plain = hgnp.sensitivity(net, neurons, [(x, y)])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hgnp
-from hgnp.flatness import parts
+from hgnp.flatness import step_and_state
 from hgnp.pruning import Scores
 from hgnp.scoring import scored
 from synchronization import no_synchronization
@@ -46,12 +46,12 @@ def operation_by_operation(
     neurons: hgnp.Neurons, data: Any, flat: hgnp.Flatness | None = None, criterion: str = "taylor"
 ) -> Scores:
     flat = hgnp.Flatness(neurons.net, mu=0.0) if flat is None else flat
-    return scored(neurons, data, *parts(flat), criterion=criterion, mu=None, coupling="coupled", graphs=False)
+    return scored(neurons, data, *step_and_state(flat), criterion=criterion, mu=None, coupling="coupled", graphs=False)
 
 
 def block_of(flat: hgnp.Flatness, inputs: Tensor, target: Tensor) -> str | None:
     """The block that the batch's own v lies in."""
-    step, state = parts(flat)
+    step, state = step_and_state(flat)
     step.share(state, inputs, target)
     return step.direction_of(state, inputs, target).name()
 

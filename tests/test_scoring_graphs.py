@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import hgnp
 from hgnp import scoring
 from hgnp.curvature.direction import Direction
-from hgnp.execution.graphs import RefusedError
-from hgnp.flatness import parts
+from hgnp.curvature.step import make_step
+from hgnp.execution.graphs import CaptureError
+from hgnp.flatness import step_and_state
 from hgnp.pruning import Scores
 from hgnp.training.pruner import Pruner
 
@@ -61,7 +62,7 @@ class Stand:
     def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
         self.asked += 1
         if self.refuses:
-            raise RefusedError("no graphs here")
+            raise CaptureError("no graphs here")
         graph = Again(work, self)
         return graph, graph.made
 
@@ -89,7 +90,7 @@ def made(dropout: float = 0.0) -> tuple[Net, hgnp.Neurons, Batches]:
 
 def block_of(flat: hgnp.Flatness, inputs: Tensor, target: Tensor) -> str | None:
     """The block that the batch's own v lies in."""
-    step, state = parts(flat)
+    step, state = step_and_state(flat)
     step.share(state, inputs, target)
     return step.direction_of(state, inputs, target).name()
 
@@ -105,7 +106,9 @@ def operation_by_operation(
     neurons: hgnp.Neurons, data: Batches, flat: hgnp.Flatness | None, criterion: str = "taylor", **given: Any
 ) -> Scores:
     flat = hgnp.Flatness(neurons.net, mu=0.0, **given) if flat is None else flat
-    return scoring.scored(neurons, data, *parts(flat), criterion=criterion, mu=None, coupling="coupled", graphs=False)
+    return scoring.scored(
+        neurons, data, *step_and_state(flat), criterion=criterion, mu=None, coupling="coupled", graphs=False
+    )
 
 
 @pytest.mark.parametrize("criterion", ["taylor", "taylor_sum"])
@@ -184,11 +187,11 @@ def test_a_failure_leaves_everything_as_found(stand: Stand) -> None:
     assert torch.equal(stream, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("engine", ["auto", "eager"])
-def test_a_run_s_engine_decides(engine: str, stand: Stand) -> None:
+@pytest.mark.parametrize("execution", ["auto", "eager"])
+def test_a_run_s_execution_decides(execution: str, stand: Stand) -> None:
     net, neurons, data = made()
-    recipe = hgnp.Recipe(keep=0.5, neurons_per_round=3, execution=engine)
+    recipe = hgnp.Recipe(keep=0.5, neurons_per_round=3, execution=execution)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    pruner = Pruner(neurons, *parts(hgnp.Flatness(net)), recipe, optimizer, neurons.preview({}))
+    pruner = Pruner(neurons, *make_step(net), recipe, optimizer, neurons.preview({}))
     assert pruner.round(data) == 3
-    assert bool(stand.replays) is (engine == "auto")
+    assert bool(stand.replays) is (execution == "auto")

@@ -107,6 +107,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def is_too_few_values(error: BaseException | None) -> bool:
+    """Whether a batch norm in training mode got a single value per channel."""
+    # PyTorch raises a plain ValueError: there is no class or API to ask. tests/test_errors.py fails if the text changes.
+    return isinstance(error, ValueError) and "more than 1 value per channel" in str(error)
+
+
 def one_line(error: BaseException) -> str:
     """An error's message with its line breaks removed."""
     return " ".join(str(error).split())

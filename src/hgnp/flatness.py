@@ -184,6 +184,6 @@ class Flatness:
         self._step.load_state_dict(self._state, state)
 
 
-def parts(flatness: Flatness) -> tuple[Step, State]:
-    """The stages and the state behind it, for scores."""
+def step_and_state(flatness: Flatness) -> tuple[Step, State]:
+    """The step and the state behind it, for scores."""
     return flatness._step, flatness._state

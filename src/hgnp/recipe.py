@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from hgnp.curvature.choices import ALLOWED, choose
+from hgnp.curvature.choices import ALLOWED, Bundle, choose
 from hgnp.errors import InputError, check_renamed, meant, refuse_renamed
 from hgnp.pruning.selection import CouplingMode
 
 Quantity = Literal["params", "neurons", "macs"]
 Method = Literal["hgnp", "taylor", "hybrid", "l1", "l2", "bn_scale", "geometric_median", "random", "sam"]
 PruneUnit = Literal["epochs", "steps"]
-Bundle = Literal["default", "paper"]
 Schedule = Literal["constant", "steps", "cosine", "one_cycle"]
 Anneal = Literal["finetune", "run"]
 Precision = Literal["auto", "float32", "bf16", "fp16"]

@@ -15,7 +15,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,8 @@ from hgnp.curvature.factors import Block
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.errors import InputError, InputTypeError
-from hgnp.execution.graphs import Capture, Replayed
-from hgnp.flatness import Flatness, parts
+from hgnp.execution.graphs import Capture, GraphedFunction
+from hgnp.flatness import Flatness, step_and_state
 from hgnp.pruning import Neurons, Scores
 from hgnp.pruning.gated_forward import SampleDimensionError
 from hgnp.pruning.gates import Gates, gated
@@ -40,8 +40,8 @@ from hgnp.pruning.selection import CouplingMode
 from hgnp.pruning.validation import as_inputs
 from hgnp.state_guards import evaluating
 
-DERIVATIVES = ("taylor", "taylor_sum")
-CRITERIA = (*DERIVATIVES, *WEIGHT_SCORES)
+Criterion = Literal["taylor", "taylor_sum", "l1", "l2", "bn_scale", "geometric_median", "random"]
+CRITERIA: tuple[str, ...] = get_args(Criterion)
 
 
 def sensitivity(
@@ -51,22 +51,37 @@ def sensitivity(
     *,
     loss: Loss = F.cross_entropy,
     flatness: Flatness | None = None,
-    criterion: str = "taylor",
+    criterion: Criterion = "taylor",
     output: Output | None = None,
     mu: float | None = None,
     coupling: CouplingMode = "coupled",
 ) -> Scores:
-    """Layer → one number per remaining neuron, small for those that matter little.
+    """Importance scores: how much the loss changes when a neuron's output is attenuated (equation 6).
 
-    batches    (inputs, target) pairs; the scores are means over all their samples
-    flatness   scores L = C + μ·g, with its loss and output; None scores C alone
-    criterion  "taylor" is the mean of |δ| over samples, "taylor_sum" |the mean of δ|; "l1", "l2", "bn_scale",
-               "geometric_median" and "random" depend on weights alone
-    mu         μ in the scores, if not that of `flatness`
-    coupling   "paper" gives each of the layers that are added together a gate of its own
+    Example::
 
-    The network's mode, buffers, gradients and random state are left as found. A layer is missing if it is read where no gate
-    can sit; `Neurons.least` then leaves it alone.
+        neurons = hgnp.Neurons(net, inputs[:2])
+        flat = hgnp.Flatness(net, mu=1e-3, bound=0.5)
+        scores = hgnp.sensitivity(net, neurons, [(inputs, target)], flatness=flat)
+        neurons.remove(neurons.least(scores, 50), optimizer=optimizer)
+
+    Args:
+        net: The network, on the device of the batches.
+        neurons: `Neurons` of the same network.
+        batches: (inputs, target) pairs. The scores are means over all their samples.
+        loss: Any loss(output, target) that is a mean. With `flatness`, its loss is used instead.
+        flatness: Scores L = C + μ·max(0, q − B), with its loss and output. None scores C alone.
+        criterion: "taylor" is the mean of |δ| over samples, "taylor_sum" |the mean of δ|; "l1", "l2", "bn_scale",
+            "geometric_median" and "random" depend on weights alone.
+        output: Picks the logits from what the network returns. With `flatness`, its output is used instead.
+        mu: μ in the scores. None: that of `flatness`.
+        coupling: "coupled", or "paper", which gives each of the layers that are added together a gate of its own.
+
+    Returns:
+        Layer name → scores of its remaining neurons, shape (neurons,), low for those that matter little; each layer's have
+        the L2 norm 1. A layer is missing if it is read where no gate can be placed; `Neurons.least` then leaves it alone.
+
+    The network's mode, buffers, gradients and random state are restored.
     """
     for name, value, kind in (("neurons", neurons, Neurons), ("flatness", flatness, Flatness)):
         if not isinstance(value, kind) and not (name == "flatness" and value is None):
@@ -79,7 +94,7 @@ def sensitivity(
         raise InputError(f"mu must be None or a finite number ≥ 0, got {mu!r}")
     if criterion not in CRITERIA:
         raise InputError(f"criterion must be one of {', '.join(map(repr, CRITERIA))}, got {criterion!r}")
-    step, state = make_step(net, loss=loss, mu=0.0, output=output) if flatness is None else parts(flatness)
+    step, state = make_step(net, loss=loss, mu=0.0, output=output) if flatness is None else step_and_state(flatness)
     return scored(neurons, batches, step, state, criterion=criterion, mu=mu, coupling=coupling)
 
 
@@ -89,7 +104,7 @@ def scored(
     step: Step,
     state: State,
     *,
-    criterion: str,
+    criterion: Criterion,
     mu: float | None,
     coupling: CouplingMode,
     graphs: bool = True,
@@ -205,7 +220,7 @@ class _Sums:
         return part
 
     def _replayed(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return function if self._capture is None else Replayed(function, self._net, self._capture)
+        return function if self._capture is None else GraphedFunction(function, self._net, self._capture)
 
 
 def _capture(net: nn.Module) -> Capture | None:

@@ -16,7 +16,7 @@ from hgnp.curvature import direction
 from hgnp.curvature.autodiff.forward import Forward
 from hgnp.curvature.collector import FactorCollector
 from hgnp.curvature.factors import find_blocks
-from hgnp.flatness import parts
+from hgnp.flatness import step_and_state
 
 
 def collector_of(net, x, *, kfac_approx="reduce", keep=False):
@@ -188,7 +188,7 @@ def test_eigenvectors_are_sliced_with_the_neurons():
         "0.weight": {0: keep}, "0.bias": {0: keep}, "2.weight": {0: keep}, "2.bias": {0: keep},
         "4.weight": {0: keep2, 1: keep}, "4.bias": {0: keep2}, "7.weight": {1: columns},
     }  # fmt: skip
-    commit = parts(flat)[1].neurons_removed(types.SimpleNamespace(slices=slices))
+    commit = step_and_state(flat)[1].neurons_removed(types.SimpleNamespace(slices=slices))
     assert flat.state_dict()["pairs"]["0"]["gamma.vector"].shape == (1, 6)  # nothing yet
     for name, cuts in slices.items():
         index, kind = name.split(".")
@@ -292,7 +292,7 @@ def test_eigenvectors_follow_a_removal_by_themselves() -> None:
     neurons.remove({"0": [0]})  # nobody listens any more
 
 
-def test_v_is_kept_between_renewals() -> None:
+def test_v_is_kept_between_refreshes() -> None:
     net, every = convnet().train(), 3
     x, y = images()
     flat = Flatness(net, mu=1.0, bound=-1.0, refresh_every=every)
@@ -324,7 +324,7 @@ def test_a_batch_goes_after_its_step(ranking, direction_from):
     assert batch() is None
 
 
-def test_v_is_solved_for_before_the_way_back_is_over(monkeypatch):
+def test_v_is_solved_for_before_the_backward_pass_is_over(monkeypatch):
     """Γ is known once the first layer's output has its derivative: the layer's own gradient is still to come."""
     net, (x, y) = convnet(), images()
     flat = Flatness(net, bound=-1.0, direction_from="this_batch")

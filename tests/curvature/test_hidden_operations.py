@@ -15,7 +15,7 @@ from hgnp import Flatness, Neurons, sensitivity
 from hgnp.curvature.autodiff.linearity import Linearity
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.factors import find_blocks
-from hgnp.flatness import parts
+from hgnp.flatness import step_and_state
 
 PRECISIONS = ("float64", "float32", "bfloat16")
 
@@ -204,7 +204,7 @@ def test_scores_in_evaluation_mode_have_a_look_of_their_own() -> None:
     flat = Flatness(net, bound=-1.0)
     flat.backward(x, y)
     assert not any(route.startswith("hessian") for route in flat.routes.values())
-    step, state = parts(flat)
+    step, state = step_and_state(flat)
     v = Direction.known(net, find_blocks(net)[0], state.direction.pairs["0"])
     net.eval()
     with pytest.warns(UserWarning, match=r"layer '0': Gauss–Newton cannot follow TimesBackward"):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from curvature_cases import begin_step, finish_step, gradients
 from hgnp import Flatness
 from hgnp.curvature.autodiff.tape import Tape
-from hgnp.flatness import parts
+from hgnp.flatness import step_and_state
 
 
 class Twice(torch.autograd.Function):
@@ -156,7 +156,7 @@ def test_what_autograd_keeps_is_not_made_again(precision: torch.dtype) -> None:
 
     with lowered():
         begin_step(flat, x, y, "0")
-    step, state = parts(flat)
+    step, state = step_and_state(flat)
     primal = state.current
     with lowered():
         step.tangents(state, x, y)  # which looks once for what hides a tangent
@@ -196,11 +196,11 @@ def test_a_checkpointed_part_is_not_made_again_for_it() -> None:
     flat.backward(x, y)
     runs.clear()
     begin_step(flat, x, y)
-    assert len(runs) == 2  # forward, and once more on the way back
+    assert len(runs) == 2  # forward, and once more in the backward pass
 
 
 @pytest.mark.parametrize("curvature", ["ggn", "hessian"])
-def test_a_closed_hinge_leaves_the_gradient_of_a_plain_step(curvature: str) -> None:
+def test_an_inactive_penalty_leaves_the_gradient_of_a_plain_step(curvature: str) -> None:
     torch.manual_seed(0)
     net = Net("in place").double()
     plain = copy.deepcopy(net)
@@ -211,7 +211,7 @@ def test_a_closed_hinge_leaves_the_gradient_of_a_plain_step(curvature: str) -> N
     expected.backward()
     assert loss.item() == expected.item()
     assert flat.curvature > 0
-    assert parts(flat)[1].current is None
+    assert step_and_state(flat)[1].current is None
     for have, want in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.equal(have.grad, want.grad)
     for have, want in zip(net.buffers(), plain.buffers(), strict=True):

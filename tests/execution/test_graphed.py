@@ -15,8 +15,8 @@ from graphed_cases import Again, Net, Stand, prepared, stand_in
 from hgnp.curvature import device, eigen
 from hgnp.curvature.step import make_step
 from hgnp.execution.graphed import Graphed
-from hgnp.execution.graphs import RefusedError
-from hgnp.flatness import parts
+from hgnp.execution.graphs import CaptureError
+from hgnp.flatness import step_and_state
 
 
 def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
@@ -28,7 +28,7 @@ def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     trainer: Any = flat
     if stood_in:
-        Stand.graphed = trainer = Graphed(*parts(flat))
+        Stand.graphed = trainer = Graphed(*step_and_state(flat))
     losses, seen = [], []
     for number, (x, y) in enumerate(data):
         if number == 22:
@@ -38,7 +38,7 @@ def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
             optimizer.zero_grad(set_to_none=True)
         losses.append(trainer.backward(x, y).item())
         optimizer.step()
-        seen.append((not parts(flat)[1].plan.penalty, flat.block, flat.curvature, flat.radius))
+        seen.append((not step_and_state(flat)[1].plan.penalty, flat.block, flat.curvature, flat.radius))
     assert not stood_in or (trainer.refused is None and len(trainer._graphs) > 1)
     return losses, seen, {name: tensor.clone() for name, tensor in net.state_dict().items()}
 
@@ -65,7 +65,9 @@ def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
     ],
     ids=lambda choices: "-".join(map(str, choices.values())),
 )
-def test_the_same_trajectory(choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphed_and_eager_steps_have_the_same_trajectory(
+    choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in(monkeypatch)
     losses, seen, state = trained(True, choices)
     expected, also_seen, other = trained(False, choices)
@@ -103,7 +105,7 @@ def test_a_step_whose_piece_cannot_be_captured_is_made_once(refused: str, monkey
         def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
             piece = inspect.getclosurevars(work).nonlocals["piece"]
             if getattr(piece, "func", piece).__name__ == {"q": "_tangents"}.get(refused, f"_{refused}"):
-                raise RefusedError("it cannot")
+                raise CaptureError("it cannot")
             return super().capture(work)
 
     found = []
@@ -111,8 +113,8 @@ def test_a_step_whose_piece_cannot_be_captured_is_made_once(refused: str, monkey
         stand_in(monkeypatch, stand)
         torch.manual_seed(0)
         net = Net().double()
-        flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, direction_from="this_batch")
-        Stand.graphed = graphed = Graphed(*parts(flat))
+        step, state = make_step(net, mu=0.05, bound=-1.0, direction_from="this_batch")
+        Stand.graphed = graphed = Graphed(step, state)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
         for _ in range(6):
             x, y = torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
@@ -132,7 +134,7 @@ def test_what_was_made_in_a_capture_that_failed_is_not_kept(monkeypatch: pytest.
             with monkeypatch.context() as patch:
                 patch.setattr(device, "capturing", lambda: True)
                 eigen.arbitrary(*size).fill_(torch.nan)  # as memory that no kernel has written to
-            raise RefusedError("it cannot")
+            raise CaptureError("it cannot")
 
     stand_in(monkeypatch, Unable)
     torch.manual_seed(0)
@@ -216,7 +218,7 @@ def test_what_is_done_to_the_network_between_epochs_is_seen(change: str, monkeyp
             elif change == "momentum":
                 net.na.momentum = 0.5
             elif change == "loss":
-                vars(parts(flat)[0].loss).update(label_smoothing=0.1)
+                vars(step_and_state(flat)[0].loss).update(label_smoothing=0.1)
             elif change == "bound":
                 flat.bound = 0.1
             elif change == "hook":

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 import hgnp
 from hgnp.curvature.direction import Direction
+from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.execution.eager import Eager
 from hgnp.execution.graphed import Graphed
 from hgnp.execution.optimizer import GraphedOptimizer
-from hgnp.flatness import parts
-from hgnp.sam import SAMStep
+from hgnp.flatness import step_and_state
 from hgnp.training.evaluate import Evaluation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -59,7 +59,7 @@ def trained(captured: bool, dropout: float = 0.0, **choices: Any) -> tuple[nn.Mo
     neurons = hgnp.Neurons(model, batches(1)[0][0][:2])
     flat = hgnp.Flatness(model, **choices)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    graphed = Graphed(*parts(flat))
+    graphed = Graphed(*step_and_state(flat))
     trainer = graphed if captured else flat
     losses, seen = [], []
     with graphed.running():

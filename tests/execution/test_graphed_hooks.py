@@ -11,7 +11,7 @@ import hgnp
 from curvature_cases import gradients
 from graphed_cases import Net, Stand, prepared, stand_in
 from hgnp.execution.graphed import Graphed
-from hgnp.flatness import parts
+from hgnp.flatness import step_and_state
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def test_an_inactive_penalty_whose_derivative_is_not_finite_leaves_the_gradient_
     x, y = torch.randn(8, 4).double(), torch.arange(8) % 3
     net = powers()
     flat = hgnp.Flatness(net, mu=1.0, bound=1e6, curvature="hessian", refresh_every=2)
-    Stand.graphed = graphed = Graphed(*parts(flat))
+    Stand.graphed = graphed = Graphed(*step_and_state(flat))
     backward: Any = flat.backward if executor == "eager" else graphed.backward
     other = copy.deepcopy(net)
     for _ in range(5):

@@ -14,8 +14,8 @@ import hgnp
 from graphed_cases import Again, Net, Stand, prepared, stand_in
 from hgnp.curvature import eigen
 from hgnp.execution.graphed import Graphed
-from hgnp.execution.graphs import Capture, RefusedError, Replayed, shape_key
-from hgnp.flatness import parts
+from hgnp.execution.graphs import Capture, CaptureError, GraphedFunction, shape_key
+from hgnp.flatness import step_and_state
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("refused", [1, 2, 3])
 @pytest.mark.parametrize("refresh_every", [1, 2])
-def test_a_step_whose_way_back_cannot_be_captured_is_made_once(
+def test_a_step_whose_backward_pass_cannot_be_captured_is_made_once(
     refused: int, refresh_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what the captures took is let go before: it may be memory that they were refused for."""
@@ -36,7 +36,7 @@ def test_a_step_whose_way_back_cannot_be_captured_is_made_once(
         def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
             self.captures += 1
             if self.captures == refused:
-                raise RefusedError("it cannot")
+                raise CaptureError("it cannot")
             made = super().capture(work)
             passes.append(weakref.ref(self.graphed.state.current))
             return made
@@ -84,7 +84,7 @@ def test_a_capture_that_failed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) ->
         taken.append(weakref.ref(made))
         raise ValueError("too large")
 
-    with contextlib.suppress(RefusedError):
+    with contextlib.suppress(CaptureError):
         Capture(torch.device("meta")).capture(work)
     assert taken[0]() is None
 
@@ -113,10 +113,10 @@ def test_the_error_that_came_first_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         streams.append("of the capture")  # torch.cuda.graph leaves it where its end fails
         raise ValueError("modified in place")
 
-    with pytest.raises(RefusedError, match="modified in place"):
+    with pytest.raises(CaptureError, match="modified in place"):
         Capture(torch.device("meta")).capture(work)
     assert streams == ["found", "of the capture", "found"]
-    with pytest.raises(RefusedError, match="unjoined work"):
+    with pytest.raises(CaptureError, match="unjoined work"):
         Capture(torch.device("meta")).capture(lambda: None)
 
 
@@ -127,13 +127,13 @@ def test_work_that_cannot_be_captured_is_done_without_what_the_capture_took() ->
         def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
             made = work()
             taken.append(weakref.ref(made))
-            raise RefusedError("it cannot")
+            raise CaptureError("it cannot")
 
     def double(x: Tensor) -> Tensor:
         assert not any(made() is not None for made in taken)
         return 2 * x
 
-    replayed = Replayed(double, Net(), Unable(torch.device("cpu")))  # type: ignore[arg-type]
+    replayed = GraphedFunction(double, Net(), Unable(torch.device("cpu")))  # type: ignore[arg-type]
     for _ in range(3):
         assert replayed(torch.ones(3)).tolist() == [2, 2, 2]
     assert len(taken) == 1
@@ -160,7 +160,7 @@ def test_what_was_seen_outlasts_other_graphs(monkeypatch: pytest.MonkeyPatch) ->
     stand_in(monkeypatch)
     torch.manual_seed(0)
     flat = hgnp.Flatness(Net().double(), mu=0.05, bound=-1.0)
-    Stand.graphed = graphed = Graphed(*parts(flat))
+    Stand.graphed = graphed = Graphed(*step_and_state(flat))
     for _ in range(3):
         graphed.backward(*batch())
     before = flat.residual, {name: part.clone() for name, part in flat.direction.items()}

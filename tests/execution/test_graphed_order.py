@@ -5,12 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-import hgnp
 from graphed_cases import Again, Net, Stand, prepared, stand_in
-from hgnp.curvature.step import Statistics
+from hgnp.curvature.step import Statistics, make_step
 from hgnp.execution.graphed import Graphed
 from hgnp.execution.graphs import shape_key
-from hgnp.flatness import parts
 from hgnp.training.data import Prefetcher
 
 
@@ -20,8 +18,8 @@ def test_pieces_are_captured_at_their_second_time_and_q_before_its_block_is_know
     stand_in(monkeypatch)
     torch.manual_seed(0)
     net, x, y = Net().double(), torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
-    flat = hgnp.Flatness(net, mu=0.05, bound=-1.0, direction_from="this_batch")
-    Stand.graphed = graphed = Graphed(*parts(flat))
+    step, state = make_step(net, mu=0.05, bound=-1.0, direction_from="this_batch")
+    Stand.graphed = graphed = Graphed(step, state)
     graphed.backward(x, y)
     assert not graphed._graphs
     graphed.backward(x, y)
@@ -82,15 +80,15 @@ def test_the_next_batch_is_fetched_before_the_host_waits(direction_from: str, mo
 
 @pytest.mark.parametrize(("bound", "back"), [(-1.0, "active"), (1e9, "inactive")])
 @pytest.mark.parametrize("refresh_every", [1, 3])
-def test_the_way_back_is_chosen_once_q_is_known(
+def test_the_backward_pass_is_chosen_once_q_is_known(
     bound: float, back: str, refresh_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a captured step keeps nothing of its pass: other graphs may have the memory."""
     stand_in(monkeypatch)
     torch.manual_seed(0)
     net, x, y = Net().double(), torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
-    flat = hgnp.Flatness(net, mu=0.05, bound=bound, refresh_every=refresh_every)
-    Stand.graphed = graphed = Graphed(*parts(flat))
+    step, state = make_step(net, mu=0.05, bound=bound, refresh_every=refresh_every)
+    Stand.graphed = graphed = Graphed(step, state)
     for _ in range(9):
         graphed.backward(x, y)
     order: list[str] = []

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hgnp.execution.graphs import Capture, RefusedError
+from hgnp.execution.graphs import Capture, CaptureError
 from hgnp.execution.optimizer import GraphedOptimizer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
@@ -27,7 +27,7 @@ class Stand:
 
     def capture(self, work: Callable[[], Any]) -> tuple["Stand", Any]:
         if not self.able:
-            raise RefusedError("it cannot")
+            raise CaptureError("it cannot")
         self.captures += 1
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         assert all(isinstance(rate, torch.Tensor) for rate in self.rates)
@@ -53,7 +53,7 @@ def made(device: str, **options: Any) -> tuple[nn.Module, torch.optim.SGD]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"momentum": 0.0}])
-def test_the_same_steps(device: str, options: dict[str, Any]) -> None:
+def test_graphed_optimizer_steps_equal_eager_ones(device: str, options: dict[str, Any]) -> None:
     net, optimizer = made(device, **options)
     other, plain = made(device, **options)
     capture: Any = Capture(torch.device(device)) if device == "cuda" else Stand(optimizer)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import hgnp
 from graphed_cases import stand_in
 from hgnp.curvature.direction import Direction
+from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.execution.eager import Eager
 from hgnp.execution.graphed import Graphed
 from hgnp.reducer import LOCAL, Reducer
-from hgnp.sam import SAMStep
 from hgnp.scoring import scored
 from ranks import run_ranks
 

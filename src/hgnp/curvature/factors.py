@@ -282,17 +282,17 @@ def _by_taps(a: Tensor, filters: Tensor, shift: Tensor | None, options: dict[str
     # all samples at once where channels come last, else one by one: (1 or N, C, positions)
     flat = a.movedim(1, -1).reshape(1, -1, a.shape[1]).mT if last else a.flatten(2)
     weights = filters[0].flatten(1).mT.to(a.dtype, memory_format=torch.contiguous_format).expand(len(flat), -1, -1)
-    met = upcast_bmm(weights, flat).transpose(0, 1).reshape(kernel.numel(), len(a), *space)
-    met = F.pad(met, [each for p in reversed(padding) for each in (p, p)])
-    across, _, *along = met.stride()
+    taps_out = upcast_bmm(weights, flat).transpose(0, 1).reshape(kernel.numel(), len(a), *space)
+    taps_out = F.pad(taps_out, [each for p in reversed(padding) for each in (p, p)])
+    across, _, *along = taps_out.stride()
     steps = [across * kernel[d + 1 :].numel() + options["dilation"][d] * along[d] for d in range(n)]
     hops = [s * step for s, step in zip(options["stride"], along, strict=True)]
     reach = [options["dilation"][d] * (kernel[d] - 1) + 1 for d in range(n)]
-    outs = [(met.shape[2 + d] - reach[d]) // options["stride"][d] + 1 for d in range(n)]
-    shape, strides = (*kernel, len(a), *outs), (*steps, met.stride(1), *hops)
-    r = met.as_strided(shape, strides).sum(list(range(n)))
+    outs = [(taps_out.shape[2 + d] - reach[d]) // options["stride"][d] + 1 for d in range(n)]
+    shape, strides = (*kernel, len(a), *outs), (*steps, taps_out.stride(1), *hops)
+    r = taps_out.as_strided(shape, strides).sum(list(range(n)))
     r = r if shift is None else r + shift
-    spread = torch.zeros_like(met, dtype=a.dtype)
+    spread = torch.zeros_like(taps_out, dtype=a.dtype)
     spread.as_strided(shape, strides).copy_(r.expand(shape))
     for d in range(n):
         spread = spread.narrow(2 + d, padding[d], space[d])

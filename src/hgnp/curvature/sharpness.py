@@ -58,10 +58,29 @@ def sharpness(
     tolerance: float = TOLERANCE,
     max_seconds: float = math.inf,
 ) -> Sharpness:
-    """The k top eigenvalues of the Hessian of the mean loss over `data`, an iterable of (inputs, target) batches that
-    is gone through once for every product: a list or a loader, not a generator. After `max_seconds`, at the end of a product,
-    it returns what it has, perhaps fewer than k, with `converged` False. The network's mode, buffers and gradients are left as
-    found."""
+    """The k largest eigenvalues of the Hessian of the mean loss over `data`, in evaluation mode, by Lanczos.
+
+    Example::
+
+        found = hgnp.sharpness(net, loader, k=3, max_seconds=60)
+        print(found.eigenvalues, found.converged)
+
+    Args:
+        net: The network, on the device of the batches.
+        data: Batches (inputs, target). Iterated once per Hessian-vector product: a list or a loader, not a generator.
+        loss: Any loss(output, target) that is a mean.
+        k: Number of eigenvalues.
+        scale_invariant: Use the metric in which each filter's weights are measured relative to the filter's norm.
+        output: Picks the logits from what the network returns, e.g. ``lambda o: o.logits``.
+        tolerance: An eigenvalue has converged once its residual is below this times the largest eigenvalue's magnitude.
+        max_seconds: Stop at the end of the first Hessian-vector product after this time. There may then be fewer than k
+            eigenvalues, and `converged` is False.
+
+    Returns:
+        A `Sharpness`: the eigenvalues in descending order, their residuals, and whether they have converged.
+
+    The network's mode, buffers and gradients are restored.
+    """
     start = time.perf_counter()
     check_functions(loss=loss, output=output)
     for name, value in (("tolerance", tolerance), ("max_seconds", max_seconds)):

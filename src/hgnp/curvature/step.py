@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.forward import Forward, Output, autocast_off, samples_in
 from hgnp.curvature.autodiff.passes import Pass, Passes
-from hgnp.curvature.autodiff.rng import undisturbed
+from hgnp.curvature.autodiff.rng import preserve_rng
 from hgnp.curvature.choices import Choices, choose
 from hgnp.curvature.collector import FactorCollector
 from hgnp.curvature.device import HostScalar, capturing
@@ -55,7 +55,7 @@ from hgnp.curvature.direction import Direction
 from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.factors import Block, find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature, normaliser, weighted
-from hgnp.curvature.validation import check_functions, finite, has_gradient_hooks, refuse_unseen
+from hgnp.curvature.validation import check_functions, check_network, finite, has_gradient_hooks
 from hgnp.errors import InputError, one_line, refuse_renamed
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import Removal, listen
@@ -389,7 +389,7 @@ class Step:
     ) -> Tensor:
         """w·L of a batch, to be differentiated, along this v, in the network's present mode; None: C alone. `within` is entered
         around the forward pass. It has no side effects: buffers and random state stay as they are."""
-        with undisturbed(*self.net.parameters()):
+        with preserve_rng(*self.net.parameters()):
             if direction is None:
                 output = self.passes.run(inputs, self.norms_mode(), within=within, traceless=True)
                 return weighted(self.loss(output, target), state.weight)
@@ -445,7 +445,7 @@ class Step:
     def _refresh_from(self, state: State, direction: Direction, inputs: Any, target: Any, scale: Scale) -> None:
         """Refreshes a direction from this batch, from a cold start, by a pass without side effects."""
         collector = self._collector(state, inputs)
-        with undisturbed(*self.net.parameters()):  # dropout masks repeat from pass to pass
+        with preserve_rng(*self.net.parameters()):  # dropout masks repeat from pass to pass
             output = self.passes.run(inputs, Forward(watch=collector, reducer=self.reducer), traceless=True)
             current = Pass(weighted(self.loss(output, target), state.weight), output)
             direction.refresh(
@@ -473,6 +473,8 @@ class Step:
             with autocast_off(total):
                 total.backward(retain_graph=retain_graph)
         except RuntimeError as error:
+            # There is no class of its own for a missing derivative. tests/curvature/test_missing_derivative.py fails if
+            # PyTorch changes the text.
             if "is not implemented" in str(error):
                 raise InputError(
                     f"net must have operations that PyTorch can differentiate twice more, got: {one_line(error)}"
@@ -535,7 +537,7 @@ def make_step(
             )
         curvature = "hessian"
     chosen = choose(flatness, curvature=curvature, **choices)
-    refuse_unseen(net, flatten=mu > 0)
+    check_network(net, flatten=mu > 0)
     step = Step(
         net, loss=loss, output=output, choices=chosen, refresh_every=refresh_every, skip_inactive=skip_inactive,
         reducer=reducer,

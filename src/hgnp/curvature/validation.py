@@ -31,8 +31,8 @@ def finite(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
-def refuse_unseen(net: nn.Module, *, flatten: bool) -> None:
-    """Refuses networks whose operations PyTorch does not show, and those without a block to `flatten`."""
+def check_network(net: nn.Module, *, flatten: bool) -> None:
+    """That PyTorch shows the network's operations and, with `flatten`, that there is a block to flatten."""
     if not isinstance(net, nn.Module):
         raise InputError(f"net must be an nn.Module, got a {type(net).__name__}")
     if flatten and not find_blocks(net):

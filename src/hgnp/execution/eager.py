@@ -18,6 +18,8 @@ Precision = Callable[[], contextlib.AbstractContextManager[Any]]
 class Eager:
     """Runs the stages of `step` over `state`, operation by operation."""
 
+    uses_graphs = False
+
     def __init__(self, step: Step, state: State, precision: Precision = contextlib.nullcontext) -> None:
         self.step, self.state, self._precision = step, state, precision
         self.fetch: Callable[[], Any] | None = None
@@ -74,8 +76,7 @@ class Eager:
         step, state = self.step, self.state
         if not step.lagged:
             raise InputError(
-                "loss needs direction_from='last_batch', got 'this_batch', which differentiates C before q is known; "
-                "call backward(inputs, target) instead"
+                "direction_from must be 'last_batch' for loss(), got 'this_batch'; call backward(inputs, target)"
             )
         scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
         plan = step.plan(state)

@@ -24,7 +24,7 @@ from hgnp.curvature.step import PLAIN, Plan, State, Step
 from hgnp.curvature.validation import has_gradient_hooks, has_module_hooks
 from hgnp.execution.captured import Captured, Versions, copied, copy_into, tensors_of
 from hgnp.execution.eager import Eager, Precision
-from hgnp.execution.graphs import Capture, RefusedError, copied_batch, fingerprint, refill, shape_key
+from hgnp.execution.graphs import Capture, CaptureError, copied_batch, fingerprint, refill, shape_key
 from hgnp.execution.optimizer import Gradients, GraphedOptimizer
 from hgnp.removal import Removal, listen
 
@@ -34,6 +34,8 @@ R = TypeVar("R")
 
 class Graphed:
     """Runs the stages of `step` over `state` from CUDA graphs, where they can be captured."""
+
+    uses_graphs = True
 
     def __init__(self, step: Step, state: State, precision: Precision = contextlib.nullcontext) -> None:
         self.step, self.state, self.net, self._precision = step, state, step.net, precision
@@ -50,12 +52,12 @@ class Graphed:
         self._mu = torch.zeros((), device=self.device)
         self._known_mu: float | None = None
         self._graphs: dict[Any, Captured] = {}
-        self._met: set[Any] = set()
+        self._warmed_up: set[Any] = set()
         self._static: dict[str, KroneckerEigenpair] = {}
         self._memory: list[Tensor] = []
         self._grads: dict[nn.Parameter, Tensor] = {}
         self._kept: dict[tuple[nn.Parameter, ...], Gradients] = {}
-        self._left: Gradients | None = None
+        self._graph_grads: Gradients | None = None
         """The gradients of the last step, if they came from graphs."""
         self._block: str | None = None
         """The block of the last step in the paper's order."""
@@ -80,9 +82,9 @@ class Graphed:
         if self.refused is not None:
             self._forget()
         if self.refused is not None or shape is None or isinstance(scale, Tensor) or scale != 1:
-            self._clear()
-            return self._now(partial(self._eager.backward, scale=scale), batch)
-        if self._meet_first(shape):
+            self._drop_grads()
+            return self._run_eager(partial(self._eager.backward, scale=scale), batch)
+        if self._is_first(shape):
             return self._first_of_shape(shape, batch)
         return self._step(shape, batch)
 
@@ -91,11 +93,11 @@ class Graphed:
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Steps on the gradients of the last `backward`."""
-        self._optimizer.step(optimizer, self._left)
+        self._optimizer.step(optimizer, self._graph_grads)
 
     def begin_epoch(self) -> None:
         """Network, gradients and optimizer may have changed since the last step."""
-        self._left = None
+        self._graph_grads = None
         self._optimizer.forget()
         hooks, numbers = has_gradient_hooks(self.net), self.step.captured_numbers()
         built = fingerprint(self.net, self.step.loss), hooks, numbers, self.state.bound
@@ -110,7 +112,7 @@ class Graphed:
         if self._known_mu != state.mu:
             self._known_mu = state.mu
             self._mu.fill_(state.mu)
-        self._settle()  # before a graph is looked up: a layer that no batch called before drops all graphs
+        self._sync_eigenpairs()  # before a graph is looked up: a layer that no batch called before drops all graphs
         try:
             if plan == PLAIN:
                 loss = self._run(("plain", shape), self._plain, batch)
@@ -167,8 +169,8 @@ class Graphed:
         direction = self.state.direction
         key = plan, direction.name() if plan.penalty else None, shape
         if not {key, ("forward", key)} & self._graphs.keys() and direction.block() is None:  # nothing is known of v yet
-            self._clear()
-            return self._now(self._eager.backward, batch)
+            self._drop_grads()
+            return self._run_eager(self._eager.backward, batch)
         if plan.penalty:
             loss: Tensor | None = self._forward_then_backward(key, batch)
         else:
@@ -179,10 +181,10 @@ class Graphed:
     def _forward_then_backward(self, key: Any, batch: Any) -> Tensor | None:
         """A step in two graphs: forward, and backward with the term or without once the host knows q."""
         if ("forward", key) not in self._graphs:
-            self._clear()
+            self._drop_grads()
             batch = copied_batch(batch, self.net)
-            if self.refused is not None or self._meet_first(key) or not self._capture_all_three(key, batch):
-                return self._now(self._uncaptured, batch)
+            if self.refused is not None or self._is_first(key) or not self._capture_all_three(key, batch):
+                return self._run_eager(self._uncaptured, batch)
         forward = self._graphs["forward", key]
         loss = self._replay(forward, batch)
         self._prefetch()
@@ -201,7 +203,7 @@ class Graphed:
             forward = self._capture(self._forward, batch, after=True)  # it leaves no gradients
             inactive = self._capture(partial(self._backward, False, True), batch)
             active = self._capture(partial(self._backward, True, False), batch)  # frees the autograd graph
-        except RefusedError as error:
+        except CaptureError as error:
             self.state.release()  # the eager step may need the memory
             self._refuse(error)
             return False
@@ -225,7 +227,7 @@ class Graphed:
             self._run(q, self._tangents, batch, after=True)
         self._block = block
         if state.active():
-            captured_now = term in self._met and term not in self._graphs
+            captured_now = term in self._warmed_up and term not in self._graphs
             if captured_now:  # it differentiates a q that was captured just before it
                 self._graphs.pop(q, None)
                 self._run(q, self._tangents, batch, after=True)
@@ -238,10 +240,10 @@ class Graphed:
         upcoming = None if self.fetch is None else self.fetch()
         self._upcoming = upcoming, None if upcoming is None else shape_key(upcoming, self.device)
 
-    def _meet_first(self, key: Any) -> bool:
+    def _is_first(self, key: Any) -> bool:
         """Whether this is the first time that `key` comes up; from now on it is not."""
-        new = key not in self._met
-        self._met.add(key)
+        new = key not in self._warmed_up
+        self._warmed_up.add(key)
         return new
 
     def _first_of_shape(self, shape: Any, batch: Any) -> Tensor:
@@ -249,8 +251,8 @@ class Graphed:
         are to be called."""
         step, state = self.step, self.state
         before = RandomState(*self.net.parameters())
-        self._clear()
-        loss = self._now(self._eager.backward, copied_batch(batch, self.net))
+        self._drop_grads()
+        loss = self._run_eager(self._eager.backward, copied_batch(batch, self.net))
         plan, block = state.plan, None if state.statistics is None else state.statistics.penalized.block.name
         if not before.is_now() and not self._can_draw(before):
             self.refused = "its forward draws random numbers"
@@ -259,11 +261,11 @@ class Graphed:
         elif has_module_hooks(self.net):
             self.refused = "a replay calls no module hooks"
         elif plan == PLAIN:
-            self._met.add(("plain", shape))
+            self._warmed_up.add(("plain", shape))
         elif step.lagged:
-            self._met.add((plan, block if plan.penalty else None, shape))
+            self._warmed_up.add((plan, block if plan.penalty else None, shape))
         else:
-            self._met |= {("loss", shape), ("q", block, shape)} | (
+            self._warmed_up |= {("loss", shape), ("q", block, shape)} | (
                 {("term", block, shape)} if state.active() else set()
             )
         return loss
@@ -280,23 +282,23 @@ class Graphed:
         adds to the same gradients."""
         if key not in self._graphs:
             if not after:
-                self._clear()
+                self._drop_grads()
                 batch = copied_batch(batch, self.net)
-            if self.refused is None and not self._meet_first(key):
+            if self.refused is None and not self._is_first(key):
                 try:
                     self._graphs[key] = self._capture(piece, batch, after=after)
-                except RefusedError as error:
+                except CaptureError as error:
                     self._refuse(error)
             if key not in self._graphs:  # no longer within `except`: the error holds what its capture took
-                return self._now(piece, batch)
+                return self._run_eager(piece, batch)
         return self._replay(self._graphs[key], batch)
 
-    def _now(self, piece: Callable[..., R], batch: Any) -> R:
+    def _run_eager(self, piece: Callable[..., R], batch: Any) -> R:
         """Runs a piece eagerly. Only here is autocast entered, which takes time: a replay does not need it."""
         with self._precision():
             return piece(*batch)
 
-    def _refuse(self, error: RefusedError) -> None:
+    def _refuse(self, error: CaptureError) -> None:
         self.refused = str(error)
         self._forget()
 
@@ -305,7 +307,7 @@ class Graphed:
         held = [p.grad for p in parameters]
         self.net.zero_grad(set_to_none=True)
         put = torch._foreach_add_ if after else torch._foreach_copy_
-        self._settle()
+        self._sync_eigenpairs()
         direction = state.direction
         before, under_way = (state.statistics, direction.choice, state.loss), state.current
         block = direction.block()
@@ -313,7 +315,7 @@ class Graphed:
         self._grads = self._grads or {p: torch.empty_like(p) for p in parameters}
 
         def work() -> Tensor | None:
-            loss = self._now(piece, batch)
+            loss = self._run_eager(piece, batch)
             if direction.choice is not known:
                 copy_into(self._memory, tensors_of(direction.pairs, self._static))
             fresh = [(self._grads[p], p.grad) for p in parameters if p.grad is not None]
@@ -331,7 +333,7 @@ class Graphed:
             )
             read = (*parameters, *self.net.buffers(), *tensors_in(batch))
             return Captured(graph, batch, loss, grads, after, statistics, choice, taped, Versions.of(read))
-        except RefusedError:  # the eager step may need the memory
+        except CaptureError:  # the eager step may need the memory
             state.current, state.collector, state.penalized = under_way, None, None
             raise
         finally:
@@ -342,12 +344,12 @@ class Graphed:
 
     def _replay(self, captured: Captured, batch: Any) -> Tensor | None:
         state = self.state
-        self._settle()
+        self._sync_eigenpairs()
         if captured.batch is not batch:
             refill(captured.leaves, batch)
         captured.graph.replay()
         if not captured.after:
-            self._leave(captured.grads)
+            self._attach_grads(captured.grads)
         if captured.taped is not None:
             state.current = captured.taped
             captured.versions.restore()  # the replay computed it with the parameters as they are
@@ -361,18 +363,18 @@ class Graphed:
         """Where graphs leave the gradients of these, the same list for the same parameters."""
         return self._kept.setdefault(parameters, [(p, self._grads[p]) for p in parameters])
 
-    def _leave(self, grads: Gradients) -> None:
-        if self._left is not grads or any(parameter.grad is not grad for parameter, grad in grads):
-            self._clear()
-            self._left = grads
+    def _attach_grads(self, grads: Gradients) -> None:
+        if self._graph_grads is not grads or any(parameter.grad is not grad for parameter, grad in grads):
+            self._drop_grads()
+            self._graph_grads = grads
             for parameter, grad in grads:
                 parameter.grad = grad
 
-    def _clear(self) -> None:
+    def _drop_grads(self) -> None:
         self.net.zero_grad(set_to_none=True)
-        self._left = None
+        self._graph_grads = None
 
-    def _settle(self) -> None:
+    def _sync_eigenpairs(self) -> None:
         """The eigenpairs in the memory that graphs read and write."""
         direction = self.state.direction
         pairs = direction.pairs
@@ -396,4 +398,4 @@ class Graphed:
 
     def _restart(self) -> None:
         self._forget()
-        self._met = set()
+        self._warmed_up = set()

@@ -23,7 +23,7 @@ from hgnp.errors import first_line
 T = TypeVar("T")
 
 
-class RefusedError(Exception):
+class CaptureError(Exception):
     """Work that cannot be captured."""
 
 
@@ -68,7 +68,7 @@ class Capture:
                     failed = error  # the end of the capture may raise another
                     raise
         except Exception as error:
-            raise RefusedError(first_line(failed or error)) from (failed or error)
+            raise CaptureError(first_line(failed or error)) from (failed or error)
         finally:
             failed = None  # or it would hold itself, and all that the work allocated
             torch.cuda.set_stream(current)  # which torch.cuda.graph does not restore where the capture fails
@@ -140,13 +140,13 @@ def refill(leaves: list[Tensor], batch: Any) -> None:
     torch._foreach_copy_(leaves, tree_flatten(batch)[0])
 
 
-class Replayed:
+class GraphedFunction:
     """A function of a batch, by a network, that changes nothing: from graphs, one for each shape of a batch. What it returns
     is good until the next call from a graph of the same `Capture`, whose memory they share."""
 
     def __init__(self, function: Callable[[Any], Any], net: nn.Module, capture: Capture) -> None:
         self._function, self._net, self._capture = function, net, capture
-        self._met: set[Any] = set()
+        self._warmed_up: set[Any] = set()
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Any, Any]] = {}
         self.refused: str | None = None
         """Why it runs eagerly, if it does."""
@@ -157,15 +157,15 @@ class Replayed:
         if key is None or self.refused is not None:
             return self._function(batch)
         if key not in self._graphs:
-            if key not in self._met:
-                self._met.add(key)
+            if key not in self._warmed_up:
+                self._warmed_up.add(key)
                 if has_module_hooks(self._net):
                     self.refused = "a replay calls no module hooks"
                 return self._function(copied_batch(batch, self._net, copy=False))
             batch = copied_batch(batch, self._net)
             try:
                 graph, made = self._capture.capture(lambda: self._function(batch))
-            except RefusedError as error:
+            except CaptureError as error:
                 self.refused = str(error)
             if self.refused is not None:  # no longer within `except`: the error holds what its capture took
                 return self._function(batch)
@@ -177,5 +177,5 @@ class Replayed:
 
     def forget(self) -> None:
         self._graphs.clear()
-        self._met.clear()
+        self._warmed_up.clear()
         self._capture.forget()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from hgnp.execution.graphs import Capture, RefusedError
+from hgnp.execution.graphs import Capture, CaptureError
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 """Parameters, and the memory that graphs leave their gradients in."""
@@ -44,7 +44,7 @@ class GraphedOptimizer:
         if self._graph is None:
             try:
                 self._graph = self._captured(optimizer)
-            except RefusedError:
+            except CaptureError:
                 self._able = False
                 optimizer.step()
                 return

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from hgnp.errors import InputError, first_line
+from hgnp.errors import InputError, first_line, is_too_few_values
 from hgnp.pruning.coupling import Coupling, NewCouplingError, ReadOnlyCoupling
 from hgnp.pruning.graph import Graph, Inputs, spec_of, tensors_of
 from hgnp.pruning.labels import compact, shape_after, varying_dims
@@ -92,7 +92,7 @@ class Structure:
 
     def _trace(self, training: bool) -> Graph:
         graph = trace_forward(self.net, self.inputs, training=training)
-        if training and isinstance(graph.error, ValueError) and "more than 1 value per channel" in str(graph.error):
+        if training and is_too_few_values(graph.error):
             self._eval_norms = True
             graph = trace_forward(self.net, self.inputs, training=True, adjust=lambda: batch_norms_to_eval(self.net))
         if graph.error is not None and not isinstance(graph.error, UNTRACEABLE):

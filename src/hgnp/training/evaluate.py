@@ -12,7 +12,7 @@ from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.losses import Loss, normaliser, total
 from hgnp.errors import InputError, brief
-from hgnp.execution.graphs import Capture, Replayed, fingerprint
+from hgnp.execution.graphs import Capture, GraphedFunction, fingerprint
 from hgnp.removal import Removal, listen
 from hgnp.state_guards import evaluating
 from hgnp.training.data import ignored_label, is_classification
@@ -55,7 +55,7 @@ class Evaluation:
         self._run_batch: Callable[[Any], tuple[Any, ...]] = self._evaluate_batch
         if graphs:
             self._capture = Capture(next(net.parameters()).device)
-            self._replayed = Replayed(self._evaluate_batch, net, self._capture)
+            self._replayed = GraphedFunction(self._evaluate_batch, net, self._capture)
             self._built: Any = None
             self._run_batch = lambda batch: tree_map(_clone, self._replayed(batch))
             listen(net, self.neurons_removed)

@@ -19,7 +19,6 @@ from torch import nn
 
 from hgnp.curvature.autodiff.forward import samples_in
 from hgnp.errors import DivergedError, InputError
-from hgnp.execution.graphed import Graphed
 from hgnp.flatness import Flatness
 from hgnp.io.weights import changes_to_fit, described
 from hgnp.progress import Progress
@@ -103,7 +102,7 @@ class TrainingLoop:
         }
         step, self.scoring, self.step_state = make_steps(net, task, recipe)
         self.trainer = Trainer(step, self.step_state, self.optimizer, recipe, task.train.device)
-        graphs = isinstance(self.trainer.executor, Graphed)
+        graphs = self.trainer.executor.uses_graphs
         self.evaluation = Evaluation(net, task.loss, task.metric, task.output, graphs=graphs)
         self.pruner = Pruner(self.neurons, self.scoring, self.step_state, recipe, self.optimizer, at_start, self.also)
         self.flatness = Flatness.of(self.scoring, self.step_state)

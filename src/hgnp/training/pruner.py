@@ -12,12 +12,15 @@ from hgnp.curvature.step import State, Step
 from hgnp.errors import InputError, named
 from hgnp.pruning import Neurons, Preview, Scores, Selection
 from hgnp.pruning.importance import WEIGHT_SCORES
-from hgnp.recipe import Recipe
-from hgnp.scoring import scored
+from hgnp.recipe import Method, Recipe
+from hgnp.scoring import Criterion, scored
 
 SEARCH_BELOW = 12
-CRITERION = {"hgnp": "taylor", "taylor": "taylor", "hybrid": "taylor", "sam": "taylor"}
-"""Method → criterion of the scores; the other methods are named after their criterion."""
+CRITERION: dict[Method, Criterion] = {
+    "hgnp": "taylor", "taylor": "taylor", "hybrid": "taylor", "sam": "taylor", "l1": "l1", "l2": "l2",
+    "bn_scale": "bn_scale", "geometric_median": "geometric_median", "random": "random",
+}  # fmt: skip
+"""Method → criterion of the scores."""
 
 
 class Pruner:
@@ -97,8 +100,8 @@ class Pruner:
         return why or "it has no linear or convolutional layer"
 
     @property
-    def _criterion(self) -> str:
-        return CRITERION.get(self.recipe.method, self.recipe.method)
+    def _criterion(self) -> Criterion:
+        return CRITERION[self.recipe.method]
 
     def round(self, batches: list[tuple[Any, Any]]) -> int:
         """Remove `recipe.neurons_per_round` neurons, fewer if the target needs fewer. Returns how many were removed: 0 once no

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import State, Step, make_step
-from hgnp.errors import DivergedError, InputError
-from hgnp.execution.eager import Eager
-from hgnp.execution.graphed import Graphed
+from hgnp.errors import DivergedError, InputError, is_too_few_values
+from hgnp.execution.executor import make_executor
 from hgnp.recipe import Recipe
-from hgnp.sam import SAMStep
 from hgnp.training.data import Prefetcher
 from hgnp.training.task import Task
 
@@ -80,8 +79,8 @@ class Trainer:
     ) -> None:
         self.net, self.state, self.optimizer, self.recipe, self.device = step.net, state, optimizer, recipe, device
         self.precision = precision_on(recipe, device)
-        graphed = device.type == "cuda" and recipe.execution != "eager" and self.precision != "fp16"
-        self.executor: Eager | Graphed = (Graphed if graphed else Eager)(step, state, self._precision)
+        graphs = device.type == "cuda" and recipe.execution != "eager" and self.precision != "fp16"
+        self.executor = make_executor(step, state, self._precision, graphs=graphs)
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         """The learning rates that a schedule scales."""
         self.scaler = torch.amp.GradScaler(device.type) if self.precision == "fp16" else None
@@ -153,7 +152,7 @@ class Trainer:
         try:
             loss = executor.backward(batch[0], batch[1], scale=scale)
         except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
+            if not is_too_few_values(error):
                 raise
             raise InputError(
                 "train must have batches of at least two samples for a batch norm, got a single one in batch "

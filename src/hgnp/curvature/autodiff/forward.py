@@ -41,7 +41,7 @@ _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
 
-class UnfitError(InputError):
+class UnsupportedOperationError(InputError):
     """An operation that the chosen route cannot carry."""
 
 
@@ -63,6 +63,16 @@ def layer_options(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 
 
 class Forward(TorchFunctionMode):
+    """A mode in which a network's forward pass is run operation by operation.
+
+    Subclasses override `compute`, e.g. to carry a tangent beside each value; `primal` is the operation itself.
+
+    Args:
+        watch: Is shown the calls of linear layers and convolutions.
+        tape: Records all calls.
+        reducer: Sums over ranks, for norms that take their statistics over all of them.
+    """
+
     def __init__(self, *, watch: Watch | None = None, tape: Tape | None = None, reducer: Reducer = LOCAL) -> None:
         super().__init__()
         self.watch = watch
@@ -71,7 +81,7 @@ class Forward(TorchFunctionMode):
         self._drawn: RandomState | None = None
         """As it was left by the last mask."""
         self._others_drew = False
-        self.unfit: UnfitError | None = None
+        self.unfit: UnsupportedOperationError | None = None
         """What the pass met that cannot be carried; the network's own code may have caught it."""
 
     def __torch_function__(
@@ -79,14 +89,14 @@ class Forward(TorchFunctionMode):
     ) -> Any:
         try:
             return self._call(func, args, kwargs or {})
-        except UnfitError as error:
+        except UnsupportedOperationError as error:
             self.unfit = self.unfit or error
             raise
 
     def _call(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name in _HIDDEN_NORMS and func not in (F.batch_norm, F.layer_norm, F.instance_norm):
-            raise UnfitError(f"torch.{name} is called directly, and PyTorch's third derivative of it is wrong; "
+            raise UnsupportedOperationError(f"torch.{name} is called directly, and PyTorch's third derivative of it is wrong; "
                              "call it as torch.nn.functional has it")  # fmt: skip
         if func in _DROPOUTS and (p := _drop_rate(args, kwargs)):
             kept = self._mask(func, args, kwargs)

@@ -1,4 +1,4 @@
-"""Where Gauss–Newton and Hessian part: for each block, the first operation after it that bends its tangent.
+"""Where Gauss–Newton and Hessian part: for each block, the first operation after it that is nonlinear along v.
 
 vᵀHv − q_ggn = Σ ∂C/∂z·z̈ with z̈ the output's second derivative along v. It vanishes identically when every path from
 the block to the output is piecewise linear in the block's parameters. One pass follows all blocks at once.
@@ -34,7 +34,7 @@ Reasons = dict[str, str | None]
 
 
 class Linearity(Forward):
-    """Runs the network; `reasons(output)` then names, for each block the output depends on, what bends it, or None."""
+    """Runs the network; `reasons(output)` then names, for each block the output depends on, what is nonlinear, or None."""
 
     def __init__(self, blocks: list[Block], *, reducer: Reducer = LOCAL) -> None:
         super().__init__(reducer=reducer)
@@ -108,7 +108,7 @@ class Linearity(Forward):
             merged = _sum([merged, self.reasons(options["bias"])])
         elif name in BILINEAR:
             merged = _product(inputs, f"{name} of two tensors that depend on it")
-        elif self._straight(func, name, args, kwargs):
+        elif self._is_linear(func, name, args, kwargs):
             merged = _sum(inputs)
         else:
             merged = {block: why or name for reasons in inputs for block, why in reasons.items()}
@@ -116,7 +116,7 @@ class Linearity(Forward):
             self._record(x, merged)
         return out
 
-    def _straight(self, func: Func, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_linear(self, func: Func, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if name in ("div", "true_divide"):
             return not any(self.reasons(x) for x in tensors_in((args[1:], kwargs)))
         if func is F.batch_norm:

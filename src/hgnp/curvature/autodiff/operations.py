@@ -1,8 +1,8 @@
-"""How each operation of a network bends: linear, bilinear or curved, by the name PyTorch gives it.
+"""Which operations of a network are linear, bilinear or nonlinear, by the name PyTorch gives them.
 
-Along a direction v a tensor is *straight* when its second derivative along v vanishes. A `LINEAR` operation (piecewise
-linear and affine ones among them) keeps straight tensors straight. A `BILINEAR` one does so while at most one of its
-factors depends on v. Everything else is taken to bend, and is named as the reason.
+A tensor is *linear along v* when its second derivative along v vanishes. A `LINEAR` operation (piecewise linear and affine
+ones among them) keeps such tensors linear. A `BILINEAR` one does so while at most one of its factors depends on v. Everything
+else is taken to be nonlinear, and is named as the reason.
 """
 
 from collections.abc import Callable, Iterator

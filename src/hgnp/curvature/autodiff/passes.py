@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hgnp.curvature.autodiff.forward import Forward, Output, UnfitError, Watch, autocast_off, run
+from hgnp.curvature.autodiff.forward import Forward, Output, UnsupportedOperationError, Watch, autocast_off, run
 from hgnp.curvature.autodiff.gauss_newton import GaussNewton
 from hgnp.curvature.autodiff.hessian import Hessian
 from hgnp.curvature.autodiff.linearity import Linearity, Reasons, described
@@ -114,12 +114,12 @@ class Passes:
             self.inspect(inputs)
         mode, loss, output = self._mode(block, seeds, watch), None, None
         if primal is not None and primal.tape is not None:
-            with contextlib.suppress(UnfitError):  # which a second pass raises by its layer
+            with contextlib.suppress(UnsupportedOperationError):  # which a second pass raises by its layer
                 if isinstance(mode, GaussNewton) and primal.tape.tangent(mode, primal.output) is not None:
                     loss, output = primal.loss, primal.output
             if output is None:
                 mode = self._mode(block, seeds, watch)
-                with contextlib.suppress(UnfitError):
+                with contextlib.suppress(UnsupportedOperationError):
                     output = primal.tape.rerun(mode, [parameter for parameter, _ in seeds], primal.output)
             mode = self._mode(block, seeds, watch) if output is None else mode
         if output is None:
@@ -155,7 +155,7 @@ class Passes:
             if mode is not None and mode.unfit is not None:
                 raise mode.unfit  # the network's own code has caught it and taken another path
             return output
-        except UnfitError as error:
+        except UnsupportedOperationError as error:
             raise InputError(f"layer {module_that_raised(self.net, error)!r}: {error}") from error
         finally:
             if mode is not None:

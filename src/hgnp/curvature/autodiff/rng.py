@@ -1,4 +1,4 @@
-"""Random state of the CPU and of the devices that tensors live on: taken, and put back."""
+"""Random state of the CPU and of the devices that tensors are on: saved and restored."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -11,7 +11,7 @@ from hgnp.curvature.device import capturing
 class RandomState:
     def __init__(self, *tensors: Tensor) -> None:
         if capturing():
-            raise RuntimeError("a random state cannot be put back in a CUDA graph")
+            raise RuntimeError("a random state cannot be restored in a CUDA graph")
         self._cpu = torch.get_rng_state()
         devices = {x.device for x in tensors if x.is_cuda}
         self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
@@ -37,6 +37,6 @@ class RandomState:
             torch.cuda.set_rng_state(state, device)
 
 
-def undisturbed(*tensors: Tensor) -> AbstractContextManager[object]:
+def preserve_rng(*tensors: Tensor) -> AbstractContextManager[object]:
     """What is drawn within is drawn again afterwards. A step that is being captured draws nothing twice."""
     return nullcontext() if capturing() else RandomState(*tensors)

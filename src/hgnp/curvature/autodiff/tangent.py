@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hgnp.curvature.autodiff.forward import Forward, UnfitError, Watch
+from hgnp.curvature.autodiff.forward import Forward, UnsupportedOperationError, Watch
 from hgnp.curvature.autodiff.norms import PRIMITIVE
 from hgnp.curvature.autodiff.operations import (
     PASSIVE,
@@ -195,8 +195,8 @@ def _autocast_dtype(args: tuple[Any, ...]) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _unfit(reason: str) -> UnfitError:
-    return UnfitError(f"{reason}; the Gauss–Newton route cannot carry this, curvature='hessian' can")
+def _unfit(reason: str) -> UnsupportedOperationError:
+    return UnsupportedOperationError(f"{reason}; the Gauss–Newton route cannot carry this, curvature='hessian' can")
 
 
 @functools.cache

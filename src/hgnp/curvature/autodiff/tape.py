@@ -26,7 +26,9 @@ Given = list[tuple[Tensor, int]]
 IN_PLACE = frozenset({"relu", "add", "sub"})
 """Their rules look at what comes out, and at tangents, not at what was there before."""
 SAVED = frozenset({"batch_norm", "max_pool2d", "max_pool3d", *CONVOLUTIONS})
-UNSEEN = frozenset({"__set__", "register_hook", "retain_grad"})  # they change a tensor without a trace in its version
+UNVERSIONED = frozenset(
+    {"__set__", "register_hook", "retain_grad"}
+)  # they change a tensor without a trace in its version
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Tape:
 
     def note(self, func: "Func", args: tuple[Any, ...], kwargs: dict[str, Any], given: Given, out: Any) -> None:
         """A call, in the order of the pass. The tape holds its tensors, so that they are known by their identity."""
-        if getattr(func, "__name__", "") in UNSEEN:
+        if getattr(func, "__name__", "") in UNVERSIONED:
             self._whole &= all(id(x) not in self._made for x, _ in given)
         made = list(tensors_in(out))
         if not made or not torch.is_grad_enabled():

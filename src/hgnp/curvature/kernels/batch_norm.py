@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hgnp.curvature.kernels.support import where_tensors_are
+from hgnp.curvature.kernels.support import on_tensor_device
 
 PARTS = 256  # at most so many programs share the rows of a channel
 TILE = 2048  # numbers that a program looks at at a time
@@ -184,7 +184,7 @@ def _tiles(s: Tensor, channels: int) -> tuple[int, int, int, int, int]:
     return rows, columns, tile, triton.cdiv(channels, columns), min(PARTS, triton.cdiv(rows, tile))
 
 
-@where_tensors_are
+@on_tensor_device
 def tangent(ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """γ·inv·P(ṡ), Σṡ and Σṡx. s and ṡ lie densely in memory, with the channels last."""
     channels = s.shape[1]
@@ -200,7 +200,7 @@ def tangent(ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Ten
     return out, totals[0], totals[1]
 
 
-@where_tensors_are
+@on_tensor_device
 def adjoints(
     Y: Tensor | None, Z: Tensor, s: Tensor, ds: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, sum_ds: Tensor,
     sum_dsx: Tensor,
@@ -226,7 +226,7 @@ def adjoints(
     return grad_s, grad_ds, factors[6], factors[7]
 
 
-def try_out(dtype: torch.dtype, device: torch.device) -> None:
+def check(dtype: torch.dtype, device: torch.device) -> None:
     """Raises what keeps the kernels from working here."""
     x = torch.arange(32, dtype=dtype, device=device).view(4, 8)
     wide = torch.ones(8, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)

@@ -1,8 +1,9 @@
 """Ψ of a convolution times a vector on a GPU: around two matrix products over all positions, three kernels instead of a dozen
 operations.
 
-`met` has what every tap of the filter meets at every position of the input; r, a number for each position of the output, is a
-sum along its diagonals, and `spread` puts r back where it came from. Sums are taken in an order that does not change.
+`taps_out` has the output of every tap of the filter at every position of the input; r, a number for each position of the
+output, is a sum along its diagonals, and `spread` is the transpose of that sum, applied to r. Sums are taken in an order that
+does not change.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hgnp.curvature.device import upcast_bmm
-from hgnp.curvature.kernels.support import where_tensors_are
+from hgnp.curvature.kernels.support import on_tensor_device
 
 BLOCK = 512
 # one variant for all shapes
@@ -24,8 +25,8 @@ SHAPES = (
 
 
 @triton.jit(do_not_specialize=("side", *SHAPES))
-def _there(
-    met, x, r, sums, side, positions, inputs, height, width, out_height, out_width, taps, taps_1,
+def _forward(
+    taps_out, x, r, sums, side, positions, inputs, height, width, out_height, out_width, taps, taps_1,
     stride_0, stride_1, padding_0, padding_1, dilation_0, dilation_1, has_shift: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """r of these positions, and its sum."""
@@ -35,10 +36,10 @@ def _there(
     first_row = rest % out_height * stride_0 - padding_0
     first_column = position % out_width * stride_1 - padding_1
     sample = rest // out_height
-    total = tl.zeros((BLOCK,), met.dtype.element_ty)
+    total = tl.zeros((BLOCK,), taps_out.dtype.element_ty)
     if has_shift:
         total += tl.load(x + side)
-    mine = met
+    mine = taps_out
     for tap in range(taps):
         row = first_row + tap // taps_1 * dilation_0
         column = first_column + tap % taps_1 * dilation_1
@@ -51,7 +52,7 @@ def _there(
 
 
 @triton.jit(do_not_specialize=SHAPES)
-def _back(
+def _transpose(
     r, spread, positions, inputs, height, width, out_height, out_width, taps, taps_1,
     stride_0, stride_1, padding_0, padding_1, dilation_0, dilation_1, strided: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +87,7 @@ def _finish(back, sums, out, channels, taps, parts, count, has_shift: tl.constex
         tl.store(out + channels * taps, tl.sum(total, 0) / count)
 
 
-@where_tensors_are
+@on_tensor_device
 def product(a: Tensor, x: Tensor, kernel: torch.Size, bias: bool, count: float, options: dict[str, Any]) -> Tensor:
     """Σ r·[patch; 1]/count over all positions for one group: x and the result are (1, side), `a` has its channels last."""
     samples, channels, *space = a.shape
@@ -98,17 +99,17 @@ def product(a: Tensor, x: Tensor, kernel: torch.Size, bias: bool, count: float, 
     parts = triton.cdiv(positions, BLOCK)
     flat, side = a.movedim(1, -1).reshape(1, inputs, channels), channels * taps
     weights = x[:, :side].reshape(1, channels, taps).mT.to(a.dtype, memory_format=torch.contiguous_format)
-    met = upcast_bmm(weights, flat.mT)
-    r, sums = met.new_empty(positions), met.new_empty(parts)
-    _there[(parts,)](met, x.contiguous(), r, sums, side, *shape, has_shift=bias, BLOCK=BLOCK)
-    spread = torch.empty_like(met, dtype=a.dtype)
-    _back[triton.cdiv(inputs, BLOCK), taps](r, spread, *shape, strided=tuple(stride) != (1, 1), BLOCK=BLOCK)
+    taps_out = upcast_bmm(weights, flat.mT)
+    r, sums = taps_out.new_empty(positions), taps_out.new_empty(parts)
+    _forward[(parts,)](taps_out, x.contiguous(), r, sums, side, *shape, has_shift=bias, BLOCK=BLOCK)
+    spread = torch.empty_like(taps_out, dtype=a.dtype)
+    _transpose[triton.cdiv(inputs, BLOCK), taps](r, spread, *shape, strided=tuple(stride) != (1, 1), BLOCK=BLOCK)
     back, out = upcast_bmm(spread, flat), x.new_empty(1, side + bias)
     _finish[(triton.cdiv(side, BLOCK),)](back, sums, out, channels, taps, parts, count, has_shift=bias, BLOCK=BLOCK)
     return out
 
 
-def try_out(dtype: torch.dtype, device: torch.device) -> None:
+def check(dtype: torch.dtype, device: torch.device) -> None:
     """Raises what keeps the kernels from working here."""
     a = torch.ones(1, 4, 2, 2, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)
     x = torch.ones(1, 37, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)

@@ -21,7 +21,7 @@ def kernels(name: str, dtype: torch.dtype, device: torch.device) -> Any:
     Triton needs no mention; that there is one and it fails is told once."""
     try:
         module = importlib.import_module(f"hgnp.curvature.kernels.{name}")
-        module.try_out(dtype, device)
+        module.check(dtype, device)
     except Exception as error:  # of its import, its compiler, a C compiler, the driver
         if not (isinstance(error, ModuleNotFoundError) and error.name == "triton"):
             warnings.warn(
@@ -33,7 +33,7 @@ def kernels(name: str, dtype: torch.dtype, device: torch.device) -> Any:
     return module
 
 
-def where_tensors_are(function: Callable[P, R]) -> Callable[P, R]:
+def on_tensor_device(function: Callable[P, R]) -> Callable[P, R]:
     """Triton launches on the current device, whichever the tensors are on."""
 
     @functools.wraps(function)

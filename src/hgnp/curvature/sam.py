@@ -1,6 +1,6 @@
 """Sharpness-aware minimisation (Foret et al. 2021): the gradient at the worst point nearby, w + ρ·∇C/‖∇C‖.
 
-A second way to flat minima, to be compared with the flatness term. It replaces `Flatness` in a training loop.
+A second way to flat minima, to be compared with the flatness term. It replaces the stages of Algorithm 1.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.forward import Output
-from hgnp.curvature.autodiff.rng import undisturbed
+from hgnp.curvature.autodiff.rng import preserve_rng
 from hgnp.curvature.choices import Choices
-from hgnp.curvature.direction import Direction
 from hgnp.curvature.losses import Loss, weighted
 from hgnp.curvature.step import PLAIN, Plan, Scale, State, Step
 from hgnp.curvature.validation import finite, without_tensor_hooks
 from hgnp.errors import InputError
-from hgnp.execution.eager import Eager
 from hgnp.reducer import LOCAL, Reducer
 
 
@@ -51,7 +49,10 @@ class SAMStep(Step):
     def plain(self, state: State, inputs: Any, target: Any, *, scale: Scale = 1.0) -> None:
         """Dropout masks are the same in both passes, and buffers see the first alone."""
         parameters = [p for p in self.net.parameters() if p.requires_grad]
-        with undisturbed(*parameters), without_tensor_hooks(parameters):  # hooks get the gradient that is left in .grad
+        with (
+            preserve_rng(*parameters),
+            without_tensor_hooks(parameters),
+        ):  # hooks get the gradient that is left in .grad
             self.forward(state, inputs, target)
             self.decide(state)
             assert state.current is not None
@@ -77,31 +78,3 @@ class SAMStep(Step):
         for p, g in zip(parameters, gradients, strict=True):
             p.add_(g * step)
         return before
-
-
-class SAM:
-    """Leaves the gradient at w + ρ·∇C/‖∇C‖ in `.grad`, in place of `loss.backward()`.
-
-    Example::
-
-        sam = SAM(net, rho=0.05)
-        for inputs, target in loader:
-            optimizer.zero_grad()
-            sam.backward(inputs, target)
-            optimizer.step()
-    """
-
-    def __init__(
-        self,
-        net: nn.Module,
-        *,
-        loss: Loss = F.cross_entropy,
-        rho: float = 0.05,
-        output: Output | None = None,
-    ) -> None:
-        step = SAMStep(net, loss=loss, rho=rho, output=output)
-        self._eager = Eager(step, State(0.0, 0.0, Direction(net)))
-
-    def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
-        """Adds scale·∇C(w + ε) to `.grad` and returns C(w)."""
-        return self._eager.backward(inputs, target, scale=scale)
