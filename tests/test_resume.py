@@ -14,6 +14,7 @@ import torch
 
 import hgnp
 from resumable import RECIPES, Net, recipe, run
+from train_cases import StopError
 
 HERE = Path(__file__).parent
 
@@ -35,13 +36,10 @@ def rows(out: Path) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_stopped_after_every_epoch_ends_the_same(name: str, tmp_path: Path) -> None:
-    class StopError(Exception):
-        pass
-
     whole = run(str(tmp_path / "whole"), name)
     for _ in range(whole.epochs + 2):
         try:
-            pieces = run(str(tmp_path / "pieces"), name, on_epoch=_stop_after_checkpoint(StopError))
+            pieces = run(str(tmp_path / "pieces"), name, on_epoch=_stop_after_checkpoint())
             break
         except StopError:
             continue
@@ -51,13 +49,13 @@ def test_stopped_after_every_epoch_ends_the_same(name: str, tmp_path: Path) -> N
     assert pieces.parts > 3
 
 
-def _stop_after_checkpoint(error: type[Exception]) -> object:
+def _stop_after_checkpoint() -> object:
     """Lets one epoch pass, so that its checkpoint is written, and stops in the next."""
     passed = []
 
     def on_epoch(_: object) -> None:
         if passed:
-            raise error
+            raise StopError
         passed.append(True)
 
     return on_epoch

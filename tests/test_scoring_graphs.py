@@ -1,6 +1,6 @@
 """Scores of many batches from graphs, without a GPU: graphs are stood in for by work that is done again at every replay.
 
-It leaves out what a graph itself does; tests/test_scores_cuda.py has that."""
+It leaves out what a graph itself does; tests/test_scoring_cuda.py has that."""
 
 import contextlib
 import copy

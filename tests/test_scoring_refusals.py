@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import hgnp
 
 
-def test_bad_input_is_one_line() -> None:
+def test_sensitivity_refuses_bad_input_in_one_line() -> None:
     net, other = (nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)) for _ in range(2))
     x, y = torch.randn(5, 4), torch.arange(5) % 3
     neurons = hgnp.Neurons(net, x)

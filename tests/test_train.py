@@ -296,3 +296,9 @@ def test_on_epoch_stops_a_run(tmp_path: Path) -> None:
     assert result.stopped == "on_epoch stopped the run after epoch 1"
     assert not result.reached
     assert "misses" in repr(result)
+
+
+def test_a_run_restores_the_modules_training_modes() -> None:
+    net = made().eval()
+    hgnp.prune(net, *loaders(), recipe=recipe())
+    assert not any(module.training for module in net.modules())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hgnp
-from train_cases import Net, loaders, made, recipe, stripes
+from train_cases import Net, StopError, loaders, made, recipe, stripes
 
 
 def refused(message: str, error: type[Exception] = ValueError, net: nn.Module | None = None, **given: Any) -> None:
@@ -30,7 +30,7 @@ def refused(message: str, error: type[Exception] = ValueError, net: nn.Module | 
     assert "\n" not in str(caught.value)
 
 
-def test_bad_input_is_one_line(tmp_path: Path) -> None:
+def test_prune_refuses_bad_input_in_one_line(tmp_path: Path) -> None:
     x, y = stripes()
     refused("train must yield batches in every epoch, .* got none", train=[])
     refused(
@@ -178,7 +178,7 @@ def test_a_failed_start_leaves_the_network_alone() -> None:
 def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
     hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path / "run")
     before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
-    refused("holds a run already; resume it", FileExistsError, out=tmp_path / "run")
+    refused("out must be a folder without a run, got", FileExistsError, out=tmp_path / "run")
     assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == before
 
 
@@ -239,10 +239,6 @@ def test_a_network_without_parameters_is_refused(make: Callable[[], nn.Module]) 
 # A run's folder
 
 
-class StopError(Exception):
-    pass
-
-
 @pytest.fixture(scope="module")
 def cut_short(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that ended in its fourth epoch."""
@@ -291,7 +287,7 @@ def test_a_damaged_run_is_refused(cut_short: Path, tmp_path: Path) -> None:
             (
                 "checkpoint.safetensors",
                 content[:-2000] + bytes([content[-2000] ^ 64]) + content[-1999:],
-                "must be a checkpoint of hgnp, got a damaged or foreign file",
+                "must be a checkpoint of hgnp, got a damaged or foreign file: its content does not match its checksum",
             ),
             ("checkpoint.safetensors", content[:5000], "not a readable safetensors file"),
             ("run.json", b"[]", "run.json: damaged"),
@@ -303,7 +299,7 @@ def test_a_damaged_run_is_refused(cut_short: Path, tmp_path: Path) -> None:
         (out / name).write_bytes(changed)
         resumed(message, out)
     (out / "run.json").unlink()
-    resumed("has no run.json, so it is not a run, but has metrics.jsonl", out, FileExistsError)
+    resumed("with metrics.jsonl and no run.json", out, FileExistsError)
     shutil.copytree(cut_short, tmp_path / "gone")
     (tmp_path / "gone/checkpoint.safetensors").unlink()
     resumed("checkpoint.safetensors is missing, so the run cannot be resumed", tmp_path / "gone", FileNotFoundError)
@@ -323,7 +319,7 @@ def test_a_finished_run_needs_no_checkpoint_but_a_whole_result(tmp_path: Path) -
 def test_files_that_are_not_a_runs_are_not_overwritten(tmp_path: Path) -> None:
     mine = hgnp.save(made(), tmp_path)
     content = mine.read_bytes()
-    refused("but has model.safetensors, which a run would overwrite", FileExistsError, out=tmp_path)
+    refused("with model.safetensors and no run.json", FileExistsError, out=tmp_path)
     assert mine.read_bytes() == content
 
 

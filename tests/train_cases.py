@@ -9,6 +9,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import hgnp
 
 
+class StopError(Exception):
+    """Raised by a callback to stop a run."""
+
+
 class Net(nn.Module):
     def __init__(self, outputs: int = 3) -> None:
         super().__init__()

@@ -203,7 +203,7 @@ class Recipe:
         check_renamed(choices, ALLOWED, "flatness")
         for name in choices:
             if name not in ALLOWED:
-                raise InputError(f"flatness has no choice {name!r}{meant(name, ALLOWED)}")
+                raise InputError(f"flatness: key must be a known one, got {name!r}{meant(name, ALLOWED)}")
         return bundle, choices
 
     def resolved(self, *, scheduler: bool = False) -> "Recipe":
@@ -229,9 +229,11 @@ class Recipe:
         check_renamed(values, names, "recipe")
         for name in values:
             if name not in names:
-                raise InputError(f"recipe has no field {name!r}{meant(name, names)}")
+                raise InputError(f"recipe: key must be a known one, got {name!r}{meant(name, names)}")
         if "keep" not in values:
-            raise InputError("recipe must have the field keep, the fraction of the parameters to keep")
+            raise InputError(
+                "recipe must have the field keep, the fraction of the parameters to keep, got none; set keep=0.1"
+            )
         return cls(**values)
 
 

@@ -4,7 +4,6 @@ import errno
 import importlib.util
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,12 +29,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for method in ("hgnp", "taylor"):
         assert call("run", *QUICK, "--method", method, "--out", str(folder / method)) == 0
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 def small(runs: Path) -> torch.nn.Module:

@@ -36,7 +36,9 @@ def test_paper_as_json_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("what", ["nothing", "empty", "file", "run as out"])
-def test_bad_input_is_one_line(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_paper_command_refuses_bad_folders_in_one_line(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, more = tmp_path / "results", []
     if what == "empty":
         folder.mkdir()

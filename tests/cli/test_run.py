@@ -27,12 +27,6 @@ TINY = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-
-
 def start(*arguments: str, before: str = "") -> subprocess.Popen[str]:
     """The command in a process of its own, after the Python code `before`."""
     code = f"import sys\n{before}\nfrom hgnp.cli import app\napp({list(arguments)!r})"

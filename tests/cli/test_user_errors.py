@@ -22,9 +22,7 @@ device: cpu
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def _configuration(_in_a_folder_of_its_own: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     Path("ok.yaml").write_text(CONFIG)
 
@@ -44,7 +42,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         (b"\xff\xfe", "bad.yaml is not text in UTF-8"),
         (b"", "got None"),
         (b"a: &a [*a]", "bad.yaml must have no alias inside its own anchor"),
-        (b"a: 1", "bad.yaml: there is no key 'a'"),
+        (b"a: 1", "bad.yaml: key must be a known one, got 'a'"),
         (b"[" * 60, "bad.yaml must expand to at most 50 levels"),
     ],
 )

@@ -75,7 +75,7 @@ def test_the_scale_invariant_variant_is_the_scaled_hessian_and_ignores_filter_sc
     assert abs(sharpness(net, data).eigenvalues[0] / plain - 1) > 0.05
 
 
-def test_attention():
+def test_sharpness_of_attention_is_the_dense_hessians():
     torch.manual_seed(0)
     net = shaken(Attention().double())
     data = batches_of(net)

@@ -17,7 +17,7 @@ def config(**more: object) -> Config:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"modle": "x"}, "here: there is no key 'modle'; did you mean model"),
+        ({"modle": "x"}, "here: key must be a known one, got 'modle'; did you mean model"),
         ({"model": None}, "here: model must be an import path such as .*, got none"),
         ({"recipe": [1]}, r"here: recipe must be a mapping of names to values, got \[1\]"),
         ({"data_args": "a"}, "here: data_args must be a mapping of names to values, got 'a'"),
@@ -117,7 +117,7 @@ def test_settings_reach_any_key_and_are_parsed_as_yaml() -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("recip.mu=1", "there is no key 'recip'; did you mean recipe"),
+        ("recip.mu=1", "key must be a known one, got 'recip'; did you mean recipe"),
         ("seed", "--set must be KEY=VALUE, such as recipe.mu=0.01, got 'seed'"),
         ("=3", "--set must be KEY=VALUE"),
         ("seed.deep=3", "seed must be a whole number.*, got 'deep' inside it"),

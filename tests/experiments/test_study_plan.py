@@ -59,19 +59,22 @@ def test_the_command_of_a_run_gives_the_configuration_that_is_checked() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"network": "demo"}, "s.yaml: there is no key 'network'; did you mean networks"),
+        ({"network": "demo"}, "s.yaml: key must be a known one, got 'network'; did you mean networks"),
         ({"networks": None}, "s.yaml: networks must be given, got none; for example networks: [vgg16-cifar10-fast]"),
         ({"methods": []}, "s.yaml: methods must be given, got none; for example methods: [hgnp, taylor]"),
         ({"networks": [3]}, "s.yaml: a network must be a preset, a file or {config: …, name: …, data: …, set: …}, got 3"),
-        ({"networks": {"config": "demo", "date": "x"}}, "s.yaml: networks: there is no key 'date'; did you mean data"),
+        (
+            {"networks": {"config": "demo", "date": "x"}},
+            "s.yaml: networks: key must be a known one, got 'date'; did you mean data",
+        ),
         ({"networks": {"config": "demo", "data": 3}}, "s.yaml: networks: data must be a folder, got 3"),
-        ({"networks": "dem"}, "s: hgnp on dem: 'dem' is neither a file nor a preset; did you mean demo"),
+        ({"networks": "dem"}, "s: hgnp on dem: preset must be a known one or a file, got 'dem'; did you mean demo"),
         ({"networks": ["demo", "demo"]}, "s: runs must have distinct names, got demo-hgnp-0 twice; give networks a name"),
         ({"methods": ["hgnp", "hgnp"]}, "s.yaml: methods must differ, got ['hgnp', 'hgnp']"),
         ({"methods": 3}, "s.yaml: methods must be a list or a mapping of names to {method: …, set: …}, got 3"),
         ({"methods": {"a/b": {}}}, "s.yaml: methods.a/b: the name must be letters, digits and . _ + -, as it names folders"),
         ({"methods": {"a": 3}}, "s.yaml: methods.a must be {method: …, set: …}, got 3"),
-        ({"methods": {"a": {"sets": {}}}}, "s.yaml: methods.a: there is no key 'sets'; did you mean set"),
+        ({"methods": {"a": {"sets": {}}}}, "s.yaml: methods.a: key must be a known one, got 'sets'; did you mean set"),
         ({"methods": [3]}, "s.yaml: methods.3: method must be text, got 3"),
         ({"methods": ["magic"]}, "s: magic on demo: recipe.method must be"),
         ({"seeds": 0}, "s.yaml: seeds must be a list of different whole numbers from 0 to 4294967295, or how many from 1 to"),
@@ -80,7 +83,7 @@ def test_the_command_of_a_run_gives_the_configuration_that_is_checked() -> None:
         ({"seeds": [True]}, "s.yaml: seeds must be"),
         ({"seeds": 600}, "s: a study must have at most 1,000 runs, got 1,200"),
         ({"set": ["recipe.mu=0"]}, "s.yaml: set must be a mapping such as {recipe.mu: 0.01}, got ['recipe.mu=0']"),
-        ({"set": {"recipe.kepe": 1}}, "s: hgnp on demo: recipe has no field 'kepe'; did you mean keep"),
+        ({"set": {"recipe.kepe": 1}}, "s: hgnp on demo: recipe: key must be a known one, got 'kepe'; did you mean keep"),
         ({"name": "a b"}, "s.yaml: name must be letters, digits"),
         ({"baseline": "tylor"}, "s.yaml: baseline must be one of the methods, got 'tylor'; did you mean taylor"),
         ({"about": 3}, "s.yaml: about must be text, got 3"),
@@ -102,7 +105,7 @@ def test_the_command_refuses_in_one_line(
         f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join([f'*{chr(97 + n)}'] * 10)}]\n" for n in range(9)))  # fmt: skip
     Path("own.yaml").write_text("networks: [{config: demo, data: x}]\nmethods: hgnp\n")
     for arguments, message in (
-        (["dem"], "'dem' is neither a file nor a study; did you mean demo"),
+        (["dem"], "study must be a known one or a file, got 'dem'; did you mean demo"),
         (["missing.yaml"], "missing.yaml: no such file"),
         (["list.yaml"], "list.yaml must be a mapping with networks and methods, got ['a', 'b']"),
         (["bomb.yaml"], "bomb.yaml must expand to at most 10,000 values"),

@@ -139,13 +139,19 @@ class Renamed(nn.Sequential):
     ("fresh", "message"),
     [
         (lambda: Renamed(*make()), "net must be a Sequential, got a Renamed"),
-        (lambda: nn.Sequential(*make()[:2], nn.GELU(), *make()[3:]), "layer '2' is ReLU in the file, GELU in net"),
-        (lambda: nn.Sequential(*make(), nn.ReLU()), "layer '5' is missing in the file, ReLU in net"),
+        (
+            lambda: nn.Sequential(*make()[:2], nn.GELU(), *make()[3:]),
+            "layer '2' must be GELU as in net, got ReLU in the file",
+        ),
+        (lambda: nn.Sequential(*make(), nn.ReLU()), "layer '5' must be ReLU as in net, got none in the file"),
         (
             lambda: make(3),
-            r"0.weight is \(4, 3, 3, 3\) in the file and cannot be cut from \(3, 3, 3, 3\); pass a fresh",
+            r"0.weight must have a shape of at most \(3, 3, 3, 3\) as in net, got \(4, 3, 3, 3\) in the file; pass a fresh",
         ),
-        (lambda: nn.Sequential(conv(3, 6, bias=False), *make()[1:]), "0.bias is only in the file"),
+        (
+            lambda: nn.Sequential(conv(3, 6, bias=False), *make()[1:]),
+            "0.bias must be in net and in the file, got it only in the file",
+        ),
     ],
 )
 def test_another_class_is_refused(small: tuple[nn.Sequential, Path], fresh: Any, message: str) -> None:
@@ -162,7 +168,7 @@ def refused(file: Path, net: nn.Module, message: str, kind: type[Exception] = Va
         assert torch.equal(tensor, old), name
 
 
-def test_no_such_file(tmp_path: Path) -> None:
+def test_loading_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "nothing", make(), "no such file; hgnp.save writes it", FileNotFoundError)
 
 
@@ -221,11 +227,14 @@ def grow(about: Any, tensors: dict[str, Tensor]) -> None:
         (lambda about, tensors: about["modules"]["4"][1].update(in_features="x"), "layer '4' cannot have"),
         (
             lambda about, tensors: tensors.update({"0.bias": tensors["0.bias"].int()}),
-            "0.bias is torch.int32 in the file",
+            "0.bias must have dtype torch.float32 as in net, got torch.int32 in the file",
         ),
-        (grow, r"1.weight is \(7,\) in the file and cannot be cut from \(6,\)"),
-        (lambda about, tensors: tensors.update(extra=torch.zeros(2)), "extra is only in the file"),
-        (lambda about, tensors: tensors.pop("0.bias"), "0.bias is only in net"),
+        (grow, r"1.weight must have a shape of at most \(6,\) as in net, got \(7,\) in the file"),
+        (
+            lambda about, tensors: tensors.update(extra=torch.zeros(2)),
+            "extra must be in net and in the file, got it only in the file",
+        ),
+        (lambda about, tensors: tensors.pop("0.bias"), "0.bias must be in net and in the file, got it only in net"),
     ],
 )
 def test_a_hostile_file(small: tuple[nn.Sequential, Path], change: Any, message: str) -> None:

@@ -254,7 +254,7 @@ def test_rows_of_the_summary_are_as_long_as_its_header(tmp_path: Path) -> None:
     assert {len(row) for row in study["summary"]} == {len(study["summary_header"])}
 
 
-def test_bad_input_is_one_line(tmp_path: Path) -> None:
+def test_compare_refuses_bad_folders_in_one_line(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     with pytest.raises(ValueError, match=r"folders must be distinct, got .* twice"):
         compare([folder, tmp_path / "." / "run"], tmp_path / "out")

@@ -10,13 +10,9 @@ import torch
 from torch import nn
 
 import hgnp
-from train_cases import loaders, made, recipe, stripes
+from train_cases import StopError, loaders, made, recipe, stripes
 
 STEPS = 6  # per epoch
-
-
-class StopError(Exception):
-    pass
 
 
 def average(copied: nn.Module, net: nn.Module, decay: float = 0.9) -> None:

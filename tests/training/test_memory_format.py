@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hgnp
 from hgnp.progress import SilentProgress
 from hgnp.training import memory_format
-from train_cases import Net, loaders, made, recipe, stripes
+from train_cases import Net, StopError, loaders, made, recipe, stripes
 
 
 class Flat(nn.Module):
@@ -106,9 +106,6 @@ def test_weights_have_their_original_memory_format_after_a_run_that_fails(found:
 
 
 def test_a_resumed_run_keeps_its_memory_format(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class StopError(Exception):
-        pass
-
     def go(out: Path, stop_in: int | None = None) -> hgnp.Result:
         def on_epoch(state: Any) -> None:
             assert channels_last(state.net.b.weight)

@@ -19,7 +19,7 @@ from hgnp.pruning.verify import CutVerifier
 from hgnp.training.measure import Measurements
 from hgnp.training.pruner import Pruner
 from hgnp.training.trainer import Trainer
-from train_cases import loaders, made, recipe
+from train_cases import StopError, loaders, made, recipe
 
 
 def test_a_target_that_the_method_cannot_meet_is_refused_before_training() -> None:
@@ -108,9 +108,6 @@ def test_a_run_that_can_remove_no_more_neurons_says_so_also_when_resumed(
     """As what its scores speak of is not enough for the target, which is not looked at here."""
     monkeypatch.setattr(Pruner, "check_reachable", lambda self: None)
 
-    class StopError(Exception):
-        pass
-
     def stop(state: Any) -> None:
         if state.epoch == 3:
             raise StopError
@@ -157,12 +154,6 @@ def test_the_last_round_removes_no_more_than_the_target_needs(keep: float) -> No
     assert neurons.kept == max(kept for kept in possible if kept <= keep)
 
 
-def test_a_run_restores_the_modules_training_modes() -> None:
-    net = made().eval()
-    hgnp.prune(net, *loaders(), recipe=recipe())
-    assert not any(module.training for module in net.modules())
-
-
 @pytest.mark.parametrize("given", [{}, {"coupling": "paper"}, {"target": "macs"}, {"neurons_per_round": 1}], ids=str)
 def test_a_run_with_round_to_reaches_its_target(given: dict[str, Any]) -> None:
     result = hgnp.prune(
@@ -201,8 +192,8 @@ def test_the_last_round_with_round_to_is_minimal_and_confirms_its_best_selection
     assert len(tried) == 2  # the round's own cut, and the one that is just enough
 
 
-def test_a_bundle_that_later_ones_make_unnecessary_is_not_removed() -> None:
-    """By importance the first layer's bundle goes first, then two of the second's, which alone meet the target."""
+def test_a_rounded_group_that_later_ones_make_unnecessary_is_not_removed() -> None:
+    """By importance the first layer's rounded group goes first, then two of the second's, which alone meet the target."""
     net = DigitsNet()
     neurons = hgnp.Neurons(net, torch.zeros(2, 1, 8, 8))
     small = dict(zip(["features.0", "features.3", "features.7", "features.10"], [40, 40, 8, 16], strict=True))

@@ -19,7 +19,7 @@ from hgnp.io.weights import digest
 from hgnp.training import checkpoint
 from hgnp.training.measure import Measurements
 from hgnp.training.run_folder import RunFolder
-from train_cases import loaders, made, recipe
+from train_cases import StopError, loaders, made, recipe
 
 IN_A_THREAD = """
 import sys, threading
@@ -35,10 +35,6 @@ def go():
 
 threading.Thread(target=go).start()
 """
-
-
-class StopError(Exception):
-    pass
 
 
 def slowed(seconds: float, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -5,12 +5,16 @@ import gc
 import math
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import hgnp
+from hgnp.progress import LineProgress
 from hgnp.training.data import Prefetcher
 from hgnp.training.optimizers import initialize_momentum
 from hgnp.training.trainer import EpochStatistics
@@ -195,3 +199,32 @@ def test_a_loaders_error_does_not_keep_the_callers_frame_alive() -> None:
         assert train()() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_reduce_lr_on_plateau_is_not_stepped_when_every_label_is_ignored(every: bool, tmp_path: Path) -> None:
+    """Neither a batch nor a whole set without labels moves the learning rate."""
+    x, y = stripes()
+    none = torch.full_like(y, 255)
+    val = [(x, none)] if every else [(x, none), (x, y)]
+    plateau = lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)  # noqa: E731
+    notes: list[str] = []
+
+    class Heard(LineProgress):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    result = hgnp.prune(
+        made(), [(x, y)], val, recipe=recipe(keep=1.0, warmup_epochs=4, lr=0.01), scheduler=plateau,
+        loss=nn.CrossEntropyLoss(ignore_index=255), out=tmp_path / "run", _progress=Heard(),
+    )  # fmt: skip
+    assert result.history[-1]["lr"] == 0.01
+    if every:
+        assert {(row["val_loss"], row["metric"]) for row in result.history} == {(None, None)}
+        assert (result.after.loss, result.after.metric) == (None, None)
+        assert len([note for note in notes if note.startswith("scheduler: ReduceLROnPlateau is not stepped")]) == 1
+        assert len([note for note in notes if note.startswith("val: every label is ignored")]) == 1
+    else:
+        with torch.no_grad():
+            want = F.cross_entropy(result.model.eval()(x), y)
+        assert result.after.loss == pytest.approx(float(want), rel=1e-5)

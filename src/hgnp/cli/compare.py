@@ -12,6 +12,7 @@ from hgnp.errors import InputError
 if TYPE_CHECKING:
     from hgnp.reporting.compare import Comparison, Study
     from hgnp.reporting.composed import Choice
+    from hgnp.reporting.curves import Curve
 
 
 def compare(
@@ -156,16 +157,8 @@ def _snapshots(study: "Study") -> Any:
     return table
 
 
-def _at(curve: Any, level: float, metric: str) -> str:
-    import numpy as np
-
+def _at(curve: "Curve", level: float, metric: str) -> str:
     from hgnp.progress import format_metric
 
-    kept = curve.kept[::-1] if curve.kept[0] > curve.kept[-1] else curve.kept
-    order = slice(None, None, -1) if curve.kept[0] > curve.kept[-1] else slice(None)
-    mean = float(np.interp(level, kept, curve.mean[order]))
-    if not curve.spread:
-        return format_metric(mean, metric)
-    return (
-        f"{format_metric(mean, metric)} ± {format_metric(float(np.interp(level, kept, curve.spread[order])), metric)}"
-    )
+    mean, spread = curve.at(level), curve.spread_at(level)
+    return format_metric(mean, metric) + ("" if spread is None else f" ± {format_metric(spread, metric)}")

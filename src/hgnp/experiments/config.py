@@ -66,7 +66,7 @@ class Config:
             raise InputError(f"{where} must be a mapping with model, data and recipe, got {values!r}")
         for key in values:
             if key not in KEYS:
-                raise InputError(f"{where}: there is no key {key!r}{meant(key, KEYS)}")
+                raise InputError(f"{where}: key must be a known one, got {key!r}{meant(key, KEYS)}")
         for key in ("model", "data", "recipe"):
             if values.get(key) is None:
                 raise InputError(f"{where}: {key} must be {_EXPECTED[key]}, got none")
@@ -173,7 +173,7 @@ def _set(values: dict[str, Any], path: list[str], value: Any) -> None:
     """Set `value` at `path`, copying mappings that are shared with other configurations."""
     head, *rest = path
     if head not in KEYS:
-        raise InputError(f"--set: there is no key {head!r}{meant(head, KEYS)}")
+        raise InputError(f"--set: key must be a known one, got {head!r}{meant(head, KEYS)}")
     if not rest:
         values[head] = value
         return

@@ -23,7 +23,7 @@ def effective(
     elif what.endswith((".yaml", ".yml")):
         raise FileNotFoundError(f"{what}: no such file")
     else:
-        raise InputError(f"{what!r} is neither a file nor a preset{meant(what, presets.names())}")
+        raise InputError(f"preset must be a known one or a file, got {what!r}{meant(what, presets.names())}")
     if method is not None:
         config = config.with_method(method)
     if data is not None:

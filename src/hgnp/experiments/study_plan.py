@@ -204,7 +204,7 @@ def check_seeds(text: str) -> tuple[int, ...]:
 def _known(values: Mapping[Any, Any], keys: Sequence[str], where: str) -> None:
     for key in values:
         if key not in keys:
-            raise InputError(f"{where}: there is no key {key!r}{meant(key, keys)}")
+            raise InputError(f"{where}: key must be a known one, got {key!r}{meant(key, keys)}")
 
 
 def _name(name: Any, where: str) -> str:

@@ -178,7 +178,7 @@ def _fits(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Modul
     for name in [*here, *there]:
         if here.get(name) != there.get(name):
             raise InputError(
-                f"layer {name!r} is {there.get(name, 'missing')} in the file, {here.get(name, 'missing')} in net"
+                f"layer {name!r} must be {here.get(name, 'absent')} as in net, got {there.get(name, 'none')} in the file"
             )
     for name, module in net.named_modules():
         for key, value in vars(module).items():
@@ -189,14 +189,19 @@ def _fits(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Modul
     mine = tensors_of(net)
     for name in [*mine, *tensors]:
         if name not in mine or name not in tensors:
-            raise InputError(f"{name} is only in {'net' if name in mine else 'the file'}")
+            raise InputError(
+                f"{name} must be in net and in the file, got it only in {'net' if name in mine else 'the file'}"
+            )
         theirs, ours = tuple(tensors[name].shape), tuple(mine[name].shape)
         if len(theirs) != len(ours) or any(a > b for a, b in zip(theirs, ours, strict=True)):
             raise InputError(
-                f"{name} is {theirs} in the file and cannot be cut from {ours}; pass a fresh, unpruned instance"
+                f"{name} must have a shape of at most {ours} as in net, got {theirs} in the file; "
+                "pass a fresh, unpruned instance"
             )
         if tensors[name].dtype.is_floating_point != mine[name].dtype.is_floating_point:
-            raise InputError(f"{name} is {tensors[name].dtype} in the file, {mine[name].dtype} in net")
+            raise InputError(
+                f"{name} must have dtype {mine[name].dtype} as in net, got {tensors[name].dtype} in the file"
+            )
 
 
 def _tensor_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> list[Change]:

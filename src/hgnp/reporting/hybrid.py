@@ -54,7 +54,7 @@ def _sample(name: str, threshold: float, *values: float) -> Sample:
 # Architectures: AlexNet and, at 160 px, ResNet-18 as in torchvision, the classifier made for the data set's classes. For
 # CIFAR-10, which the paper does not spell out, the usual forms for 32 px: ResNet-18 with a 3×3 stem, VGG-16-BN with biases in
 # its convolutions and one linear layer. Convolutions of shortcuts count. mean_kernel is the mean side over convolutions,
-# kernels the sum of their output channels. tests/experiments/test_hybrid.py counts all of it layer by layer.
+# kernels the sum of their output channels. tests/reporting/test_hybrid.py counts all of it layer by layer.
 PAPER = (
     _sample("AlexNet / Flowers-102 (paper)", 0.910, 2040, 6149, 224, 102, 5, 3, 57_421_734, 5.0, 1152),
     _sample("ResNet-18 / CIFAR-10 (paper)", 0.878, 50_000, 10_000, 32, 10, 20, 1, 11_173_962, 2.7, 4800),

@@ -35,11 +35,11 @@ def prepare(variant: str, net: nn.Module, example: Sequence[Tensor]) -> Prepared
     """`net`, in eval mode on its device, prepared to run as `variant`; ValueError if the variant does not apply to it."""
     if variant == "channels_last":
         if not any(isinstance(module, nn.Conv2d) for module in net.modules()):
-            raise InputError("channels_last needs 2-d convolutions, the network has none")
+            raise InputError("net must have 2-d convolutions for variant 'channels_last', got none")
         return PreparedNetwork(_to_channels_last(copy.deepcopy(net)), _channels_last)
     if variant == "no_tf32":
         if example[0].device.type != "cuda":
-            raise InputError("no_tf32 needs a GPU")
+            raise InputError(f"device must be cuda for variant 'no_tf32', got {example[0].device.type}")
         return PreparedNetwork(without_tf32(net))
     if variant == "compile":
         return PreparedNetwork(torch.compile(net, dynamic=False))
@@ -51,7 +51,7 @@ def prepare(variant: str, net: nn.Module, example: Sequence[Tensor]) -> Prepared
         )
     if variant == "onnx":
         if example[0].device.type != "cpu":
-            raise InputError("onnx runs on the CPU only")
+            raise InputError(f"device must be cpu for variant 'onnx', got {example[0].device.type}")
         with tempfile.TemporaryDirectory() as folder:
             exported = export(net, Path(folder) / "net.onnx", tuple(example))
             session = onnx_session(exported.path, threads=torch.get_num_threads())

@@ -53,7 +53,7 @@ def read(file: Path) -> dict[str, Any]:
                 raise InputError("its content does not match its checksum")
             return unpack(Packed(tensors, content))
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise InputError(f"{file} must be a checkpoint of hgnp, got a damaged or foreign file") from error
+        raise InputError(f"{file} must be a checkpoint of hgnp, got a damaged or foreign file: {error}") from error
     raise InputError(f"{file} must have format {FORMAT}, got {version}, written by another version of hgnp")
 
 

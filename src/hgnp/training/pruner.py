@@ -140,7 +140,7 @@ class Pruner:
 
     def _drop_unneeded_layers(self, selection: Selection, scores: Scores) -> tuple[Selection, Scores]:
         """The selection without the layers that the target does not need, and the scores that give it. With `round_to` neurons
-        are selected in bundles, and the last bundle may make earlier ones unnecessary. The most important layers go first."""
+        are selected in rounded groups, and the last may make earlier ones unnecessary. The most important layers go first."""
         for layer in sorted(selection, key=lambda name: -float(scores[name][selection[name]].mean())):
             fewer = {name: values for name, values in scores.items() if name != layer}
             selectable = self._select(fewer, self.neurons.count, confirm=False)
@@ -169,7 +169,7 @@ class Pruner:
                 low = middle
         fewer, smaller = high, selection
         for _ in range(1, SEARCH_BELOW):
-            # with bundles, all numbers down to `smaller.taken` give the same selection
+            # with rounded groups, all numbers down to `smaller.taken` give the same selection
             fewer = (fewer if self.recipe.round_to == 1 else smaller.taken) - 1
             if fewer < 1:
                 break

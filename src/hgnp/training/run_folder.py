@@ -70,12 +70,12 @@ class RunFolder:
         started = self.info.exists()
         if started and not resume:
             raise FileExistsError(
-                f"out: {self.path} holds a run already; resume it (resume=True, --resume) or choose another folder"
+                f"out must be a folder without a run, got {self.path}; use resume=True (--resume) or choose another folder"
             )
         for file in () if started else (self.metrics, self.checkpoint, self.model, self.result, self.snapshots):
             if file.exists():
                 raise FileExistsError(
-                    f"out: {self.path} has no run.json, so it is not a run, but has {file.name}, which a run would overwrite; "
+                    f"out must be a folder without a run's files, got {self.path} with {file.name} and no run.json; "
                     "choose another folder"
                 )
         if started and self.metrics.exists() and not self.checkpoint.exists() and not self.finished:

@@ -299,7 +299,7 @@ def test_progress_is_for_terminals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("field", ["side", "batch", "memory", "workers"])
-def test_bad_options(field: str, tmp_path: Path) -> None:
+def test_image_folder_refuses_options_below_1(field: str, tmp_path: Path) -> None:
     options = {"batch": 2} | {field: 0}
     with pytest.raises(ValueError, match=rf"^{field} must be a whole number ≥ 1, got 0$"):
         image_folder(folders(tmp_path / "set"), **options)  # type: ignore[arg-type]

@@ -110,7 +110,9 @@ def test_validation_touches_no_random_state() -> None:
         (3, {"shuffle": True, "batch": 1}, [1, 1, 1]),
     ],
 )
-def test_lengths(n: int, options: dict[str, object], sizes: list[int]) -> None:
+def test_a_loader_has_batches_of_these_sizes_and_counts_their_samples(
+    n: int, options: dict[str, object], sizes: list[int]
+) -> None:
     loader = make(n, **options)
     assert [len(y) for _, y in loader] == sizes
     assert (len(loader), loader.samples) == (len(sizes), sum(sizes))
@@ -137,13 +139,13 @@ def test_a_limit_is_even_over_classes_and_always_the_same() -> None:
         (lambda: as_device("gpu"), "device must be one that PyTorch can use here, got gpu"),
     ],
 )  # fmt: skip
-def test_bad_options(call: object, message: str) -> None:
+def test_a_loader_refuses_bad_options(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=r"must|device") as caught:
         call()  # type: ignore[operator]
     assert str(caught.value).startswith(message)
 
 
-def test_digits() -> None:
+def test_digits_are_1797_normalized_images_of_ten_classes() -> None:
     data = digits(batch=64)
     assert (data.train_samples, data.val_samples, data.classes, data.image_side) == (1347, 450, 10, 8)
     x, y = epoch(data.val)

@@ -279,7 +279,7 @@ def test_what_a_killed_call_left_is_removed(tmp_path: Path) -> None:
         (["flowers102", "d", "--mirror", "SERVER"], "imagelabels.mat: the server answered 404 Not Found"),
     ],
 )
-def test_bad_input_is_one_line_and_two(
+def test_the_data_command_refuses_bad_arguments_in_one_line_with_exit_code_2(
     arguments: list[str],
     message: str,
     tmp_path: Path,

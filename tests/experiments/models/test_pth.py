@@ -294,7 +294,7 @@ def test_compressed_records_are_refused(tmp_path: Path) -> None:
         (["text.pth", "out.safetensors"], "text.pth: damaged or not a file of PyTorch weights"),
     ],
 )
-def test_bad_input_is_one_line_and_two(
+def test_the_weights_command_refuses_bad_files_in_one_line_with_exit_code_2(
     names: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save({"a": torch.ones(1)}, tmp_path / "net.pth", zipped=True)

@@ -38,5 +38,5 @@ def _resolved(name: str) -> dict[str, Any]:
 
 def _file(name: str) -> str:
     if name not in names():
-        raise InputError(f"there is no preset {name!r}{meant(name, names())}")
+        raise InputError(f"preset must be a known one, got {name!r}{meant(name, names())}")
     return resources.files(__name__).joinpath(name + ENDING).read_text(encoding="utf-8")

@@ -31,4 +31,4 @@ def find(what: str) -> StudyPlan:
         return read(Path(what))
     if what.endswith((".yaml", ".yml")):
         raise FileNotFoundError(f"{what}: no such file")
-    raise InputError(f"{what!r} is neither a file nor a study{meant(what, names())}")
+    raise InputError(f"study must be a known one or a file, got {what!r}{meant(what, names())}")
