@@ -93,3 +93,23 @@ def test_branches_that_are_added_in_place_have_gates_of_their_own(spelling: str)
     slopes = torch.autograd.grad(F.cross_entropy(z, y), gates)
     for layer, slope in zip("ac", slopes, strict=True):
         torch.testing.assert_close(found[layer], slope.abs().sum(0) / slope.abs().sum(0).norm())
+
+
+def test_a_layer_with_one_neuron_left_is_scored() -> None:
+    """Against the derivative of the loss by a factor on each channel, taken by hand."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 5, 3), nn.Tanh(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 2),
+    ).double()  # fmt: skip
+    x, y = torch.randn(4, 3, 8, 8, dtype=torch.double), torch.tensor([0, 1, 1, 0])
+    neurons = Neurons(net, x)
+    neurons.remove({"0": [0, 1, 2]})
+    scores = sensitivity(net, neurons, [(x, y)])
+    net.eval()
+    first, second = (torch.ones(4, n, 1, 1, dtype=torch.double, requires_grad=True) for n in (1, 5))
+    loss = F.cross_entropy(net[5:](net[3:5](net[:3](x) * first) * second), y)
+    for name, gate in (("0", first), ("3", second)):
+        (slope,) = torch.autograd.grad(loss, gate, retain_graph=True)
+        wanted = (4 * slope).abs().mean(0).flatten()
+        torch.testing.assert_close(scores[name], wanted / wanted.norm(), rtol=1e-9, atol=0)

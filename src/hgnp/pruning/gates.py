@@ -358,7 +358,9 @@ class _CallBuilder:
             entries.append((tuple(units.shape), units.numpy().tobytes()))
         if not entries:
             return None
-        return self._channels.setdefault((len(tensor.shape), *entries), GatedChannels(len(tensor.shape), sizes))
+        # the dimensions too: with one neuron left, a row of a weight and a channel of a feature have the same entries
+        key = len(tensor.shape), *sizes.items(), *entries
+        return self._channels.setdefault(key, GatedChannels(len(tensor.shape), sizes))
 
     def _current(self, index: int | None) -> GatedChannels | None:
         return None if index is None else self._channels_of(self._tensors[index])
