@@ -78,8 +78,8 @@ def sensitivity(
         coupling: "coupled", or "paper", which gives each of the layers that are added together a gate of its own.
 
     Returns:
-        Layer name → scores of its remaining neurons, shape (neurons,), low for those that matter little; each layer's have
-        the L2 norm 1. A layer is missing if it is read where no gate can be placed; `Neurons.least` then leaves it alone.
+        Layer name → scores of its remaining neurons, shape (neurons,), divided by the layer's L2 norm; low for those that
+        matter little. A layer is missing if it is read where no gate can be placed; `Neurons.least` then leaves it alone.
 
     The network's mode, buffers, gradients and random state are restored.
     """

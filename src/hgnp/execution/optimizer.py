@@ -31,14 +31,14 @@ class GraphedOptimizer:
         self._known: list[float] = []
         self._able: bool | None = None
 
-    def step(self, optimizer: torch.optim.Optimizer, left: Gradients | None) -> None:
-        """As `optimizer.step()`. `left`: the gradients that all come from graphs, if they do."""
+    def step(self, optimizer: torch.optim.Optimizer, graph_grads: Gradients | None) -> None:
+        """As `optimizer.step()`. `graph_grads`: the gradients that all come from graphs, if they do."""
         self._able = _fits(optimizer) if self._able is None else self._able
-        if left is None or not self._able:
+        if graph_grads is None or not self._able:
             optimizer.step()
             return
-        if self._of is None or not self._is_of(optimizer, left):
-            self._graph, self._of = None, (optimizer, left, [dict(group) for group in optimizer.param_groups])
+        if self._of is None or not self._is_of(optimizer, graph_grads):
+            self._graph, self._of = None, (optimizer, graph_grads, [dict(group) for group in optimizer.param_groups])
             optimizer.step()  # its own tensors are made in the first
             return
         if self._graph is None:
@@ -54,11 +54,11 @@ class GraphedOptimizer:
                 rate.fill_(group["lr"])
         self._graph.replay()
 
-    def _is_of(self, optimizer: torch.optim.Optimizer, left: Gradients) -> bool:
+    def _is_of(self, optimizer: torch.optim.Optimizer, graph_grads: Gradients) -> bool:
         """Whether nothing but learning rates has changed."""
         assert self._of is not None
         known, its, groups = self._of
-        if known is not optimizer or its is not left or len(groups) != len(optimizer.param_groups):
+        if known is not optimizer or its is not graph_grads or len(groups) != len(optimizer.param_groups):
             return False
         for then, now in zip(groups, optimizer.param_groups, strict=True):
             then |= {"params": now["params"], "lr": now["lr"]}
