@@ -180,7 +180,7 @@ def test_a_variant_that_cannot_run_is_a_row_with_the_reason() -> None:
         assert row["reason"].startswith("net ")
         assert row["median_ms"] is row["speedup"] is row["difference"] is None
     assert {r["reason"] for r in rows_of(result, variant="channels_last")} == {
-        "channels_last needs 2-d convolutions, the network has none"
+        "net must have 2-d convolutions for variant 'channels_last', got none"
     }
     assert {r["reason"] for r in rows_of(result, variant="eager", batch=5)} == {"RuntimeError: five rows are too many"}
     assert all(row["median_ms"] > 0 for row in rows_of(result, variant="eager", batch=3))

@@ -260,7 +260,7 @@ def test_compare_refuses_bad_folders_in_one_line(tmp_path: Path) -> None:
         compare([folder, tmp_path / "." / "run"], tmp_path / "out")
     with pytest.raises(ValueError, match="folders must name at least one run, got none"):
         compare([], tmp_path / "out")
-    with pytest.raises(FileNotFoundError, match="is not a run"):
+    with pytest.raises(FileNotFoundError, match=r"must be a run folder of .*, got no such folder"):
         compare([tmp_path / "nowhere"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
