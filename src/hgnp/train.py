@@ -100,10 +100,10 @@ def prune(
             (`DivergedError`).
     """
     if not isinstance(net, nn.Module):
-        raise InputTypeError(f"net must be an nn.Module, got a {type(net).__name__}")
+        raise InputTypeError(f"net must be an nn.Module, got {type(net).__name__}")
     check_one_process(net)
     if not isinstance(recipe, Recipe):
-        raise InputTypeError(f"recipe must be an hgnp.Recipe, such as Recipe(keep=0.1), got a {type(recipe).__name__}")
+        raise InputTypeError(f"recipe must be an hgnp.Recipe, such as Recipe(keep=0.1), got {type(recipe).__name__}")
     check_functions(
         loss=loss,
         metric=None if isinstance(metric, Accumulator) else metric,

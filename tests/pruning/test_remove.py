@@ -282,7 +282,7 @@ def test_an_invalid_optimizer_or_copy_is_refused_and_nothing_changes(options: An
 
 def test_a_selection_is_valid_until_the_next_removal() -> None:
     _, neurons = net_and_neurons()
-    scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
+    scores = {layer.name: torch.rand(layer.remaining) for layer in neurons.layers}
     old = neurons.least(scores, 2)
     neurons.remove({"0": [0]})
     with pytest.raises(ValueError, match=r"^selection must be of version 1, got 0: positions change .*; select again$"):

@@ -49,7 +49,7 @@ def compare(
     show(comparison, say)
     advice = hybrid.recommend(wanted, comparison.model) if new else None
     if advice is not None:
-        print("\nfor the new data set:", *advice.sentences, sep="\n  ", file=say)
+        print("\nfor the new dataset:", *advice.sentences, sep="\n  ", file=say)
     print(
         f"\n{out / 'page.html'}  (HTML page; tables (CSV), comparison.json and figures/ are beside it)",
         file=say,

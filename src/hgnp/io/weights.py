@@ -172,7 +172,7 @@ def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict
 
 def _fits(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> None:
     if about["class"] != type(net).__qualname__:
-        raise InputError(f"net must be a {about['class']}, got a {type(net).__qualname__}")
+        raise InputError(f"net must be a {about['class']}, got {type(net).__qualname__}")
     here = {name: type(module).__qualname__ for name, module in net.named_modules()}
     there = {name: kind for name, (kind, _) in about["modules"].items()}
     for name in [*here, *there]:

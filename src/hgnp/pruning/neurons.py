@@ -185,7 +185,7 @@ class Neurons:
         n, round_to = as_count(n), as_round_to(round_to)
         if coupling not in get_args(CouplingMode):
             raise InputError(f"coupling must be 'coupled' or 'paper', got {coupling!r}")
-        alive = {layer.name: layer.alive for layer in self.layers}
+        alive = {layer.name: layer.remaining for layer in self.layers}
         values = as_values(scores, alive)
         floors = floors_of(floor, max_removed, alive, self._totals)
         return self._select(values, n, alive, floors, round_to, coupling, confirm)

@@ -15,7 +15,7 @@ from hgnp.pruning.importance import WEIGHT_SCORES
 from hgnp.recipe import Recipe
 from hgnp.scoring import scored
 
-SEARCH_BELOW = 12
+SEARCH_BELOW = 12  # sizes tried below the bisected one
 CRITERION = {"hgnp": "taylor", "taylor": "taylor", "hybrid": "taylor", "sam": "taylor"}
 """Method → criterion of the scores; the other methods are named after their criterion."""
 
@@ -63,7 +63,7 @@ class Pruner:
                 f"({self._frozen_reasons()})"
             )
         selectable = self._scored_layers()
-        alive = {layer.name: layer.alive for layer in self.neurons.layers}
+        alive = {layer.name: layer.remaining for layer in self.neurons.layers}
         most = self._select(
             {name: torch.zeros(alive[name]) for name in alive if name in selectable}, self.neurons.count
         )
