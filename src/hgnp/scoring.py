@@ -59,7 +59,7 @@ def sensitivity(
     """Layer → one number per remaining neuron, small for those that matter little.
 
     batches    (inputs, target) pairs; the scores are means over all their samples
-    flatness   scores L = C + μ·max(0, q − B), with its loss and output; None scores C alone
+    flatness   scores L = C + μ·g, with its loss and output; None scores C alone
     criterion  "taylor" is the mean of |δ| over samples, "taylor_sum" |the mean of δ|; "l1", "l2", "bn_scale",
                "geometric_median" and "random" depend on weights alone
     mu         μ in the scores, if not that of `flatness`
@@ -261,6 +261,6 @@ def _samples_lead(step: Step, gates: Gates, inputs: Any, x: Tensor) -> bool:
     (agreed,) = step.reducer.sum([torch.full((), lead, device=x.device)])
     if agreed == step.reducer.ranks:
         return True
-    warnings.warn("the first dimension of some tensor is not the sample, or samples mix; scores are |mean of the derivative| over a "
-                  "batch instead of the mean of |derivative| over its samples", stacklevel=5)  # fmt: skip
+    warnings.warn("the first dimension of some tensor is not the sample, or samples mix; scores are |mean of the derivative| "
+                  "over a batch instead of the mean of |derivative| over its samples", stacklevel=5)  # fmt: skip
     return False

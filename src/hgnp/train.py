@@ -56,13 +56,15 @@ def prune(
     _progress: Progress | None = None,
     _about: dict[str, Any] | None = None,
 ) -> Result:
-    """Train `net` and prune it in place by `recipe`: Algorithm 2.
+    """Train `net` and prune it in place by `recipe`: Algorithm 2 of the paper.
 
-    Example::
-
-        recipe = hgnp.Recipe(keep=0.1, warmup_epochs=5, finetune_epochs=5)
-        result = hgnp.prune(net, train_loader, val_loader, recipe=recipe, out="runs/mine")
-        print(result, result.after.metric)
+    >>> import torch, hgnp
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> train = val = [(torch.randn(16, 4), torch.arange(16) % 2)]  # or DataLoaders
+    >>> recipe = hgnp.Recipe(keep=0.5, warmup_epochs=1, neurons_per_round=4, finetune_epochs=1, seed=0)
+    >>> result = hgnp.prune(net, train, val, recipe=recipe, out="runs/mine", verbose=False)
+    >>> result.kept, net[0].weight.shape
+    (0.396..., torch.Size([3, 4]))
 
     Args:
         net: Any nn.Module that PyTorch can trace. It stays the same object, with smaller tensors.

@@ -85,7 +85,9 @@ def test_paper_coupling_removes_exactly_100_neurons_from_resnet18() -> None:
     neurons = Neurons(ResNet18(10), torch.zeros(2, 3, 32, 32))
     draw = torch.Generator().manual_seed(0)
     for _ in range(3):
-        scores = {layer.name: torch.rand(layer.remaining, generator=draw) / layer.remaining**0.5 for layer in neurons.layers}
+        scores = {
+            layer.name: torch.rand(layer.remaining, generator=draw) / layer.remaining**0.5 for layer in neurons.layers
+        }
         cut = neurons.least(scores, 100, coupling="paper")
         assert cut.taken == neurons.remove(cut).taken == 100
         widths: Mapping[str, int] = {layer.name: layer.remaining for layer in neurons.layers}

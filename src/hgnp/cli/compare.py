@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders, of any methods and seeds.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, of any methods and seeds.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Output folder for page, tables and figures.")] = Path(
         "runs/comparison"
     ),
@@ -40,7 +40,7 @@ def compare(
     ] = "fit",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
-    """Compare runs: accuracy against κ, relative differences, areas under the curve, crossings, the hybrid."""  # fmt: skip
+    """Compare runs of several methods. Accuracy against κ, relative differences, areas under the curve, the hybrid."""  # fmt: skip
     from hgnp.reporting import hybrid, publish
 
     wanted = _features(new or [])

@@ -15,7 +15,7 @@ def sharpness(
     device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, … Default: the run's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
-    """Compute the largest eigenvalues of the loss Hessian, plain and scale-invariant, on validation data."""
+    """Compute the largest eigenvalues of the Hessian. Plain and scale-invariant, on validation data."""
     from dataclasses import asdict
     from itertools import islice
 

@@ -126,7 +126,7 @@ def check_batch(net: nn.Module, loss: Loss, output: Output | None, batch: tuple[
     try:
         out = out if output is None else output(out)
     except Exception as error:
-        what = f"a mapping with {', '.join(map(str, out))}" if isinstance(out, Mapping) else f"a {type(out).__name__}"
+        what = f"a mapping with {', '.join(map(str, out))}" if isinstance(out, Mapping) else type(out).__name__
         raise InputError(f"output must take what net returns, {what}, but failed: {brief(error)}") from error
     if is_classification(loss, target):
         check_class_outputs(loss, out, target, name)
@@ -145,9 +145,7 @@ def check_batch(net: nn.Module, loss: Loss, output: Output | None, batch: tuple[
 
 def check_class_outputs(loss: Loss, out: Any, target: Tensor, name: str) -> None:
     if not isinstance(out, Tensor):
-        raise InputError(
-            f"net must return a tensor, got {type(out).__name__}; pass output, such as lambda o: o.logits"
-        )
+        raise InputError(f"net must return a tensor, got {type(out).__name__}; pass output, such as lambda o: o.logits")
     if out.dim() < 2 or out.shape[0] != target.shape[0] or out.shape[2:] != target.shape[1:]:
         raise InputError(
             f"net must return (samples, classes, …) for {name}'s labels {_shape(target)}, got an output {_shape(out)}"

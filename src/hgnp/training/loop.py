@@ -106,7 +106,7 @@ class TrainingLoop:
         graphs = isinstance(self.trainer.executor, Graphed)
         self.evaluation = Evaluation(net, task.loss, task.metric, task.output, graphs=graphs)
         self.pruner = Pruner(self.neurons, self.scoring, self.step_state, recipe, self.optimizer, at_start, self.also)
-        self.flatness = Flatness.of(self.scoring, self.step_state)
+        self.flatness = Flatness._of(self.scoring, self.step_state)
         self._format_note: str | None = None
         if stored is not None:
             self._restore(stored)
