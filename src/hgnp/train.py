@@ -1,6 +1,7 @@
 """`prune`: train, prune during training and fine-tune in one call. The loop itself is `training/loop.py`."""
 
 import contextlib
+import inspect
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -161,6 +162,12 @@ def prune(
                 return loop.finish(() if initial is None else finetune_snapshots(loop, initial))
         finally:
             loop.progress.stop()
+
+
+# help() shows the public arguments; the command gives the other two.
+prune.__signature__ = (_signature := inspect.signature(prune)).replace(  # type: ignore[attr-defined]
+    parameters=[each for each in _signature.parameters.values() if not each.name.startswith("_")]
+)
 
 
 def _move(networks: Iterable[nn.Module], device: str | torch.device) -> None:

@@ -40,7 +40,7 @@ def compare(
     ] = "fit",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
-    """Compare runs of several methods. Accuracy against κ, relative differences, areas under the curve, the hybrid."""  # fmt: skip
+    """Compare runs of several methods. Accuracy against κ, relative differences, areas under the curve, the hybrid."""
     from hgnp.reporting import hybrid, publish
 
     wanted = _features(new or [])

@@ -129,7 +129,7 @@ def check_overwrites_nothing(config: "Config", folder: Path) -> None:
     for file in (folder / "config.yaml", folder / "page.html"):
         if file.exists() and (file.name == "page.html" or file.read_bytes() != config.text().encode()):
             raise FileExistsError(
-                f"--out must be a folder without {file.name}, got {folder}, whose file would be overwritten; choose another folder"
+                f"--out must be a folder without {file.name}, got {folder}, where it would be overwritten; choose another"
             )
 
 

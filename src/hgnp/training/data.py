@@ -126,7 +126,7 @@ def check_batch(net: nn.Module, loss: Loss, output: Output | None, batch: tuple[
     try:
         out = out if output is None else output(out)
     except Exception as error:
-        what = f"a mapping with {', '.join(map(str, out))}" if isinstance(out, Mapping) else type(out).__name__
+        what = f"a mapping with {', '.join(map(str, out))}" if isinstance(out, Mapping) else f"a {type(out).__name__}"
         raise InputError(f"output must take what net returns, {what}, but failed: {brief(error)}") from error
     if is_classification(loss, target):
         check_class_outputs(loss, out, target, name)
