@@ -102,3 +102,13 @@ def test_no_function_imports_from_hgnp() -> None:
     for file, node in functions:
         found = sorted(set(imported(node, package_of(file))))
         assert not found, f"{file.relative_to(ROOT)}:{node.lineno} imports {found}; import it at the top of the file"
+
+
+def test_no_two_classes_have_one_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for name, file in MODULES.items():
+        for node in parsed(file).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    assert len(homes) > 100
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}

@@ -186,7 +186,7 @@ def test_files_of_the_user_s_own_are_not_overwritten(capsys: pytest.CaptureFixtu
     Path("config.yaml").write_text(mine)
     assert call("run", "config.yaml", *TINY, "--out", ".") == 2
     assert capsys.readouterr().err == (
-        "hgnp: --out must be a folder without config.yaml, got ., whose file would be overwritten; choose another folder\n"
+        "hgnp: --out must be a folder without config.yaml, got ., where it would be overwritten; choose another\n"
     )
     assert [file.name for file in Path().iterdir()] == ["config.yaml"]
     assert Path("config.yaml").read_text() == mine

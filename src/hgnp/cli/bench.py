@@ -26,7 +26,8 @@ def bench(
     variant: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="eager, no_tf32, channels_last, compile, bf16, fp16 or onnx; repeatable. Default: all."
+            metavar="NAME",
+            help="eager, no_tf32, channels_last, compile, bf16, fp16, onnx; repeatable. Default: by device.",
         ),
     ] = None,
     weights: Annotated[
