@@ -75,7 +75,9 @@ def test_help_explains_every_argument_of_prune() -> None:
 
 
 def test_an_unknown_field_is_refused_with_the_closest_name() -> None:
-    with pytest.raises(hgnp.HgnpError, match=r"^Recipe: option must be a known one, got 'kepe'; did you mean keep\?$") as error:
+    with pytest.raises(
+        hgnp.HgnpError, match=r"^Recipe: option must be a known one, got 'kepe'; did you mean keep\?$"
+    ) as error:
         hgnp.Recipe(kepe=0.1)  # type: ignore[call-arg]
     assert isinstance(error.value, TypeError)
 
