@@ -21,7 +21,7 @@ preset with a bound that is never exceeded, so that the penalty is skipped.
 *Block* is the block penalised most often, with its share of the steps; later blocks are cheaper.
 """,
     "Memory": """\
-Peak MiB of {after} warm steps: weights, gradients and momentum included, the data set not. *Allocated* misses the memory
+Peak MiB of {after} warm steps: weights, gradients and momentum included, the dataset not. *Allocated* misses the memory
 pool of CUDA graphs; *reserved* includes it. Ratios are to the plain step run the same way.
 """,
     "Naive": """\

@@ -1,6 +1,6 @@
 """A run in a separate process, to be killed: `python resumable.py OUT METHOD`.
 
-Its data set draws from the generators of Python, NumPy and PyTorch in workers, and its loader has its own generator.
+Its dataset draws from the generators of Python, NumPy and PyTorch in workers, and its loader has its own generator.
 """
 
 import random

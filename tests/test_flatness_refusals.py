@@ -68,7 +68,7 @@ def test_wrong_options_fail_at_construction(options, words):
 def test_what_is_no_network_or_has_no_block_is_refused():
     with pytest.raises(ValueError, match=r"net must have a Linear or .* got none"):
         Flatness(nn.Sequential(nn.ReLU()))
-    with pytest.raises(ValueError, match=r"net must be an nn.Module, got a NoneType"):
+    with pytest.raises(ValueError, match=r"net must be an nn.Module, got NoneType"):
         Flatness(None)
 
 

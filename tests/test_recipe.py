@@ -74,6 +74,21 @@ def test_help_explains_every_argument_of_prune() -> None:
     assert [name for name in names if not explained(text[text.index("Args:") :], name)] == []
 
 
+def test_an_unknown_field_is_refused_with_the_closest_name() -> None:
+    with pytest.raises(
+        hgnp.HgnpError, match=r"^Recipe: option must be a known one, got 'kepe'; did you mean keep\?$"
+    ) as error:
+        hgnp.Recipe(kepe=0.1)  # type: ignore[call-arg]
+    assert isinstance(error.value, TypeError)
+
+
+def test_help_of_prune_shows_public_arguments_alone() -> None:
+    head = pydoc.render_doc(hgnp.prune, renderer=pydoc.plaintext).split("Train `net`")[0]
+    assert "recipe: " in head
+    assert "_progress" not in head
+    assert "_about" not in head
+
+
 def test_fields_with_fixed_values_take_those_of_their_type_alone() -> None:
     fixed = {}
     for name, hint in get_type_hints(hgnp.Recipe).items():

@@ -342,7 +342,7 @@ def test_sequences_that_put_time_first_are_scored_by_the_batch() -> None:
     net = TimeFirst()
     x, y = torch.randn(6, 6, 4, dtype=torch.double), torch.randint(0, 3, (6,))
     neurons = hgnp.Neurons(net, x)
-    with pytest.warns(UserWarning, match="samples do not lead"):
+    with pytest.warns(UserWarning, match="the first dimension of some tensor is not the sample"):
         found = hgnp.sensitivity(net, neurons, [(x, y)])["inner.0"]
     h = torch.tanh(time_first[0](x.transpose(0, 1)))
     gamma = torch.ones(5, dtype=torch.double, requires_grad=True)

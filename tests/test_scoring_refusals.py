@@ -21,13 +21,13 @@ def test_sensitivity_refuses_bad_input_in_one_line() -> None:
         ("batches must be .* pairs with samples", [{"x": x, "labels": y}], {}),
         ("batches must be .* pairs with samples", [(x[:0], y[:0])], {}),
         ("batches must be .* pairs with samples", [(x.numpy(), y.numpy())], {}),
-        ("batches must be a list of .inputs, target. pairs, got a int", 5, {}),
+        ("batches must be a list of .inputs, target. pairs, got int", 5, {}),
         ("batches must have at least one", [], {}),
         ("criterion must be one of .*, got 'tailor'", pairs, {"criterion": "tailor"}),
         ("coupling must be 'coupled' or 'paper', got 'x'", pairs, {"coupling": "x"}),
         ("mu must be None or a finite number ≥ 0, got -1", pairs, {"mu": -1}),
         ("criterion must be one of .*, got .'l1'.", pairs, {"criterion": ["l1"]}),
-        ("flatness must be a hgnp.Flatness of net, got a str", pairs, {"flatness": "paper"}),
+        ("flatness must be a hgnp.Flatness of net, got str", pairs, {"flatness": "paper"}),
         ("flatness must be of the same network as net", pairs, {"flatness": hgnp.Flatness(other)}),
     ]
     for message, batches, given in wrong:
@@ -35,7 +35,7 @@ def test_sensitivity_refuses_bad_input_in_one_line() -> None:
             hgnp.sensitivity(net, neurons, batches, **given)
     with pytest.raises(ValueError, match="neurons must be of the same network as net"):
         hgnp.sensitivity(net, hgnp.Neurons(other, x), pairs)
-    with pytest.raises(TypeError, match=r"neurons must be a hgnp.Neurons of net, got a Linear"):
+    with pytest.raises(TypeError, match=r"neurons must be a hgnp.Neurons of net, got Linear"):
         hgnp.sensitivity(net, net[0], pairs)  # type: ignore[arg-type]
 
 

@@ -34,12 +34,12 @@ def test_prune_refuses_bad_input_in_one_line(tmp_path: Path) -> None:
     x, y = stripes()
     refused("train must yield batches in every epoch, .* got none", train=[])
     refused(
-        "train must be a DataLoader or a list of batches, got a list_iterator, which is exhausted", train=iter([(x, y)])
+        "train must be a DataLoader or a list of batches, got list_iterator, which is exhausted", train=iter([(x, y)])
     )
     refused(
-        "val must be a DataLoader or a list of batches, got a generator, which is exhausted", val=(b for b in [(x, y)])
+        "val must be a DataLoader or a list of batches, got generator, which is exhausted", val=(b for b in [(x, y)])
     )
-    refused("train must be a DataLoader or a list of batches, got a int", TypeError, train=5)
+    refused("train must be a DataLoader or a list of batches, got int", TypeError, train=5)
     refused("val must yield batches in every epoch, .* got none", val=[])
     refused(
         "train: labels must be from 0 to 2, as the network has 3 outputs, got 7",
@@ -50,7 +50,7 @@ def test_prune_refuses_bad_input_in_one_line(tmp_path: Path) -> None:
         r"net must return .* for train's labels of shape \(96, 1\), got an output of shape \(96, 3\)",
         train=[(x, y.view(-1, 1))],
     )
-    refused("net must return a tensor, got a tuple; pass output", net=_Tuple())
+    refused("net must return a tensor, got tuple; pass output", net=_Tuple())
     refused("net must take the first batch of train, but its forward failed in a: ", train=[(x.repeat(1, 2, 1, 1), y)])
     refused("train: a batch must be .*, got 3 parts", train=[(x, y, y)])
     refused("train: a batch must have the key 'labels', got x", train=[{"x": x}])
@@ -61,7 +61,7 @@ def test_prune_refuses_bad_input_in_one_line(tmp_path: Path) -> None:
     )
     refused(r"keep must be at least 0\.\d+ of the params, got 0\.001: every", recipe=recipe(keep=0.001))
     refused("every layer keeps a multiple of 8 and 3 neurons are frozen", recipe=recipe(keep=0.1, round_to=8))
-    refused("recipe must be an hgnp.Recipe, .* got a dict", TypeError, recipe={"keep": 0.1})
+    refused("recipe must be an hgnp.Recipe, .* got dict", TypeError, recipe={"keep": 0.1})
     refused("out must be the folder of the run with resume=True, got None", resume=True)
     refused("optimizer must evaluate the loss once per step, .* got LBFGS", optimizer=torch.optim.LBFGS)
     refused(
@@ -86,11 +86,11 @@ def test_prune_refuses_bad_input_in_one_line(tmp_path: Path) -> None:
         with off:
             refused(r"gradients must be enabled, got torch.no_grad\(\)")
     refused("inputs must hold at least one sample, got an empty batch", train=[(x, y), (x[:0], y[:0])])
-    refused("unpack must return .*, got a Tensor", unpack=lambda batch: batch[0])
+    refused("unpack must return .*, got Tensor", unpack=lambda batch: batch[0])
     refused("metric must return one number, higher is better, got a tensor of shape", metric=lambda out, target: out)
     refused("device must be one that PyTorch can use here, got abacus", device="abacus")
     refused("device must be one that PyTorch can use here, got 1.5", device=1.5)
-    refused("out must be a path, got a int", TypeError, out=5)
+    refused("out must be a path, got int", TypeError, out=5)
     (tmp_path / "file").write_text("")
     refused("out must be a folder, got the file", FileExistsError, out=tmp_path / "file")
 

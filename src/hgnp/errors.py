@@ -18,6 +18,7 @@ T = TypeVar("T")
 class HgnpError(Exception):
     """Base class of hgnp's errors.
 
+    >>> import hgnp
     >>> try:
     ...     hgnp.Recipe(keep=2)
     ... except hgnp.HgnpError as error:
@@ -41,10 +42,14 @@ class MissingPackageError(HgnpError, ModuleNotFoundError):
 class DivergedError(HgnpError, ArithmeticError):
     """The loss is no longer finite: the run diverged and stopped.
 
+    >>> import torch, hgnp
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> broken = [(torch.full((16, 4), float("inf")), torch.arange(16) % 2)]
     >>> try:
-    ...     hgnp.prune(net, train, recipe=recipe)
-    ... except hgnp.DivergedError:
-    ...     ...  # retry with a smaller learning rate
+    ...     hgnp.prune(net, broken, recipe=hgnp.Recipe(keep=0.5), verbose=False)
+    ... except hgnp.DivergedError as error:
+    ...     print("diverged")  # such as: retry with a smaller learning rate
+    diverged
     """
 
 
@@ -76,13 +81,19 @@ def check_renamed(names: Iterable[object], known: Collection[str], where: str) -
 
 
 def refuse_renamed(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function to refuse former names of its options and to name the new ones."""
+    """Decorate a function to refuse options that it does not have, and to name the new name or the closest one."""
 
-    known = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
+    known = [name for name in parameters if name != "self"]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    where = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        check_renamed(kwargs, known, function.__qualname__.removesuffix(".__init__"))
+        check_renamed(kwargs, known, where)
+        for name in kwargs:
+            if name not in known and not takes_any:
+                raise InputTypeError(f"{where}: option must be a known one, got {name!r}{meant(name, known)}")
         return function(*args, **kwargs)
 
     return checked

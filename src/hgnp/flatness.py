@@ -31,29 +31,39 @@ from hgnp.execution.eager import Eager
 class Flatness:
     """Leaves the gradient of C + μ·max(0, vᵀHv − bound) in `.grad`, in place of `loss.backward()`.
 
-    Example::
-
-        flat = hgnp.Flatness(net, mu=1e-3, bound=0.5)
-        for inputs, target in loader:
-            optimizer.zero_grad()
-            flat.backward(inputs, target)       # or flat.loss(inputs, target).backward()
-            optimizer.step()
+    >>> import torch, hgnp
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    >>> flat = hgnp.Flatness(net, mu=1e-3, bound=0.5)
+    >>> for inputs, target in [(torch.randn(16, 4), torch.arange(16) % 2)] * 3:
+    ...     optimizer.zero_grad()
+    ...     loss = flat.backward(inputs, target)  # or flat.loss(inputs, target).backward()
+    ...     optimizer.step()
+    >>> flat.block in ("0", "2"), flat.radius > 0
+    (True, True)
 
     Args:
+        net: the network; it is trained as usual, and hgnp.Neurons may prune it between steps.
         loss: any loss(output, target) that is a mean; cross-entropy, MSE and BCE-with-logits have the fast route.
         mu: weight of the term; with 0 a step is a plain PyTorch step.
         bound: B; a negative one keeps the penalty active.
         output: picks the logits from what the network returns, e.g. ``lambda o: o.logits``.
         flatness: "default" or "paper", a bundle of the choices below; choices given by name replace the bundle's.
-        curvature: "ggn" or "hessian".
-        scaling: "plain" or "scale_invariant".
-        direction_from: "last_batch" or "this_batch", the batch that v comes from.
-        kfac_approx: "reduce" or "expand".
-        fisher_type: "empirical" or "mc" (labels drawn from the output).
-        ranking: "kfac" or "empirical".
-        gamma_from: "loss" or "penalized_loss".
-        refresh_every: with direction_from "last_batch", v is refreshed every so many steps and kept in between. Each call of
-            `backward` or `loss` is a step: with gradient accumulation they are micro-batches.
+            "paper" is curvature="hessian", direction_from="this_batch" and kfac_approx="expand". Below, the first value is
+            the default's.
+        curvature: "ggn": q from Gauss–Newton. "hessian": from the full Hessian.
+        scaling: "plain": v as it is. "scale_invariant": each filter's part times the filter's norm.
+        direction_from: "last_batch": the v of the batch before, one pass. "this_batch": the v of this batch, two passes.
+        kfac_approx: how the Kronecker factors Ψ and Γ treat the positions of a convolution's output. "reduce": combined
+            before the outer product. "expand": one outer product per position.
+        fisher_type: "empirical": Γ from the batch's labels. "mc": from labels drawn from the network's own output.
+        ranking: the penalised block. "kfac": the one with the largest λ^Ψ·λ^Γ. "empirical": the one with the largest
+            empirical quotient along its v.
+        gamma_from: "loss": Γ from the derivatives of C. "penalized_loss": from those of C + μ·max(0, q − B) along the v of the
+            batch before.
+        refresh_every: with direction_from "last_batch", v is refreshed every so many steps and kept in between. 1 by default;
+            `hgnp.Recipe`'s default is 8. Each call of `backward` or `loss` is a step: with gradient accumulation they are
+            micro-batches.
         skip_inactive: if the penalty is inactive in the first step along a new v, the steps until the next refresh are plain.
     """
 
@@ -85,7 +95,7 @@ class Flatness:
         self._eager = Eager(self._step, self._state)
 
     @classmethod
-    def of(cls, step: Step, state: State) -> "Flatness":
+    def _of(cls, step: Step, state: State) -> "Flatness":
         """A view of a step and its state, for the callbacks of a run."""
         view = cls.__new__(cls)
         view._step, view._state, view._eager = step, state, Eager(step, state)
@@ -106,6 +116,7 @@ class Flatness:
 
     @property
     def net(self) -> nn.Module:
+        """The network."""
         return self._step.net
 
     @property
@@ -181,6 +192,8 @@ class Flatness:
         return self._step.state_dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, for a network of the same shapes: the next step is the one that would have
+        followed."""
         self._step.load_state_dict(self._state, state)
 
 

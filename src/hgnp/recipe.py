@@ -30,22 +30,25 @@ METHODS: tuple[str, ...] = get_args(Method)
 class Recipe:
     """How a network is trained, pruned and fine-tuned. Immutable: `dataclasses.replace` returns a changed copy.
 
-    Neurons are removed before epoch e if e ≥ warmup_epochs and e is a multiple of prune_every, until the target is met. That
-    epoch is completed, and finetune_epochs more follow.
+    After `warmup_epochs`, neurons are removed before every epoch whose number is a multiple of `prune_every` (with
+    prune_unit="steps": before every step whose number is), until the target is met. That epoch is completed, and
+    `finetune_epochs` more follow.
 
-    Example::
-
-        recipe = hgnp.Recipe(keep=0.10, warmup_epochs=5, neurons_per_round=50, finetune_epochs=5)
-        baseline = dataclasses.replace(recipe, method="taylor")
+    >>> import dataclasses, hgnp
+    >>> recipe = hgnp.Recipe(keep=0.10, warmup_epochs=5, neurons_per_round=50, finetune_epochs=5)
+    >>> baseline = dataclasses.replace(recipe, method="taylor")
+    >>> baseline.method, baseline.keep
+    ('taylor', 0.1)
 
     Attributes:
         keep: The fraction of the `target` quantity to keep: the paper's κ̄. With 1 nothing is pruned.
         target: The quantity that `keep` refers to: "params" (as in the paper), "neurons" (the removable ones) or "macs".
         snapshots: Fractions between `keep` and 1. When pruning reaches one of them, a copy of the network is taken at the end
             of the epoch and fine-tuned separately for `finetune_epochs`; the run itself is not affected.
-        method: "hgnp"; "taylor"; "hybrid" (Taylor, then HGNP once `threshold` is reached); "l1", "l2", "bn_scale",
-            "geometric_median" or "random" (plain training, another score); "sam" (Taylor scores, trained by sharpness-aware
-            minimization).
+        method: "hgnp" (the flatness term in the training loss, and scores of the loss with that term); "taylor" (plain
+            training; scores are first-order Taylor estimates of the change in loss when a neuron is removed); "hybrid"
+            (Taylor, then HGNP once `threshold` is reached); "l1", "l2", "bn_scale", "geometric_median" or "random" (plain
+            training, another score); "sam" (Taylor scores, trained by sharpness-aware minimization).
         threshold: For method "hybrid" only. The run trains and scores by Taylor while more than this fraction of the
             parameters is left (the paper's κ, whatever the target is), by HGNP from then on. 1 is HGNP throughout, 0 Taylor.
 
@@ -68,10 +71,11 @@ class Recipe:
         mu_warmup_epochs: Epochs over which μ rises linearly from 0, counted from the start or from the hybrid's switch.
         bound: The bound B: curvature up to B is not penalised.
         flatness: "default", "paper", or a mapping of `Flatness`'s named choices, such as {"curvature": "hessian"}.
-        refresh_every: Steps between two refreshes of the penalised direction v. None: 8 if v comes from the last batch, 1 in
-            the paper's order.
+        refresh_every: Steps between two refreshes of the penalised direction v. None: 8 if v comes from the last batch, 1 with
+            direction_from="this_batch". (`Flatness` itself refreshes every step by default.)
         skip_inactive: Whether the flatness term is skipped until the next refresh if it is inactive (curvature within the
-            bound) in the first step along a new v. None: True if v comes from the last batch, False in the paper's order.
+            bound) in the first step along a new v. None: True if v comes from the last batch, False with
+            direction_from="this_batch".
         rho: Radius ρ of method "sam".
 
         lr: Learning rate of the default optimizer, SGD.
@@ -256,10 +260,14 @@ def _distinct_between(keep: float, values: Any) -> bool:
     )
 
 
+def _listed(names: tuple[str, ...]) -> str:
+    return " or ".join(map(repr, names)) if len(names) < 3 else f"one of {', '.join(map(repr, names))}"
+
+
 def _one_of(kind: Any) -> tuple[str, Any]:
     """A check for the values of a Literal type."""
     names = get_args(kind)
-    return " or ".join(map(repr, names)), lambda value: isinstance(value, str) and value in names
+    return _listed(names), lambda value: isinstance(value, str) and value in names
 
 
 def _or_none(check: tuple[str, Any]) -> tuple[str, Any]:

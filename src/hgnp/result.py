@@ -97,11 +97,15 @@ class Snapshot:
 class Result:
     """The pruned network, its history, and measurements before and after.
 
-    Example::
-
-        result = hgnp.prune(net, train_loader, val_loader, recipe=hgnp.Recipe(keep=0.1))
-        print(result.kept, result.before.metric, result.after.metric)
-        result.save("small/")
+    >>> import torch, hgnp
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> batches = [(torch.randn(16, 4), torch.arange(16) % 2)]  # or a DataLoader
+    >>> recipe = hgnp.Recipe(keep=0.5, warmup_epochs=1, neurons_per_round=4, finetune_epochs=1, seed=0)
+    >>> result = hgnp.prune(net, batches, batches, recipe=recipe, verbose=False)
+    >>> result.reached, result.before.neurons, result.after.neurons
+    (True, 8, 3)
+    >>> result.save("small/").as_posix()
+    'small/model.safetensors'
 
     Attributes:
         model: The network that `prune` was called with, pruned in place.

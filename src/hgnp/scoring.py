@@ -85,7 +85,7 @@ def sensitivity(
     """
     for name, value, kind in (("neurons", neurons, Neurons), ("flatness", flatness, Flatness)):
         if not isinstance(value, kind) and not (name == "flatness" and value is None):
-            raise InputTypeError(f"{name} must be a hgnp.{kind.__name__} of net, got a {type(value).__name__}")
+            raise InputTypeError(f"{name} must be a hgnp.{kind.__name__} of net, got {type(value).__name__}")
         if value is not None and value.net is not net:
             raise InputError(f"{name} must be of the same network as net, got one of another")
     if coupling not in get_args(CouplingMode):
@@ -119,7 +119,7 @@ def scored(
     gated = {layer: (units < gates.count) for layer, units in gates.rows.items()}
     free = normalised({layer: raw[units[gated[layer]].to(raw.device)] for layer, units in gates.rows.items()})
     scores = {}
-    for layer, values in free.items():  # those that stay have no gate: they count not, and are never chosen
+    for layer, values in free.items():  # those that stay have no gate: they are not counted, and are never chosen
         scores[layer] = values.max().repeat(len(gated[layer]))
         scores[layer][gated[layer].to(raw.device)] = values
     return scores
@@ -232,7 +232,7 @@ def _capture(net: nn.Module) -> Capture | None:
 def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
     """Inputs, target, and a tensor of the inputs whose first dimension counts samples."""
     if not isinstance(batches, Iterable):
-        raise InputTypeError(f"batches must be a list of (inputs, target) pairs, got a {type(batches).__name__}")
+        raise InputTypeError(f"batches must be a list of (inputs, target) pairs, got {type(batches).__name__}")
     for batch in batches:
         x = next(tensors_in(batch[0]), None) if isinstance(batch, tuple | list) and len(batch) == 2 else None
         if x is None or x.dim() == 0 or len(x) == 0:
@@ -276,6 +276,6 @@ def _samples_lead(step: Step, gates: Gates, inputs: Any, x: Tensor) -> bool:
     (agreed,) = step.reducer.sum([torch.full((), lead, device=x.device)])
     if agreed == step.reducer.ranks:
         return True
-    warnings.warn("samples do not lead in all tensors of the network, or mix; scores are |mean of the derivative| over a "
-                  "batch instead of the mean of |derivative| over its samples", stacklevel=5)  # fmt: skip
+    warnings.warn("the first dimension of some tensor is not the sample, or samples mix; scores are |mean of the derivative| "
+                  "over a batch instead of the mean of |derivative| over its samples", stacklevel=5)  # fmt: skip
     return False

@@ -1,6 +1,7 @@
 """`prune`: train, prune during training and fine-tune in one call. The loop itself is `training/loop.py`."""
 
 import contextlib
+import inspect
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -56,13 +57,15 @@ def prune(
     _progress: Progress | None = None,
     _about: dict[str, Any] | None = None,
 ) -> Result:
-    """Train `net` and prune it in place by `recipe`: Algorithm 2.
+    """Train `net` and prune it in place by `recipe`: Algorithm 2 of the paper.
 
-    Example::
-
-        recipe = hgnp.Recipe(keep=0.1, warmup_epochs=5, finetune_epochs=5)
-        result = hgnp.prune(net, train_loader, val_loader, recipe=recipe, out="runs/mine")
-        print(result, result.after.metric)
+    >>> import torch, hgnp
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> train = val = [(torch.randn(16, 4), torch.arange(16) % 2)]  # or DataLoaders
+    >>> recipe = hgnp.Recipe(keep=0.5, warmup_epochs=1, neurons_per_round=4, finetune_epochs=1, seed=0)
+    >>> result = hgnp.prune(net, train, val, recipe=recipe, out="runs/mine", verbose=False)
+    >>> result.kept, net[0].weight.shape
+    (0.396..., torch.Size([3, 4]))
 
     Args:
         net: Any nn.Module that PyTorch can trace. It stays the same object, with smaller tensors.
@@ -100,10 +103,10 @@ def prune(
             (`DivergedError`).
     """
     if not isinstance(net, nn.Module):
-        raise InputTypeError(f"net must be an nn.Module, got a {type(net).__name__}")
+        raise InputTypeError(f"net must be an nn.Module, got {type(net).__name__}")
     check_one_process(net)
     if not isinstance(recipe, Recipe):
-        raise InputTypeError(f"recipe must be an hgnp.Recipe, such as Recipe(keep=0.1), got a {type(recipe).__name__}")
+        raise InputTypeError(f"recipe must be an hgnp.Recipe, such as Recipe(keep=0.1), got {type(recipe).__name__}")
     check_functions(
         loss=loss,
         metric=None if isinstance(metric, Accumulator) else metric,
@@ -159,6 +162,12 @@ def prune(
                 return loop.finish(() if initial is None else finetune_snapshots(loop, initial))
         finally:
             loop.progress.stop()
+
+
+# help() shows the public arguments; the command gives the other two.
+prune.__signature__ = (_signature := inspect.signature(prune)).replace(  # type: ignore[attr-defined]
+    parameters=[each for each in _signature.parameters.values() if not each.name.startswith("_")]
+)
 
 
 def _move(networks: Iterable[nn.Module], device: str | torch.device) -> None:

@@ -24,6 +24,19 @@ def test_help_version_and_presets(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("about: ")
 
 
+def test_help_has_whole_summaries_and_no_python_types(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call() == 0
+    _, listed = capsys.readouterr().out.split("Commands:\n")
+    assert "..." not in listed
+    names = [line.split()[0] for line in listed.splitlines() if line]
+    assert "compare" in names
+    for name in names:
+        assert call(name, "--help") == 0
+        out = capsys.readouterr().out
+        assert "<" not in out, out
+        assert "…}" not in out, out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -36,7 +49,7 @@ def test_help_version_and_presets(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "."], "preset must be a known one or a file, got '.'"),
         (["run", "--set", "recipe.kepe=0.1"], "recipe: key must be a known one, got 'kepe'; did you mean keep"),
         (["run", "--set", "recipe.keep=7"], "recipe.keep must be a fraction > 0 and ≤ 1, got 7"),
-        (["run", "--method", "magic"], "recipe.method must be 'hgnp' or"),
+        (["run", "--method", "magic"], "recipe.method must be one of 'hgnp', 'taylor', "),
         (
             ["run", "--method", "hybrid"],
             "recipe.threshold must be a fraction from 0 to 1 with method 'hybrid', got None",

@@ -29,6 +29,11 @@ def test_rows_hold_what_is_known() -> None:
     ]
 
 
+def test_a_speedup_is_a_ratio_of_times() -> None:
+    faster = RESULT | {"after": {**RESULT["after"], "latency_ms": 0.35}}
+    assert rows(faster)[-1][1:] == ("2.00", "0.35", "17.5% (5.7× as fast)")
+
+
 def test_a_target_that_was_missed_is_said() -> None:
     assert summary_line(RESULT) == (
         "target NOT reached (no more neurons could be removed): 25.00% of the MACs kept, 10.00% requested; "

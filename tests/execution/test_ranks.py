@@ -171,7 +171,7 @@ class TimeFirst(nn.Module):
         return self.inner(x.transpose(0, 1).contiguous()).mean(0)
 
 
-@pytest.mark.filterwarnings("ignore:samples do not lead")
+@pytest.mark.filterwarnings("ignore:the first dimension of some tensor is not the sample")
 def test_scores_of_a_batch_as_a_whole_are_summed_before_their_absolute_value() -> None:
     torch.manual_seed(0)
     net = TimeFirst().double()
@@ -184,7 +184,7 @@ def test_scores_of_a_batch_as_a_whole_are_summed_before_their_absolute_value() -
 
     split = [[(x[:7], y[:7]), (x[7:], y[7:])] for x, y in joint]  # of a single sample nobody knows where it leads
     have = run_ranks(2, lambda rank, reducer: scores(copy.deepcopy(net), [each[rank] for each in split], reducer))
-    with pytest.warns(UserWarning, match="samples do not lead"):
+    with pytest.warns(UserWarning, match="the first dimension of some tensor is not the sample"):
         want = scores(net, joint, LOCAL)
     torch.testing.assert_close(have, [want, want], **CLOSE)
 

@@ -21,7 +21,9 @@ def pruned(case: Case) -> nn.Module:
     net = case.net()
     args, kwargs = case.inputs()
     neurons = hgnp.Neurons(net, args or kwargs, approximate=case.approximate)
-    neurons.remove(neurons.least({layer.name: torch.rand(layer.alive) for layer in neurons.layers}, neurons.count // 2))
+    neurons.remove(
+        neurons.least({layer.name: torch.rand(layer.remaining) for layer in neurons.layers}, neurons.count // 2)
+    )
     return net
 
 
@@ -138,7 +140,7 @@ class Renamed(nn.Sequential):
 @pytest.mark.parametrize(
     ("fresh", "message"),
     [
-        (lambda: Renamed(*make()), "net must be a Sequential, got a Renamed"),
+        (lambda: Renamed(*make()), "net must be a Sequential, got Renamed"),
         (
             lambda: nn.Sequential(*make()[:2], nn.GELU(), *make()[3:]),
             "layer '2' must be GELU as in net, got ReLU in the file",

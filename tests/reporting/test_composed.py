@@ -70,7 +70,7 @@ def test_an_experiment_of_the_paper_is_predicted_without_its_own_sample(
     assert f"Left out, as this is that experiment: {own.name}." in told
     assert all(name in told for name in switch.samples)
     assert ("It extrapolates: train_samples is 2040 here and 5994 to 50000 there." in told) == (own is FLOWERS)
-    assert own in comparison.model.samples  # which is for data sets that are new
+    assert own in comparison.model.samples  # which is for datasets that are new
 
 
 def test_two_studies_of_one_experiment_are_not_fitted_on_each_other(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_finished_run_has_every_chart(run: Run) -> None:
     keys = [figure.key for figure in run_charts.all_charts(run) if not isinstance(figure, MissingChart)]
     assert keys == [
-        "metric_against_kept", "metric_over_epochs", "loss_over_epochs", "layer_widths", "radius_curvature",
-        "penalised_blocks", "seconds",
+        "metric_against_kept", "metric_over_epochs", "loss_over_epochs", "widths_before_after", "layer_widths",
+        "radius_curvature", "penalised_blocks", "seconds",
     ]  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def test_charts_without_data_give_the_reason(tmp_path: Path) -> None:
         assert isinstance(absent, MissingChart)
         assert "no validation data" in absent.reason
     empty = read(write_run(tmp_path / "empty", epochs=0))
-    assert all(isinstance(figure, MissingChart) for figure in [*run_charts.all_charts(empty), run_charts.widths(empty)])
+    assert all(isinstance(figure, MissingChart) for figure in run_charts.all_charts(empty))
 
 
 def test_shares_of_widths_and_of_steps(run: Run) -> None:

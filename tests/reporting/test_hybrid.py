@@ -198,4 +198,4 @@ def test_unusable_samples_are_refused_by_name() -> None:
         fit((*PAPER, Sample("mine", {**PAPER[0].features, "classes": None, "mean_kernel": None}, 0.5)))  # type: ignore[dict-item]
     same = [dataclasses.replace(sample, threshold=0.5) for sample in PAPER]
     assert fit(same).predict({}) == 0.5
-    assert any("for every data set" in sentence for sentence in limitations(fit(same)))
+    assert any("for every dataset" in sentence for sentence in limitations(fit(same)))

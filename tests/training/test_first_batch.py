@@ -53,7 +53,7 @@ def test_a_metric_that_fails_is_refused_before_training() -> None:
     x, y = stripes(60)
     assert not steps_before("it failed on the validation data: TypeError", metric=lambda out: 0.0)
     assert not steps_before("it failed on the validation data: KeyError: 'logits'", metric=lambda o, t: {}["logits"])
-    assert not steps_before("metric must return one number, .* got a NoneType", metric=lambda out, target: None)
+    assert not steps_before("metric must return one number, .* got NoneType", metric=lambda out, target: None)
     assert not steps_before(
         "got targets that are a list; pass output, or a metric with update",
         metric=lambda out, target: 0.0,

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # w
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """An iterable data set whose state is its position, as torchdata asks for. It draws from a generator of its own."""
+    """An iterable dataset whose state is its position, as torchdata asks for. It draws from a generator of its own."""
 
     def __init__(self) -> None:
         self.position, self.generator = 0, torch.Generator().manual_seed(5)

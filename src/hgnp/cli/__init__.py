@@ -8,14 +8,27 @@ import errno
 import io
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from hgnp import __version__
 from hgnp.cli import bench, compare, data, export, paper, presets, report, run, sharpness, study, weights
 from hgnp.errors import DivergedError, HgnpError
 
 STOPPED, BAD_INPUT = 1, 2
+
+
+class Command(TyperCommand):
+    """A command whose help lists arguments by name, without their Python types (`<list[Path]>`)."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for parameter in self.params:
+            if parameter.param_type_name == "argument":
+                vars(parameter)["display_type_rich"] = lambda ctx: None
+
 
 commands = typer.Typer(
     name="hgnp",
@@ -24,17 +37,17 @@ commands = typer.Typer(
     pretty_exceptions_enable=False,
     invoke_without_command=True,
 )
-commands.command("run")(run.run)
-commands.command("presets")(presets.presets)
-commands.command("data")(data.data)
-commands.command("weights")(weights.weights)
-commands.command("study")(study.study)
-commands.command("compare")(compare.compare)
-commands.command("paper")(paper.paper)
-commands.command("bench")(bench.bench)
-commands.command("report")(report.report)
-commands.command("export")(export.export)
-commands.command("sharpness")(sharpness.sharpness)
+commands.command("run", cls=Command)(run.run)
+commands.command("presets", cls=Command)(presets.presets)
+commands.command("data", cls=Command)(data.data)
+commands.command("weights", cls=Command)(weights.weights)
+commands.command("study", cls=Command)(study.study)
+commands.command("compare", cls=Command)(compare.compare)
+commands.command("paper", cls=Command)(paper.paper)
+commands.command("bench", cls=Command)(bench.bench)
+commands.command("report", cls=Command)(report.report)
+commands.command("export", cls=Command)(export.export)
+commands.command("sharpness", cls=Command)(sharpness.sharpness)
 
 
 @commands.callback()

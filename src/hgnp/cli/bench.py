@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def bench(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN…", help="Folder of a finished run. Several runs are timed in one table."),
+        typer.Argument(metavar="RUN", help="Folder of a finished run. Several runs are timed in one table."),
     ],
     batch: Annotated[
         list[int] | None, typer.Option(metavar="N", help="Batch size; repeatable. Default: the paper's.")
@@ -40,7 +40,7 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Timed calls per network.")] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
-    """Time inference of the full, the weight-pruned and the neuron-pruned network."""
+    """Time inference of full and pruned networks. Weight-pruned networks are timed beside the neuron-pruned one."""
     import torch
     from rich.console import Console
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders, of any methods and seeds.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, of any methods and seeds.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Output folder for page, tables and figures.")] = Path(
         "runs/comparison"
     ),
@@ -41,7 +41,7 @@ def compare(
     ] = "fit",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
-    """Compare runs: accuracy against κ, relative differences, areas under the curve, crossings, the hybrid."""  # fmt: skip
+    """Compare runs of several methods. Accuracy against κ, relative differences, areas under the curve, the hybrid."""
     from hgnp.reporting import hybrid, publish
 
     wanted = _features(new or [])
@@ -50,7 +50,7 @@ def compare(
     show(comparison, say)
     advice = hybrid.recommend(wanted, comparison.model) if new else None
     if advice is not None:
-        print("\nfor the new data set:", *advice.sentences, sep="\n  ", file=say)
+        print("\nfor the new dataset:", *advice.sentences, sep="\n  ", file=say)
     print(
         f"\n{out / 'page.html'}  (HTML page; tables (CSV), comparison.json and figures/ are beside it)",
         file=say,

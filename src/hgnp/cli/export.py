@@ -10,7 +10,7 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Output file: *.onnx for ONNX, *.pt2 for torch.export.")],
 ) -> None:
-    """Export the pruned network to ONNX or torch.export with a dynamic batch size; outputs are checked."""
+    """Export the pruned network to ONNX or torch.export. The batch size is dynamic, and the outputs are checked."""
     import torch
 
     import hgnp

@@ -15,7 +15,7 @@ def paper(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Output folder. Default: RESULTS_DIR/page.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
-    """Compare the paper's numbers with those of your runs, with deviations and verdicts; page, tables, figures."""
+    """Compare your runs with the paper. Writes numbers, deviations and verdicts as a page, tables and figures."""
     from hgnp.io.atomic import as_json as text
     from hgnp.reporting import publish
     from hgnp.reporting.paper.report import conclusion

@@ -5,7 +5,9 @@ from typing import Annotated
 import typer
 
 
-def presets(name: Annotated[str | None, typer.Argument(help="Print this preset's YAML.")] = None) -> None:
+def presets(
+    name: Annotated[str | None, typer.Argument(metavar="PRESET", help="Print this preset's YAML.")] = None,
+) -> None:
     """List the built-in presets, or print one as YAML."""
     from hgnp.cli.table import print_catalog
     from hgnp.experiments import presets as built_in

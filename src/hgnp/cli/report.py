@@ -7,12 +7,12 @@ import typer
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders.")],
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Output folder. Default: the run's own folder.")
     ] = None,
 ) -> None:
-    """Write one self-contained HTML page, with figures as PNG, SVG and CSV beside it."""
+    """Write a self-contained HTML page about runs. Figures are beside it as PNG, SVG and CSV."""
     from hgnp.reporting.publish import report as write
 
     page = write(runs, out)

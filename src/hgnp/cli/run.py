@@ -47,7 +47,7 @@ def run(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
-    """Train, prune and fine-tune a network. Default: the demo, half a minute on two cores."""  # fmt: skip
+    """Train, prune and fine-tune a network. Default: the demo, about 20 seconds on two cores."""  # fmt: skip
     from hgnp.experiments.overrides import effective
     from hgnp.progress import BarProgress, LineProgress
 

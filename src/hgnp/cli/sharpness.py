@@ -13,9 +13,9 @@ def sharpness(
     batches: Annotated[int, typer.Option(min=1, metavar="N", help="Number of validation batches.")] = 1,
     k: Annotated[int, typer.Option(min=1, metavar="N", help="Number of eigenvalues.")] = 1,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, … Default: the run's.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
-    """Compute the largest eigenvalues of the loss Hessian, plain and scale-invariant, on validation data."""
+    """Compute the largest eigenvalues of the Hessian. Plain and scale-invariant, on validation data."""
     from dataclasses import asdict
     from itertools import islice
 

@@ -39,7 +39,7 @@ def study(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands without running them.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
-    """Run every method on every network with every seed, then compare. Without a name: list the studies."""
+    """Run and compare methods, networks and seeds. Every method runs on every network with every seed."""
     from hgnp.experiments import studies, study_plan
 
     if what is None:

@@ -59,7 +59,7 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
             continue
         ratio = f"{after / before:.1%}" if before and after is not None else ""
         if key == "latency_ms" and ratio and before > after > 0:
-            ratio = f"{ratio} ({before / after:.1f}× faster)"
+            ratio = f"{ratio} ({before / after:.1f}× as fast)"
         lines.append((name, "–" if before is None else write(before), "–" if after is None else write(after), ratio))
     return lines
 

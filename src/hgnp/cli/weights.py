@@ -14,7 +14,7 @@ def weights(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
-    """Convert published PyTorch weights to safetensors without executing their pickle."""
+    """Convert published PyTorch weights to safetensors. Their pickle is not executed."""
     from hgnp.experiments.models.pth import convert
     from hgnp.io.atomic import as_json as text
 

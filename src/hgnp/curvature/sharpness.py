@@ -1,4 +1,4 @@
-"""How flat a solution is: the top eigenvalues of the true Hessian over a data set.
+"""How flat a solution is: the top eigenvalues of the true Hessian over a dataset.
 
 Lanczos with full reorthogonalisation on v ↦ Hv, H the Hessian of the mean loss over all samples in evaluation mode.
 A Ritz pair (θ, y) of the k-step tridiagonal T has the exact residual ‖Hy − θy‖ = β_k |last entry of T's eigenvector|;

@@ -34,7 +34,7 @@ def finite(value: Any) -> bool:
 def check_network(net: nn.Module, *, flatten: bool) -> None:
     """That PyTorch shows the network's operations and, with `flatten`, that there is a block to flatten."""
     if not isinstance(net, nn.Module):
-        raise InputError(f"net must be an nn.Module, got a {type(net).__name__}")
+        raise InputError(f"net must be an nn.Module, got {type(net).__name__}")
     if flatten and not find_blocks(net):
         raise InputError("net must have a Linear or Conv1d/2d/3d layer with a trained weight, got none")
     for name, layer in net.named_modules():

@@ -96,7 +96,7 @@ def network(config: Config) -> nn.Module:
     _check_args("model_args", model, config.model_args)
     net = _make("model", model, **config.model_args)
     if not isinstance(net, nn.Module):
-        raise InputError(f"model must return an nn.Module, got a {type(net).__name__} from {config.model}")
+        raise InputError(f"model must return an nn.Module, got {type(net).__name__} from {config.model}")
     return net
 
 
@@ -206,7 +206,7 @@ def _pair(name: str, made: Any) -> tuple[Any, Any]:
     if isinstance(made, tuple | list) and len(made) == 2:
         return made[0], made[1]
     raise InputError(
-        f"data must return (train, val) or an object with .train and .val, got a {type(made).__name__} from {name}"
+        f"data must return (train, val) or an object with .train and .val, got {type(made).__name__} from {name}"
     )
 
 

@@ -44,8 +44,11 @@ FIXED = (
 class Exported:
     """An exported file and its numerical error.
 
-    >>> exported = hgnp.export(net, "small.onnx", torch.zeros(1, 3, 32, 32))
-    >>> exported.path, exported.error
+    >>> import torch, hgnp
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> exported = hgnp.export(net, "small.pt2", torch.zeros(1, 4))
+    >>> exported.kind, exported.path.name, exported.error < 1e-4
+    ('torch.export', 'small.pt2', True)
 
     Attributes:
         path: The file.
@@ -70,7 +73,10 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
     The file accepts any batch size. It is run on random inputs at two other batch sizes (by ONNX Runtime, or loaded back) and
     compared with `net`.
 
-    >>> hgnp.export(net, "small.onnx", torch.zeros(1, 3, 32, 32)).error
+    >>> import torch, hgnp
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> hgnp.export(net, "small.pt2", torch.zeros(1, 4)).error < 1e-4
+    True
 
     Args:
         net: The network; unchanged.

@@ -35,8 +35,10 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> Path:
 
     Neither the class nor its code is stored: `load` needs an instance of it.
 
-    >>> hgnp.save(net, "small/")
-    >>> net = hgnp.load("small/", MyNet())
+    >>> import torch, hgnp
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> hgnp.save(net, "small/").as_posix()
+    'small/model.safetensors'
 
     Args:
         net: The network, pruned or not.
@@ -104,7 +106,15 @@ def load(path: str | os.PathLike[str], net: Net) -> Net:
     Outputs are then bit-equal to those of the saved network. Device, mode and `requires_grad` stay those of `net`; tensors on
     meta become new ones on the CPU.
 
-    >>> net = hgnp.load("small/", MyNet())
+    >>> import torch, hgnp
+    >>> def make():
+    ...     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> net = make()
+    >>> _ = hgnp.Neurons(net, torch.zeros(1, 4)).remove({"0": [0, 3]})
+    >>> _ = hgnp.save(net, "small/")
+    >>> loaded = hgnp.load("small/", make())
+    >>> loaded[0].weight.shape, torch.equal(loaded[0].weight, net[0].weight)
+    (torch.Size([6, 4]), True)
 
     Args:
         path: The file, or the folder with model.safetensors.
@@ -172,7 +182,7 @@ def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict
 
 def _fits(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> None:
     if about["class"] != type(net).__qualname__:
-        raise InputError(f"net must be a {about['class']}, got a {type(net).__qualname__}")
+        raise InputError(f"net must be a {about['class']}, got {type(net).__qualname__}")
     here = {name: type(module).__qualname__ for name, module in net.named_modules()}
     there = {name: kind for name, (kind, _) in about["modules"].items()}
     for name in [*here, *there]:

@@ -72,7 +72,7 @@ class BaselineComparison:
 
 @dataclass(frozen=True)
 class Study:
-    """Runs that can be compared: one network, one data set, one metric."""
+    """Runs that can be compared: one network, one dataset, one metric."""
 
     title: str
     metric: str

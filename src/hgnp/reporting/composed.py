@@ -31,7 +31,7 @@ class Switch:
     samples: tuple[str, ...]
     """The experiments that the threshold is fitted on."""
     left_out: tuple[str, ...]
-    """Known experiments excluded from the fit because they have the study's data set and network."""
+    """Known experiments excluded from the fit because they have the study's dataset and network."""
     caveats: tuple[str, ...]
     """Limitations, in sentences."""
     threshold: float | None

@@ -33,7 +33,7 @@ FEATURES = (
 )
 PAPERS_CHOICE = ("classes", "train_samples")
 IDENTITY = ("train_samples", "classes", "conv_layers", "linear_layers", "kernels")
-"""The features that tell data sets and networks apart, whatever the size of pictures and the choice of validation data."""
+"""The features that tell datasets and networks apart, whatever the size of pictures and the choice of validation data."""
 SMALLEST = 1e-2  # where the Lasso's path ends, as a fraction of the penalty at which it is empty
 
 
@@ -51,7 +51,7 @@ def _sample(name: str, threshold: float, *values: float) -> Sample:
 
 
 # Thresholds are those of the paper's table, which are its regression's predictions; the crossings it states in words differ.
-# Architectures: AlexNet and, at 160 px, ResNet-18 as in torchvision, the classifier made for the data set's classes. For
+# Architectures: AlexNet and, at 160 px, ResNet-18 as in torchvision, the classifier made for the dataset's classes. For
 # CIFAR-10, which the paper does not spell out, the usual forms for 32 px: ResNet-18 with a 3×3 stem, VGG-16-BN with biases in
 # its convolutions and one linear layer. Convolutions of shortcuts count. mean_kernel is the mean side over convolutions,
 # kernels the sum of their output channels. tests/reporting/test_hybrid.py counts all of it layer by layer.
@@ -140,7 +140,7 @@ def usable(sample: Sample) -> str | None:
 
 
 def same_experiment(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two experiments have the same data set and network, judged by their features."""
+    """Whether two experiments have the same dataset and network, judged by their features."""
     return all(one.get(name) is not None and one.get(name) == other.get(name) for name in IDENTITY)
 
 
@@ -252,7 +252,7 @@ def limitations(model: Model) -> tuple[str, ...]:
     ]
     if not used:
         sentences.append(
-            "No feature is selected, so the prediction is the mean of the known thresholds for every data set."
+            "No feature is selected, so the prediction is the mean of the known thresholds for every dataset."
         )
     unseen = [name for name in PAPERS_CHOICE if all(name not in step.features for step in model.path)]
     if model.path and unseen:
@@ -268,7 +268,7 @@ def limitations(model: Model) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Which method to use for a new data set; `threshold` is None where no prediction can be made, `reason` says why."""
+    """Which method to use for a new dataset; `threshold` is None where no prediction can be made, `reason` says why."""
 
     threshold: float | None
     reason: str | None

@@ -34,8 +34,7 @@ def report(folders: Sequence[Folder], out: Folder | None = None) -> Path:
     page = write_report(read, out / "page.html")
     for number, run in enumerate(read, 1):
         folder = out / "figures" / ("" if len(read) == 1 else f"{number}-{_file_name(run.title)}")
-        made = [*run_charts.all_charts(run), run_charts.widths(run)]
-        figures.save([figure for figure in made if not isinstance(figure, MissingChart)], folder)
+        figures.save([figure for figure in run_charts.all_charts(run) if not isinstance(figure, MissingChart)], folder)
         figures.save_outcome(run, folder / "outcome.png")
         figures.save_outcome(run, folder / "outcome.svg")
     return page

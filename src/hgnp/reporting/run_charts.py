@@ -19,8 +19,9 @@ def metric_axis(metric: str) -> Axis:
 
 
 def all_charts(run: Run) -> list[Figure | MissingChart]:
+    """Every chart, in the order of the page."""
     made: Sequence[Callable[[Run], Figure | MissingChart]] = (
-        against_kept, over_epochs, losses, widths_over_time, radius_and_curvature, penalised_blocks, time,
+        against_kept, over_epochs, losses, widths, widths_over_time, radius_and_curvature, penalised_blocks, time,
     )  # fmt: skip
     return [make(run) for make in made]
 

@@ -78,7 +78,7 @@ def _pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_pack(v, tensors, f"{where}[{i}]") for i, v in enumerate(value)]}
     raise InputTypeError(
-        f"{where.lstrip('.')} must be a tensor, a number, a string or a collection of them, got a {type(value).__name__}, "
+        f"{where.lstrip('.')} must be a tensor, a number, a string or a collection of them, got {type(value).__name__}, "
         "which a checkpoint cannot hold without pickle"
     )
 

@@ -145,9 +145,7 @@ def check_batch(net: nn.Module, loss: Loss, output: Output | None, batch: tuple[
 
 def check_class_outputs(loss: Loss, out: Any, target: Tensor, name: str) -> None:
     if not isinstance(out, Tensor):
-        raise InputError(
-            f"net must return a tensor, got a {type(out).__name__}; pass output, such as lambda o: o.logits"
-        )
+        raise InputError(f"net must return a tensor, got {type(out).__name__}; pass output, such as lambda o: o.logits")
     if out.dim() < 2 or out.shape[0] != target.shape[0] or out.shape[2:] != target.shape[1:]:
         raise InputError(
             f"net must return (samples, classes, …) for {name}'s labels {_shape(target)}, got an output {_shape(out)}"
@@ -180,13 +178,13 @@ def with_checked_labels(
 def _length(loader: Any) -> int | None:
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):  # a DataLoader's __len__ fails if its data set has none
+    except (TypeError, NotImplementedError):  # a DataLoader's __len__ fails if its dataset has none
         return None
 
 
 def _describe(value: Any) -> str:
-    return f"{len(value)} parts" if isinstance(value, tuple | list) else f"a {type(value).__name__}"
+    return f"{len(value)} parts" if isinstance(value, tuple | list) else type(value).__name__
 
 
 def _shape(value: Any) -> str:
-    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"(a {type(value).__name__})"
+    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"({type(value).__name__})"

@@ -1,4 +1,4 @@
-"""Validation: loss and metric over a data set, in evaluation mode."""
+"""Validation: loss and metric over a dataset, in evaluation mode."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -171,7 +171,7 @@ def _as_float(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
-        given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise MetricError(f"metric must return one number, higher is better, got {given}") from None
 
 

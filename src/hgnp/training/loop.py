@@ -105,7 +105,7 @@ class TrainingLoop:
         graphs = self.trainer.executor.uses_graphs
         self.evaluation = Evaluation(net, task.loss, task.metric, task.output, graphs=graphs)
         self.pruner = Pruner(self.neurons, self.scoring, self.step_state, recipe, self.optimizer, at_start, self.also)
-        self.flatness = Flatness.of(self.scoring, self.step_state)
+        self.flatness = Flatness._of(self.scoring, self.step_state)
         self._format_note: str | None = None
         if stored is not None:
             self._restore(stored)
@@ -262,7 +262,7 @@ class TrainingLoop:
             "neurons": now.neurons,
             "macs": now.macs // self.samples,
             "removed": removed,
-            "widths": {layer.name: layer.alive for layer in self.neurons.layers},
+            "widths": {layer.name: layer.remaining for layer in self.neurons.layers},
             "lr": float(self.optimizer.param_groups[0]["lr"]),
             "mu": self.step_state.mu,
         }  # fmt: skip

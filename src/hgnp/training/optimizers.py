@@ -22,7 +22,7 @@ def make_optimizer(net: nn.Module, recipe: Recipe, given: OptimizerOrFactory | N
     made = given if isinstance(given, torch.optim.Optimizer) else given(net.parameters())
     if not isinstance(made, torch.optim.Optimizer):
         raise InputTypeError(
-            f"optimizer must be a torch optimizer or a function that returns one, got a {type(made).__name__}"
+            f"optimizer must be a torch optimizer or a function that returns one, got {type(made).__name__}"
         )
     if isinstance(made, torch.optim.LBFGS):
         raise InputError("optimizer must evaluate the loss once per step, as SGD and AdamW do, got LBFGS")
@@ -52,7 +52,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, given: Any,
     made = given(optimizer) if isinstance(given, type) or not hasattr(given, "step") else given
     if not hasattr(made, "step"):
         raise InputTypeError(
-            f"scheduler must be a torch scheduler or a function that returns one, got a {type(made).__name__}"
+            f"scheduler must be a torch scheduler or a function that returns one, got {type(made).__name__}"
         )
     if getattr(made, "optimizer", optimizer) is not optimizer:
         raise InputError("scheduler must belong to the run's optimizer, got one of another optimizer")

@@ -15,7 +15,7 @@ from hgnp.pruning.importance import WEIGHT_SCORES
 from hgnp.recipe import Method, Recipe
 from hgnp.scoring import Criterion, scored
 
-SEARCH_BELOW = 12
+SEARCH_BELOW = 12  # sizes tried below the bisected one
 CRITERION: dict[Method, Criterion] = {
     "hgnp": "taylor", "taylor": "taylor", "hybrid": "taylor", "sam": "taylor", "l1": "l1", "l2": "l2",
     "bn_scale": "bn_scale", "geometric_median": "geometric_median", "random": "random",
@@ -66,7 +66,7 @@ class Pruner:
                 f"({self._frozen_reasons()})"
             )
         selectable = self._scored_layers()
-        alive = {layer.name: layer.alive for layer in self.neurons.layers}
+        alive = {layer.name: layer.remaining for layer in self.neurons.layers}
         most = self._select(
             {name: torch.zeros(alive[name]) for name in alive if name in selectable}, self.neurons.count
         )

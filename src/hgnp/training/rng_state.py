@@ -1,7 +1,7 @@
 """RNG state: captured at the end of an epoch, restored when a run is resumed.
 
 It covers the generators of Python, NumPy and PyTorch, on the CPU and on every GPU; those of loaders and samplers; and the
-`state_dict` of any loader, sampler or data set that has one. DataLoader workers are seeded from these at the start of an
+`state_dict` of any loader, sampler or dataset that has one. DataLoader workers are seeded from these at the start of an
 epoch, so restoring them reproduces order and augmentation.
 
 A `state_dict` may hold a position within the epoch, from which the next iteration continues once it is loaded. So states are
@@ -83,7 +83,7 @@ def prepare_epoch(loader: Any, epoch: int) -> None:
 
 
 def _components(loaders: tuple[Any, ...]) -> list[Any]:
-    """Loaders, their samplers and their data sets, without duplicates."""
+    """Loaders, their samplers and their datasets, without duplicates."""
     found: dict[int, Any] = {}
     for loader in loaders:
         batch_sampler = getattr(loader, "batch_sampler", None)

@@ -34,7 +34,7 @@ class RunFolder:
         try:
             self.path = Path(path)
         except TypeError:
-            raise InputTypeError(f"out must be a path, got a {type(path).__name__}") from None
+            raise InputTypeError(f"out must be a path, got {type(path).__name__}") from None
         self.info = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoint = self.path / "checkpoint.safetensors"

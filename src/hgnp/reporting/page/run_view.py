@@ -30,8 +30,9 @@ MEASURES = {
 
 
 def run_view(run: Run, prefix: str) -> dict[str, Any]:
-    figures = [figure_view(f, prefix, CAPTIONS.get(getattr(f, "key", ""), "")) for f in run_charts.all_charts(run)]
-    widths = figure_view(run_charts.widths(run), prefix)
+    figures = [
+        figure_view(chart, prefix, CAPTIONS.get(getattr(chart, "key", ""), "")) for chart in run_charts.all_charts(run)
+    ]
     return {
         "title": run.title,
         "state": run.state,
@@ -49,7 +50,7 @@ def run_view(run: Run, prefix: str) -> dict[str, Any]:
             "folder",
         ],
         "snapshots": [_snapshot(run, row) for row in run.snapshots],
-        "figures": [*figures[:3], widths, *figures[3:]],
+        "figures": figures,
         "recipe": [(name, _plain(value)) for name, value in run.recipe.items()],
         "facts": _facts(run),
     }

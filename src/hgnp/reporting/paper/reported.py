@@ -60,7 +60,7 @@ class StatedLead:
 
 @dataclass(frozen=True)
 class PaperExperiment:
-    """One model on one data set."""
+    """One model on one dataset."""
 
     key: str
     """The name of its preset and of its study."""
