@@ -116,12 +116,12 @@ def scored(
     capture = _capture(net) if graphs else None
     with evaluating(net), torch.enable_grad(), RandomState(*net.parameters()):
         raw = _means(step, state, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture)
-    gated = {layer: (units < gates.count) for layer, units in gates.rows.items()}
-    free = normalised({layer: raw[units[gated[layer]].to(raw.device)] for layer, units in gates.rows.items()})
+    has_gate = {layer: (units < gates.count) for layer, units in gates.rows.items()}
+    free = normalised({layer: raw[units[has_gate[layer]].to(raw.device)] for layer, units in gates.rows.items()})
     scores = {}
     for layer, values in free.items():  # those that stay have no gate: they are not counted, and are never chosen
-        scores[layer] = values.max().repeat(len(gated[layer]))
-        scores[layer][gated[layer].to(raw.device)] = values
+        scores[layer] = values.max().repeat(len(has_gate[layer]))
+        scores[layer][has_gate[layer].to(raw.device)] = values
     return scores
 
 
@@ -146,12 +146,12 @@ def _means(
     if x is None:
         raise InputError("batches must have at least one (inputs, target) pair, got none")
     gates, before = gates.to(x.device), RandomState(*step.net.parameters())
-    apart = _samples_lead(step, gates, inputs, x)
+    per_sample = _samples_lead(step, gates, inputs, x)
     mu = state.mu if mu is None else mu
     if not before.is_now() or (mu and step.choices.fisher_type == "mc"):
         capture = None  # a graph would draw the same at every replay
     state = dataclasses.replace(state)  # n and w of the batches that are scored
-    work = partial(_sum, step, state, gates, mu, signed, apart)
+    work = partial(_sum, step, state, gates, mu, signed, per_sample)
     sums = _Sums(work, partial(step.direction_of, state) if mu else None, step.net, capture)
 
     def summed(inputs: Any, target: Any) -> Tensor:
@@ -176,7 +176,7 @@ def _sum(
     gates: Gates,
     mu: float,
     signed: bool,
-    apart: bool,
+    per_sample: bool,
     block: Block | None,
     batch: tuple[Any, Any, dict[str, Tensor]],
 ) -> Tensor:
@@ -184,13 +184,13 @@ def _sum(
     inputs, target, pair = batch
     v = None if block is None else Direction.known(step.net, block, KroneckerEigenpair.of_state(pair))
     x = next(tensors_in(inputs))
-    gamma = _ones(x, x.shape[0] if apart else 1, gates)
+    gamma = _ones(x, x.shape[0] if per_sample else 1, gates)
     value = gates.run(
         as_inputs(inputs),
         lambda: step.objective(state, inputs, target, mu=mu, direction=v, within=gated(gates, gamma)),
     )
     delta = _slope(value, gamma) * state.samples  # summed over the batch this is N times its mean
-    if not apart:  # of the batch as a whole, whose absolute value is each rank's equal part of the sum over ranks
+    if not per_sample:  # of the batch as a whole, whose absolute value is each rank's equal part of the sum over ranks
         delta = step.reducer.sum([delta])[0] / step.reducer.ranks
     return (delta if signed else delta.abs()).sum(0)
 

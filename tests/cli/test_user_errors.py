@@ -10,6 +10,7 @@ import pytest
 
 from command import call
 from hgnp.cli import app
+from hgnp.cli.run import was_interrupted
 
 CONFIG = """
 model: DigitsNet
@@ -173,3 +174,14 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert done.stderr.startswith("hgnp: ")
     assert done.stderr.count("\n") == 1
     assert not Path("x").exists()
+
+
+def test_an_error_that_follows_from_ctrl_c_is_an_interruption() -> None:
+    try:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise RuntimeError("trying to pop from empty mode stack")  # noqa: B904
+    except RuntimeError as error:
+        assert was_interrupted(error)
+    assert not was_interrupted(RuntimeError("another"))

@@ -101,7 +101,7 @@ def test_the_text_of_a_preset_that_extends_another_is_whole() -> None:
 
 
 def test_an_unknown_preset_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(ValueError, match="there is no preset 'vgg-cifar10'; did you mean vgg16-cifar10"):
+    with pytest.raises(ValueError, match="preset must be a known one, got 'vgg-cifar10'; did you mean vgg16-cifar10"):
         presets.text("vgg-cifar10")
 
 

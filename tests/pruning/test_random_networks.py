@@ -179,7 +179,7 @@ def networks(draw: Any) -> RandomNet:
 def test_removal_equals_masking_on_random_networks(part: int, record_property: Callable[[str, object], None]) -> None:
     made: Counter[str] = Counter()
 
-    @settings(max_examples=40, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
+    @settings(max_examples=32, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
     @given(networks(), st.integers(part * 1000, part * 1000 + 999), st.floats(0.1, 1.0))
     def check(whole: RandomNet, seed: int, share: float) -> None:
         torch.manual_seed(seed)

@@ -88,7 +88,7 @@ def run(
         progress.stop()
         if not (folder / "run.json").exists():  # refused before it started
             remove_created(created)
-        elif isinstance(error, KeyboardInterrupt):
+        elif was_interrupted(error):
             command = shlex.join(["hgnp", "run", str(folder / "config.yaml"), "--out", str(folder), "--resume"])
             print(f"\nhgnp: interrupted; {command} resumes after the last completed epoch", file=sys.stderr)
             raise typer.Exit(130) from None
@@ -114,6 +114,13 @@ def run(
     if unwritten is not None and not done:
         why = unwritten.strerror or str(unwritten)
         raise OSError(unwritten.errno, f"the run is finished, but {folder / 'page.html'} could not be written ({why})")
+
+
+def was_interrupted(error: BaseException) -> bool:
+    """Whether it is a KeyboardInterrupt, or follows from one: PyTorch raises another error where Ctrl-C comes in the middle."""
+    return isinstance(error, KeyboardInterrupt) or (
+        error.__context__ is not None and was_interrupted(error.__context__)
+    )
 
 
 def write_page(folder: Path) -> None:

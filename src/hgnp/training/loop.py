@@ -100,12 +100,14 @@ class TrainingLoop:
             "networks in also": len(self.also),
             "batches per epoch": task.train.count,
         }
-        step, self.scoring, self.step_state = make_steps(net, task, recipe)
+        step, self.scoring_step, self.step_state = make_steps(net, task, recipe)
         self.trainer = Trainer(step, self.step_state, self.optimizer, recipe, task.train.device)
         graphs = self.trainer.executor.uses_graphs
         self.evaluation = Evaluation(net, task.loss, task.metric, task.output, graphs=graphs)
-        self.pruner = Pruner(self.neurons, self.scoring, self.step_state, recipe, self.optimizer, at_start, self.also)
-        self.flatness = Flatness._of(self.scoring, self.step_state)
+        self.pruner = Pruner(
+            self.neurons, self.scoring_step, self.step_state, recipe, self.optimizer, at_start, self.also
+        )
+        self.flatness = Flatness._of(self.scoring_step, self.step_state)
         self._format_note: str | None = None
         if stored is not None:
             self._restore(stored)
@@ -363,7 +365,7 @@ class TrainingLoop:
             "peaks": self.trainer.peaks,
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
-            "flatness": self.scoring.state_dict(self.step_state),
+            "flatness": self.scoring_step.state_dict(self.step_state),
             "rng": rng_state.capture(*self.loaders()),
         }
 
@@ -389,7 +391,7 @@ class TrainingLoop:
         self.neurons.load_state_dict(stored["neurons"])
         self.run_state.load_state_dict(stored["run"])
         self.optimizer.load_state_dict(stored["optimizer"])
-        self.scoring.load_state_dict(self.step_state, stored["flatness"])
+        self.scoring_step.load_state_dict(self.step_state, stored["flatness"])
         self.memory_format = stored["execution"]["memory_format"]
         self.trainer.peaks = stored["peaks"]
         if self.scheduler is not None:
