@@ -177,11 +177,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_an_error_that_follows_from_ctrl_c_is_an_interruption() -> None:
-    try:
-        try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            raise RuntimeError("trying to pop from empty mode stack")  # noqa: B904
-    except RuntimeError as error:
-        assert was_interrupted(error)
-    assert not was_interrupted(RuntimeError("another"))
+    error = RuntimeError("trying to pop from empty mode stack")
+    assert not was_interrupted(error)
+    error.__context__ = KeyboardInterrupt()
+    assert was_interrupted(error)
