@@ -60,7 +60,7 @@ class SAMStep(Step):
         before = self._perturb(parameters, found)
         torch.clear_autocast_cache()  # which holds half-precision copies of the parameters as they were
         try:
-            output = self.passes.run(inputs, self.norms_mode(), traceless=True)
+            output = self.passes.run(inputs, self.norms_mode(), side_effect_free=True)
             (weighted(self.loss(output, target), state.weight) * scale).backward()
         finally:
             with torch.no_grad():

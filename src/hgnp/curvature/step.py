@@ -295,7 +295,7 @@ class Step:
         where there are any, C waits for the term, and Γ takes a backward pass of its own."""
         state.loss_differentiated = not has_gradient_hooks(self.net)
         if state.loss_differentiated:
-            self.backward(state, target, mu=0.0, scale=scale, retain_graph=self.passes.repeats)
+            self.backward(state, target, mu=0.0, scale=scale, retain_graph=self.passes.can_replay_tape)
         else:
             self.refresh(state, target, scale=scale)
         assert state.collector is not None
@@ -307,7 +307,7 @@ class Step:
         if not state.loss_differentiated:
             self._backward(self.total(state, mu=mu, active=active) * scale)
         elif active:
-            self._backward(self._penalty(state, mu) * scale, retain_graph=state.current.replayed)
+            self._backward(self._penalty(state, mu) * scale, retain_graph=state.current.in_cuda_graph)
 
     def total(self, state: State, *, mu: Scale, active: bool) -> Tensor:
         """w·C + μ·(w·q − B), or w·C if the penalty is inactive."""
@@ -391,9 +391,9 @@ class Step:
         around the forward pass. It has no side effects: buffers and random state stay as they are."""
         with preserve_rng(*self.net.parameters()):
             if direction is None:
-                output = self.passes.run(inputs, self.norms_mode(), within=within, traceless=True)
+                output = self.passes.run(inputs, self.norms_mode(), within=within, side_effect_free=True)
                 return weighted(self.loss(output, target), state.weight)
-            found, _ = self._penalized_pass(direction, state, inputs, target, traceless=True, within=within)
+            found, _ = self._penalized_pass(direction, state, inputs, target, side_effect_free=True, within=within)
         assert found.q is not None
         (q,) = self.reducer.sum([found.q.detach()])
         if capturing():  # a graph cannot ask the host
@@ -446,7 +446,7 @@ class Step:
         """Refreshes a direction from this batch, from a cold start, by a pass without side effects."""
         collector = self._collector(state, inputs)
         with preserve_rng(*self.net.parameters()):  # dropout masks repeat from pass to pass
-            output = self.passes.run(inputs, Forward(watch=collector, reducer=self.reducer), traceless=True)
+            output = self.passes.run(inputs, Forward(watch=collector, reducer=self.reducer), side_effect_free=True)
             current = Pass(weighted(self.loss(output, target), state.weight), output)
             direction.refresh(
                 collector, partial(self._collect_gamma, state, collector, current, target, scale),

@@ -11,7 +11,7 @@ from hgnp.curvature.autodiff.forward import check_gradients
 from hgnp.curvature.step import PLAIN, Scale, State, Step
 from hgnp.errors import InputError
 
-Precision = Callable[[], contextlib.AbstractContextManager[Any]]
+AutocastFactory = Callable[[], contextlib.AbstractContextManager[Any]]
 """Enters autocast, if steps run under it."""
 
 
@@ -20,7 +20,7 @@ class Eager:
 
     uses_graphs = False
 
-    def __init__(self, step: Step, state: State, precision: Precision = contextlib.nullcontext) -> None:
+    def __init__(self, step: Step, state: State, precision: AutocastFactory = contextlib.nullcontext) -> None:
         self.step, self.state, self._precision = step, state, precision
         self.fetch: Callable[[], Any] | None = None
         """Fetches the next batch. An eager step does not call it: it has nothing to overlap with."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hgnp.curvature.step import Scale, State, Step
-from hgnp.execution.eager import Eager, Precision
+from hgnp.execution.eager import AutocastFactory, Eager
 from hgnp.execution.graphed import Graphed
 
 
@@ -41,6 +41,6 @@ class Executor(Protocol):
         """Steps on the gradients of the last `backward`."""
 
 
-def make_executor(step: Step, state: State, precision: Precision, *, graphs: bool) -> Executor:
+def make_executor(step: Step, state: State, precision: AutocastFactory, *, graphs: bool) -> Executor:
     """`graphs`: from CUDA graphs, which need a GPU."""
     return Graphed(step, state, precision) if graphs else Eager(step, state, precision)

@@ -23,7 +23,7 @@ from hgnp.curvature.direction import BlockChoice, KroneckerEigenpair
 from hgnp.curvature.step import PLAIN, Plan, State, Step
 from hgnp.curvature.validation import has_gradient_hooks, has_module_hooks
 from hgnp.execution.captured import Captured, Versions, copied, copy_into, tensors_of
-from hgnp.execution.eager import Eager, Precision
+from hgnp.execution.eager import AutocastFactory, Eager
 from hgnp.execution.graphs import Capture, CaptureError, copied_batch, fingerprint, refill, shape_key
 from hgnp.execution.optimizer import Gradients, GraphedOptimizer
 from hgnp.removal import Removal, listen
@@ -37,7 +37,7 @@ class Graphed:
 
     uses_graphs = True
 
-    def __init__(self, step: Step, state: State, precision: Precision = contextlib.nullcontext) -> None:
+    def __init__(self, step: Step, state: State, precision: AutocastFactory = contextlib.nullcontext) -> None:
         self.step, self.state, self.net, self._precision = step, state, step.net, precision
         self._eager = Eager(step, state)
         self.device = next(self.net.parameters()).device
@@ -275,7 +275,7 @@ class Graphed:
         one pass, or as dropout masks that the passes after it share."""
         if not before.is_now_on_cpu() or not self.step.one_draw:
             return False
-        return not self.state.mu or self.step.lagged or self.step.passes.repeats
+        return not self.state.mu or self.step.lagged or self.step.passes.can_replay_tape
 
     def _run(self, key: Any, piece: Piece, batch: Any, *, after: bool = False) -> Tensor | None:
         """A piece of a step: eagerly the first time, from its graph from then on. One `after` another reads the same batch and
@@ -329,7 +329,9 @@ class Graphed:
             statistics = None if state.statistics is before[0] else state.statistics
             choice = None if direction.choice is known else direction.choice
             taped = (
-                state.current if under_way is None and state.current is not None and state.current.replayed else None
+                state.current
+                if under_way is None and state.current is not None and state.current.in_cuda_graph
+                else None
             )
             read = (*parameters, *self.net.buffers(), *tensors_in(batch))
             return Captured(graph, batch, loss, grads, after, statistics, choice, taped, Versions.of(read))

@@ -48,7 +48,7 @@ class Pass:
     """As they were before it; norms that write theirs do not read them."""
     random: RandomState | None = None
     """As it was before it; None in a capture."""
-    replayed: bool = False
+    in_cuda_graph: bool = False
     """A CUDA graph recomputes it: keep its autograd graph."""
 
 
@@ -73,7 +73,7 @@ class Passes:
         self._warned: set[tuple[str, str]] = set()
         self.draws = False
         """Whether a pass of this network draws random numbers."""
-        self.repeats = True
+        self.can_replay_tape = True
         """Whether a pass can be run again from its tape: nothing but dropout masks was drawn."""
         listen(net, self.neurons_removed)
 
@@ -92,8 +92,8 @@ class Passes:
         output = self.run(inputs, mode)
         loss = self._loss(output, target, weight)
         if random is not None:
-            self.draws, self.repeats = not random.is_now(), mode.repeats(random)
-        return Pass(loss, output, None, tape if self.repeats else None, buffers, random, capturing())
+            self.draws, self.can_replay_tape = not random.is_now(), mode.repeats(random)
+        return Pass(loss, output, None, tape if self.can_replay_tape else None, buffers, random, capturing())
 
     def with_curvature(
         self,
@@ -105,7 +105,7 @@ class Passes:
         *,
         watch: Watch | None = None,
         primal: Pass | None = None,
-        traceless: bool = False,
+        side_effect_free: bool = False,
         within: contextlib.AbstractContextManager[Any] | None = None,
     ) -> Pass:
         """C and q along v, which `seeds` has by the block's parameters. With `primal`, a taped pass of this batch, only what is
@@ -128,7 +128,9 @@ class Passes:
             elif primal is not None and self.draws:
                 raise RuntimeError("a second pass cannot draw the same random numbers in a CUDA graph")
             before = None if primal is None else primal.buffers
-            output = self.run(inputs, mode, traceless=traceless or primal is not None, within=within, before=before)
+            output = self.run(
+                inputs, mode, side_effect_free=side_effect_free or primal is not None, within=within, before=before
+            )
         loss = self._loss(output, target, weight) if loss is None else loss
         with autocast_off(loss):
             q = mode.quotient(loss, output, target)
@@ -141,12 +143,12 @@ class Passes:
         inputs: Any,
         mode: Forward | None = None,
         *,
-        traceless: bool = False,
+        side_effect_free: bool = False,
         within: contextlib.AbstractContextManager[Any] | None = None,
         before: dict[str, Tensor] | None = None,
     ) -> Any:
-        """The network's output; a traceless run works on copies of the buffers, some as they were `before`."""
-        buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers()} if traceless else None
+        """The network's output. With `side_effect_free` it works on copies of the buffers, some as they were `before`."""
+        buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers()} if side_effect_free else None
         if buffers is not None and before is not None:
             buffers |= before
         try:
@@ -176,7 +178,7 @@ class Passes:
             return
         mode = Linearity(find_blocks(self.net), reducer=self._reducer)
         with RandomState(*self.net.parameters()):
-            reasons = mode.end(self.run(inputs, mode, traceless=True))
+            reasons = mode.end(self.run(inputs, mode, side_effect_free=True))
         self._reasons[self.net.training], self._hidden[self.net.training] = reasons, mode.lost
 
     def _carries(self, block: Block) -> bool:
