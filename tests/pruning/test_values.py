@@ -185,5 +185,3 @@ def test_a_table_of_positions_can_be_read() -> None:
     net = two_layers(forward)
     net.register_buffer("used", torch.tensor([0, 2, 0, 5]))
     assert prunable_layers(net) == ["a"]
-
-

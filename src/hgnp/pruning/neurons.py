@@ -117,7 +117,9 @@ class Neurons:
                 coupling.freeze(rows, "it is protected")
         self._verifier = CutVerifier(self._structure)
         self._verifier.freeze_unprunable(torch.cat([*self._rows.values(), torch.zeros(0, dtype=torch.long)]))
-        if self._verifier.caches and not self._caches:  # the network keeps tensors of its present shapes: compute them too
+        if (
+            self._verifier.caches and not self._caches
+        ):  # the network keeps tensors of its present shapes: compute them too
             self._caches = self._verifier.caches
             self._analyse()
             return
@@ -159,7 +161,9 @@ class Neurons:
         found = []
         for name in self._prunable:
             slots = self._state.remaining(name)
-            shared = ~self._structure.frozen[slots] & torch.isin(self._structure.roots[slots], torch.tensor(sorted(roots)))
+            shared = ~self._structure.frozen[slots] & torch.isin(
+                self._structure.roots[slots], torch.tensor(sorted(roots))
+            )
             if bool(shared.any()):
                 found.append(Layer(name, int(shared.sum()), self._totals[name]))
         return tuple(found)

@@ -25,7 +25,6 @@ from hgnp.pruning.trace import UNTRACEABLE, batch_norms_to_eval, trace_forward
 from hgnp.pruning.widths import Shape, stated_widths, weight_name
 from hgnp.removal import Removal
 
-
 Attributes = tuple[nn.Module, Mapping[str, Any]]
 """A module and values for its attributes."""
 

@@ -5,8 +5,8 @@ Python code, hooks and parametrisations run as they would in training; weights, 
 modules' attributes are restored.
 
 Code may read values. Those of parameters, buffers and other tensors that no operator has written are known: they are used, and
-noted in `Graph.read_values`. At any other value (a threshold, non-maximum suppression) recording stops: `Graph.stop` tells which
-tensors the code still held there.
+noted in `Graph.read_values`. At any other value (a threshold, non-maximum suppression) recording stops: `Graph.stop` tells
+which tensors the code still held there.
 """
 
 import gc
@@ -225,7 +225,9 @@ class _OperatorTracer(TorchDispatchMode):
             return False
         if not all(self._evaluate(read, found, sources) for read in call.reads):
             return False
-        results = [leaf for leaf in tree_leaves(_call(call.op, call.args, call.kwargs, found)) if isinstance(leaf, Tensor)]
+        results = [
+            leaf for leaf in tree_leaves(_call(call.op, call.args, call.kwargs, found)) if isinstance(leaf, Tensor)
+        ]
         found |= dict(zip(call.writes, results, strict=True))
         return True
 
