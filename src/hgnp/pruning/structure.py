@@ -254,8 +254,9 @@ class Structure:
         """Label propagation through the forward pass of these inputs in evaluation mode, or, with `losses`, in training mode
         with norms and dropout in evaluation mode. PathError if it couples or freezes more than the traced passes do."""
         attributes = self._stated_widths(torch.ones(len(self.coupling), dtype=torch.bool))
+        real = inputs is not self.inputs
         return self._propagate(
-            self._trace_forward(inputs, losses, attributes, losses=losses, shapes=self.shapes, compute_inputs=True)
+            self._trace_forward(inputs, losses, attributes, losses=losses, shapes=self.shapes, compute_inputs=real)
         )
 
     def _propagate(self, graph: Graph) -> LabelPropagation:
@@ -268,8 +269,9 @@ class Structure:
             self._run(propagation)
             _make_rectangular(coupling, propagation)
         except NewCouplingError as error:
+            module = propagation.call.module if propagation.calls else ""
             raise PathError(
-                propagation.call.module, f"it couples or freezes more neurons than the traced path: {error}"
+                module, f"it couples or freezes more neurons than the traced path: {error}"
             ) from error
         return propagation
 

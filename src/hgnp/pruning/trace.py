@@ -255,7 +255,7 @@ class _OperatorTracer(TorchDispatchMode):
             found[index] = self._real[value.name]
             sources.add(index)
             return True
-        if value.constant is not None and not isinstance(value.constant, FakeTensor):
+        if value.constant is not None and not value.computed and not isinstance(value.constant, FakeTensor):
             found[index] = value.constant
             sources.add(index)
             return True
