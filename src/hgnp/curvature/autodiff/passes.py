@@ -29,7 +29,7 @@ from hgnp.reducer import Reducer
 from hgnp.removal import Removal, listen
 from hgnp.state_guards import module_that_raised
 
-Seeds = list[tuple[Tensor, Tensor]]
+ParameterTangents = list[tuple[Tensor, Tensor]]
 """Parameters, each with its part of v."""
 Weight = Tensor | None
 """This rank's share of the loss; None: it has all of it."""
@@ -100,7 +100,7 @@ class Passes:
     def with_curvature(
         self,
         block: Block,
-        seeds: Seeds,
+        tangents: ParameterTangents,
         inputs: Any,
         target: Any,
         weight: Weight,
@@ -110,19 +110,19 @@ class Passes:
         side_effect_free: bool = False,
         within: contextlib.AbstractContextManager[Any] | None = None,
     ) -> Pass:
-        """C and q along v, which `seeds` has by the block's parameters. With `primal`, a taped pass of this batch, only what is
-        behind the block runs again, if it can."""
+        """C and q along v, given as `tangents` of the block's parameters. With `primal`, a taped pass of this batch, only the
+        operations after the block run again, where that is possible."""
         self.inspect(inputs)
-        mode, loss, output = self._mode(block, seeds, watch), None, None
+        mode, loss, output = self._mode(block, tangents, watch), None, None
         if primal is not None and primal.tape is not None:
             with contextlib.suppress(UnsupportedOperationError):  # which a second pass raises by its layer
                 if isinstance(mode, GaussNewton) and primal.tape.tangent(mode, primal.output) is not None:
                     loss, output = primal.loss, primal.output
             if output is None:
-                mode = self._mode(block, seeds, watch)
+                mode = self._mode(block, tangents, watch)
                 with contextlib.suppress(UnsupportedOperationError):
-                    output = primal.tape.rerun(mode, [parameter for parameter, _ in seeds], primal.output)
-            mode = self._mode(block, seeds, watch) if output is None else mode
+                    output = primal.tape.rerun(mode, [parameter for parameter, _ in tangents], primal.output)
+            mode = self._mode(block, tangents, watch) if output is None else mode
         if output is None:
             if primal is not None and primal.random is not None:
                 primal.random.restore()  # the second pass draws the same
@@ -167,11 +167,11 @@ class Passes:
     def _loss(self, output: Any, target: Any, weight: Weight) -> Tensor:
         return weighted(self.loss(output, target), weight)
 
-    def _mode(self, block: Block, seeds: Seeds, watch: Watch | None) -> GaussNewton | Hessian:
+    def _mode(self, block: Block, tangents: ParameterTangents, watch: Watch | None) -> GaussNewton | Hessian:
         if not self._carries(block):
-            return Hessian(seeds, watch=watch, reducer=self._reducer)
+            return Hessian(tangents, watch=watch, reducer=self._reducer)
         assert self._loss_curvature is not None
-        return GaussNewton(seeds, self._loss_curvature, watch=watch, reducer=self._reducer)
+        return GaussNewton(tangents, self._loss_curvature, watch=watch, reducer=self._reducer)
 
     def inspect(self, inputs: Any) -> None:
         """Where Gauss–Newton and Hessian differ, once for each mode of the network."""
