@@ -52,7 +52,7 @@ def test_a_coupled_group_has_the_mean_importance_and_counts_each_member() -> Non
 
 def test_least_selects_at_most_n_and_reports_the_shortfall() -> None:
     neurons = Neurons(residual(), PICTURE)
-    scores = {layer.name: torch.rand(layer.remaining) for layer in neurons.layers}
+    scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
     for n in range(20):
         cut = neurons.least(scores, n)
         assert cut.requested == n
@@ -61,7 +61,7 @@ def test_least_selects_at_most_n_and_reports_the_shortfall() -> None:
     assert everything.taken == 5 + 5 + 3  # each layer keeps one
     assert "13 of 10000 requested neurons" in repr(everything)
     neurons.remove(everything)
-    assert all(layer.remaining == 1 for layer in neurons.layers)
+    assert all(layer.alive == 1 for layer in neurons.layers)
 
 
 def test_floor_applies_to_all_layers_or_by_name() -> None:
@@ -126,20 +126,20 @@ def test_paper_coupling_removes_the_mean_number_from_each_added_layer() -> None:
     assert torch.equal(net.head[2].weight, before.head[2].weight[:, [0, 1, 2]])  # type: ignore[index, union-attr]
     # columns that read the stem alone follow the stem
     assert torch.equal(net.c1[0].weight, before.c1[0].weight[:, [3, 4, 5]])  # type: ignore[index, union-attr]
-    assert [(layer.name, layer.remaining, layer.total) for layer in neurons.layers] == [
+    assert [(layer.name, layer.alive, layer.total) for layer in neurons.layers] == [
         ("stem.0", 3, 6),
         ("c1.0", 4, 4),
         ("c2", 3, 6),
     ]
     assert neurons.kept == sum(p.numel() for p in net.parameters()) / sum(p.numel() for p in before.parameters())
     net(torch.randn(2, 3, 8, 8)).sum().backward()
-    again = neurons.remove(neurons.least({layer.name: torch.rand(layer.remaining) for layer in neurons.layers}, 4))
+    again = neurons.remove(neurons.least({layer.name: torch.rand(layer.alive) for layer in neurons.layers}, 4))
     assert again.taken in (3, 4)
 
 
 def test_paper_coupling_selects_at_most_n_and_empties_no_layer() -> None:
     neurons = Neurons(residual(), PICTURE)
-    scores = {layer.name: torch.rand(layer.remaining) for layer in neurons.layers}
+    scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
     for n in (0, 1, 3, 7, 100):
         cut = neurons.least(scores, n, coupling="paper")
         assert cut.taken <= n
@@ -154,7 +154,7 @@ def test_paper_coupling_leaves_a_network_that_runs(name: str) -> None:
     neurons = Neurons(net, case.inputs()[0])
     draw = torch.Generator().manual_seed(0)
     for _ in range(2):
-        scores = {layer.name: torch.rand(layer.remaining, generator=draw) for layer in neurons.layers}
+        scores = {layer.name: torch.rand(layer.alive, generator=draw) for layer in neurons.layers}
         removed = neurons.remove(neurons.least(scores, neurons.count // 3, coupling="paper"))
         assert removed.taken
         run(net.train(), case.inputs())

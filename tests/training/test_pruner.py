@@ -188,7 +188,7 @@ def test_the_last_round_with_round_to_is_minimal_and_confirms_its_best_selection
     monkeypatch.setattr(CutVerifier, "misfit", counted)
     pruner.round([])
     assert max(kept for kept in possible if kept <= keep) <= neurons.kept <= keep
-    assert all(layer.remaining % 2 == 0 for layer in neurons.layers)
+    assert all(layer.alive % 2 == 0 for layer in neurons.layers)
     assert len(tried) == 2  # the round's own cut, and the one that is just enough
 
 
@@ -197,7 +197,7 @@ def test_a_rounded_group_that_later_ones_make_unnecessary_is_not_removed() -> No
     net = DigitsNet()
     neurons = hgnp.Neurons(net, torch.zeros(2, 1, 8, 8))
     small = dict(zip(["features.0", "features.3", "features.7", "features.10"], [40, 40, 8, 16], strict=True))
-    neurons.remove({layer.name: list(range(layer.remaining - small[layer.name])) for layer in neurons.layers})
+    neurons.remove({layer.name: list(range(layer.alive - small[layer.name])) for layer in neurons.layers})
     for name, width in small.items():
         sizes = torch.full((width,), 9.0)
         if name == "features.0":
@@ -213,7 +213,7 @@ def test_a_rounded_group_that_later_ones_make_unnecessary_is_not_removed() -> No
     kept = [neurons.preview(neurons.least(scores, n, round_to=8)).kept for n in (8, 16, 24)]
     assert kept[1] > 0.05 > kept[2]
     assert pruner.round([]) == 16
-    assert {layer.name: layer.remaining for layer in neurons.layers} == small | {"features.3": 24}
+    assert {layer.name: layer.alive for layer in neurons.layers} == small | {"features.3": 24}
     assert kept[2] < neurons.kept <= 0.05
 
 

@@ -50,7 +50,7 @@ class Neurons:
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> neurons = hgnp.Neurons(net, torch.zeros(1, 4))
     >>> neurons.layers
-    (Layer(name='0', remaining=8, total=8),)
+    (Layer(name='0', alive=8, total=8),)
     >>> neurons.frozen
     (Frozen(name='2', reason="it is the network's output", count=2),)
     >>> scores = hgnp.sensitivity(net, neurons, [(torch.randn(16, 4), torch.arange(16) % 2)])
@@ -109,7 +109,7 @@ class Neurons:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """Layers with prunable neurons: name, remaining neurons, original number of neurons."""
+        """Layers with prunable neurons: name, neurons alive, original number of neurons."""
         self._check_shapes()
         return tuple(Layer(name, len(self._state.remaining(name)), self._totals[name]) for name in self._prunable)
 
@@ -185,7 +185,7 @@ class Neurons:
         n, round_to = as_count(n), as_round_to(round_to)
         if coupling not in get_args(CouplingMode):
             raise InputError(f"coupling must be 'coupled' or 'paper', got {coupling!r}")
-        alive = {layer.name: layer.remaining for layer in self.layers}
+        alive = {layer.name: layer.alive for layer in self.layers}
         values = as_values(scores, alive)
         floors = floors_of(floor, max_removed, alive, self._totals)
         return self._select(values, n, alive, floors, round_to, coupling, confirm)

@@ -66,7 +66,7 @@ class Pruner:
                 f"({self._frozen_reasons()})"
             )
         selectable = self._scored_layers()
-        alive = {layer.name: layer.remaining for layer in self.neurons.layers}
+        alive = {layer.name: layer.alive for layer in self.neurons.layers}
         most = self._select(
             {name: torch.zeros(alive[name]) for name in alive if name in selectable}, self.neurons.count
         )
