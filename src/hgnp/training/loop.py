@@ -264,7 +264,7 @@ class TrainingLoop:
             "neurons": now.neurons,
             "macs": now.macs // self.samples,
             "removed": removed,
-            "widths": {layer.name: layer.remaining for layer in self.neurons.layers},
+            "widths": {layer.name: layer.alive for layer in self.neurons.layers},
             "lr": float(self.optimizer.param_groups[0]["lr"]),
             "mu": self.step_state.mu,
         }  # fmt: skip
