@@ -63,9 +63,9 @@ def main() -> None:
         "# One-shot removal, recalibrated",
         "",
         f"`python {' '.join(sys.argv)}`, {datetime.date.today()}, {platform.machine()}, torch {torch.__version__}: DigitsNet "
-        f"trained for {EPOCHS} epochs on scikit-learn's digits (1,400 to train, 397 to validate, batch 64); then README's one-shot "
-        "example: half the neurons removed by scores of one batch, and batch norms recalibrated on the training set. No training "
-        "afterwards. Accuracy on the validation set.",
+        f"trained for {EPOCHS} epochs on scikit-learn's digits (1,400 to train, 397 to validate, batch 64); then README's "
+        "one-shot example: half the neurons removed by scores of one batch, and batch norms recalibrated on the training set. "
+        "No training afterwards. Accuracy on the validation set.",
         "",
         "| seed | parameters kept | trained | half the neurons removed | recalibrated |",
         "|---|--:|--:|--:|--:|",
