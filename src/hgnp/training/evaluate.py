@@ -211,7 +211,7 @@ def _join(parts: Sequence[Any], samples: Sequence[int], *, nested: bool = True) 
             return torch.cat(list(parts))
         except RuntimeError as error:  # sequences of unequal length
             raise _JoinError(f"cannot be joined: {brief(error)}") from None
-    if dataclasses.is_dataclass(first):  # also the outputs of Transformers
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):  # also the outputs of Transformers
         names = [field.name for field in dataclasses.fields(first) if field.init]
         return dataclasses.replace(
             first, **{name: _join([getattr(part, name) for part in parts], samples) for name in names}
@@ -228,9 +228,11 @@ def _join(parts: Sequence[Any], samples: Sequence[int], *, nested: bool = True) 
 
 
 def _join_lists(parts: Sequence[Any], samples: Sequence[int]) -> Any:
-    per_sample = all(len(part) == count for part, count in zip(parts, samples, strict=True))
-    records = per_sample and all(isinstance(entry, Mapping) for part in parts for entry in part)
-    if not records and all(len(part) == len(parts[0]) for part in parts):
+    records = all(isinstance(entry, Mapping) for part in parts for entry in part)
+    per_sample = (records or isinstance(parts[0], list)) and all(
+        len(part) == count for part, count in zip(parts, samples, strict=True)
+    )
+    if not (records and per_sample) and all(len(part) == len(parts[0]) for part in parts):
         try:
             columns = [_join(column, samples) for column in zip(*parts, strict=True)]
             return type(parts[0])(*columns) if hasattr(parts[0], "_fields") else type(parts[0])(columns)
