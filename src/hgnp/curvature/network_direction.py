@@ -22,7 +22,7 @@ from hgnp.curvature.eigen import arbitrary
 from hgnp.curvature.factors import WholeNetwork
 from hgnp.curvature.validation import without_tensor_hooks
 from hgnp.errors import InputError
-from hgnp.reducer import Reducer
+from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import cut
 
 COLD = 20
@@ -85,16 +85,8 @@ class NetworkDirection(Direction):
         """v ← Fv/‖Fv‖ by a pass along v, whose autograd graph is kept. `scale` keeps the product in the range of half
         precision, and is divided out; where it is not finite all the same, or zero, v stays."""
         network, old = WholeNetwork(self.net), self.pairs[WholeNetwork.name]
-        parameters = list(network.parameters.values())
-        assert current.q is not None
-        if current.tangent is None:  # the output does not depend on any parameter
-            return
-        with autocast_off(current.q), without_tensor_hooks(parameters):
-            (curved,) = torch.autograd.grad(current.q * (scale / 2), current.tangent, retain_graph=True)
-            parts = torch.autograd.grad(current.output, parameters, curved, retain_graph=True, materialize_grads=True)
+        product = gauss_newton_product(current, network, reducer, scale).to(old.vector.dtype)
         with torch.no_grad():
-            (product,) = reducer.sum([torch.cat([upcast(part).flatten() for part in parts]).to(old.vector.dtype)])
-            product = product / scale
             length, quotient = torch.linalg.vector_norm(product), old.vector @ product
             residual = torch.linalg.vector_norm(product - quotient * old.vector) / quotient
             fits = torch.isfinite(length) & (length > 0)
@@ -139,6 +131,23 @@ class NetworkDirection(Direction):
                 f"state must have a v of {_size(network)} trained parameters, got one of {vector.vector.numel()}"
             )
         self.pairs, self.choice = {network.name: vector}, BlockChoice.known(network)
+
+
+def gauss_newton_product(
+    current: Pass, network: WholeNetwork, reducer: Reducer = LOCAL, scale: float | Tensor = 1.0
+) -> Tensor:
+    """Fv, (parameters,), from a pass along v, whose autograd graph is kept."""
+    parameters = list(network.parameters.values())
+    assert current.q is not None
+    if current.tangent is None:  # the output does not depend on any parameter
+        parts: tuple[Tensor, ...] = tuple(torch.zeros_like(p) for p in parameters)
+    else:
+        with autocast_off(current.q), without_tensor_hooks(parameters):
+            (curved,) = torch.autograd.grad(current.q * (scale / 2), current.tangent, retain_graph=True)
+            parts = torch.autograd.grad(current.output, parameters, curved, retain_graph=True, materialize_grads=True)
+    with torch.no_grad():
+        (product,) = reducer.sum([torch.cat([upcast(part).flatten() for part in parts])])
+        return product / scale
 
 
 def _size(network: WholeNetwork) -> int:
