@@ -87,11 +87,11 @@ def hessian_product(net: nn.Module, batches: Batches, training: bool, v: Tensor)
 def ggn_product(net: nn.Module, batches: Batches, training: bool, v: Tensor) -> Tensor:
     network = WholeNetwork(net)
     parameters = list(network.parameters.values())
-    seeds, total = list(zip(parameters, parts_of(v, parameters), strict=True)), torch.zeros_like(v)
+    tangents, total = list(zip(parameters, parts_of(v, parameters), strict=True)), torch.zeros_like(v)
     passes = Passes(net, F.cross_entropy, None, gauss_newton=True, over_network=True, reducer=LOCAL)
     with mode(net, training):
         for x, y in batches:
-            found = passes.with_curvature(network, seeds, x, y, None, side_effect_free=True)
+            found = passes.with_curvature(network, tangents, x, y, None, side_effect_free=True)
             total += len(y) * gauss_newton_product(found, network)
     return total / sum(len(y) for _, y in batches)
 

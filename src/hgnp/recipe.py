@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from hgnp.curvature.choices import ALLOWED, Bundle, choose
 from hgnp.errors import InputError, check_renamed, meant, refuse_renamed
+from hgnp.pruning.limits import LIMITS, check_limit
 from hgnp.pruning.selection import CouplingMode
 
 Quantity = Literal["params", "neurons", "macs"]
@@ -60,7 +61,8 @@ class Recipe:
         finetune_epochs: Epochs after the one in which the target was met.
         coupling: "coupled": layers whose outputs are added lose the same channels. "paper": they lose the same number of
             channels, each its own.
-        floor: Minimum number of neurons that every layer keeps.
+        floor: Minimum number of neurons that every layer keeps. This and the next two may be set by layer, as in
+            {"features.*": 8, "*": 2}: the first name or pattern (`*`, `?`, `[…]`) that matches counts.
         round_to: Pruned layers end at a width that is a multiple of this, such as 8 for tensor cores.
         max_removed: The largest fraction of a layer's initial neurons that may be removed.
         approximate: Whether channels that a norm mixes (LayerNorm, GroupNorm) may be removed, which changes the others.
@@ -113,9 +115,9 @@ class Recipe:
     neurons_per_round: int = 100
     finetune_epochs: int = 5
     coupling: CouplingMode = "coupled"
-    floor: int = 1
-    round_to: int = 1
-    max_removed: float = 1.0
+    floor: int | Mapping[str, int] = 1
+    round_to: int | Mapping[str, int] = 1
+    max_removed: float | Mapping[str, float] = 1.0
     approximate: bool = False
     score_batches: int = 1
 
@@ -153,6 +155,10 @@ class Recipe:
                 expected, fits = _CHECKS[field.name]
                 if not fits(value):
                     raise InputError(f"{field.name} must be {expected}, got {value!r}")
+            if field.name in LIMITS:
+                check_limit(field.name, value)
+                if isinstance(value, Mapping):
+                    object.__setattr__(self, field.name, dict(value))
         if not _distinct_between(self.keep, self.snapshots):
             got = list(self.snapshots) if isinstance(self.snapshots, tuple) else self.snapshots
             raise InputError(
@@ -294,9 +300,6 @@ _CHECKS: dict[str, tuple[str, Any]] = {  # field → what must hold, in words an
     "neurons_per_round": _COUNT,
     "finetune_epochs": _EPOCHS,
     "coupling": _one_of(CouplingMode),
-    "floor": _COUNT,
-    "round_to": _COUNT,
-    "max_removed": _FRACTION,
     "approximate": _SWITCH,
     "score_batches": _COUNT,
     "mu": _WEIGHT,

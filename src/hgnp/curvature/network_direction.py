@@ -42,7 +42,7 @@ class NetworkVector:
     def residuals(self) -> Tensor:
         return torch.stack((self.residual, torch.zeros_like(self.residual)))
 
-    def seeds(self, network: WholeNetwork, *, scale_invariant: bool) -> list[tuple[Tensor, Tensor]]:
+    def tangents(self, network: WholeNetwork, *, scale_invariant: bool) -> list[tuple[Tensor, Tensor]]:
         """The parameters with their parts of v."""
         parts = _parts(self.vector.clone(), network)  # autograd keeps them, and a graph writes its memory in place
         return [(p, part.to(p.dtype)) for p, part in zip(network.parameters.values(), parts, strict=True)]

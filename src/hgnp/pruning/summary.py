@@ -9,10 +9,10 @@ from hgnp.errors import named
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer with prunable neurons: how many remain, and how many there were."""
+    """A layer with prunable neurons: how many are alive, and how many there were."""
 
     name: str
-    remaining: int
+    alive: int
     total: int
 
 
@@ -37,8 +37,8 @@ class Preview:
 
 def table(layers: Sequence[Layer], frozen: Sequence[Frozen], state: Preview) -> str:
     width = max([len(layer.name) for layer in layers] + [5])
-    lines = [f"{'layer':<{width}}  remaining  total"]
-    lines += [f"{layer.name:<{width}}  {layer.remaining:>9}  {layer.total:>5}" for layer in layers]
+    lines = [f"{'layer':<{width}}  alive  total"]
+    lines += [f"{layer.name:<{width}}  {layer.alive:>5}  {layer.total:>5}" for layer in layers]
     lines.append(
         f"{state.neurons} neurons, {state.parameters:,} parameters ({state.kept:.1%} kept), {state.macs:,} MACs"
     )
