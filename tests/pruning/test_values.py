@@ -82,7 +82,7 @@ def test_outputs_that_do_not_count_may_lose_channels_and_are_listed(used: bool) 
         net(IMAGES)
     whole, neurons = copy.deepcopy(net), Neurons(net, IMAGES, outputs=raw)
     assert {entry.name for entry in neurons.frozen} == {"heads.0.1", "heads.1.1"}
-    assert [(layer.name, layer.remaining) for layer in neurons.left_out] == [("first.0", 8), ("second.0", 10)]
+    assert [(layer.name, layer.alive) for layer in neurons.left_out] == [("first.0", 8), ("second.0", 10)]
     assert "in outputs that do not count: 18 in first.0, second.0" in str(neurons)
     scores = random_scores(neurons)
     removed = neurons.remove(neurons.least(scores, 15))
@@ -208,7 +208,10 @@ class ThresholdingDetector(nn.Module):
         boxes = self.head(self.neck(features)).flatten(2).transpose(1, 2)
         if self.training:
             mask = boxes.detach().sum(2) > boxes.detach().mean()
-            return {"box": (boxes[mask] - targets[0]).square().mean(), "last": self.last(self.box(boxes)).square().mean()}
+            return {
+                "box": (boxes[mask] - targets[0]).square().mean(),
+                "last": self.last(self.box(boxes)).square().mean(),
+            }
         kept = boxes[boxes.sum(2) > boxes.mean()]
         return [{"boxes": kept, "scores": self.last(self.box(kept)).sigmoid(), "size": features.shape[2:]}]
 

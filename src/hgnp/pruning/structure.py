@@ -230,7 +230,7 @@ class Structure:
         """Where recording has stopped."""
         return [p.graph.stop for p in self.propagations.values() if p.graph.stop is not None]
 
-    def neuron_rows(self) -> dict[str, Tensor]:
+    def neuron_slots(self) -> dict[str, Tensor]:
         """Layer → the slots of its neurons.
 
         Layers are linear layers and convolutions, whether their own forward or a surrounding module's uses their weight, and
@@ -270,9 +270,7 @@ class Structure:
             _make_rectangular(coupling, propagation)
         except NewCouplingError as error:
             module = propagation.call.module if propagation.calls else ""
-            raise PathError(
-                module, f"it couples or freezes more neurons than the traced path: {error}"
-            ) from error
+            raise PathError(module, f"it couples or freezes more neurons than the traced path: {error}") from error
         return propagation
 
     def update_values(self) -> None:

@@ -239,8 +239,8 @@ class _OperatorTracer(TorchDispatchMode):
         return outcomes[place == self._decisions.other]
 
     def _evaluate(self, index: int, found: dict[int, Tensor], sources: set[int], *, inputs: bool = False) -> bool:
-        """Whether a value depends on parameters, buffers and constants alone (or on inputs and constants), which no operator has
-        written; then it is added to `found`, and those that it depends on to `sources`."""
+        """Whether a value depends on parameters, buffers and constants alone (or on inputs and constants), which no operator
+        has written; then it is added to `found`, and those that it depends on to `sources`."""
         if index in found:
             return True
         value = self.graph.values[index]
@@ -303,8 +303,8 @@ HELD_BY_TRACER = 3
 
 
 def _references_in_cpp() -> int:
-    """How many references a tensor has because PyTorch's graph of gradients refers to it: 1 in some versions, 0 in others. There
-    is no API to ask; tests/pruning/test_values.py fails if this changes."""
+    """How many references a tensor has because PyTorch's graph of gradients refers to it: 1 in some versions, 0 in others.
+    There is no API to ask; tests/pruning/test_values.py fails if this changes."""
     saved = torch.ones(1, requires_grad=True) * 1
     before = sys.getrefcount(saved)
     result = saved.sin()
