@@ -3,9 +3,9 @@
     python benchmarks/coverage.py [names…] [--out benchmarks/coverage.md]
 
 Each network is measured with each tool in a process of its own, so that a crash is a row and not an end. Rows are appended to
-runs/coverage.jsonl with the commit of `src`; what is there for the present one is not measured again, so a run can be interrupted,
-continued and divided by names (`detect/ segment/`). With `--older`, rows of other commits count too. `coverage_report.py` turns
-them into the report.
+runs/coverage.jsonl with the commit of `src`; what is there for the present one is not measured again, so a run can be
+interrupted, continued and divided by names (`detect/ segment/`). With `--older`, rows of other commits count too.
+`coverage_report.py` turns them into the report.
 """
 
 import argparse

@@ -86,8 +86,8 @@ def _head(commits: Iterable[str]) -> str:
         "# Coverage: what can be pruned, and whether it comes out right\n\n"
         f"Measured {DATE} with `python benchmarks/coverage.py --out benchmarks/coverage.md`, Python "
         f"{platform.python_version()}, {versions}. Random weights, float64, norms and biases drawn at random. One thread of a "
-        "two-core machine that was busy with other work: build times are clock times and up to five times too long. The library "
-        f"as of commit {', '.join(sorted(commits))}."
+        "two-core machine that was busy with other work: build times are clock times and up to ten times too long. The "
+        f"library as of commit {', '.join(sorted(commits))}."
     )
 
 
@@ -103,9 +103,9 @@ def _summary(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
     exact = [row for row in theirs.values() if row.get("error", math.nan) < EXACT]
     run = [row for row in theirs.values() if row.get("runs")]
     lines = [
-        f"- Convolutional classifiers, detectors and segmentation nets: {len(enough)} of {len(conv)} ({len(enough) / max(len(conv), 1):.0%}) have at least 80 % of "
-        f"their neurons prunable; of torchvision's alone {_most(conv, torchvision=True)}, of the others, chosen for unusual "
-        f"wiring, {_most(conv, torchvision=False)}.",
+        f"- Convolutional classifiers, detectors and segmentation nets: {len(enough)} of {len(conv)} "
+        f"({len(enough) / max(len(conv), 1):.0%}) have at least 80 % of their neurons prunable; of torchvision's classifiers "
+        f"alone {_most(conv, torchvision=True)}, of the others, chosen for unusual wiring, {_most(conv, torchvision=False)}.",
         f"- Of these, detectors: {_enough(conv, 'detector')}; segmentation nets: {_enough(conv, 'segmentation')}.",
         f"- Transformers: every hidden unit of every MLP is prunable in {len(whole)} of {len(former)}.",
         f"- Wrong results: {len(wrong)}{' (' + ', '.join(wrong) + ')' if wrong else ''} of {len(pruned)} networks pruned; "

@@ -49,8 +49,8 @@ HIDDEN = re.compile(
 
 @dataclass(frozen=True)
 class Case:
-    """A network, its example input, and its kind: `conv`, `detector`, `segmentation`, `transformer`, or `other` for what is a bit
-    of both."""
+    """A network, its example input, and its kind: `conv`, `detector`, `segmentation`, `transformer`, or `other` for what is a
+    bit of both."""
 
     make: Callable[[], nn.Module]
     inputs: Callable[[], Inputs]
