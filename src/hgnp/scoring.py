@@ -25,8 +25,8 @@ from torch.utils.checkpoint import CheckpointError
 from hgnp.curvature.autodiff.forward import Output, run
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
-from hgnp.curvature.direction import Direction, KroneckerEigenpair
-from hgnp.curvature.factors import Block
+from hgnp.curvature.direction import Direction
+from hgnp.curvature.factors import Block, WholeNetwork
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.errors import InputError, InputTypeError
@@ -177,12 +177,12 @@ def _sum(
     mu: float,
     signed: bool,
     per_sample: bool,
-    block: Block | None,
+    block: Block | WholeNetwork | None,
     batch: tuple[Any, Any, dict[str, Tensor]],
 ) -> Tensor:
     """Σ_i |δ_i|, or Σ_i δ_i, of every unit over the samples of a batch, along the pair of a block that comes with it."""
     inputs, target, pair = batch
-    v = None if block is None else Direction.known(step.net, block, KroneckerEigenpair.of_state(pair))
+    v = None if block is None else state.direction.along(block, pair)
     x = next(tensors_in(inputs))
     gamma = _ones(x, x.shape[0] if per_sample else 1, gates)
     value = gates.run(
@@ -201,7 +201,7 @@ class _Sums:
 
     def __init__(
         self,
-        work: Callable[[Block | None, Any], Tensor],
+        work: Callable[[Block | WholeNetwork | None, Any], Tensor],
         direction_of: Callable[[Any, Any], Direction] | None,
         net: nn.Module,
         capture: Capture | None,

@@ -32,20 +32,29 @@ def evaluating(*nets: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def preserve_state(net: nn.Module) -> Iterator[None]:
-    """After the block the modules' attributes and all random number generators are as before."""
-    modules = list(net.modules())
-    attributes = [dict(module.__dict__) for module in modules]
+def preserve_generators(net: nn.Module) -> Iterator[None]:
+    """After the block the generators of Python, NumPy and PyTorch, on the CPU and the network's devices, are as before."""
     generators = random.getstate(), np.random.get_state()
     devices = {p.device for p in net.parameters() if p.device.type == "cuda"}
-    for module in modules:  # the block works on copies of the network's own caches and lists
-        module.__dict__.update({key: _copy_containers(value) for key, value in module.__dict__.items()})
     try:
         with torch.random.fork_rng(devices=sorted(devices, key=str)):
             yield
     finally:
         random.setstate(generators[0])
         np.random.set_state(generators[1])
+
+
+@contextmanager
+def preserve_state(net: nn.Module) -> Iterator[None]:
+    """After the block the modules' attributes and all random number generators are as before."""
+    modules = list(net.modules())
+    attributes = [dict(module.__dict__) for module in modules]
+    for module in modules:  # the block works on copies of the network's own caches and lists
+        module.__dict__.update({key: _copy_containers(value) for key, value in module.__dict__.items()})
+    try:
+        with preserve_generators(net):
+            yield
+    finally:
         for module, before in zip(modules, attributes, strict=True):
             module.__dict__.clear()
             module.__dict__.update(before)

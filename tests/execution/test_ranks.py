@@ -136,6 +136,11 @@ def test_steps_of_ranks_are_the_steps_of_the_joint_batch(choices: str, norm: boo
     assert (choices == "inactive") is any(not plan.penalty for plan in want["plans"])
 
 
+def test_the_network_s_product_is_summed_over_ranks() -> None:
+    make = partial(make_step, mu=0.1, bound=0.0, direction_over="network", refresh_every=2)
+    assert set(compare(True, "labels", (5, 3), make)["blocks"]) == {"network"}
+
+
 LOSSES = {
     "labels": F.cross_entropy,
     "ignored": partial(F.cross_entropy, weight=torch.tensor([0.2, 1.0, 3.0], dtype=torch.double)),

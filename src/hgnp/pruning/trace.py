@@ -3,16 +3,22 @@
 The network's own forward runs once on fake tensors (shapes without data) while a dispatch mode records every ATen operator.
 Python code, hooks and parametrisations run as they would in training; weights, buffers, random number generators and the
 modules' attributes are restored.
+
+Code may read values. Those of parameters, buffers and other tensors that no operator has written are known: they are used, and
+noted in `Graph.read_values`. At any other value (a threshold, non-maximum suppression) recording stops: `Graph.stop` tells
+which tensors the code still held there.
 """
 
 import gc
 import logging
 import signal
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +34,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from hgnp.errors import InputTypeError
@@ -37,6 +43,9 @@ from hgnp.pruning.graph import (
     Graph,
     Inputs,
     OpCall,
+    Outputs,
+    ReadValue,
+    Stop,
     TensorSpec,
     Value,
     ValueRef,
@@ -67,7 +76,10 @@ _BOOLEANS = {outcome: torch.tensor(outcome) for outcome in (False, True)}
 class _OperatorTracer(TorchDispatchMode):
     """Records every ATen operator call and the tensors that it reads and writes."""
 
-    def __init__(self, net: nn.Module, weights: Mapping[int, str], inputs: list[Tensor]) -> None:
+    def __init__(
+        self, net: nn.Module, weights: Mapping[int, str], real: Mapping[str, Tensor], inputs: list[Tensor]
+    ) -> None:
+        """`weights`: the names of the fake parameters and buffers, by id; `real`: the values to read for them."""
         super().__init__()
         self.graph = Graph()
         self.module_calls = ModuleCallTracker(net, self._on_module_call)
@@ -75,8 +87,12 @@ class _OperatorTracer(TorchDispatchMode):
         self._index: dict[int, int] = {}
         self._uniform_samples: set[int] = set()
         self._references: list[Tensor] = []  # keeps id() unique for the duration of the trace
-        for tensor in inputs:
-            self.value(tensor, computed=False)
+        self._real = dict(real)
+        self._calls: list[OpCall] = []
+        self._producer: dict[int, int] = {}
+        """Value → the call that computed it, among `_calls`: those that failed halfway are there too."""
+        self._written: set[int] = set()
+        self._inputs = {self.value(tensor, computed=False) for tensor in inputs}
 
     def _on_module_call(self, call: ModuleCall, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor):
@@ -139,17 +155,110 @@ class _OperatorTracer(TorchDispatchMode):
         if _only_changes_strides(op, args, kwargs):
             return op(*args, **kwargs)
         shapes_only = op is torch.ops.aten.native_batch_norm.default and isinstance(args[0], FakeTensor)
-        result = _batch_norm(*args) if shapes_only else op(*args, **kwargs)
+        try:
+            result = _batch_norm(*args) if shapes_only else op(*args, **kwargs)
+        except UNTRACEABLE:
+            refs = self._with_refs(args, kwargs)
+            values = self._known_result(op, *refs, reads)
+            if values is None:
+                self.graph.stop = Stop(self._held(), op, self.module_calls.current.module)
+                raise
+            result = tree_map(lambda leaf: _as_fake(leaf, args) if isinstance(leaf, Tensor) else leaf, values)
         computed = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._evaluate_sure_comparison(op, args, result)
         if computed:
-            refs = tree_map(
-                lambda leaf: ValueRef(self._index[id(leaf)]) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
-            )
+            refs = self._with_refs(args, kwargs)
             writes = tuple(self.value(tensor, computed=True) for tensor in computed)
             module = self.module_calls.current.module
-            self.graph.op_calls.append(OpCall(op, refs[0], refs[1], reads, writes, module))
+            for index in writes:
+                if index in reads:
+                    self._written.add(self.graph.values[index].storage)
+                self._producer[index] = len(self._calls)
+            self._calls.append(OpCall(op, refs[0], refs[1], reads, writes, module))
+            self.graph.op_calls.append(self._calls[-1])
         return result
+
+    def _with_refs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        refs: tuple[Any, Any] = tree_map(
+            lambda leaf: ValueRef(self._index[id(leaf)]) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+        )
+        return refs
+
+    # Values that the code reads
+
+    def _known_result(self, op: OpOverload, args: Any, kwargs: Any, reads: tuple[int, ...]) -> Any:
+        """What the operator returns, if all that it reads is known; else None. Notes the tensors behind it."""
+        found: dict[int, Tensor] = {}
+        sources: set[int] = set()
+        if not all(self._evaluate(index, found, sources) for index in reads):
+            return None
+        module = self.module_calls.current.module
+        for index in sources:
+            name = self.graph.values[index].name
+            with _disable_current_modes():
+                read = ReadValue(found[index].detach().clone(), module, found[index] if name is None else None)
+            self.graph.read_values.setdefault(name or f"a constant of {module} ({index})", read)
+        return _call(op, args, kwargs, found)
+
+    def _evaluate(self, index: int, found: dict[int, Tensor], sources: set[int]) -> bool:
+        """Whether a value depends on parameters, buffers and constants alone, which no operator has written; then it is added
+        to `found`, and those that it depends on to `sources`."""
+        if index in found:
+            return True
+        value = self.graph.values[index]
+        if value.storage in self._written or index in self._inputs:
+            return False
+        if value.name is not None:
+            if value.shape != self._real[value.name].shape:  # a cut may have changed it
+                return False
+            found[index] = self._real[value.name]
+            sources.add(index)
+            return True
+        if value.constant is not None and not isinstance(value.constant, FakeTensor):
+            found[index] = value.constant
+            sources.add(index)
+            return True
+        if index not in self._producer:
+            return False
+        call = self._calls[self._producer[index]]
+        if torch.Tag.nondeterministic_seeded in call.op.tags:
+            return False
+        if not all(self._evaluate(read, found, sources) for read in call.reads):
+            return False
+        results = [
+            leaf for leaf in tree_leaves(_call(call.op, call.args, call.kwargs, found)) if isinstance(leaf, Tensor)
+        ]
+        found |= dict(zip(call.writes, results, strict=True))
+        return True
+
+    def _held(self) -> frozenset[int]:
+        """The values that something other than this tracer still refers to."""
+        return frozenset(
+            self._index[id(tensor)] for tensor in self._references if sys.getrefcount(tensor) > HELD_BY_TRACER
+        )
+
+
+HELD_BY_TRACER = 3
+"""References to a tensor that only the tracer holds: its list, a loop variable and the argument of `sys.getrefcount`."""
+
+
+def _call(op: OpOverload, args: Any, kwargs: Any, known: Mapping[int, Tensor]) -> Any:
+    """Runs an operator on known values."""
+    args, kwargs = tree_map(lambda leaf: known[leaf.index] if isinstance(leaf, ValueRef) else leaf, (args, kwargs))
+    with _disable_current_modes(), torch.no_grad():
+        return op(*args, **kwargs)
+
+
+def _as_fake(tensor: Tensor, args: Any) -> Tensor:
+    mode = next((leaf.fake_mode for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor)), None)
+    return tensor if mode is None else mode.from_tensor(tensor)
+
+
+def _as_zeros(leaf: Any) -> Any:
+    """A fake tensor as a real one of its shape: fake ones end with their trace."""
+    if not isinstance(leaf, FakeTensor):
+        return leaf
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
 
 
 def _only_changes_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -221,6 +330,7 @@ def trace_forward(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     specs: Mapping[str, TensorSpec] | None = None,
     adjust: Callable[[], None] = lambda: None,
+    outputs: Outputs | None = None,
     compute_inputs: bool = False,
 ) -> Graph:
     """The forward pass of `net` in training or evaluation mode as a graph.
@@ -228,9 +338,10 @@ def trace_forward(
     `shapes` and `specs` give parameters and buffers another shape, dtype and device for this one pass and `adjust` sets module
     attributes to match: this is how a cut is tried before any tensor changes. With `compute_inputs`, the inputs and what is
     computed from them alone have data, so that code which reads them (whether a mask has padding) takes its real path.
+    `outputs` says which of the returned tensors count, or replaces the network's forward.
     """
     with torch.inference_mode(False), _defer_interrupts():
-        graph, computed = _trace(net, inputs, training, shapes or {}, specs or {}, adjust, compute_inputs)
+        graph, computed = _trace(net, inputs, training, shapes or {}, specs or {}, adjust, outputs, compute_inputs)
     if FakeTensorMode.cache_info().size > MAX_CACHED_SHAPES:
         FakeTensorMode.cache_clear()  # PyTorch keeps an entry per operator and shape, and every removal adds new ones
     if shapes is None and graph.error is None and any(tensor() is not None for tensor in computed):
@@ -248,6 +359,7 @@ def _trace(
     shapes: Mapping[str, tuple[int, ...]],
     specs: Mapping[str, TensorSpec],
     adjust: Callable[[], None],
+    outputs: Outputs | None,
     compute_inputs: bool,
 ) -> tuple[Graph, list["weakref.ref[Tensor]"]]:
     """The graph, and references to the tensors that were computed, which should be freed by now."""
@@ -256,7 +368,8 @@ def _trace(
     args, kwargs = inputs
     if not compute_inputs:
         args, kwargs = tree_map(lambda leaf: fake_mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
-    tracer = _OperatorTracer(net, weights, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tracer = _OperatorTracer(net, weights, tensors_of(net), given)
     graph = tracer.graph
     with (
         preserve_state(net),
@@ -269,19 +382,35 @@ def _trace(
         for module in net.modules():
             for own in (module.__dict__["_parameters"], module.__dict__["_buffers"]):
                 own.update({key: fakes[id(tensor)] for key, tensor in own.items() if tensor is not None})
+        if outputs is not None and outputs.replaces_forward:
+            net.__dict__["forward"] = partial(outputs.function, *(() if outputs.is_method else (net,)))
+        attributes = {name: dict(module.__dict__) for name, module in net.named_modules()}
         try:
             before = python_rng_state()
             # without the mode, operators that read no weight compute data; a weight is fake and brings its mode with it
             fake = nullcontext() if compute_inputs else fake_mode
             with torch.enable_grad(), fake, tracer, _FunctionTracer(tracer):
                 output = net(*args, **kwargs)
+            returned = [tracer.value(tensor, computed=False) for tensor in _tensors(output)]
+            if outputs is not None and not outputs.replaces_forward:
+                with torch.enable_grad(), fake, tracer:
+                    output = outputs.function(output)
             graph.outputs = tuple(tracer.value(tensor, computed=False) for tensor in _tensors(output))
+            graph.left_out = tuple(index for index in returned if index not in graph.outputs)
+            if graph.stop is not None:
+                raise UntraceableError(f"it catches the error of {graph.stop.op} on data that is not known")
             if python_rng_state() != before:
                 raise UntraceableError("it uses Python's or NumPy's random numbers")
             if not graph.outputs:
                 raise InputTypeError(f"the network must return tensors, got {type(output).__name__}")
         except Exception as error:
             graph.error, graph.error_module = error, module_that_raised(net, error)
+        for name, module in net.named_modules():
+            graph.written[name] = {
+                key: tree_map(_as_zeros, value)
+                for key, value in module.__dict__.items()
+                if key not in ("_parameters", "_buffers", "training") and value is not attributes[name].get(key, module)
+            }
     return graph, tracer.computed()
 
 

@@ -62,6 +62,9 @@ class CutVerifier:
         self._structure, self._aligned = structure, aligned
         self.verified: tuple[Tensor, TracedForward] | None = None
         """The last cut that was found to work, and its trace."""
+        self.caches: dict[str, dict[str, Any]] = {}
+        """Module → attributes that the code has set at the shapes of a cut that failed, and not at the network's own: it keeps
+        something that depends on shapes."""
 
     def is_verified(self, alive: Tensor) -> bool:
         """Whether this is the last cut that was found to work."""
@@ -87,6 +90,10 @@ class CutVerifier:
             graphs[training] = graph
             problem = compare(before, graph)
             if problem is not None:
+                for module, written in graph.written.items():
+                    new = {key: value for key, value in written.items() if key not in before.graph.written[module]}
+                    if new:
+                        self.caches.setdefault(module, {}).update(new)
                 return problem
         self.verified = alive, TracedForward(graphs, self._structure.traced.eval_norms)
         return None
@@ -184,12 +191,17 @@ def _compare(before: LabelPropagation, graph: Graph, alive: Tensor, aligned: boo
             problem = ANOTHER_PATH
         if problem is not None:
             return _misfit(labelled, alive, problem)
-    if graph.error is not None:
+    if graph.error is not None and not _stops_alike(before.graph, graph):
         last = expected[min(len(calls), len(expected) - 1)]
         return _misfit(last, alive, f"the network's code fails: {first_line(graph.error)}")
     if len(calls) != len(expected):
         return _misfit(expected[-1], alive, ANOTHER_PATH)
     return None
+
+
+def _stops_alike(before: Graph, graph: Graph) -> bool:
+    """Whether recording stopped at the same operator."""
+    return before.stop is not None and graph.stop is not None and before.stop[1:] == graph.stop[1:]
 
 
 def _copies(call: OpCall) -> bool:
@@ -273,7 +285,7 @@ def _same_operators(before: LabelPropagation, graph: Graph, alive: Tensor) -> bo
 
     outputs = [shape_after(before.tensors[index], alive) for index in before.graph.outputs]
     return (
-        graph.error is None
+        (graph.error is None or _stops_alike(before.graph, graph))
         and names(before.graph.op_calls) == names(graph.op_calls)
         and outputs == [graph.values[index].shape for index in graph.outputs]
     )
