@@ -63,8 +63,8 @@ def cifar10(
         image_side=32,
         train_samples=train.samples,
         val_samples=val.samples,
-        about=f"CIFAR-10: {train.samples:,} training and {val.samples:,} {'held-out training' if holdout else 'validation'} images, "
-        "32 px, 10 classes",
+        about=f"CIFAR-10: {train.samples:,} training and {val.samples:,} {'held-out training' if holdout else 'validation'} "
+        "images, 32 px, 10 classes",
     )  # fmt: skip
 
 

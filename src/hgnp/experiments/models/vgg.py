@@ -18,8 +18,8 @@ class VGG16(nn.Module):
     """Thirteen convolutions, each with a norm, and a classifier after the features are averaged.
 
     `form="cifar"`: for images of 32 px, whose features are a single place; one linear layer from 512 channels to the classes.
-    `form="imagenet"`: for images of 224 px; features of 7 × 7 places and three linear layers. `width` multiplies the channels of
-    every convolution: 0.5 is the network of half the width.
+    `form="imagenet"`: for images of 224 px; features of 7 × 7 places and three linear layers. `width` multiplies the channels
+    of every convolution: 0.5 is the network of half the width.
     """
 
     def __init__(self, num_classes: int = 10, *, form: str = "cifar", dropout: float = 0.5, width: float = 1.0) -> None:
