@@ -383,8 +383,8 @@ def report(facts: dict[str, Any], given: argparse.Namespace, samples: int) -> st
     lines = [
         "# The flatness term, measured", "",
         f"`{command}`, {datetime.date.today()}, {where}, torch {torch.__version__}.", "",
-        f"`{given.preset}`, dense, {given.epochs} epochs, {samples:,} training samples without augmentation. Training mode: the mean",
-        "over batches of the training size, each with its own statistics. Sharpness: the Hessian's largest eigenvalue.", "",
+        f"`{given.preset}`, dense, {given.epochs} epochs, {samples:,} training samples, not augmented. In training mode,",
+        "means over batches of the training size, each with its own statistics. Sharpness: the Hessian's top eigenvalue.", "",
     ]  # fmt: skip
     for section in (_eigenpairs, _steps, _trained):
         lines += section(facts, given)
