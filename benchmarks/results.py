@@ -375,7 +375,8 @@ def _row(group: Group) -> list[str]:
         group.title, ", ".join(map(str, sorted(group.points))), ", ".join(f"{value:.2f}" for value in values),
         f"{statistics.mean(values):.2f}", f"{statistics.stdev(values):.2f}" if len(values) > 1 else "–",
         _percent(statistics.mean(point.kept for point in points)),
-        f"{parameters:,.0f}", f"{macs / 1e6:.1f} M", _percent(macs / group.full, 1), "–".join(map(str, sorted({min(epochs), max(epochs)}))),
+        f"{parameters:,.0f}", f"{macs / 1e6:.1f} M", _percent(macs / group.full, 1),
+        "–".join(map(str, sorted({min(epochs), max(epochs)}))),
     ]  # fmt: skip
 
 
