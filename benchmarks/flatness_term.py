@@ -383,8 +383,8 @@ def report(facts: dict[str, Any], given: argparse.Namespace, samples: int) -> st
     lines = [
         "# The flatness term, measured", "",
         f"`{command}`, {datetime.date.today()}, {where}, torch {torch.__version__}.", "",
-        f"`{given.preset}`, dense, {given.epochs} epochs, {samples:,} training samples without augmentation. Training mode: the mean over batches of the",
-        "training size, each with its own statistics. Sharpness: the Hessian's largest eigenvalue.", "",
+        f"`{given.preset}`, dense, {given.epochs} epochs, {samples:,} training samples, not augmented. In training mode,",
+        "means over batches of the training size, each with its own statistics. Sharpness: the Hessian's top eigenvalue.", "",
     ]  # fmt: skip
     for section in (_eigenpairs, _steps, _trained):
         lines += section(facts, given)
@@ -445,7 +445,8 @@ def _trained(facts: dict[str, Any], given: argparse.Namespace) -> list[str]:
             over = "network" if name.startswith("network") else "block"
             ratio = each["training"] / plain["training"] if plain else math.nan
             rows.append(
-                [name, str(seed), f"{100 * each['metric']:.2f}", f"{each['training']:.3g}", f"{ratio:.2f}", f"{each['evaluation']:.3g}",
+                [name, str(seed), f"{100 * each['metric']:.2f}", f"{each['training']:.3g}", f"{ratio:.2f}",
+                 f"{each['evaluation']:.3g}",
                  f"{each['q ' + over]:.3g}", f"{mu * each['ratio ' + over]:.2g}" if mu else "–",
                  f"{each['seconds'] / plain['seconds']:.2f}" if plain else "–"]
             )  # fmt: skip
@@ -455,7 +456,10 @@ def _trained(facts: dict[str, Any], given: argparse.Namespace) -> list[str]:
         "training", "seed", "accuracy, %", "sharpness, training", "over μ = 0", "sharpness, evaluation", "q", "‖μ∇q‖/‖∇C‖",
         "s per epoch over μ = 0",
     ]  # fmt: skip
-    about = "B = 0. q and the ratio of gradients: at the end of training, means over 8 batches, along the v of that row (μ = 0 and SAM: K-FAC's)."
+    about = (
+        "B = 0. q and the ratio of gradients: at the end of training, means over 8 batches, along the v of that row "
+        "(μ = 0 and SAM: K-FAC's)."
+    )
     return ["## c. Training with K-FAC's v and with the network's", "", about, "", *_table(head, rows)]
 
 

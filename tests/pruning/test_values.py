@@ -185,3 +185,83 @@ def test_a_table_of_positions_can_be_read() -> None:
     net = two_layers(forward)
     net.register_buffer("used", torch.tensor([0, 2, 0, 5]))
     assert prunable_layers(net) == ["a"]
+
+
+class ThresholdingDetector(nn.Module):
+    """Returns its losses in training, and in evaluation mode the boxes above a threshold. Targets that make no sense are
+    refused, and images are resized to a random choice of one size."""
+
+    def __init__(self, channels_first: bool = True) -> None:
+        super().__init__()
+        self.channels_first = channels_first
+        self.backbone = nn.Sequential(block(3, 8), block(8, 10), nn.Dropout(0.5))
+        self.neck, self.head, self.box = block(10, 9), nn.Conv2d(9, 4, 1), nn.Linear(4, 6)
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, images: Tensor, targets: Tensor) -> Any:
+        if (targets <= 0).any():
+            raise ValueError(f"targets must be positive, got {float(targets.min())}")
+        if self.training:
+            size = [6, 8][int(torch.empty(1).uniform_(0.0, 1.0).item())]
+            images = nn.functional.interpolate(images, size)
+        features = self.backbone(images)
+        boxes = self.head(self.neck(features)).flatten(2).transpose(1, 2)
+        if self.training:
+            mask = boxes.detach().sum(2) > boxes.detach().mean()
+            return {
+                "box": (boxes[mask] - targets[0]).square().mean(),
+                "last": self.last(self.box(boxes)).square().mean(),
+            }
+        kept = boxes[boxes.sum(2) > boxes.mean()]
+        return [{"boxes": kept, "scores": self.last(self.box(kept)).sigmoid(), "size": features.shape[2:]}]
+
+
+TARGETS = torch.rand(2, 4, dtype=torch.double, generator=torch.Generator().manual_seed(1)) + 0.5
+
+
+def test_what_lies_before_a_threshold_is_pruned_exactly() -> None:
+    torch.manual_seed(0)
+    net = ThresholdingDetector().double().eval()
+    whole, neurons = copy.deepcopy(net), Neurons(net, (IMAGES, TARGETS))
+    assert [layer.name for layer in neurons.layers] == ["backbone.0.0", "neck.0"]
+    reasons = {entry.name: entry.reason for entry in neurons.frozen}
+    assert "depends on its data in the network's own forward" in reasons["backbone.1.0"]
+    assert "where it is still in use" in reasons["backbone.1.0"]
+    assert "before it is used" in reasons["box"]
+    removed = neurons.remove(neurons.least(random_scores(neurons), 9))
+    assert removed.taken == 9
+    inputs = (IMAGES, TARGETS), {}
+    assert_pruned_equals_masked(net, whole, removed, inputs)
+    results = []
+    for each in (net, whole):
+        each.train().backbone[2].eval()  # type: ignore[operator, union-attr]
+        with torch.no_grad(), masked(each, removed if each is whole else {}, inputs):
+            torch.manual_seed(0)
+            results.append(each(IMAGES, TARGETS))
+    assert worst_error(*results) < 1e-10
+
+
+def test_a_trial_on_data_freezes_what_differs_behind_the_stop() -> None:
+    """A layer that was recorded is used again, by its whole width, where nothing is recorded any more."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.out(net.a(x).tanh())
+        if y.sum() > -1e9:
+            y = y + net.a(x).mean()
+        return y  # type: ignore[no-any-return]
+
+    neurons = Neurons(two_layers(forward), VECTORS)
+    assert neurons.count == 0
+    assert "a trial on the example input" in {entry.name: entry.reason for entry in neurons.frozen}["a"]
+
+
+@pytest.mark.parametrize("choice", ["inputs", "random"])
+def test_a_decision_that_changes_the_path_freezes_everything(choice: str) -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        turn = (x > 100).any() if choice == "inputs" else torch.empty(1).uniform_().item() > 0.5
+        h = net.a(x).tanh()
+        return net.out(h.flip(1) if turn else h)  # type: ignore[no-any-return]
+
+    neurons = Neurons(two_layers(forward), VECTORS)
+    assert neurons.count == 0
+    assert "depends on its data in the network's own forward (_local_scalar_dense)" in neurons.frozen[0].reason

@@ -128,6 +128,8 @@ class Graph:
     """Tensors whose values the network's code reads: by name, if they are parameters or buffers."""
     written: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Module → the attributes that its code has set in the forward pass, such as caches; tensors in them are zero."""
+    decisions: tuple[str, ...] = ()
+    """Places in the code that read a truth value of the inputs, or a random number."""
     stop: Stop | None = None
     """Where recording stopped, if the code reads a value that is not known."""
     error: Exception | None = None

@@ -31,9 +31,10 @@ from hgnp.pruning.selection import (
     with_scores,
 )
 from hgnp.pruning.state import PruningState
-from hgnp.pruning.structure import Structure, TracedForward
+from hgnp.pruning.structure import Structure, TracedForward, depends_on_data
 from hgnp.pruning.summary import Frozen, Layer, Preview, table
 from hgnp.pruning.surgery import Change, changes_to_net, changes_to_optimizer, check_copies, commit
+from hgnp.pruning.trial import disagreement
 from hgnp.pruning.validation import as_inputs, as_outputs, check_net, protected_modules
 from hgnp.pruning.verify import CutVerifier
 from hgnp.removal import Listener, Removal, listeners_of
@@ -117,13 +118,16 @@ class Neurons:
             if name in self._protected:
                 coupling.freeze(slots, "it is protected")
         self._verifier = CutVerifier(self._structure)
-        self._verifier.freeze_unprunable(torch.cat([*self._layer_slots.values(), torch.zeros(0, dtype=torch.long)]))
+        everything = torch.cat([*self._layer_slots.values(), torch.zeros(0, dtype=torch.long)])
+        self._verifier.freeze_unprunable(everything)
         if (
             self._verifier.caches and not self._caches
-        ):  # the network keeps tensors of its present shapes: compute them too
+        ):  # it keeps tensors of its present shapes: trace how they are made
             self._caches = self._verifier.caches
             self._analyse()
             return
+        if self._structure.stops and not bool(self._structure.frozen[everything].all()):
+            self._try_on_data(everything)
         self._state = PruningState(self._structure, self._layer_slots, torch.ones(len(coupling), dtype=torch.bool))
         for name, slots in self._layer_slots.items():
             self._totals.setdefault(name, len(slots))
@@ -131,6 +135,15 @@ class Neurons:
             n for n, slots in self._layer_slots.items() if not bool(self._structure.frozen[slots].all())
         )
         self.__dict__.pop("_branches", None)
+
+    def _try_on_data(self, neurons: Tensor) -> None:
+        """Freezes everything if, behind the place where recording stops, removal does not equal masking."""
+        structure, stop = self._structure, self._structure.stops[0]
+        prunable = {name: slots for name, slots in self._layer_slots.items() if not bool(structure.frozen[slots].all())}
+        problem = disagreement(structure, prunable, self._verifier.sample_cut(neurons))
+        if problem is not None:
+            structure.coupling.freeze(neurons, f"{depends_on_data(stop)}, and {problem}")
+            structure.update_roots()
 
     # Counting
 
@@ -311,13 +324,14 @@ class Neurons:
         """The scale of the norm that reads the layer's output, one number per remaining neuron; None without a norm."""
         return self._state.norm_scale(layer)
 
-    def gates(self, coupling: CouplingMode = "coupled") -> Gates:
+    def gates(self, coupling: CouplingMode = "coupled", *, losses: bool = False) -> Gates:
         """Where the output of each neuron is read, for scores that are derivatives. With "paper", layers that are added
-        together have gates of their own."""
+        together have gates of their own; with `losses`, gates are for training mode with norms and dropout in evaluation
+        mode."""
         self._check_shapes()
         structure = self._branches.structure if coupling == "paper" else self._structure
         slots = {name: self._layer_slots[name] for name in self._prunable}
-        return find_gates(structure, slots, self._state.alive, per_branch=coupling == "paper")
+        return find_gates(structure, slots, self._state.alive, per_branch=coupling == "paper", losses=losses)
 
     # Removing
 

@@ -13,17 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from hgnp.errors import InputError, first_line, is_too_few_values
 from hgnp.pruning.coupling import Coupling, NewCouplingError, ReadOnlyCoupling
-from hgnp.pruning.graph import Graph, Inputs, Outputs, spec_of, tensors_of
+from hgnp.pruning.graph import Graph, Inputs, Outputs, Stop, spec_of, tensors_of
 from hgnp.pruning.labels import compact, shape_after, varying_dims
 from hgnp.pruning.propagation import LabelledCall, LabelPropagation
 from hgnp.pruning.rules import op_name
-from hgnp.pruning.trace import UNTRACEABLE, batch_norms_to_eval, trace_forward
+from hgnp.pruning.trace import UNTRACEABLE, Decisions, trace_forward
 from hgnp.pruning.widths import Shape, stated_widths, weight_name
 from hgnp.removal import Removal
+from hgnp.state_guards import norms_and_dropout_to_eval
 
 Attributes = tuple[nn.Module, Mapping[str, Any]]
 """A module and values for its attributes."""
@@ -36,6 +38,8 @@ class TracedForward:
     graphs: Mapping[bool, Graph]
     eval_norms: bool
     """Whether batch norms were in evaluation mode for both, as the example input has one value per channel."""
+    undecidable: frozenset[str] = frozenset()
+    """Places in the code whose decisions by the inputs may take another path."""
 
 
 class PathError(InputError):
@@ -49,12 +53,23 @@ class PathError(InputError):
         )
 
 
+def batch_norms_to_eval(net: nn.Module) -> None:
+    """Puts batch norms in evaluation mode: one value per channel cannot be normalised over the batch."""
+    for module in net.modules():
+        if isinstance(module, _BatchNorm):
+            module.training = False
+
+
 def _equal(now: Tensor, before: Tensor) -> bool:
     return torch.equal(now.detach(), before.to(now.device, now.dtype))
 
 
-def _in(module: str) -> str:
+def where(module: str) -> str:
     return f" in {module}" if module else " in the network's own forward"
+
+
+def depends_on_data(stop: Stop) -> str:
+    return f"the forward pass depends on its data{where(stop.module)} ({op_name(stop.op)})"
 
 
 class Structure:
@@ -75,6 +90,7 @@ class Structure:
     ) -> None:
         self.net, self.inputs, self.outputs = net, inputs, outputs
         self.caches = caches or {}
+        self._undecidable = frozenset[str]() if traced is None else traced.undecidable
         self._approximate, self._per_branch = approximate, per_branch
         self.shapes: dict[str, Shape] = {name: tuple(t.shape) for name, t in tensors_of(net).items()}
         self._specs = {name: spec_of(tensor) for name, tensor in tensors_of(net).items()}  # the network may move later
@@ -95,7 +111,7 @@ class Structure:
     @property
     def traced(self) -> TracedForward:
         graphs = {training: propagation.graph for training, propagation in self.propagations.items()}
-        return TracedForward(graphs, self._eval_norms)
+        return TracedForward(graphs, self._eval_norms, self._undecidable)
 
     def update_roots(self) -> None:
         """Reads the roots and frozen slots off the coupling, after it has changed."""
@@ -110,6 +126,10 @@ class Structure:
         if training and is_too_few_values(graph.error):
             self._eval_norms = True
             graph = self._trace_forward(self.inputs, training)
+        undecidable = {place for place in graph.decisions if not self._is_check(graph, training, place)}
+        if undecidable:
+            self._undecidable |= undecidable
+            graph = self._trace_forward(self.inputs, training)
         if graph.error is not None and not isinstance(graph.error, UNTRACEABLE):
             where = f" in {graph.error_module}" if graph.error_module else ""
             mode = "train" if training else "eval"
@@ -118,10 +138,26 @@ class Structure:
             ) from graph.error
         return graph
 
+    def _is_check(self, graph: Graph, training: bool, place: str) -> bool:
+        """Whether the code raises an error, or does the same, if the decision at this place has the other outcome."""
+        other = self._trace_forward(self.inputs, training, other=place)
+        if other.error is not None and not isinstance(other.error, UNTRACEABLE):
+            return True
+        same = [call.op for call in other.op_calls] == [call.op for call in graph.op_calls]
+        return same and (other.stop and other.stop[1:]) == (graph.stop and graph.stop[1:])
+
     def _trace_forward(
-        self, inputs: Inputs, training: bool, attributes: Sequence[Attributes] = (), **options: Any
+        self,
+        inputs: Inputs,
+        training: bool,
+        attributes: Sequence[Attributes] = (),
+        *,
+        losses: bool = False,
+        other: str = "",
+        **options: Any,
     ) -> Graph:
-        """The trace with these attributes of modules, and with the caches of other shapes."""
+        """The trace with these attributes of modules, and with the caches of other shapes; with `losses`, norms and dropout are
+        in evaluation mode, and with `other` the decision at this place of the code has the other outcome."""
 
         def trace(caches: Mapping[str, Mapping[str, Any]]) -> Graph:
             def adjust() -> None:
@@ -129,8 +165,13 @@ class Structure:
                     module.__dict__.update(values)
                 if self._eval_norms:
                     batch_norms_to_eval(self.net)
+                if losses:
+                    norms_and_dropout_to_eval(self.net)
 
-            return trace_forward(self.net, inputs, training=training, adjust=adjust, outputs=self.outputs, **options)
+            decisions = Decisions(other, self._undecidable)
+            return trace_forward(
+                self.net, inputs, training=training, adjust=adjust, outputs=self.outputs, decisions=decisions, **options
+            )
 
         modules = dict(self.net.named_modules())
         graph = trace(self.caches)
@@ -142,7 +183,7 @@ class Structure:
         """Propagates labels. Freezes tensors whose values the code reads."""
         for name, read in propagation.graph.read_values.items():
             if read.source is None:
-                propagation.coupling.freeze(self._slots_of(name), f"its value is read{_in(read.module)}")
+                propagation.coupling.freeze(self._slots_of(name), f"its value is read{where(read.module)}")
         propagation.run()
         self._freeze_at_stop(propagation)
 
@@ -152,15 +193,15 @@ class Structure:
         graph, coupling = propagation.graph, propagation.coupling
         if graph.stop is None:
             return
-        where = f"the forward pass depends on its data{_in(graph.stop.module)} ({op_name(graph.stop.op)})"
+        reason = depends_on_data(graph.stop)
         for index in sorted(graph.stop.held):
             if graph.values[index].name is None:
                 for label in propagation.tensors[index].labels:
-                    coupling.freeze(label, f"{where}, where it is still in use")
+                    coupling.freeze(label, f"{reason}, where it is still in use")
         used = {graph.values[index].name for call in graph.op_calls for index in call.reads}
         for name in self.shapes:
             if name not in used:
-                coupling.freeze(self._slots_of(name), f"{where}, before it is used")
+                coupling.freeze(self._slots_of(name), f"{reason}, before it is used")
 
     def _freeze_unused(self) -> None:
         used = {
@@ -184,6 +225,11 @@ class Structure:
         mine = [slots for (owner, _), slots in self.coupling.slots.items() if owner == name]
         return torch.cat(mine) if mine else torch.zeros(0, dtype=torch.long)
 
+    @property
+    def stops(self) -> list[Stop]:
+        """Where recording has stopped."""
+        return [p.graph.stop for p in self.propagations.values() if p.graph.stop is not None]
+
     def neuron_slots(self) -> dict[str, Tensor]:
         """Layer → the slots of its neurons.
 
@@ -204,12 +250,13 @@ class Structure:
                     result[name] = slots
         return result
 
-    def propagate(self, inputs: Inputs, *, training: bool = False) -> LabelPropagation:
-        """Label propagation through the forward pass of these inputs. PathError if it couples or freezes more than the traced
-        passes do."""
+    def propagate(self, inputs: Inputs, *, losses: bool = False) -> LabelPropagation:
+        """Label propagation through the forward pass of these inputs in evaluation mode, or, with `losses`, in training mode
+        with norms and dropout in evaluation mode. PathError if it couples or freezes more than the traced passes do."""
         attributes = self._stated_widths(torch.ones(len(self.coupling), dtype=torch.bool))
+        real = inputs is not self.inputs
         return self._propagate(
-            self._trace_forward(inputs, training, attributes, shapes=self.shapes, compute_inputs=True)
+            self._trace_forward(inputs, losses, attributes, losses=losses, shapes=self.shapes, compute_inputs=real)
         )
 
     def _propagate(self, graph: Graph) -> LabelPropagation:
@@ -222,9 +269,8 @@ class Structure:
             self._run(propagation)
             _make_rectangular(coupling, propagation)
         except NewCouplingError as error:
-            raise PathError(
-                propagation.call.module, f"it couples or freezes more neurons than the traced path: {error}"
-            ) from error
+            module = propagation.call.module if propagation.calls else ""
+            raise PathError(module, f"it couples or freezes more neurons than the traced path: {error}") from error
         return propagation
 
     def update_values(self) -> None:

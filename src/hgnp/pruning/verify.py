@@ -6,7 +6,7 @@ entries, in the old order. A hard-coded `view`, a fixed split point or a constan
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ class CutVerifier:
                     if new:
                         self.caches.setdefault(module, {}).update(new)
                 return problem
-        self.verified = alive, TracedForward(graphs, self._structure.traced.eval_norms)
+        self.verified = alive, replace(self._structure.traced, graphs=graphs)
         return None
 
     def _at_least_two(self, alive: Tensor) -> Tensor:
@@ -125,6 +125,8 @@ class CutVerifier:
         while classes:
             alive, tried = self._sample(classes)
             problem = self.misfit(alive)
+            if self.caches and not structure.caches:
+                return  # the network must be traced again, with what it keeps
             if problem is None:
                 suspects += [found for found in classes if found not in tried]
                 break
@@ -138,6 +140,10 @@ class CutVerifier:
             if problem is not None:
                 structure.coupling.freeze(torch.tensor(suspect), problem.reason)
         structure.update_roots()
+
+    def sample_cut(self, neurons: Tensor) -> Tensor:
+        """A cut of every class of groups that contains a neuron; groups that would empty a tensor together are left out."""
+        return self._sample(self._root_classes(neurons))[0]
 
     def _freeze_single_groups(self) -> None:
         """Freezes groups that are all of a tensor's dimension: removing one would leave nothing of the tensor."""
