@@ -306,6 +306,8 @@ def study(given: argparse.Namespace, work: Path) -> None:
         "recipe.anneal": "run", "recipe.method": "hgnp", "recipe.flatness": "default", "recipe.bound": 0.0, "recipe.mu": 0.0,
         "recipe.refresh_every": None, "recipe.skip_inactive": False, "recipe.measure": "none", "recipe.round_to": 1,
     }  # fmt: skip
+    if "label_smoothing" in presets.preset(given.preset).loss_args:
+        base["loss_args.label_smoothing"] = 0.0  # curvature is measured of the plain loss
     base |= {path: yaml.safe_load(text) for path, _, text in (each.partition("=") for each in given.set)}
     methods = {name.replace("=", ""): {"set": changes} for name, changes in VARIANTS.items()}
     plan = {
