@@ -132,14 +132,12 @@ def test_a_batch_of_one_sample_is_refused_where_batch_norm_needs_more() -> None:
     )
 
 
-def test_schedulers_of_another_optimizer_or_with_too_few_steps_are_refused() -> None:
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
     net = made()
     other = torch.optim.SGD(net.parameters(), lr=0.1)
     refused(
         "scheduler must belong to the run's optimizer", net=net, scheduler=torch.optim.lr_scheduler.StepLR(other, 1)
     )
-    short = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=2)
-    refused("scheduler must take one step per epoch, but failed: Tried to step 3 times", scheduler=short)
 
 
 class _Stream(IterableDataset[tuple[Tensor, Tensor]]):

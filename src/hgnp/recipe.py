@@ -20,6 +20,7 @@ Method = Literal["hgnp", "taylor", "hybrid", "l1", "l2", "bn_scale", "geometric_
 PruneUnit = Literal["epochs", "steps"]
 Schedule = Literal["constant", "steps", "cosine", "one_cycle"]
 Anneal = Literal["finetune", "run"]
+SchedulerInterval = Literal["epoch", "step"]
 Precision = Literal["auto", "float32", "bf16", "fp16"]
 Execution = Literal["auto", "eager"]
 Measure = Literal["auto", "full", "none"]
@@ -91,6 +92,8 @@ class Recipe:
         lr_steps: The positions, as fractions of the schedule, at which "steps" multiplies the learning rate by `lr_factor`.
         lr_factor: The factor of "steps".
         lr_final: The final learning rate of "cosine" and "one_cycle", as a fraction of the peak.
+        scheduler_interval: When a scheduler that `prune` gets is stepped: after every "epoch", or after every "step" of the
+            optimizer. None: "step" for OneCycleLR and CyclicLR, as PyTorch documents them, "epoch" for any other.
         clip_norm: Largest norm of the gradient; a larger gradient is scaled down to it. None: no clipping.
 
         precision: "float32"; "bf16" or "fp16" for mixed precision by autocast, "fp16" with a gradient scaler. "auto": "bf16"
@@ -139,6 +142,7 @@ class Recipe:
     lr_steps: tuple[float, ...] = (0.5, 0.75)
     lr_factor: float = 0.1
     lr_final: float = 0.0
+    scheduler_interval: SchedulerInterval | None = None
     clip_norm: float | None = None
 
     precision: Precision = "auto"
@@ -324,6 +328,7 @@ _CHECKS: dict[str, tuple[str, Any]] = {  # field → what must hold, in words an
     ),
     "lr_factor": _RATE,
     "lr_final": _FRACTION,
+    "scheduler_interval": _or_none(_one_of(SchedulerInterval)),
     "precision": _one_of(Precision),
     "execution": _one_of(Execution),
     "clip_norm": _or_none(_RATE),
