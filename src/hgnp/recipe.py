@@ -74,8 +74,8 @@ class Recipe:
         mu_warmup_epochs: Epochs over which μ rises linearly from 0, counted from the start or from the hybrid's switch.
         bound: The bound B: curvature up to B is not penalised.
         flatness: "default", "paper", or a mapping of `Flatness`'s named choices, such as {"curvature": "hessian"}.
-        refresh_every: Steps between two refreshes of the penalised direction v. None: 8 if v comes from the last batch, 1 with
-            direction_from="this_batch". (`Flatness` itself refreshes every step by default.)
+        refresh_every: Steps between two refreshes of the penalised direction v. None: 8 if v comes from the last batch, 2 with
+            direction_over="network", 1 with direction_from="this_batch". (`Flatness` itself refreshes every step by default.)
         skip_inactive: Whether the flatness term is skipped until the next refresh if it is inactive (curvature within the
             bound) in the first step along a new v. None: True if v comes from the last batch, False with
             direction_from="this_batch".
@@ -223,10 +223,12 @@ class Recipe:
     def resolved(self, *, scheduler: bool = False) -> "Recipe":
         """The recipe with every None replaced by the default that it stands for. `scheduler`: whether `prune` gets one."""
         bundle, choices = self.flatness_choices
-        lagged = choose(bundle, **choices).direction_from == "last_batch"
+        chosen = choose(bundle, **choices)
+        lagged = chosen.direction_from == "last_batch"
+        every = (2 if chosen.direction_over == "network" else 8) if lagged else 1
         return dataclasses.replace(
             self,
-            refresh_every=self.refresh_every or (8 if lagged else 1),
+            refresh_every=self.refresh_every or every,
             skip_inactive=lagged if self.skip_inactive is None else self.skip_inactive,
             schedule=self.schedule or ("constant" if scheduler else "cosine"),
         )

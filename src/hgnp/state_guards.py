@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 
 @contextmanager
@@ -23,12 +25,20 @@ def preserve_modes(*nets: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def evaluating(*nets: nn.Module) -> Iterator[None]:
-    """Inside the block the networks are in evaluation mode."""
+def evaluating(*nets: nn.Module, losses: bool = False) -> Iterator[None]:
+    """Inside the block the networks are in evaluation mode. With `losses`, of networks that return their losses in training
+    mode alone, only norms and dropout are: the other modules are in training mode."""
     with preserve_modes(*nets):
         for net in nets:
-            net.eval()
+            net.train(losses)
+            norms_and_dropout_to_eval(net)
         yield
+
+
+def norms_and_dropout_to_eval(net: nn.Module) -> None:
+    for module in net.modules():
+        if isinstance(module, _NormBase | _DropoutNd):
+            module.training = False
 
 
 @contextmanager

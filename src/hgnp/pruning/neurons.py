@@ -1,7 +1,7 @@
 """`Neurons`: the neurons of a network, their coupling, and their removal."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, get_args
 
@@ -31,10 +31,11 @@ from hgnp.pruning.selection import (
     with_scores,
 )
 from hgnp.pruning.state import PruningState
-from hgnp.pruning.structure import Structure, TracedForward
+from hgnp.pruning.structure import Structure, TracedForward, depends_on_data
 from hgnp.pruning.summary import Frozen, Layer, Preview, table
 from hgnp.pruning.surgery import Change, changes_to_net, changes_to_optimizer, check_copies, commit
-from hgnp.pruning.validation import as_inputs, check_net, protected_modules
+from hgnp.pruning.trial import disagreement
+from hgnp.pruning.validation import as_inputs, as_outputs, check_net, protected_modules
 from hgnp.pruning.verify import CutVerifier
 from hgnp.removal import Listener, Removal, listeners_of
 
@@ -66,6 +67,10 @@ class Neurons:
         protect: Names of layers, or of modules whose layers are all protected.
         approximate: Whether channels that a norm mixes (LayerNorm, GroupNorm, RMSNorm) can be removed too. The outputs then
             change by more than masking changes them.
+        outputs: Which of the returned tensors count: a function of what the network returns, in training and in evaluation
+            mode; or a forward function to record in place of `net.forward`, called with the network and the inputs (or a method
+            of one of its modules, called with the inputs). Channels of other tensors that the network returns may be removed:
+            `left_out` lists them.
 
     Attributes:
         net: The network.
@@ -75,7 +80,13 @@ class Neurons:
     """
 
     def __init__(
-        self, net: nn.Module, example_input: Any, *, protect: Iterable[str] = (), approximate: bool = False
+        self,
+        net: nn.Module,
+        example_input: Any,
+        *,
+        protect: Iterable[str] = (),
+        approximate: bool = False,
+        outputs: Callable[..., Any] | None = None,
     ) -> None:
         check_net(net)
         self.net = net
@@ -83,14 +94,22 @@ class Neurons:
         self.listeners: list[Listener] = []
         self._inputs = as_inputs(example_input)
         self._protected = protected_modules(net, protect)
-        self._approximate = approximate
+        self._approximate, self._outputs = approximate, as_outputs(net, outputs)
         self._parameters_at_start = sum(p.numel() for p in net.parameters())
         self._totals: dict[str, int] = {}
+        self._caches: Mapping[str, Mapping[str, Any]] = {}
         self._analyse()
 
     def _analyse(self, traced: TracedForward | None = None) -> None:
         """Finds the slots and their coupling for the network as it is. `traced` is its trace, if there is one already."""
-        self._structure = Structure(self.net, self._inputs, approximate=self._approximate, traced=traced)
+        self._structure = Structure(
+            self.net,
+            self._inputs,
+            approximate=self._approximate,
+            outputs=self._outputs,
+            traced=traced,
+            caches=self._caches,
+        )
         self._layer_slots = self._structure.neuron_slots()
         layers = [name for name, module in self.net.named_modules() if isinstance(module, nn.Linear | _ConvNd)]
         self._single = [name for name in layers if name not in self._layer_slots]
@@ -99,7 +118,16 @@ class Neurons:
             if name in self._protected:
                 coupling.freeze(slots, "it is protected")
         self._verifier = CutVerifier(self._structure)
-        self._verifier.freeze_unprunable(torch.cat([*self._layer_slots.values(), torch.zeros(0, dtype=torch.long)]))
+        everything = torch.cat([*self._layer_slots.values(), torch.zeros(0, dtype=torch.long)])
+        self._verifier.freeze_unprunable(everything)
+        if (
+            self._verifier.caches and not self._caches
+        ):  # it keeps tensors of its present shapes: trace how they are made
+            self._caches = self._verifier.caches
+            self._analyse()
+            return
+        if self._structure.stops and not bool(self._structure.frozen[everything].all()):
+            self._try_on_data(everything)
         self._state = PruningState(self._structure, self._layer_slots, torch.ones(len(coupling), dtype=torch.bool))
         for name, slots in self._layer_slots.items():
             self._totals.setdefault(name, len(slots))
@@ -107,6 +135,15 @@ class Neurons:
             n for n, slots in self._layer_slots.items() if not bool(self._structure.frozen[slots].all())
         )
         self.__dict__.pop("_branches", None)
+
+    def _try_on_data(self, neurons: Tensor) -> None:
+        """Freezes everything if, behind the place where recording stops, removal does not equal masking."""
+        structure, stop = self._structure, self._structure.stops[0]
+        prunable = {name: slots for name, slots in self._layer_slots.items() if not bool(structure.frozen[slots].all())}
+        problem = disagreement(structure, prunable, self._verifier.sample_cut(neurons))
+        if problem is not None:
+            structure.coupling.freeze(neurons, f"{depends_on_data(stop)}, and {problem}")
+            structure.update_roots()
 
     # Counting
 
@@ -127,6 +164,25 @@ class Neurons:
             for slot in slots[self._structure.frozen[slots]].tolist():
                 found[name, str(self._structure.coupling.reason(slot))] += 1
         return tuple(Frozen(name, reason, count) for (name, reason), count in found.items())
+
+    @property
+    def left_out(self) -> tuple[Layer, ...]:
+        """Layers with prunable neurons whose channels are in tensors that the network returns and `outputs` leaves out: these
+        tensors lose the channels too."""
+        roots: set[int] = set()
+        for propagation in self._structure.propagations.values():
+            for index in propagation.graph.left_out:
+                for label in propagation.tensors[index].labels:
+                    roots |= set(self._structure.roots[label].flatten().tolist())
+        found = []
+        for name in self._prunable:
+            slots = self._state.remaining(name)
+            shared = ~self._structure.frozen[slots] & torch.isin(
+                self._structure.roots[slots], torch.tensor(sorted(roots))
+            )
+            if bool(shared.any()):
+                found.append(Layer(name, int(shared.sum()), self._totals[name]))
+        return tuple(found)
 
     @property
     def count(self) -> int:
@@ -268,13 +324,14 @@ class Neurons:
         """The scale of the norm that reads the layer's output, one number per remaining neuron; None without a norm."""
         return self._state.norm_scale(layer)
 
-    def gates(self, coupling: CouplingMode = "coupled") -> Gates:
+    def gates(self, coupling: CouplingMode = "coupled", *, losses: bool = False) -> Gates:
         """Where the output of each neuron is read, for scores that are derivatives. With "paper", layers that are added
-        together have gates of their own."""
+        together have gates of their own; with `losses`, gates are for training mode with norms and dropout in evaluation
+        mode."""
         self._check_shapes()
         structure = self._branches.structure if coupling == "paper" else self._structure
         slots = {name: self._layer_slots[name] for name in self._prunable}
-        return find_gates(structure, slots, self._state.alive, per_branch=coupling == "paper")
+        return find_gates(structure, slots, self._state.alive, per_branch=coupling == "paper", losses=losses)
 
     # Removing
 
@@ -328,6 +385,9 @@ class Neurons:
                     f"{name} must have shape {expected}, got {tuple(tensor.shape)}; the network changed after Neurons was "
                     "created: create it again"
                 )
+        self._structure.update_values()
+        if "_branches" in self.__dict__:
+            self._branches.structure.update_values()
 
     def _after(self, selection: Mapping[str, Sequence[int]]) -> PruningState:
         self._check_shapes()
@@ -394,4 +454,4 @@ class Neurons:
 
     def __str__(self) -> str:
         """A table with one line per layer, and one line per reason for frozen neurons."""
-        return table(self.layers, self.frozen, self.preview({}))
+        return table(self.layers, self.frozen, self.left_out, self.preview({}))

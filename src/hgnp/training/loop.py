@@ -84,6 +84,7 @@ class TrainingLoop:
         net, task, recipe = self.net, self.task, self.recipe
         self.also = check_copies(net, also)
         first = check_first_batches(net, task)
+        self.task = task = dataclasses.replace(task, losses=first.losses)
         inputs, target = first.inputs, first.target
         self.classes, self.val_classes = first.classes, first.val_classes
         self.metric, self.features = first.metric, first.features
@@ -114,9 +115,18 @@ class TrainingLoop:
             step, self.step_state, self.optimizer, recipe, task.train.device, accumulate=task.accumulate
         )
         graphs = self.trainer.executor.uses_graphs
-        self.evaluation = Evaluation(net, task.loss, task.metric, task.output, graphs=graphs)
+        self.evaluation = Evaluation(
+            net, task.loss, task.metric, task.output, graphs=graphs and not task.losses, losses=task.losses
+        )
         self.pruner = Pruner(
-            self.neurons, self.scoring_step, self.step_state, recipe, self.optimizer, at_start, self.also
+            self.neurons,
+            self.scoring_step,
+            self.step_state,
+            recipe,
+            self.optimizer,
+            at_start,
+            self.also,
+            losses=task.losses,
         )
         self.flatness = Flatness._of(self.scoring_step, self.step_state)
         self._format_note: str | None = None

@@ -39,11 +39,13 @@ class Pruner:
         optimizer: torch.optim.Optimizer,
         at_start: Preview,
         also: Sequence[nn.Module] = (),
+        *,
+        losses: bool = False,
     ) -> None:
         self.neurons, self.recipe, self.optimizer = neurons, recipe, optimizer
         self.step, self.state = step, state
         self.at_start = at_start
-        self.also = also
+        self.also, self.losses = also, losses
 
     @property
     def left(self) -> float:
@@ -99,7 +101,7 @@ class Pruner:
     def _scored_layers(self) -> Collection[str]:
         """Layers that the criterion has scores for: some have no norm behind them, or no place for a gate."""
         if self._criterion not in WEIGHT_SCORES:
-            return self.neurons.gates(self.recipe.coupling).rows
+            return self.neurons.gates(self.recipe.coupling, losses=self.losses).rows
         with RandomState(*self.neurons.net.parameters()):
             return WEIGHT_SCORES[self._criterion](self.neurons)
 
@@ -121,7 +123,7 @@ class Pruner:
         mu = self.recipe.scoring_mu if self.recipe.uses_term(self.neurons.kept) else 0.0
         scores = scored(
             self.neurons, batches, self.step, self.state, mu=mu, coupling=coupling,
-            criterion=self._criterion, graphs=self.recipe.execution != "eager",
+            criterion=self._criterion, graphs=self.recipe.execution != "eager", losses=self.losses,
         )  # fmt: skip
         n = min(self.recipe.neurons_per_round, self.neurons.count)
         selection = self._select(scores, n)

@@ -55,6 +55,10 @@ class Task:
     metric: Metric | None
     output: Output | None
     accumulate: int = 1
+    losses: bool = False
+    """Whether the network returns what the loss takes in training mode alone, as torchvision's detectors do. Then the loss is
+    that of training mode with norms and dropout in evaluation mode, and a metric takes what the network returns in evaluation
+    mode."""
 
     @property
     def steps(self) -> int | None:
