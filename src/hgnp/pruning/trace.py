@@ -195,7 +195,7 @@ class _OperatorTracer(TorchDispatchMode):
                 if index in reads:
                     self._written.add(self.graph.values[index].storage)
                 if op is torch.ops.aten.uniform_.default:
-                    low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
+                    low, high = [*args[1:], *(0.0, 1.0)[len(args) - 1 :]]
                     self._uniform[index] = low, high
                 self._producer[index] = len(self._calls)
             self._calls.append(OpCall(op, refs[0], refs[1], reads, writes, module))
@@ -279,7 +279,7 @@ class _OperatorTracer(TorchDispatchMode):
         return frozenset(
             self._index[id(tensor)]
             for tensor in self._references
-            if sys.getrefcount(tensor) > HELD_BY_TRACER + _HELD_IN_CPP * (tensor._use_count() > 1)
+            if sys.getrefcount(tensor) > HELD_BY_TRACER + _HELD_IN_CPP * (tensor._use_count() > 1)  # type: ignore[attr-defined]
         )
 
 
