@@ -183,11 +183,14 @@ def _images_and_targets() -> Inputs:
     return (torch.rand(2, 3, 64, 64), targets), {}
 
 
+SMALL_IMAGES = {"min_size": 64, "max_size": 64}
+FEW_BOXES = {f"rpn_{when}_nms_top_n_{mode}": 50 for when in ("pre", "post") for mode in ("train", "test")}
+FEW_BOXES["box_batch_size_per_image"] = 8
 TORCHVISION_DETECTORS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "fasterrcnn_resnet50_fpn": (("backbone", "rpn.head"), {"min_size": 64, "max_size": 64}),
-    "fasterrcnn_mobilenet_v3_large_320_fpn": (("backbone", "rpn.head"), {"min_size": 64, "max_size": 64}),
-    "retinanet_resnet50_fpn": (("backbone", "head"), {"min_size": 64, "max_size": 64}),
-    "fcos_resnet50_fpn": (("backbone", "head"), {"min_size": 64, "max_size": 64}),
+    "fasterrcnn_resnet50_fpn": (("backbone", "rpn.head"), SMALL_IMAGES | FEW_BOXES),
+    "fasterrcnn_mobilenet_v3_large_320_fpn": (("backbone", "rpn.head"), SMALL_IMAGES | FEW_BOXES),
+    "retinanet_resnet50_fpn": (("backbone", "head"), SMALL_IMAGES),
+    "fcos_resnet50_fpn": (("backbone", "head"), SMALL_IMAGES),
     "ssdlite320_mobilenet_v3_large": (("backbone", "head"), {}),
     "ssd300_vgg16": (("backbone", "head"), {}),
 }
