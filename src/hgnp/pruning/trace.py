@@ -191,7 +191,7 @@ class _OperatorTracer(TorchDispatchMode):
             origins = [self._origin[index] for index in reads]
             random = None in origins or torch.Tag.nondeterministic_seeded in op.tags
             for index in writes:
-                self._origin[index] = None if random else frozenset[str]().union(*filter(None, origins))
+                self._origin[index] = None if random else frozenset(each for origin in origins for each in origin or ())
                 if index in reads:
                     self._written.add(self.graph.values[index].storage)
                 if op is torch.ops.aten.uniform_.default:
