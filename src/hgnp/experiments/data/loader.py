@@ -52,7 +52,7 @@ class Loader:
 
     A shuffled epoch drops a last batch of a single sample (unless `batch` is 1), which BatchNorm cannot process; which
     sample that is changes from epoch to epoch. `drop_last` drops every incomplete batch. `samples` is the number of samples
-    per epoch.
+    per epoch; `batches_per_launch` batches are built together, which changes none of them.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Loader:
         self.shuffle, self.flip, self.crop = shuffle, flip, crop
         deviation = torch.tensor(std, device=device).view(-1, 1, 1)
         self._scale, self._shift = 1 / deviation, -torch.tensor(mean, device=device).view(-1, 1, 1) / deviation
-        self._batches_per_launch = (
+        self.batches_per_launch = (
             BATCHES_PER_LAUNCH if isinstance(source, InMemorySource) and device.type == "cuda" else 1
         )
         left = source.samples % batch
@@ -104,7 +104,7 @@ class Loader:
         if self.crop:
             places = torch.randint(2 * self.crop + 1, (2, total), generator=generator).to(device)
         start = 0
-        for x, y in self.source.batches(order[:total].split(self.batch * self._batches_per_launch)):
+        for x, y in self.source.batches(order[:total].split(self.batch * self.batches_per_launch)):
             now = slice(start, start := start + len(y))
             if places is not None:
                 x = random_crop(x, places[:, now], self.crop)
