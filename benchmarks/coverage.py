@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from oracles import flat, masked, run, worst_error
 
 OUTPUT = "it is the network's output"
-LIMIT_S = {"hgnp": 600, "torch-pruning": 120}
+LIMIT_S = {"hgnp": 1800, "torch-pruning": 300}
 Row = dict[str, Any]
 
 

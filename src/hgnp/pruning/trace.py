@@ -538,7 +538,8 @@ def _fake_weights(
         else:
             with fake_mode:
                 fake = torch.empty([shape[dim] for dim in spec.dim_order], dtype=spec.dtype, device=spec.device)
-                fake = fake.permute([spec.dim_order.index(dim) for dim in range(len(spec.dim_order))])
+                if spec.dim_order != tuple(range(len(shape))):
+                    fake = fake.permute([spec.dim_order.index(dim) for dim in range(len(shape))])
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, tensor.requires_grad)
         if spec.counter is not None:
