@@ -29,8 +29,14 @@ class BranchCoupling:
 
     def __init__(self, coupled: Structure, *, approximate: bool) -> None:
         self.structure = Structure(
-            coupled.net, coupled.inputs, approximate=approximate, per_branch=True, traced=coupled.traced
+            coupled.net,
+            coupled.inputs,
+            approximate=approximate,
+            per_branch=True,
+            without_heads=coupled.without_heads,
+            traced=coupled.traced,
         )
+        self.structure.head_attributes = coupled.head_attributes
         self.verifier = CutVerifier(self.structure, aligned=False)
 
     def branch_groups(self, units: Sequence[Unit], rows: Mapping[str, Tensor], alive: Tensor) -> list[list[list[Unit]]]:

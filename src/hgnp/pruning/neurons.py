@@ -92,9 +92,9 @@ class Neurons:
         self._structure = Structure(self.net, self._inputs, approximate=self._approximate, traced=traced)
         self._rows = self._structure.neuron_rows()
         layers = [name for name, module in self.net.named_modules() if isinstance(module, nn.Linear | _ConvNd)]
-        self._single = [name for name in layers if name not in self._rows]
+        self._single = [name for name in layers if name not in self._structure.layer_rows()]
         coupling = self._structure.coupling
-        for name, rows in self._rows.items():
+        for name, rows in [*self._structure.layer_rows().items(), *self._rows.items()]:
             if name in self._protected:
                 coupling.freeze(rows, "it is protected")
         self._verifier = CutVerifier(self._structure)

@@ -4,9 +4,11 @@ Every operator call must be the one it was, with the same constants, and its res
 entries, in the old order. A hard-coded `view`, a fixed split point or a constant that depends on the width is caught here.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, combinations, islice
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ TAKES_SIZES = (
 """Operators among whose arguments are sizes, which may change with the width."""
 LAYOUT = ("clone", "contiguous", "alias", "detach", "mm", "bmm", "addmm", "baddbmm", "mv", "add", "add_")
 """Operators that PyTorch adds, drops or merges depending on the memory layout."""
+MAX_ATTRIBUTE_TRIALS = 24
 Root = int
 RootClass = tuple[Root, ...]
 """Roots whose slots lie in the same dimensions of the same tensors: a cut that works for one works for all."""
@@ -60,6 +63,7 @@ class CutVerifier:
 
     def __init__(self, structure: Structure, *, aligned: bool = True) -> None:
         self._structure, self._aligned = structure, aligned
+        self._adapted: set[tuple[tuple[str, str], ...]] = set()
         self.verified: tuple[Tensor, TracedForward] | None = None
         """The last cut that was found to work, and its trace."""
 
@@ -123,6 +127,8 @@ class CutVerifier:
                 break
             roots = set(structure.roots[problem.slots].tolist())
             blamed = [found for found in tried if roots & set(found)] or tried
+            if self._adapt_attributes(blamed):
+                continue
             suspects += blamed
             classes = [found for found in classes if found not in blamed]
         for suspect in suspects:
@@ -131,6 +137,35 @@ class CutVerifier:
             if problem is not None:
                 structure.coupling.freeze(torch.tensor(suspect), problem.reason)
         structure.update_roots()
+
+    def _adapt_attributes(self, classes: list[RootClass]) -> bool:
+        """Finds the fewest integer attributes, such as a number of heads, with which a cut of heads works that fails without
+        them; they change with the heads in every module of the class. True if the classes must be tried again."""
+        structure = self._structure
+        heads = torch.cat([torch.zeros(0, dtype=torch.long), *structure.heads().values()])
+        for found in classes:
+            if not set(found) & set(structure.roots[heads].tolist()):
+                continue
+            modules = dict(structure.net.named_modules())
+            counting = structure.counting_attributes(structure.roots[heads])
+            own = structure.counting_attributes(torch.tensor(found))
+            names = sorted({(type(modules[module]).__qualname__, key) for module in own for key in own[module]})
+            alive, tried = self._sample([found])
+            if not tried or tuple(names) in self._adapted:
+                continue
+            self._adapted.add(tuple(names))
+            before = structure.head_attributes
+            for chosen in islice(_subsets(names), MAX_ATTRIBUTE_TRIALS):
+                structure.head_attributes = before | {
+                    module: before.get(module, {})
+                    | {key: slots for key, slots in counting[module].items() if (kind, key) in chosen}
+                    for module in counting
+                    for kind in [type(modules[module]).__qualname__]
+                }
+                if self.misfit(alive) is None:
+                    return True
+            structure.head_attributes = before
+        return False
 
     def _freeze_single_groups(self) -> None:
         """Freezes groups that are all of a tensor's dimension: removing one would leave nothing of the tensor."""
@@ -172,6 +207,11 @@ class CutVerifier:
             emptying = set(structure.roots[torch.cat(emptied)].tolist())
             # classes that empty a tensor together are tried one by one
             tried = [roots for roots in tried if not emptying & set(roots)]
+
+
+def _subsets(names: list[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], ...]]:
+    """The subsets of some names, small ones first."""
+    return chain.from_iterable(combinations(names, size) for size in range(len(names) + 1))
 
 
 def _compare(before: LabelPropagation, graph: Graph, alive: Tensor, aligned: bool) -> Misfit | None:
@@ -255,7 +295,10 @@ def _misplaced(labelled: LabelledCall, call: OpCall, graph: Graph, alive: Tensor
     source, rearranged = labelled.reads[0], rearrangement(call.op)
     assert rearranged is not None
     masks = keep_masks(source, alive)
-    for label in source.labels:
+    labels = list(source.labels)
+    if any(label.numel() > len(label.unique()) for label in labels):  # entries of a head have one label: number them all
+        labels.append(torch.arange(math.prod(source.shape)).reshape(source.shape))
+    for label in labels:
         cut = keep(label, [mask if label.shape[dim] > 1 else None for dim, mask in enumerate(masks)])
         smaller = rearranged(cut.expand(graph.values[call.reads[0]].shape), call.args[1:], call.kwargs)
         larger = rearranged(label.expand(source.shape), labelled.call.args[1:], labelled.call.kwargs)
