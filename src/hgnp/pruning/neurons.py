@@ -267,7 +267,12 @@ class Neurons:
         self._check_shapes()
         structure = self._branches.structure if coupling == "paper" else self._structure
         rows = {name: self._rows[name] for name in self._prunable}
-        return find_gates(structure, rows, self._state.alive, per_branch=coupling == "paper")
+        alive, verified = self._state.alive, self._verifier.verified
+        now = None
+        if not bool(alive.all()):
+            known = verified is not None and self._verifier.is_verified(alive)
+            now = verified[1].graphs[False] if known and verified else structure.trace_now(self._inputs)
+        return find_gates(structure, rows, alive, per_branch=coupling == "paper", now=now)
 
     # Removing
 

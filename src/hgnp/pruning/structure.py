@@ -256,6 +256,10 @@ class Structure:
             ) from error
         return propagation
 
+    def trace_now(self, inputs: Inputs) -> Graph:
+        """The evaluation-mode forward pass of these inputs through the network as it is, with the neurons that remain."""
+        return trace_forward(self.net, inputs, training=False, compute_inputs=True)
+
     # Cuts. `alive` is a mask over all slots
 
     def shapes_after(self, alive: Tensor) -> dict[str, Shape]:
