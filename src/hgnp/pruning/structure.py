@@ -203,9 +203,10 @@ class Structure:
             numbers = {key: value for key, value in vars(modules[name]).items() if type(value) is int and value > 1}
             for label in [label for tensor in labelled.writes for label in tensor.labels if bool(own[label].any())]:
                 for dim in varying_dims(label):
-                    slots = label.movedim(dim, 0).flatten(1)[:, 0]
+                    slots = label.movedim(dim, 0).reshape(label.shape[dim], -1)[:, 0]
+                    every_head = len(self.roots[slots].unique()) == len(self.roots[label].unique())
                     for key, value in numbers.items():
-                        if value == len(slots) and not _repeats(slots):
+                        if value == len(slots) and every_head and not _repeats(slots):
                             result[name].setdefault(key, slots)
         return result
 
@@ -258,7 +259,8 @@ class Structure:
 
     def trace_now(self, inputs: Inputs) -> Graph:
         """The evaluation-mode forward pass of these inputs through the network as it is, with the neurons that remain."""
-        return trace_forward(self.net, inputs, training=False, compute_inputs=True)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(self.net).items()}
+        return trace_forward(self.net, inputs, training=False, shapes=shapes, compute_inputs=True)
 
     # Cuts. `alive` is a mask over all slots
 

@@ -63,7 +63,7 @@ class CutVerifier:
 
     def __init__(self, structure: Structure, *, aligned: bool = True) -> None:
         self._structure, self._aligned = structure, aligned
-        self._adapted: set[tuple[tuple[str, str], ...]] = set()
+        self._adapted: set[type] = set()
         self.verified: tuple[Tensor, TracedForward] | None = None
         """The last cut that was found to work, and its trace."""
 
@@ -127,10 +127,11 @@ class CutVerifier:
                 break
             roots = set(structure.roots[problem.slots].tolist())
             blamed = [found for found in tried if roots & set(found)] or tried
-            if self._adapt_attributes(blamed):
+            frozen = self._adapt_attributes(blamed, classes)
+            if frozen is None:
                 continue
-            suspects += blamed
-            classes = [found for found in classes if found not in blamed]
+            suspects += [found for found in blamed if found not in frozen]
+            classes = [found for found in classes if found not in (*blamed, *frozen)]
         for suspect in suspects:
             alive, tried = self._sample([suspect])
             problem = self.misfit(alive) if tried else None
@@ -138,34 +139,44 @@ class CutVerifier:
                 structure.coupling.freeze(torch.tensor(suspect), problem.reason)
         structure.update_roots()
 
-    def _adapt_attributes(self, classes: list[RootClass]) -> bool:
+    def _adapt_attributes(self, blamed: list[RootClass], classes: list[RootClass]) -> list[RootClass] | None:
         """Finds the fewest integer attributes, such as a number of heads, with which a cut of heads works that fails without
-        them; they change with the heads in every module of the class. True if the classes must be tried again."""
+        them; from then on they change with the heads in every module of the same class.
+
+        None if such attributes were found; otherwise the classes that are frozen, as no attributes help: heads in modules of the
+        same class fail alike.
+        """
         structure = self._structure
-        heads = torch.cat([torch.zeros(0, dtype=torch.long), *structure.heads().values()])
-        for found in classes:
-            if not set(found) & set(structure.roots[heads].tolist()):
-                continue
-            modules = dict(structure.net.named_modules())
-            counting = structure.counting_attributes(structure.roots[heads])
-            own = structure.counting_attributes(torch.tensor(found))
-            names = sorted({(type(modules[module]).__qualname__, key) for module in own for key in own[module]})
-            alive, tried = self._sample([found])
-            if not tried or tuple(names) in self._adapted:
-                continue
-            self._adapted.add(tuple(names))
-            before = structure.head_attributes
-            for chosen in islice(_subsets(names), MAX_ATTRIBUTE_TRIALS):
-                structure.head_attributes = before | {
-                    module: before.get(module, {})
-                    | {key: slots for key, slots in counting[module].items() if (kind, key) in chosen}
-                    for module in counting
-                    for kind in [type(modules[module]).__qualname__]
-                }
-                if self.misfit(alive) is None:
-                    return True
-            structure.head_attributes = before
-        return False
+        modules, heads = dict(structure.net.named_modules()), structure.heads()
+        module_of = {root: name for name, slots in heads.items() for root in structure.roots[slots].tolist()}
+        mine = [found for found in blamed if found[0] in module_of]
+        if not mine:
+            return []
+        kind = type(modules[module_of[mine[0][0]]])
+        alike = [found for found in classes if found[0] in module_of and type(modules[module_of[found[0]]]) is kind]
+        alive, tried = self._sample([mine[0]])
+        if not tried or kind in self._adapted:
+            return []
+        self._adapted.add(kind)
+        counting = structure.counting_attributes(torch.tensor([root for found in alike for root in found]))
+        own = structure.counting_attributes(torch.tensor(mine[0]))
+        names = sorted({(type(modules[name]).__qualname__, key) for name in own for key in own[name]})
+        before, first = structure.head_attributes, None
+        for chosen in islice(_subsets(names), MAX_ATTRIBUTE_TRIALS):
+            structure.head_attributes = before | {
+                name: {key: slots for key, slots in found.items() if (type(modules[name]).__qualname__, key) in chosen}
+                for name, found in counting.items()
+            }
+            problem = self.misfit(alive)
+            if problem is None:
+                return None
+            first = first or problem
+        structure.head_attributes = before
+        assert first is not None
+        for found in alike:
+            reason = first.reason.replace(f" in {module_of[mine[0][0]]})", f" in {module_of[found[0]]})")
+            structure.coupling.freeze(torch.tensor(found), reason)
+        return alike
 
     def _freeze_single_groups(self) -> None:
         """Freezes groups that are all of a tensor's dimension: removing one would leave nothing of the tensor."""
