@@ -161,8 +161,8 @@ class Structure:
         return torch.cat(mine) if mine else torch.zeros(0, dtype=torch.long)
 
     def neuron_rows(self) -> dict[str, Tensor]:
-        """Layer → the slots of its neurons: rows of weights, and attention modules with a slot of each head. Rows that belong to
-        heads are not neurons of their own."""
+        """Layer → the slots of its neurons: rows of weights, and a slot of each head under its attention module. Rows that belong
+        to heads are not neurons of their own."""
         rows, heads = self.layer_rows(), self.heads()
         none = torch.zeros(0, dtype=torch.long)
         in_heads = torch.isin(self.roots, self.roots[torch.cat([*heads.values(), none])])

@@ -143,8 +143,8 @@ class CutVerifier:
         """Finds the fewest integer attributes, such as a number of heads, with which a cut of heads works that fails without
         them; from then on they change with the heads in every module of the same class.
 
-        None if such attributes were found; otherwise the classes that are frozen, as no attributes help: heads in modules of the
-        same class fail alike.
+        None if such attributes were found; otherwise the classes that are frozen, as no attributes help: modules of one class
+        fail alike.
         """
         structure = self._structure
         modules, heads = dict(structure.net.named_modules()), structure.heads()
@@ -307,7 +307,7 @@ def _misplaced(labelled: LabelledCall, call: OpCall, graph: Graph, alive: Tensor
     assert rearranged is not None
     masks = keep_masks(source, alive)
     labels = list(source.labels)
-    if any(label.numel() > len(label.unique()) for label in labels):  # entries of a head have one label: number them all
+    if any(label.numel() > len(label.unique()) for label in labels):  # entries of a head share a label: number them
         labels.append(torch.arange(math.prod(source.shape)).reshape(source.shape))
     for label in labels:
         cut = keep(label, [mask if label.shape[dim] > 1 else None for dim, mask in enumerate(masks)])

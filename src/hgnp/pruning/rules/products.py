@@ -83,9 +83,7 @@ def _passed_through(a: LabelledTensor, b: LabelledTensor, combined: list[Tensor]
     own = [label for operand in (a, b) if not operand.weight for label in operand.labels]
     shared = set(heads_dims(a)) & set(heads_dims(b))
     return [
-        label
-        for label in combined
-        if any(label is other for other in own) and not shared & set(varying_dims(label))
+        label for label in combined if any(label is other for other in own) and not shared & set(varying_dims(label))
     ]
 
 
