@@ -46,20 +46,22 @@ def compare(
 
     wanted = _features(new or [])
     comparison = publish.compare(runs, out, baseline=baseline, threshold=_threshold(threshold))
-    say = sys.stderr if as_json else sys.stdout
-    show(comparison, say)
+    stream = sys.stderr if as_json else sys.stdout
+    show(comparison, stream)
     advice = hybrid.recommend(wanted, comparison.model) if new else None
     if advice is not None:
-        print("\nfor the new dataset:", *advice.sentences, sep="\n  ", file=say)
+        print("\nfor the new dataset:", *advice.sentences, sep="\n  ", file=stream)
     print(
         f"\n{out / 'page.html'}  (HTML page; tables (CSV), comparison.json and figures/ are beside it)",
-        file=say,
+        file=stream,
     )
     if as_json:
         from hgnp.io.atomic import as_json as text
 
-        told = None if advice is None else {"threshold": advice.threshold, "sentences": list(advice.sentences)}
-        print(text({**publish.as_dict(comparison, out), "recommendation": told, "out": str(out)}))
+        recommendation = (
+            None if advice is None else {"threshold": advice.threshold, "sentences": list(advice.sentences)}
+        )
+        print(text({**publish.as_dict(comparison, out), "recommendation": recommendation, "out": str(out)}))
 
 
 def _threshold(given: str) -> "Choice":
@@ -89,16 +91,16 @@ def _features(given: list[str]) -> dict[str, float]:
     return found
 
 
-def show(comparison: "Comparison", say: Any) -> None:
+def show(comparison: "Comparison", stream: Any) -> None:
     from rich.console import Console
 
-    console = Console(file=say, width=None if say.isatty() else 140)
+    console = Console(file=stream, width=None if stream.isatty() else 140)
     for study in comparison.studies:
         console.print(_table(study))
         if any(group.snapshots for group in study.groups):
             console.print(f"{study.metric} of fine-tuned snapshots, and κ really kept", style="italic", markup=False)
             console.print(_snapshots(study))
-        for note in (*(study.switch.sentences if study.switch else ()), *study.notes):
+        for note in (*(study.composed_hybrid.sentences if study.composed_hybrid else ()), *study.notes):
             console.print(note, markup=False, highlight=False)
 
 
@@ -125,12 +127,12 @@ def _table(study: "Study") -> Any:
         crossed = "" if pair is None else " ".join(f"{c.kept:.0%}" for c in pair.crossings) or "never"
         runs = f" ({len(group.runs)} runs)" if len(group.runs) > 1 else ""
         table.add_row(escape(f"{group.label}{runs}"), *cells, gain, crossed)
-    if study.switch is not None and study.switch.threshold is not None:
+    if study.composed_hybrid is not None and study.composed_hybrid.threshold is not None:
         values = [study.composed_at(level) for level in levels]
         over = study.composed_gain
         cells = ["–" if value is None else format_metric(value, study.metric) for value in values]
         gain = "" if over is None else f"{over:+.2f} %"
-        table.add_row(f"{LABEL}, κ ≤ {study.switch.threshold:.1%}", *cells, gain, "")
+        table.add_row(f"{LABEL}, κ ≤ {study.composed_hybrid.threshold:.1%}", *cells, gain, "")
     return table
 
 

@@ -53,8 +53,8 @@ def run(
 
     config = effective(what, data=data, method=method, settings=set_ or [], seed=seed, device=device)
     folder = out or default_folder(f"{config.name}-{method}" if method else config.name, resume=resume)
-    say = sys.stderr if as_json else sys.stdout
-    progress = BarProgress() if sys.stderr.isatty() else LineProgress(say)
+    stream = sys.stderr if as_json else sys.stdout
+    progress = BarProgress() if sys.stderr.isatty() else LineProgress(stream)
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"--out must be a folder, got the file {folder}; choose another")
     begun, done = ((folder / name).exists() for name in ("run.json", "result.json"))
@@ -108,7 +108,7 @@ def run(
 
     result = read_json(folder / "result.json")
     # without a terminal rich would wrap at 80 columns
-    print_result(result, out=folder, console=Console(file=say, width=None if say.isatty() else 140))
+    print_result(result, out=folder, console=Console(file=stream, width=None if stream.isatty() else 140))
     if as_json:
         print(json.dumps({**result, "out": str(folder)}))
     if unwritten is not None and not done:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
-from hgnp.curvature.direction import BlockChoice, KroneckerEigenpair
+from hgnp.curvature.direction import BlockChoice
 from hgnp.curvature.step import PLAIN, Plan, State, Step
 from hgnp.curvature.validation import has_gradient_hooks, has_module_hooks
 from hgnp.execution.captured import Captured, Versions, copied, copy_into, tensors_of
@@ -49,11 +49,12 @@ class Graphed:
             self.refused = "ranks sum within a step"
         self._capture_at = Capture(self.device)
         self._optimizer = GraphedOptimizer(self._capture_at)
-        self._mu = torch.zeros((), device=self.device)
+        dtype = torch.promote_types(torch.float32, next(self.net.parameters()).dtype)
+        self._mu = torch.zeros((), dtype=dtype, device=self.device)
         self._known_mu: float | None = None
         self._graphs: dict[Any, Captured] = {}
         self._warmed_up: set[Any] = set()
-        self._static: dict[str, KroneckerEigenpair] = {}
+        self._static: dict[str, Any] = {}
         self._memory: list[Tensor] = []
         self._grads: dict[nn.Parameter, Tensor] = {}
         self._kept: dict[tuple[nn.Parameter, ...], Gradients] = {}

@@ -34,7 +34,9 @@ class BranchCoupling:
             approximate=approximate,
             per_branch=True,
             without_heads=coupled.without_heads,
+            outputs=coupled.outputs,
             traced=coupled.traced,
+            caches=coupled.caches,
         )
         self.structure.head_attributes = coupled.head_attributes
         self.verifier = CutVerifier(self.structure, aligned=False)

@@ -37,8 +37,8 @@ class LabelledTensor:
     passed_through: bool = False
     """Its channels passed through a product over other dimensions: a bias added there is not theirs."""
     nonzero: Tensor = NO_SLOTS
-    """Slots whose entries, once removed, are not known to read as zero: a softmax came before. They can be removed with all that
-    is computed from them up to a product with entries that do read as zero, as the values in attention do."""
+    """Slots whose entries, once removed, are not known to read as zero: a softmax came before. They can be removed with all
+    that is computed from them up to a product with entries that do read as zero, as the values in attention do."""
 
     def distinct(self, dim: int) -> bool:
         """Whether the entries along `dim` differ, so that they must be cut with what they are combined with."""

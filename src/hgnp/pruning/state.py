@@ -83,7 +83,7 @@ class PruningState:
         return {layer: (~left.alive[self.remaining(layer)]).nonzero().squeeze(1).tolist() for layer in self.rows}
 
     def weights(self, layer: str) -> Tensor:
-        """The weights into a layer's remaining neurons, neurons first. Those of a head are all its rows, one after the other."""
+        """The weights into a layer's remaining neurons, neurons first; those of a head are all its rows, joined."""
         if layer in self._heads:
             return self._head_weights(layer)
         module = self.structure.net.get_submodule(layer)

@@ -16,7 +16,7 @@ from torch import Tensor
 from hgnp.errors import InputError, InputTypeError
 from hgnp.io.weights import digest, read_tensors, write_tensors
 
-FORMAT = 2
+FORMAT = 3
 KEY = "hgnp-checkpoint"
 
 

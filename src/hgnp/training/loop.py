@@ -32,7 +32,14 @@ from hgnp.training.evaluate import Evaluation
 from hgnp.training.first_batch import check_first_batches
 from hgnp.training.measure import Measurements, input_spec
 from hgnp.training.memory_format import choose_memory_format, contiguous_layers, in_memory_format
-from hgnp.training.optimizers import OptimizerOrFactory, make_optimizer, make_scheduler, step_scheduler
+from hgnp.training.optimizers import (
+    OptimizerOrFactory,
+    has_ended,
+    make_optimizer,
+    make_scheduler,
+    scheduler_interval,
+    step_scheduler,
+)
 from hgnp.training.pruner import Pruner
 from hgnp.training.run_folder import RunFolder, versions
 from hgnp.training.run_state import RunState
@@ -77,6 +84,7 @@ class TrainingLoop:
         net, task, recipe = self.net, self.task, self.recipe
         self.also = check_copies(net, also)
         first = check_first_batches(net, task)
+        self.task = task = dataclasses.replace(task, losses=first.losses)
         inputs, target = first.inputs, first.target
         self.classes, self.val_classes = first.classes, first.val_classes
         self.metric, self.features = first.metric, first.features
@@ -92,6 +100,7 @@ class TrainingLoop:
         at_start = self.neurons.preview({}) if stored is None else Preview(**stored["at_start"])
         self.optimizer = make_optimizer(net, recipe, optimizer)
         self.scheduler = make_scheduler(self.optimizer, recipe, scheduler, validated=task.val is not None)
+        self.scheduler_interval = scheduler_interval(self.scheduler, recipe)
         self.setup: dict[str, Any] = {
             "optimizer": type(self.optimizer).__name__,
             "scheduler": None if self.scheduler is None else type(self.scheduler).__name__,
@@ -99,13 +108,25 @@ class TrainingLoop:
             "protect": sorted(protect),
             "networks in also": len(self.also),
             "batches per epoch": task.train.count,
+            "accumulate": task.accumulate,
         }
         step, self.scoring_step, self.step_state = make_steps(net, task, recipe)
-        self.trainer = Trainer(step, self.step_state, self.optimizer, recipe, task.train.device)
+        self.trainer = Trainer(
+            step, self.step_state, self.optimizer, recipe, task.train.device, accumulate=task.accumulate
+        )
         graphs = self.trainer.executor.uses_graphs
-        self.evaluation = Evaluation(net, task.loss, task.metric, task.output, graphs=graphs)
+        self.evaluation = Evaluation(
+            net, task.loss, task.metric, task.output, graphs=graphs and not task.losses, losses=task.losses
+        )
         self.pruner = Pruner(
-            self.neurons, self.scoring_step, self.step_state, recipe, self.optimizer, at_start, self.also
+            self.neurons,
+            self.scoring_step,
+            self.step_state,
+            recipe,
+            self.optimizer,
+            at_start,
+            self.also,
+            losses=task.losses,
         )
         self.flatness = Flatness._of(self.scoring_step, self.step_state)
         self._format_note: str | None = None
@@ -141,12 +162,12 @@ class TrainingLoop:
         row["seconds"] = time.perf_counter() - start
         run.history.append(row)
         run.seconds += row["seconds"]
-        reached = run.pass_snapshots(self.pruner.left)
+        passed = run.pass_snapshots(self.pruner.left)
         run.epoch += 1
         if on_epoch is not None and on_epoch(self._callback_state(row["epoch"], row=row)) is True:
             run.stopped = f"on_epoch stopped the run after epoch {row['epoch']}"
-        if reached:
-            self._take_snapshot(reached[0])
+        if passed:
+            self._take_snapshot(passed[0])
         self._write_checkpoint()
         recent = [row["seconds"] for row in run.history[-3:]]
         epochs = self._epochs_left() + len(self.recipe.snapshots) * self.recipe.finetune_epochs
@@ -163,6 +184,11 @@ class TrainingLoop:
 
     def _train_epoch(self, on_step: Callback | None) -> Row:
         run, recipe, train = self.run_state, self.recipe, self.task.train
+        if has_ended(self.scheduler):
+            self._note_once(
+                "scheduler: OneCycleLR has taken all its steps and stays at its last learning rate; the recipe's "
+                'schedule="one_cycle" adapts to the length of a run'
+            )
         rng_state.prepare_epoch(train.loader, run.epoch)
         batches: Iterator[Batch] = iter(train)
         removed = 0
@@ -173,17 +199,22 @@ class TrainingLoop:
         by_steps = run.pruning and recipe.prune_unit == "steps"
         recent: list[Batch] = []
 
-        def before_step(batch: Batch) -> None:
-            nonlocal removed
+        def before_batch(batch: Batch) -> None:
             if run.epoch == 0 and self.classes is not None:
                 check_labels(self.task.loss, batch[1], self.classes, "train")
-            if by_steps and run.reached is None:
+            if by_steps:
                 recent[:] = [*recent, batch][-recipe.score_batches :]
+
+        def before_step(_: Batch) -> None:
+            nonlocal removed
+            if by_steps and run.pruning_ended is None:
                 if run.steps % recipe.prune_every == 0:
                     removed += self._prune_round(recent)
                 run.steps += 1
 
         def after_step(step: int) -> bool:
+            if self.scheduler is not None and self.scheduler_interval == "step":
+                self._note_once(step_scheduler(self.scheduler, None))
             if on_step is None or on_step(self._callback_state(run.epoch, step=step)) is not True:
                 return False
             run.stopped = f"on_step stopped the run in epoch {run.epoch}, step {step}"
@@ -202,13 +233,14 @@ class TrainingLoop:
         try:
             statistics = self.trainer.train(
                 batches, steps=train.count, epoch=run.epoch, rate=None if recipe.schedule == "constant" else rate, mu=run.mu,
-                before_step=before_step, after_step=after_step,
+                before_batch=before_batch, before_step=before_step, after_step=after_step,
                 show=lambda step, loss: self.progress.step(run.epoch, step, train.count, loss),
             )  # fmt: skip
         except DivergedError as error:
             raise DivergedError(f"{error}; {self._last_checkpoint()}; {self._divergence_hint()}") from None
         val_loss, metric = self._validate()
-        self._note_once(step_scheduler(self.scheduler, val_loss))
+        if self.scheduler is not None and self.scheduler_interval == "epoch":
+            self._note_once(step_scheduler(self.scheduler, val_loss))
         return self._row(statistics.summary(recipe.bound), removed, val_loss, metric)
 
     def _divergence_hint(self) -> str:
@@ -230,7 +262,7 @@ class TrainingLoop:
         self.run_state.last_round = self.run_state.epoch
         self.run_state.update_switch(self.neurons.kept)
         if not removed or self.pruner.left <= self.recipe.keep:
-            self.run_state.reached = self.run_state.epoch
+            self.run_state.pruning_ended = self.run_state.epoch
         if not removed:
             self.progress.note("no more neurons can be removed: the rest is frozen or the last of its layer")
         return removed
@@ -238,7 +270,7 @@ class TrainingLoop:
     def _epochs_left(self) -> int:
         return self.run_state.epochs_left(
             left=self.pruner.left, neurons=self.neurons.count, at_start=self.pruner.at_start.neurons,
-            steps=self.task.train.count,
+            steps=self.task.steps,
         )  # fmt: skip
 
     # Validation, measurements, result
@@ -264,7 +296,7 @@ class TrainingLoop:
             "neurons": now.neurons,
             "macs": now.macs // self.samples,
             "removed": removed,
-            "widths": {layer.name: layer.remaining for layer in self.neurons.layers},
+            "widths": {layer.name: layer.alive for layer in self.neurons.layers},
             "lr": float(self.optimizer.param_groups[0]["lr"]),
             "mu": self.step_state.mu,
         }  # fmt: skip
@@ -289,7 +321,7 @@ class TrainingLoop:
         after = self._facts()
         before = Facts(**run.before) if run.before is not None else after
         before, after, latency = self.measurements.with_latency(before, after, self.net)
-        if run.reached is not None and self.pruner.left > recipe.keep:
+        if run.pruning_ended is not None and self.pruner.left > recipe.keep:
             run.stopped = run.stopped or "no more neurons could be removed"
         result = Result(
             model=self.net, history=run.history, recipe=recipe, before=before, after=after,
@@ -342,7 +374,7 @@ class TrainingLoop:
         """Store the state that snapshots.py fine-tunes later, as if the target had been met in the epoch that just ended."""
         state, last = self._state(), self.run_state.epoch - 1
         state["networks"], state["setup"] = state["networks"][:1], self.setup | {"networks in also": 0}
-        state["run"] |= {"reached": last, "stopped": None, "parts": 0, "snapshots": {}}
+        state["run"] |= {"pruning_ended": last, "stopped": None, "parts": 0, "snapshots": {}}
         if self.folder is None:
             self.states[last] = checkpoint.pack(state)
         else:
@@ -383,7 +415,7 @@ class TrainingLoop:
 
     def _restore(self, stored: dict[str, Any]) -> None:
         for name, now in self.setup.items():
-            was = stored["setup"][name]
+            was = stored["setup"].get(name, now)
             if was != now:
                 raise InputError(f"resume: {name} must be {was!r} as when the run started, got {now!r}")
         if self.recipe.coupling == "coupled":
