@@ -49,6 +49,29 @@ def data(*shape: int, batches: int = 3, samples: int = 12) -> list[Batch]:
 
 
 @pytest.mark.parametrize("block", ["3", "11"])
+def test_the_objective_of_a_batch_is_the_references_and_leaves_no_trace(block: str) -> None:
+    net, ((x, y),) = cnn(block), data(2, 8, 8, batches=1)
+    expected = reference.penalized_loss(copy.deepcopy(net), x, y, mu=0.3, bound=-10.0)
+    flat = hgnp.Flatness(net, flatness="paper", mu=0.3, bound=-10.0)
+    before, random = copy.deepcopy((net.state_dict(), flat.state_dict())), torch.get_rng_state()
+    found = flat.objective(x, y)
+    torch.testing.assert_close((net.state_dict(), flat.state_dict()), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None for p in net.parameters())
+    torch.testing.assert_close(found, expected.objective, rtol=1e-6, atol=0)
+    assert found.item() > expected.loss.item() + 1  # the term has a part in it
+    found.backward()
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_the_objective_without_a_term_is_the_loss() -> None:
+    net, ((x, y),) = mlp(), data(5, batches=1)
+    loss = F.cross_entropy(net(x), y)
+    torch.testing.assert_close(hgnp.Flatness(net, mu=0.0).objective(x, y), loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(hgnp.Flatness(net, bound=1e6).objective(x, y), loss, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("block", ["3", "11"])
 def test_a_step_of_flatness_is_the_references(block: str) -> None:
     net = cnn(block)
     ours = copy.deepcopy(net)

@@ -3,6 +3,7 @@
 `hgnp.curvature.step` has the algorithm, stage by stage; `hgnp.reference` has it as the paper states it.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgnp.curvature.autodiff.forward import Output
+from hgnp.curvature.autodiff.forward import Output, check_gradients
 from hgnp.curvature.choices import (
     Bundle,
     Choices,
@@ -129,6 +130,17 @@ class Flatness:
         """With a group: running statistics of norms, which each rank has of its own samples, become their averages over the
         ranks. Every rank calls it, before validation and before the network is saved. `sensitivity` does so itself."""
         average_statistics(self._step.reducer, self.net)
+
+    def objective(self, inputs: Any, target: Any) -> Tensor:
+        """C + μ·max(0, q − B) of a batch along that batch's own v, to be differentiated, as scores see it.
+
+        It leaves no trace: v, buffers, gradients and random state stay as they are. With a group it is this rank's share, which
+        adds up to the whole."""
+        check_gradients()
+        state = dataclasses.replace(self._state)
+        self._step.share(state, inputs, target)
+        v = self._step.direction_of(state, inputs, target) if state.mu else None
+        return self._step.objective(state, inputs, target, mu=state.mu, direction=v)
 
     @property
     def net(self) -> nn.Module:

@@ -131,8 +131,8 @@ def scored(
     capture = _capture(net) if graphs and reducer.ranks == 1 else None  # a graph holds no sums over ranks
     with evaluating(net), torch.enable_grad(), RandomState(*net.parameters()):
         raw = _means(step, state, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture)
-    has_gate = {layer: (units < gates.count) for layer, units in gates.rows.items()}
-    free = normalised({layer: raw[units[has_gate[layer]].to(raw.device)] for layer, units in gates.rows.items()})
+    has_gate = {layer: (indices < gates.count) for layer, indices in gates.rows.items()}
+    free = normalised({layer: raw[indices[has_gate[layer]].to(raw.device)] for layer, indices in gates.rows.items()})
     scores = {}
     for layer, values in free.items():  # those that stay have no gate: they are not counted, and are never chosen
         scores[layer] = values.max().repeat(len(has_gate[layer]))

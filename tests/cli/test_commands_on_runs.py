@@ -70,15 +70,15 @@ def test_compare_shows_the_hybrid_composed_and_of_its_own(runs: Path, capsys: py
     said = capsys.readouterr()
     (study,) = json.loads(said.out.splitlines()[-1])["studies"]
     assert [group["label"] for group in study["groups"]] == ["hgnp", "taylor", "hybrid, threshold=0.8"]
-    assert (study["switch"]["threshold"], study["switch"]["source"]) == (0.48, "given")
+    assert (study["composed_hybrid"]["threshold"], study["composed_hybrid"]["source"]) == (0.48, "given")
     row = next(line for line in said.err.splitlines() if line.startswith("hybrid (composed), κ ≤ 48.0%"))
-    assert f"{study['switch']['over_taylor']:+.2f} %" in row
+    assert f"{study['composed_hybrid']['over_taylor']:+.2f} %" in row
     assert any(line.startswith("hybrid, threshold=0.8 ") for line in said.err.splitlines())
     assert "The threshold was set by the user." in said.err
     assert call("compare", *folders, "--out", "c", "--threshold", "paper", "--json") == 0
     said = capsys.readouterr()
     (study,) = json.loads(said.out.splitlines()[-1])["studies"]
-    assert study["switch"]["threshold"] is None  # fewer training samples than the paper's experiments have
+    assert study["composed_hybrid"]["threshold"] is None  # fewer training samples than the paper's experiments have
     assert "No threshold is predicted: train_samples must be from 2040 to 50000, " in said.err
     assert "hybrid (composed)" not in said.err
     assert "134.005 − 0.40476 · classes" in said.err

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 import hgnp
 
@@ -38,13 +39,28 @@ class First(torch.autograd.Function):
         return grad * Second.apply(x)
 
 
+class Once(torch.autograd.Function):
+    """sin(x), with a derivative that is a constant to PyTorch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x.cos()
+
+
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, function: type[torch.autograd.Function] = First) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 3)
+        self.layer, self.function = nn.Linear(4, 3), function
 
     def forward(self, x: Tensor) -> Tensor:
-        return First.apply(self.layer(x))
+        return self.function.apply(self.layer(x))
 
 
 def test_a_third_derivative_that_pytorch_lacks_is_refused_by_name() -> None:
@@ -53,6 +69,21 @@ def test_a_third_derivative_that_pytorch_lacks_is_refused_by_name() -> None:
     flat = hgnp.Flatness(net, mu=1.0, bound=-1e6, flatness="paper")
     with pytest.raises(hgnp.HgnpError, match=r"differentiate twice more, got: .*zeta.* is not implemented"):
         flat.backward(x, y)
+
+
+@pytest.mark.parametrize("options", [{}, {"flatness": "paper"}, {"curvature": "hessian"}], ids=str)
+def test_a_function_marked_once_differentiable_is_refused_before_the_first_step(options: Any) -> None:
+    """Its curvature would be zero in silence."""
+    net, x, y = Net(Once), torch.rand(6, 4), torch.arange(6) % 3
+    flat = hgnp.Flatness(net, bound=-1.0, **options)
+    with pytest.raises(hgnp.HgnpError, match=r"layer 'layer': OnceBackward behind it must have a second derivative"):
+        flat.backward(x, y)
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_sharpness_refuses_a_function_marked_once_differentiable() -> None:
+    with pytest.raises(hgnp.HgnpError, match=r"must be twice differentiable, got an autograd.Function marked"):
+        hgnp.sharpness(Net(Once), [(torch.rand(6, 4), torch.arange(6) % 3)])
 
 
 @pytest.mark.parametrize("operation", ["pdist", "segment_reduce"])

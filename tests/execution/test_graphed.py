@@ -72,7 +72,7 @@ def test_graphed_and_eager_steps_have_the_same_trajectory(
     losses, seen, state = trained(True, choices)
     expected, also_seen, other = trained(False, choices)
     assert losses == pytest.approx(expected, rel=1e-9)
-    torch.testing.assert_close(state, other, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(state, other, rtol=1e-10, atol=1e-10)
     if choices["mu"]:
         assert [(rested, block) for rested, block, *_ in seen] == [(rested, block) for rested, block, *_ in also_seen]
         assert [q for *_, q, _ in seen] == pytest.approx([q for *_, q, _ in also_seen], rel=1e-7, nan_ok=True)

@@ -51,36 +51,36 @@ def test_lines_give_their_closed_forms(tmp_path: Path) -> None:
 
 def test_the_hybrid_switches_where_it_should(tmp_path: Path) -> None:
     comparison = both(tmp_path)
-    switch = comparison.studies[0].switch
-    assert switch is not None
-    assert switch.hindsight == pytest.approx(0.6)
+    composed = comparison.studies[0].composed_hybrid
+    assert composed is not None
+    assert composed.hindsight == pytest.approx(0.6)
     above = 0.4 * (0.9 - 0.3 * 0.2)
     below = 0.5 * (0.86 - 0.2 * 0.65)
     theirs = 0.9 * (0.9 - 0.3 * 0.45)
-    assert switch.hindsight_over_taylor == pytest.approx(100 * ((above + below) / theirs - 1))
-    assert switch.hindsight_over_hgnp is not None
-    assert switch.hindsight_over_hgnp > 0
-    assert switch.threshold is not None
-    assert switch.over_taylor is not None
-    assert switch.over_taylor < switch.hindsight_over_taylor
+    assert composed.hindsight_over_taylor == pytest.approx(100 * ((above + below) / theirs - 1))
+    assert composed.hindsight_over_hgnp is not None
+    assert composed.hindsight_over_hgnp > 0
+    assert composed.threshold is not None
+    assert composed.over_taylor is not None
+    assert composed.over_taylor < composed.hindsight_over_taylor
     assert [sample.threshold for sample in comparison.model.samples] == pytest.approx([0.91, 0.878, 0.48, 0.878, 0.6])
 
 
 def test_a_study_is_predicted_from_the_others_alone(tmp_path: Path) -> None:
     from hgnp.reporting.hybrid import fit
 
-    switch = both(tmp_path).studies[0].switch
-    assert switch is not None
-    assert switch.threshold == fit(PAPER).predict(FEATURES)
+    composed = both(tmp_path).studies[0].composed_hybrid
+    assert composed is not None
+    assert composed.threshold == fit(PAPER).predict(FEATURES)
 
 
 def test_outside_the_range_the_prediction_is_refused(tmp_path: Path) -> None:
-    switch = both(tmp_path, features={**FEATURES, "classes": 1000}).studies[0].switch
-    assert switch is not None
-    assert switch.threshold is None
-    assert switch.reason is not None
-    assert "classes must be from 10 to 200" in switch.reason
-    assert switch.hindsight == pytest.approx(0.6)
+    composed = both(tmp_path, features={**FEATURES, "classes": 1000}).studies[0].composed_hybrid
+    assert composed is not None
+    assert composed.threshold is None
+    assert composed.reason is not None
+    assert "classes must be from 10 to 200" in composed.reason
+    assert composed.hindsight == pytest.approx(0.6)
 
 
 def test_runs_without_features_are_no_sample_and_a_note_says_so(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_seeds_become_mean_and_spread(tmp_path: Path) -> None:
     assert group.curve.at(0.5) == pytest.approx(gentle(0.5))
     assert (group.final, group.final_spread) == pytest.approx((gentle(0.1), 0.01))
     assert study.pairs == ()
-    assert study.switch is None
+    assert study.composed_hybrid is None
 
 
 def test_groups_of_one_method_are_labelled_by_the_settings_that_differ(tmp_path: Path) -> None:
@@ -207,9 +207,9 @@ def test_no_crossing_is_no_sample(tmp_path: Path) -> None:
     runs.append(read(write_run(tmp_path / "t", method="taylor", accuracy=steep)))
     comparison = compare_runs(runs)
     assert comparison.studies[0].pairs[0].crossings == ()
-    switch = comparison.studies[0].switch
-    assert switch is not None
-    assert switch.hindsight is None
+    composed = comparison.studies[0].composed_hybrid
+    assert composed is not None
+    assert composed.hindsight is None
     assert comparison.model.samples == PAPER
 
 
@@ -222,8 +222,8 @@ def test_compare_writes_tables_that_hold_the_numbers(tmp_path: Path) -> None:
     assert stored["studies"][0]["pairs"][0]["crossings"][0]["kept"] == pytest.approx(0.6)
     with open(tmp_path / "out" / "summary.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert study.switch is not None
-    assert [float(row["area"]) for row in rows] == [*(group.area for group in study.groups), study.switch.area]
+    assert study.composed_hybrid is not None
+    assert [float(row["area"]) for row in rows] == [*(group.area for group in study.groups), study.composed_hybrid.area]
     assert float(rows[0]["crossings"]) == pytest.approx(0.6)
     with open(tmp_path / "out" / "curves.csv", encoding="utf-8") as file:
         assert len(list(csv.DictReader(file))) == 2 * len(study.pairs[0].kept)

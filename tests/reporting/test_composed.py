@@ -36,9 +36,9 @@ def compared(folder: Path, threshold: Choice = "fit", **options: Any) -> Compari
     return compare_runs([read(each) for each in folders(folder, **options)], threshold=threshold)
 
 
-def switch_of(study: Study) -> Any:
-    assert study.switch is not None
-    return study.switch
+def hybrid_of(study: Study) -> Any:
+    assert study.composed_hybrid is not None
+    return study.composed_hybrid
 
 
 def gain(threshold: float) -> float:
@@ -60,15 +60,15 @@ def test_an_experiment_of_the_paper_is_predicted_without_its_own_sample(
     """Also where the network has a bias more and pictures are of another size; Flowers and Birds were 0.773 and 0.709."""
     measured = own.features | {"parameters": own.features["parameters"] + 64, "image_side": 96}
     comparison = compared(tmp_path, features=measured)
-    switch = switch_of(comparison.studies[0])
-    assert switch.threshold == pytest.approx(threshold, abs=5e-4)
-    assert switch.source == "fit"
-    assert switch.samples == tuple(sample.name for sample in PAPER if sample is not own)
-    assert switch.left_out == (own.name,)
-    assert switch.over_taylor == pytest.approx(gain(switch.threshold))
-    told = " ".join(switch.sentences)
+    composed = hybrid_of(comparison.studies[0])
+    assert composed.threshold == pytest.approx(threshold, abs=5e-4)
+    assert composed.source == "fit"
+    assert composed.samples == tuple(sample.name for sample in PAPER if sample is not own)
+    assert composed.left_out == (own.name,)
+    assert composed.over_taylor == pytest.approx(gain(composed.threshold))
+    told = " ".join(composed.sentences)
     assert f"Left out, as this is that experiment: {own.name}." in told
-    assert all(name in told for name in switch.samples)
+    assert all(name in told for name in composed.samples)
     assert ("It extrapolates: train_samples is 2040 here and 5994 to 50000 there." in told) == (own is FLOWERS)
     assert own in comparison.model.samples  # which is for datasets that are new
 
@@ -78,20 +78,20 @@ def test_two_studies_of_one_experiment_are_not_fitted_on_each_other(tmp_path: Pa
     other = {**FEATURES, "classes": 60}
     paths = [folders(tmp_path / str(f["parameters"] + f["classes"]), features=f) for f in (one, two, other)]
     first, _, third = compare_runs([read(path) for pair in paths for path in pair]).studies
-    assert len(switch_of(first).samples) == len(PAPER) + 1
-    assert len(switch_of(first).left_out) == 1
-    assert len(switch_of(third).samples) == len(PAPER) + 2
-    assert switch_of(third).left_out == ()
+    assert len(hybrid_of(first).samples) == len(PAPER) + 1
+    assert len(hybrid_of(first).left_out) == 1
+    assert len(hybrid_of(third).samples) == len(PAPER) + 2
+    assert hybrid_of(third).left_out == ()
 
 
 @pytest.mark.parametrize("own", PAPER)
 def test_the_paper_s_own_thresholds(own: Any, tmp_path: Path) -> None:
     comparison = compared(tmp_path, "paper", features=dict(own.features))
-    switch = switch_of(comparison.studies[0])
+    composed = hybrid_of(comparison.studies[0])
     formula = 134.005 - 0.40476 * own.features["classes"] - 8.4315e-4 * own.features["train_samples"]
-    assert switch.threshold == pytest.approx(formula / 100, abs=1e-5)
-    assert switch.threshold == pytest.approx(own.threshold, abs=1e-9)
-    told = " ".join(switch.sentences)
+    assert composed.threshold == pytest.approx(formula / 100, abs=1e-5)
+    assert composed.threshold == pytest.approx(own.threshold, abs=1e-9)
+    told = " ".join(composed.sentences)
     assert "from two features: 134.005 − 0.40476 · classes − 0.00084315 · train_samples" in told
     assert "3 distinct inputs, for 3 coefficients: any thresholds would fit exactly" in told
     assert f"This experiment is one of them ({own.name}), so its threshold is not a prediction." in told
@@ -100,19 +100,19 @@ def test_the_paper_s_own_thresholds(own: Any, tmp_path: Path) -> None:
 
 def test_the_paper_s_formula_is_clipped_and_does_not_extrapolate(tmp_path: Path) -> None:
     between = compared(tmp_path / "a", "paper", features={**FEATURES, "classes": 20, "train_samples": 2040})
-    assert switch_of(between.studies[0]).threshold == 1.0  # the formula says 124 %
+    assert hybrid_of(between.studies[0]).threshold == 1.0  # the formula says 124 %
     imagenet = {**FEATURES, "classes": 1000, "train_samples": 1_281_167}  # and −1351 %
-    switch = switch_of(compared(tmp_path / "b", "paper", features=imagenet).studies[0])
-    assert switch.threshold is None
-    assert "classes must be from 10 to 200, which past experiments cover, got 1000" in switch.sentences[0]
-    assert switch.over_taylor is None
+    composed = hybrid_of(compared(tmp_path / "b", "paper", features=imagenet).studies[0])
+    assert composed.threshold is None
+    assert "classes must be from 10 to 200, which past experiments cover, got 1000" in composed.sentences[0]
+    assert composed.over_taylor is None
 
 
 def test_a_threshold_can_be_given(tmp_path: Path) -> None:
     study = compared(tmp_path, 0.37).studies[0]
-    switch = switch_of(study)
-    assert (switch.threshold, switch.source, switch.samples, switch.caveats) == (0.37, "given", (), ())
-    assert switch.over_taylor == pytest.approx(gain(0.37))
+    composed = hybrid_of(study)
+    assert (composed.threshold, composed.source, composed.samples, composed.caveats) == (0.37, "given", (), ())
+    assert composed.over_taylor == pytest.approx(gain(0.37))
     assert [study.composed_at(kept) for kept in (0.2, 0.37, 0.371, 1.0)] == pytest.approx(
         [gentle(0.2), gentle(0.37), steep(0.371), steep(1.0)]
     )
@@ -127,8 +127,8 @@ def test_a_run_that_switches_is_a_group_of_its_own(tmp_path: Path) -> None:
     (study,) = comparison.studies
     assert [group.label for group in study.groups] == ["hgnp", "taylor", "hybrid, threshold=0.5"]
     assert {pair.label for pair in study.pairs} == {"hgnp", "hybrid, threshold=0.5"}
-    switch = switch_of(study)
-    assert (switch.hgnp, switch.taylor, switch.threshold) == ("hgnp", "taylor", 0.6)
+    composed = hybrid_of(study)
+    assert (composed.hgnp, composed.taylor, composed.threshold) == ("hgnp", "taylor", 0.6)
     with open(tmp_path / "out" / "summary.csv", encoding="utf-8") as file:
         rows = {row["group"]: row for row in csv.DictReader(file)}
     assert list(rows) == ["hgnp", "taylor", "hybrid, threshold=0.5", "hybrid (composed)"]
@@ -142,7 +142,7 @@ def test_a_run_that_switches_is_a_group_of_its_own(tmp_path: Path) -> None:
     assert float(composed["gain_over_taylor_percent"]) == pytest.approx(gain(0.6)) == float(composed["gain_percent"])
     assert float(own["gain_over_taylor_percent"]) == pytest.approx(float(own["gain_percent"]))
     assert rows["taylor"]["gain_over_taylor_percent"] == ""
-    stored = json.loads((tmp_path / "out" / "comparison.json").read_text())["studies"][0]["switch"]
+    stored = json.loads((tmp_path / "out" / "comparison.json").read_text())["studies"][0]["composed_hybrid"]
     assert stored["over_taylor"] == pytest.approx(gain(0.6))
     assert (stored["threshold"], stored["source"]) == (0.6, "given")
     page = (tmp_path / "out" / "page.html").read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ def played(recipe: Recipe) -> tuple[list[int], list[float]]:
         neurons = max(neurons - recipe.neurons_per_round, math.floor(recipe.keep**0.5 * START + 1e-9))
         plan.last_round = plan.epoch
         if (neurons / START) ** 2 <= recipe.keep:
-            plan.reached = plan.epoch
+            plan.pruning_ended = plan.epoch
 
     while True:
         plan.mark_target_met((neurons / START) ** 2)
@@ -34,9 +34,9 @@ def played(recipe: Recipe) -> tuple[list[int], list[float]]:
         estimates.append(left)
         plan.advance(left)
         for _ in range(STEPS if recipe.prune_unit == "steps" and plan.pruning else 0):
-            if plan.reached is None and plan.steps % recipe.prune_every == 0:
+            if plan.pruning_ended is None and plan.steps % recipe.prune_every == 0:
                 prune()
-            plan.steps += plan.reached is None
+            plan.steps += plan.pruning_ended is None
         positions.append(plan.position)
         plan.epoch += 1
 

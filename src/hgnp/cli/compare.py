@@ -98,7 +98,7 @@ def show(comparison: "Comparison", say: Any) -> None:
         if any(group.snapshots for group in study.groups):
             console.print(f"{study.metric} of fine-tuned snapshots, and κ really kept", style="italic", markup=False)
             console.print(_snapshots(study))
-        for note in (*(study.switch.sentences if study.switch else ()), *study.notes):
+        for note in (*(study.composed_hybrid.sentences if study.composed_hybrid else ()), *study.notes):
             console.print(note, markup=False, highlight=False)
 
 
@@ -125,12 +125,12 @@ def _table(study: "Study") -> Any:
         crossed = "" if pair is None else " ".join(f"{c.kept:.0%}" for c in pair.crossings) or "never"
         runs = f" ({len(group.runs)} runs)" if len(group.runs) > 1 else ""
         table.add_row(escape(f"{group.label}{runs}"), *cells, gain, crossed)
-    if study.switch is not None and study.switch.threshold is not None:
+    if study.composed_hybrid is not None and study.composed_hybrid.threshold is not None:
         values = [study.composed_at(level) for level in levels]
         over = study.composed_gain
         cells = ["–" if value is None else format_metric(value, study.metric) for value in values]
         gain = "" if over is None else f"{over:+.2f} %"
-        table.add_row(f"{LABEL}, κ ≤ {study.switch.threshold:.1%}", *cells, gain, "")
+        table.add_row(f"{LABEL}, κ ≤ {study.composed_hybrid.threshold:.1%}", *cells, gain, "")
     return table
 
 

@@ -47,7 +47,7 @@ class KroneckerEigenpair:
             return both[:, 0]
         return both.index_select(1, self.group.view(1)).squeeze(1)
 
-    def seeds(self, block: Block, *, scale_invariant: bool) -> list[tuple[Tensor, Tensor]]:
+    def tangents(self, block: Block, *, scale_invariant: bool) -> list[tuple[Tensor, Tensor]]:
         """The block's parameters with their parts of v, or of V = diag(n)·v, through whose n derivatives pass."""
         psi, gamma = self.psi.vector, self.gamma.vector
         if len(gamma) > 1:
@@ -59,10 +59,10 @@ class KroneckerEigenpair:
             )  # autograd keeps them, and a refresh may write them in place meanwhile
             gamma = gamma * block.filter_norms().view(gamma.shape)
         weight, bias = block.spread(psi.to(gamma.dtype), gamma)
-        seeds = [(block.weight, weight.to(block.weight.dtype))]
+        tangents = [(block.weight, weight.to(block.weight.dtype))]
         if block.bias is not None and bias is not None:
-            seeds.append((block.bias, bias.to(block.bias.dtype)))
-        return seeds
+            tangents.append((block.bias, bias.to(block.bias.dtype)))
+        return tangents
 
     def fits(self, block: Block) -> bool:
         return (self.psi.vector.shape, self.gamma.vector.shape) == (block.psi_shape, block.gamma_shape)

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hgnp.curvature.autodiff.forward import Output, check_gradients, run, samples_in
 from hgnp.curvature.factors import find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature
-from hgnp.curvature.validation import check_functions, without_tensor_hooks
+from hgnp.curvature.validation import check_functions, lacks_second_derivative, without_tensor_hooks
 from hgnp.errors import InputError
 from hgnp.state_guards import evaluating
 
@@ -135,6 +135,11 @@ def _product(
         value = loss(run(net, inputs, output=output, buffers=buffers), target)
         with without_tensor_hooks(parameters):
             grads = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
+            if not samples and lacks_second_derivative(grads):  # the first batch shows it
+                raise InputError(
+                    "net and loss must be twice differentiable, got an autograd.Function marked @once_differentiable; "
+                    "write its backward in differentiable operations"
+                )
             products = torch.autograd.grad(grads, parameters, parts, materialize_grads=True)
         n = samples_in(inputs)
         total += n * torch.cat([p.flatten() for p in products])

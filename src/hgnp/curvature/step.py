@@ -418,9 +418,9 @@ class Step:
         block = direction.block()
         assert block is not None
         pair = direction.pairs[block.name]
-        seeds = pair.seeds(block, scale_invariant=self.choices.scaling == "scale_invariant")
-        found = self.passes.with_curvature(block, seeds, inputs, target, state.weight, **how)
-        return found, BlockDirection(block, [part.detach() for _, part in seeds], pair.value, pair.residuals)
+        tangents = pair.tangents(block, scale_invariant=self.choices.scaling == "scale_invariant")
+        found = self.passes.with_curvature(block, tangents, inputs, target, state.weight, **how)
+        return found, BlockDirection(block, [part.detach() for _, part in tangents], pair.value, pair.residuals)
 
     def _collector(self, state: State, inputs: Any) -> FactorCollector:
         return FactorCollector(

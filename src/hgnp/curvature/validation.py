@@ -104,6 +104,26 @@ def without_tensor_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
             each.update(items)
 
 
+def lacks_second_derivative(gradients: Iterable[Tensor | None]) -> bool:
+    """Whether gradients, taken with create_graph=True, went through an autograd.Function that is marked @once_differentiable.
+
+    PyTorch raises an error only if a backward pass reaches such a function's node. `torch.autograd.grad` with respect to
+    parameters goes around it, as nothing leads from there to them, and the derivative is zero in silence. PyTorch tells of the
+    node by its name alone."""
+    waiting = [x.grad_fn for x in gradients if x is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if node.name() == "torch::autograd::Error":
+            return True
+        new = {before for before, _ in node.next_functions} - seen
+        seen |= new
+        waiting += new
+    return False
+
+
 def tracked(net: nn.Module) -> list[nn.Module]:
     """The norms with running statistics."""
     norms = [layer for layer in net.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)]

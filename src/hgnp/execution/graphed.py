@@ -49,7 +49,8 @@ class Graphed:
             self.refused = "ranks sum within a step"
         self._capture_at = Capture(self.device)
         self._optimizer = GraphedOptimizer(self._capture_at)
-        self._mu = torch.zeros((), device=self.device)
+        dtype = torch.promote_types(torch.float32, next(self.net.parameters()).dtype)
+        self._mu = torch.zeros((), dtype=dtype, device=self.device)
         self._known_mu: float | None = None
         self._graphs: dict[Any, Captured] = {}
         self._warmed_up: set[Any] = set()

@@ -90,19 +90,21 @@ class Neurons:
     def _analyse(self, traced: TracedForward | None = None) -> None:
         """Finds the slots and their coupling for the network as it is. `traced` is its trace, if there is one already."""
         self._structure = Structure(self.net, self._inputs, approximate=self._approximate, traced=traced)
-        self._rows = self._structure.neuron_rows()
+        self._layer_slots = self._structure.neuron_slots()
         layers = [name for name, module in self.net.named_modules() if isinstance(module, nn.Linear | _ConvNd)]
-        self._single = [name for name in layers if name not in self._rows]
+        self._single = [name for name in layers if name not in self._layer_slots]
         coupling = self._structure.coupling
-        for name, rows in self._rows.items():
+        for name, slots in self._layer_slots.items():
             if name in self._protected:
-                coupling.freeze(rows, "it is protected")
+                coupling.freeze(slots, "it is protected")
         self._verifier = CutVerifier(self._structure)
-        self._verifier.freeze_unprunable(torch.cat([*self._rows.values(), torch.zeros(0, dtype=torch.long)]))
-        self._state = PruningState(self._structure, self._rows, torch.ones(len(coupling), dtype=torch.bool))
-        for name, rows in self._rows.items():
-            self._totals.setdefault(name, len(rows))
-        self._prunable = tuple(n for n, rows in self._rows.items() if not bool(self._structure.frozen[rows].all()))
+        self._verifier.freeze_unprunable(torch.cat([*self._layer_slots.values(), torch.zeros(0, dtype=torch.long)]))
+        self._state = PruningState(self._structure, self._layer_slots, torch.ones(len(coupling), dtype=torch.bool))
+        for name, slots in self._layer_slots.items():
+            self._totals.setdefault(name, len(slots))
+        self._prunable = tuple(
+            n for n, slots in self._layer_slots.items() if not bool(self._structure.frozen[slots].all())
+        )
         self.__dict__.pop("_branches", None)
 
     # Counting
@@ -119,7 +121,7 @@ class Neurons:
         found: Counter[tuple[str, str]] = Counter()
         for name in self._single:
             found[name, "it has a single neuron"] += 1
-        for name in self._rows:
+        for name in self._layer_slots:
             slots = self._state.remaining(name)
             for slot in slots[self._structure.frozen[slots]].tolist():
                 found[name, str(self._structure.coupling.reason(slot))] += 1
@@ -238,7 +240,7 @@ class Neurons:
         room: Mapping[str, int],
         round_to: int,
     ) -> list[Unit]:
-        groups = self._branches.branch_groups(units, self._rows, self._state.alive)
+        groups = self._branches.branch_groups(units, self._layer_slots, self._state.alive)
         if round_to == 1:
             return least_paper(groups, values, n, room)
         tiers = [tier for branches in groups for tier in tiers_of(branches, values)]
@@ -266,8 +268,8 @@ class Neurons:
         together have gates of their own."""
         self._check_shapes()
         structure = self._branches.structure if coupling == "paper" else self._structure
-        rows = {name: self._rows[name] for name in self._prunable}
-        return find_gates(structure, rows, self._state.alive, per_branch=coupling == "paper")
+        slots = {name: self._layer_slots[name] for name in self._prunable}
+        return find_gates(structure, slots, self._state.alive, per_branch=coupling == "paper")
 
     # Removing
 
@@ -366,7 +368,7 @@ class Neurons:
             raise InputError(
                 f"state must be of this network at its original size ({expected} slots), got {slots} slots"
             )
-        self._state = PruningState(self._structure, self._rows, state["alive"].clone())
+        self._state = PruningState(self._structure, self._layer_slots, state["alive"].clone())
         self._totals = dict(state["totals"])
         self._parameters_at_start, self.version = state["parameters_at_start"], state["version"]
 

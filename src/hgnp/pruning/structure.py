@@ -125,7 +125,7 @@ class Structure:
         mine = [slots for (owner, _), slots in self.coupling.slots.items() if owner == name]
         return torch.cat(mine) if mine else torch.zeros(0, dtype=torch.long)
 
-    def neuron_rows(self) -> dict[str, Tensor]:
+    def neuron_slots(self) -> dict[str, Tensor]:
         """Layer → the slots of its neurons.
 
         Layers are linear layers and convolutions, whether their own forward or a surrounding module's uses their weight, and

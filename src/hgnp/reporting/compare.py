@@ -14,7 +14,7 @@ from hgnp.errors import InputError
 from hgnp.experiments import config
 from hgnp.io.runs import Run
 from hgnp.reporting import curves, hybrid
-from hgnp.reporting.composed import Choice, Switch, check_choice, compose, lowest_crossing
+from hgnp.reporting.composed import Choice, ComposedHybrid, check_choice, compose, lowest_crossing
 from hgnp.reporting.curves import Crossing, Curve
 
 LEVELS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02)  # κ at which a table states the metric
@@ -81,7 +81,7 @@ class Study:
     baseline: str
     groups: tuple[Group, ...]
     pairs: tuple[BaselineComparison, ...]
-    switch: Switch | None
+    composed_hybrid: ComposedHybrid | None
     notes: tuple[str, ...]
 
     @property
@@ -94,18 +94,18 @@ class Study:
 
     def composed_at(self, kept: float) -> float | None:
         """The composed hybrid's metric at κ; None if there is no threshold."""
-        if self.switch is None or self.switch.threshold is None:
+        if self.composed_hybrid is None or self.composed_hybrid.threshold is None:
             return None
-        label = self.switch.hgnp if kept <= self.switch.threshold else self.switch.taylor
+        label = self.composed_hybrid.hgnp if kept <= self.composed_hybrid.threshold else self.composed_hybrid.taylor
         return next(group.curve.at(kept) for group in self.groups if group.label == label and group.curve)
 
     @property
     def composed_gain(self) -> float | None:
         """The composed hybrid's area against the baseline's, in percent."""
         area = next(group.area for group in self.groups if group.label == self.baseline)
-        if self.switch is None or self.switch.area is None or area is None:
+        if self.composed_hybrid is None or self.composed_hybrid.area is None or area is None:
             return None
-        return curves.gain(self.switch.area, area)
+        return curves.gain(self.composed_hybrid.area, area)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def compare_runs(runs: Sequence[Run], *, baseline: str | None = None, threshold:
     studies = []
     for number, study in enumerate(drafts):
         others = [sample for other, sample in enumerate(samples) if other != number and sample is not None]
-        studies.append(_with_switch(study, (*hybrid.PAPER, *others), threshold))
+        studies.append(_with_hybrid(study, (*hybrid.PAPER, *others), threshold))
     if threshold == "paper":
         model = hybrid.fit(features=hybrid.PAPERS_CHOICE)
     else:
@@ -315,14 +315,14 @@ def _sample(study: Study) -> hybrid.Sample | None:
     return sample if hybrid.usable(sample) is None else None
 
 
-def _with_switch(study: Study, known: Sequence[hybrid.Sample], choice: Choice) -> Study:
+def _with_hybrid(study: Study, known: Sequence[hybrid.Sample], choice: Choice) -> Study:
     both = _hgnp_and_taylor(study)
     if both is None or both[0].curve is None or both[1].curve is None:
         return study
     parts = [(group.label, group.curve) for group in both if group.curve is not None]
-    switch = compose(parts[0], parts[1], study.features, known, choice)
+    composed = compose(parts[0], parts[1], study.features, known, choice)
     notes = list(study.notes)
-    if switch.hindsight is not None:
-        missing = hybrid.usable(hybrid.Sample(study.title, study.features, switch.hindsight))
+    if composed.hindsight is not None:
+        missing = hybrid.usable(hybrid.Sample(study.title, study.features, composed.hindsight))
         notes += [f"These runs are not used as a sample for the threshold model: {missing}."] if missing else []
-    return replace(study, switch=switch, notes=tuple(notes))
+    return replace(study, composed_hybrid=composed, notes=tuple(notes))

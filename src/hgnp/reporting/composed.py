@@ -17,7 +17,7 @@ LABEL = "hybrid (composed)"
 
 
 @dataclass(frozen=True)
-class Switch:
+class ComposedHybrid:
     """HGNP's networks for κ up to a threshold, Taylor's above; gains of the area in percent.
 
     `threshold` is None where none is predicted, for `reason`. `hindsight` is the lowest crossing, if HGNP is ahead from there
@@ -86,7 +86,7 @@ def compose(
     features: Mapping[str, Any],
     known: Sequence[hybrid.Sample],
     choice: Choice,
-) -> Switch:
+) -> ComposedHybrid:
     """The composed hybrid of HGNP's and Taylor's curves, each with its label. `known`: the paper's and other experiments."""
     (hgnp, below), (taylor, above) = ours, theirs
     threshold: float | None = None
@@ -119,7 +119,7 @@ def compose(
 
     area, over_taylor, over_hgnp = gains(threshold)
     hindsight = lowest_crossing(below, above)
-    return Switch(
+    return ComposedHybrid(
         hgnp=hgnp,
         taylor=taylor,
         source="given" if model is None else "paper" if choice == "paper" else "fit",

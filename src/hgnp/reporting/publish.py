@@ -214,17 +214,17 @@ def _summary(study: Study) -> Iterator[dict[str, Any]]:
             "threshold_source": None if group.threshold is None else "recipe",
             "gain_over_taylor_percent": None if group.method == "taylor" else gain(group.area, taylor),
         }
-    switch = study.switch
-    if switch is not None and switch.area is not None and low is not None and high is not None:
+    composed = study.composed_hybrid
+    if composed is not None and composed.area is not None and low is not None and high is not None:
         yield common | {
             "group": LABEL,
             "method": LABEL,
-            "area": switch.area,
-            "mean_metric": switch.area / (high - low),
+            "area": composed.area,
+            "mean_metric": composed.area / (high - low),
             "gain_percent": study.composed_gain,
-            "threshold": switch.threshold,
-            "threshold_source": switch.source,
-            "gain_over_taylor_percent": switch.over_taylor,
+            "threshold": composed.threshold,
+            "threshold_source": composed.source,
+            "gain_over_taylor_percent": composed.over_taylor,
         }
 
 

@@ -6,7 +6,7 @@ from hgnp.reporting.run_charts import KEPT, SNAPSHOTS, metric_axis
 
 
 def all_charts(study: Study) -> list[Figure]:
-    made = [against_kept(study), relative_difference(study), switch(study)]
+    made = [against_kept(study), relative_difference(study), hybrid_chart(study)]
     return [figure for figure in made if figure is not None]
 
 
@@ -53,25 +53,29 @@ def relative_difference(study: Study) -> Chart | None:
     return Chart("relative_difference", title, alt, KEPT, axis, series, tuple(marks))
 
 
-def switch(study: Study) -> Chart | None:
+def hybrid_chart(study: Study) -> Chart | None:
     """The composed hybrid: which network it uses at each κ, with its threshold or, if none is predicted, in hindsight."""
-    if study.switch is None:
+    if study.composed_hybrid is None:
         return None
-    threshold = study.switch.threshold if study.switch.threshold is not None else study.switch.hindsight
+    threshold = (
+        study.composed_hybrid.threshold
+        if study.composed_hybrid.threshold is not None
+        else study.composed_hybrid.hindsight
+    )
     curves = {group.label: group.curve for group in study.groups}
-    hgnp, taylor = curves[study.switch.hgnp], curves[study.switch.taylor]
+    hgnp, taylor = curves[study.composed_hybrid.hgnp], curves[study.composed_hybrid.taylor]
     if threshold is None or hgnp is None or taylor is None:
         return None
     sources = {"fit": "predicted", "paper": "the paper's", "given": "given"}
-    how = sources[study.switch.source] if study.switch.threshold is not None else "in hindsight"
+    how = sources[study.composed_hybrid.source] if study.composed_hybrid.threshold is not None else "in hindsight"
     cut = min(max(threshold, hgnp.kept[0]), hgnp.kept[-1])
     below = (*(kept for kept in hgnp.kept if kept < cut), cut)
     above = (cut, *(kept for kept in hgnp.kept if kept > cut))
     order = [group.label for group in study.groups]
-    ours, theirs = order.index(study.switch.hgnp), order.index(study.switch.taylor)
+    ours, theirs = order.index(study.composed_hybrid.hgnp), order.index(study.composed_hybrid.taylor)
     series = (
-        Series(study.switch.taylor, taylor.kept, taylor.mean, colour=-1, markers=False),
-        Series(study.switch.hgnp, hgnp.kept, hgnp.mean, colour=-1, markers=False, dashed=True),
+        Series(study.composed_hybrid.taylor, taylor.kept, taylor.mean, colour=-1, markers=False),
+        Series(study.composed_hybrid.hgnp, hgnp.kept, hgnp.mean, colour=-1, markers=False, dashed=True),
         Series("hybrid: HGNP's part", below, tuple(map(hgnp.at, below)), colour=ours, markers=False),
         Series("hybrid: Taylor's part", above, tuple(map(taylor.at, above)), colour=theirs, markers=False),
     )

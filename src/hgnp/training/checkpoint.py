@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from hgnp.errors import InputError, InputTypeError
 from hgnp.io.weights import digest, read_tensors, write_tensors
 
-FORMAT = 2
+FORMAT = 3
 KEY = "hgnp-checkpoint"
 
 
@@ -36,6 +37,18 @@ def pack(tree: dict[str, Any]) -> Packed:
 def unpack(ready: Packed) -> dict[str, Any]:
     tree: dict[str, Any] = _unpack(ready.about["tree"], ready.tensors)
     return tree
+
+
+def to_bytes(tree: dict[str, Any]) -> bytes:
+    """The tree for another rank."""
+    ready = pack(tree)
+    return save(ready.tensors, {KEY: json.dumps(ready.about)})
+
+
+def from_bytes(data: bytes) -> dict[str, Any]:
+    size = int.from_bytes(data[:8], "little")
+    about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][KEY])
+    return unpack(Packed(load(data), about))
 
 
 def write(file: Path, ready: Packed) -> None:

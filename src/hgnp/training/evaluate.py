@@ -13,8 +13,10 @@ from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.losses import Loss, normaliser, total
 from hgnp.errors import InputError, brief
 from hgnp.execution.graphs import Capture, GraphedFunction, fingerprint
+from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import Removal, listen
 from hgnp.state_guards import evaluating
+from hgnp.training import checkpoint
 from hgnp.training.data import ignored_label, is_classification
 
 
@@ -46,9 +48,17 @@ class Evaluation:
     """
 
     def __init__(
-        self, net: nn.Module, loss: Loss, metric: Metric | None, output: Output | None, *, graphs: bool = False
+        self,
+        net: nn.Module,
+        loss: Loss,
+        metric: Metric | None,
+        output: Output | None,
+        *,
+        graphs: bool = False,
+        reducer: Reducer = LOCAL,
     ) -> None:
         self.net, self.loss, self.metric, self.output = net, loss, metric, output
+        self._reducer = reducer
         self.note: str | None = None
         """Which batches the last loss leaves out, if any."""
         self._capture: Capture | None = None
@@ -68,10 +78,12 @@ class Evaluation:
                 self._built = built
                 self._replayed.forget()
             outputs = self._outputs(batches, sums)
+            if self.metric is not None:
+                outputs = gathered(outputs, self._reducer)
             metric = None if self.metric is None else compute_metric(self.metric, outputs)
             for _ in outputs:  # those that the metric has not consumed
                 pass
-            summed, counted, skipped, *rest = torch.stack(sums).sum(0).tolist()
+            summed, counted, skipped, *rest = self._total(sums)
         loss = summed / counted if counted else None
         self.note = None
         if loss is None:
@@ -87,6 +99,11 @@ class Evaluation:
             return loss, None if loss is None else -loss
         right, labels = rest
         return loss, right / labels if labels else None
+
+    def _total(self, sums: list[Tensor]) -> list[float]:
+        """The columns of `sums` added up, over all ranks."""
+        total = torch.stack(sums).sum(0)
+        return self._reducer.sum([total])[0].tolist()  # type: ignore[no-any-return]
 
     def _outputs(self, batches: Iterable[tuple[Any, Any]], sums: list[Tensor]) -> Iterator[BatchOutput]:
         for inputs, target in batches:
@@ -120,6 +137,29 @@ class Evaluation:
         return self._replayed.forget
 
 
+def gathered(outputs: Iterable[BatchOutput], reducer: Reducer) -> Iterator[BatchOutput]:
+    """The outputs of all ranks on every rank, batch by batch, until all have come to an end."""
+    if reducer.ranks == 1:
+        yield from outputs
+        return
+    own = iter(outputs)
+    while True:
+        batch = next(own, None)
+        parts = [checkpoint.from_bytes(part)["batch"] for part in reducer.gather(checkpoint.to_bytes({"batch": batch}))]
+        found = [part for part in parts if part is not None]
+        if not found:
+            return
+        predictions, targets, samples = zip(*found, strict=True)
+        try:
+            yield (
+                _concatenate(predictions, samples, "outputs"),
+                _concatenate(targets, samples, "targets"),
+                sum(samples),
+            )
+        except MetricError:  # one entry per sample, say: as they are, rank by rank
+            yield from found
+
+
 def metric_name(metric: Metric | None, *, classes: bool) -> str:
     if metric is not None:
         return getattr(metric, "__name__", type(metric).__name__)
@@ -127,17 +167,22 @@ def metric_name(metric: Metric | None, *, classes: bool) -> str:
 
 
 def check_metric(
-    net: nn.Module, metric: Metric, output: Output | None, first: BatchOutput, val: Iterable[tuple[Any, Any]]
+    net: nn.Module,
+    metric: Metric,
+    output: Output | None,
+    first: BatchOutput,
+    val: Iterable[tuple[Any, Any]],
+    reducer: Reducer = LOCAL,
 ) -> None:
     """InputError, before any training, for a metric that fails on the first validation batch and on the whole set. One batch
     may be too little: a ROC curve needs both classes."""
     try:
-        compute_metric(metric, [first])
+        compute_metric(metric, list(gathered([first], reducer)))
     except Exception:
         with evaluating(net), torch.no_grad():
             outputs = [(run(net, inputs, output=output), target, samples_in(inputs)) for inputs, target in val]
             try:
-                compute_metric(metric, outputs)
+                compute_metric(metric, list(gathered(outputs, reducer)))
             except MetricError:
                 raise
             except Exception as error:

@@ -141,12 +141,12 @@ class TrainingLoop:
         row["seconds"] = time.perf_counter() - start
         run.history.append(row)
         run.seconds += row["seconds"]
-        reached = run.pass_snapshots(self.pruner.left)
+        passed = run.pass_snapshots(self.pruner.left)
         run.epoch += 1
         if on_epoch is not None and on_epoch(self._callback_state(row["epoch"], row=row)) is True:
             run.stopped = f"on_epoch stopped the run after epoch {row['epoch']}"
-        if reached:
-            self._take_snapshot(reached[0])
+        if passed:
+            self._take_snapshot(passed[0])
         self._write_checkpoint()
         recent = [row["seconds"] for row in run.history[-3:]]
         epochs = self._epochs_left() + len(self.recipe.snapshots) * self.recipe.finetune_epochs
@@ -177,7 +177,7 @@ class TrainingLoop:
             nonlocal removed
             if run.epoch == 0 and self.classes is not None:
                 check_labels(self.task.loss, batch[1], self.classes, "train")
-            if by_steps and run.reached is None:
+            if by_steps and run.pruning_ended is None:
                 recent[:] = [*recent, batch][-recipe.score_batches :]
                 if run.steps % recipe.prune_every == 0:
                     removed += self._prune_round(recent)
@@ -230,7 +230,7 @@ class TrainingLoop:
         self.run_state.last_round = self.run_state.epoch
         self.run_state.update_switch(self.neurons.kept)
         if not removed or self.pruner.left <= self.recipe.keep:
-            self.run_state.reached = self.run_state.epoch
+            self.run_state.pruning_ended = self.run_state.epoch
         if not removed:
             self.progress.note("no more neurons can be removed: the rest is frozen or the last of its layer")
         return removed
@@ -289,7 +289,7 @@ class TrainingLoop:
         after = self._facts()
         before = Facts(**run.before) if run.before is not None else after
         before, after, latency = self.measurements.with_latency(before, after, self.net)
-        if run.reached is not None and self.pruner.left > recipe.keep:
+        if run.pruning_ended is not None and self.pruner.left > recipe.keep:
             run.stopped = run.stopped or "no more neurons could be removed"
         result = Result(
             model=self.net, history=run.history, recipe=recipe, before=before, after=after,
@@ -342,7 +342,7 @@ class TrainingLoop:
         """Store the state that snapshots.py fine-tunes later, as if the target had been met in the epoch that just ended."""
         state, last = self._state(), self.run_state.epoch - 1
         state["networks"], state["setup"] = state["networks"][:1], self.setup | {"networks in also": 0}
-        state["run"] |= {"reached": last, "stopped": None, "parts": 0, "snapshots": {}}
+        state["run"] |= {"pruning_ended": last, "stopped": None, "parts": 0, "snapshots": {}}
         if self.folder is None:
             self.states[last] = checkpoint.pack(state)
         else:

@@ -17,7 +17,7 @@ class RunState:
     recipe: Recipe
     epoch: int = 0
     """The next epoch, from 0."""
-    reached: int | None = None
+    pruning_ended: int | None = None
     """The epoch in which the target was met, or in which no more neurons could be removed."""
     switched: int | None = None
     """The first epoch with the flatness term; None before method "hybrid" has switched."""
@@ -50,7 +50,7 @@ class RunState:
 
     @property
     def pruning(self) -> bool:
-        return self.reached is None and self.epoch >= self.recipe.warmup_epochs
+        return self.pruning_ended is None and self.epoch >= self.recipe.warmup_epochs
 
     @property
     def round_due(self) -> bool:
@@ -61,16 +61,16 @@ class RunState:
     def phase(self) -> str:
         if self.epoch < self.recipe.warmup_epochs:
             return "warmup"
-        return "finetune" if self.reached is not None and self.epoch > self.reached else "prune"
+        return "finetune" if self.pruning_ended is not None and self.epoch > self.pruning_ended else "prune"
 
     def mark_target_met(self, left: float) -> None:
         """Record that the target was met before this epoch, also if no neuron had to be removed."""
         if self.pruning and left <= self.recipe.keep:
-            self.reached = self.epoch - 1
+            self.pruning_ended = self.epoch - 1
 
     @property
     def done(self) -> bool:
-        over = self.reached is not None and self.epoch > self.reached + self.recipe.finetune_epochs
+        over = self.pruning_ended is not None and self.epoch > self.pruning_ended + self.recipe.finetune_epochs
         return over or self.stopped is not None
 
     def pass_snapshots(self, left: float) -> list[float]:
@@ -82,14 +82,14 @@ class RunState:
     @property
     def ends_this_epoch(self) -> bool:
         """Whether a schedule over the whole run ends with this epoch, in which the target was met."""
-        return self.reached == self.epoch and self.recipe.finetune_epochs == 0 and self.recipe.anneal == "run"
+        return self.pruning_ended == self.epoch and self.recipe.finetune_epochs == 0 and self.recipe.anneal == "run"
 
     def epochs_left(self, *, left: float, neurons: int, at_start: int, steps: int | None) -> int:
         """Estimated number of epochs left, this one included. `left`: the fraction left of the target's quantity; `steps`:
         steps per epoch."""
         recipe = self.recipe
-        if self.reached is not None:
-            return max(self.reached + recipe.finetune_epochs + 1 - self.epoch, 1)
+        if self.pruning_ended is not None:
+            return max(self.pruning_ended + recipe.finetune_epochs + 1 - self.epoch, 1)
         first = max(self.epoch, recipe.warmup_epochs)
         if left <= recipe.keep:
             return max(first - self.epoch + recipe.finetune_epochs, 1)
@@ -104,7 +104,7 @@ class RunState:
     def advance(self, epochs_left: int) -> tuple[float, float]:
         """Advance the schedule by this epoch; returns its position at the start and at the end."""
         start, share = self.position, 1 / epochs_left
-        if self.recipe.anneal == "finetune" and (self.reached is None or self.epoch <= self.reached):
+        if self.recipe.anneal == "finetune" and (self.pruning_ended is None or self.epoch <= self.pruning_ended):
             share = 0.0
         self.position = start + (1 - start) * share
         return start, self.position

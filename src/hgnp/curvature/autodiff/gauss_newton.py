@@ -16,17 +16,17 @@ from hgnp.reducer import LOCAL, Reducer
 
 
 class GaussNewton(Tangent):
-    """A pass along `seeds`, the block's parameters with their directions."""
+    """A pass along v, given as `tangents`: the block's parameters, each with its part of v."""
 
     def __init__(
         self,
-        seeds: list[tuple[Tensor, Tensor]],
+        tangents: list[tuple[Tensor, Tensor]],
         curvature: LossCurvature,
         *,
         watch: Watch | None,
         reducer: Reducer = LOCAL,
     ) -> None:
-        super().__init__(seeds, watch=watch, reducer=reducer)
+        super().__init__(tangents, watch=watch, reducer=reducer)
         self._curvature = curvature
 
     def quotient(self, loss: Tensor, z: Tensor, target: Any) -> Tensor:

@@ -28,27 +28,27 @@ class Primitive(Forward):
 
 
 class Hessian(Primitive):
-    """A pass after which q along `seeds`, the block's parameters with their directions, can be taken. What comes before the
-    block is differentiated once, and runs as it is."""
+    """A pass that yields q along v, given as `tangents`: the block's parameters, each with its part of v. Operations before the
+    block run unchanged, as they are differentiated only once."""
 
-    def __init__(self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None, reducer: Reducer = LOCAL) -> None:
+    def __init__(self, tangents: list[tuple[Tensor, Tensor]], *, watch: Watch | None, reducer: Reducer = LOCAL) -> None:
         super().__init__(watch=watch, reducer=reducer)
-        self._seeds = seeds
+        self._tangents = tangents
         self._reached = False
 
     def compute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._reached:
-            self._reached = any(x is parameter for x in tensors_in((args, kwargs)) for parameter, _ in self._seeds)
+            self._reached = any(x is parameter for x in tensors_in((args, kwargs)) for parameter, _ in self._tangents)
         return super().compute(func, args, kwargs) if self._reached else self.primal(func, args, kwargs)
 
     def quotient(self, loss: Tensor, z: Any, target: Any) -> Tensor:
         """q, differentiable. Hooks on the parameters see the step's own backward pass, not these two."""
-        with without_tensor_hooks(parameter for parameter, _ in self._seeds):
+        with without_tensor_hooks(parameter for parameter, _ in self._tangents):
             return self._quotient(loss)
 
     def _quotient(self, loss: Tensor) -> Tensor:
-        parameters = [parameter for parameter, _ in self._seeds]
-        directions = [direction for _, direction in self._seeds]
+        parameters = [parameter for parameter, _ in self._tangents]
+        directions = [direction for _, direction in self._tangents]
         gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
         curved = [(g, d) for g, d in zip(gradients, directions, strict=True) if g is not None and g.requires_grad]
         if not curved:  # C is linear in the block, or does not depend on it

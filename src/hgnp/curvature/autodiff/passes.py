@@ -10,24 +10,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.forward import Forward, Output, UnsupportedOperationError, Watch, autocast_off, run
 from hgnp.curvature.autodiff.gauss_newton import GaussNewton
 from hgnp.curvature.autodiff.hessian import Hessian
 from hgnp.curvature.autodiff.linearity import Linearity, Reasons, described
+from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.autodiff.tape import Tape
 from hgnp.curvature.device import capturing
 from hgnp.curvature.factors import Block, find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature, weighted
-from hgnp.curvature.validation import tracked
+from hgnp.curvature.validation import lacks_second_derivative, tracked, without_tensor_hooks
 from hgnp.errors import InputError
 from hgnp.reducer import Reducer
 from hgnp.removal import Removal, listen
 from hgnp.state_guards import module_that_raised
 
-Seeds = list[tuple[Tensor, Tensor]]
+ParameterTangents = list[tuple[Tensor, Tensor]]
 """Parameters, each with its part of v."""
 Weight = Tensor | None
 """This rank's share of the loss; None: it has all of it."""
@@ -98,7 +100,7 @@ class Passes:
     def with_curvature(
         self,
         block: Block,
-        seeds: Seeds,
+        tangents: ParameterTangents,
         inputs: Any,
         target: Any,
         weight: Weight,
@@ -108,20 +110,19 @@ class Passes:
         side_effect_free: bool = False,
         within: contextlib.AbstractContextManager[Any] | None = None,
     ) -> Pass:
-        """C and q along v, which `seeds` has by the block's parameters. With `primal`, a taped pass of this batch, only what is
-        behind the block runs again, if it can."""
-        if self._gauss_newton:
-            self.inspect(inputs)
-        mode, loss, output = self._mode(block, seeds, watch), None, None
+        """C and q along v, given as `tangents` of the block's parameters. With `primal`, a taped pass of this batch, only the
+        operations after the block run again, where that is possible."""
+        self.inspect(inputs)
+        mode, loss, output = self._mode(block, tangents, watch), None, None
         if primal is not None and primal.tape is not None:
             with contextlib.suppress(UnsupportedOperationError):  # which a second pass raises by its layer
                 if isinstance(mode, GaussNewton) and primal.tape.tangent(mode, primal.output) is not None:
                     loss, output = primal.loss, primal.output
             if output is None:
-                mode = self._mode(block, seeds, watch)
+                mode = self._mode(block, tangents, watch)
                 with contextlib.suppress(UnsupportedOperationError):
-                    output = primal.tape.rerun(mode, [parameter for parameter, _ in seeds], primal.output)
-            mode = self._mode(block, seeds, watch) if output is None else mode
+                    output = primal.tape.rerun(mode, [parameter for parameter, _ in tangents], primal.output)
+            mode = self._mode(block, tangents, watch) if output is None else mode
         if output is None:
             if primal is not None and primal.random is not None:
                 primal.random.restore()  # the second pass draws the same
@@ -166,11 +167,11 @@ class Passes:
     def _loss(self, output: Any, target: Any, weight: Weight) -> Tensor:
         return weighted(self.loss(output, target), weight)
 
-    def _mode(self, block: Block, seeds: Seeds, watch: Watch | None) -> GaussNewton | Hessian:
+    def _mode(self, block: Block, tangents: ParameterTangents, watch: Watch | None) -> GaussNewton | Hessian:
         if not self._carries(block):
-            return Hessian(seeds, watch=watch, reducer=self._reducer)
+            return Hessian(tangents, watch=watch, reducer=self._reducer)
         assert self._loss_curvature is not None
-        return GaussNewton(seeds, self._loss_curvature, watch=watch, reducer=self._reducer)
+        return GaussNewton(tangents, self._loss_curvature, watch=watch, reducer=self._reducer)
 
     def inspect(self, inputs: Any) -> None:
         """Where Gauss–Newton and Hessian differ, once for each mode of the network."""
@@ -178,8 +179,24 @@ class Passes:
             return
         mode = Linearity(find_blocks(self.net), reducer=self._reducer)
         with RandomState(*self.net.parameters()):
-            reasons = mode.end(self.run(inputs, mode, side_effect_free=True))
+            output = self.run(inputs, mode, side_effect_free=True)
+            reasons = mode.end(output)
+        self._check_hidden(output, mode.lost)
         self._reasons[self.net.training], self._hidden[self.net.training] = reasons, mode.lost
+
+    def _check_hidden(self, output: Any, hidden: dict[str, str]) -> None:
+        """That hidden operations have a second derivative, which the Hessian along these blocks takes."""
+        squares = [x.square().sum() for x in tensors_in(output) if x.requires_grad]  # whose derivative is no constant
+        for block in [block for block in find_blocks(self.net) if block.name in hidden]:
+            parameters = [p for p in (block.weight, block.bias) if p is not None and p.requires_grad]
+            with without_tensor_hooks(parameters):
+                gradients = torch.autograd.grad(squares, parameters, create_graph=True, allow_unused=True)
+            if lacks_second_derivative(gradients):
+                raise InputError(
+                    f"layer {block.name!r}: {hidden[block.name]} behind it must have a second derivative, got an "
+                    "autograd.Function marked @once_differentiable; write its backward in differentiable operations, or set "
+                    "mu=0"
+                )
 
     def _carries(self, block: Block) -> bool:
         """Whether q along the block is Gauss–Newton's. Where that was asked for and an operation hides the block's tangent, it

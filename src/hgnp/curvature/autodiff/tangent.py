@@ -41,16 +41,16 @@ FUSED = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward
 
 
 class Tangent(Forward):
-    """Runs the network and carries tangents from `seeds`, pairs of a parameter and its direction."""
+    """Runs the network and propagates tangents, starting from `tangents`: parameters, each with its tangent."""
 
     def __init__(
-        self, seeds: list[tuple[Tensor, Tensor]], *, watch: Watch | None = None, reducer: Reducer = LOCAL
+        self, tangents: list[tuple[Tensor, Tensor]], *, watch: Watch | None = None, reducer: Reducer = LOCAL
     ) -> None:
         super().__init__(watch=watch, reducer=reducer)
         self.call: Call | None = None
         """The call of an earlier pass whose tangent is wanted."""
         self._records: dict[int, tuple[weakref.ref[Tensor], Tensor | None, int]] = {}
-        for parameter, direction in seeds:
+        for parameter, direction in tangents:
             self.record(parameter, direction)
 
     def record(self, x: Tensor, tangent: Tensor | None) -> None:

@@ -68,8 +68,8 @@ class Tape:
         self._calls.append(Call(func, args, kwargs, given, out, _saved(func, given, out)))
 
     def tangent(self, mode: "Tangent", z: Any) -> Tensor | None:
-        """The tangent of z along `mode`'s seeds, by the rules alone: values are those of the pass, to be differentiated with
-        it. None where that cannot be."""
+        """The tangent of z along `mode`'s direction, by the rules alone. It uses the values of the recorded pass and is
+        differentiable with them. None where that is not possible."""
 
         if not self._whole:
             return None
@@ -93,14 +93,14 @@ class Tape:
 
         if not self._whole:
             return None
-        seeds = {id(parameter) for parameter in parameters}
+        changed = {id(parameter) for parameter in parameters}
         new: dict[int, Tensor] = {}
 
         def now(x: Tensor) -> Tensor:
             return new.get(id(x), x)
 
         for call in self._calls:
-            depends = [id(x) in new or id(x) in seeds for x, _ in call.given]
+            depends = [id(x) in new or id(x) in changed for x, _ in call.given]
             if not any(depends):
                 continue
             if any(id(x) not in new and x._version != version for x, version in call.given):

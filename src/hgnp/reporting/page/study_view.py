@@ -79,7 +79,7 @@ def _study(study: Study, prefix: str) -> dict[str, Any]:
         ],
         "snapshots_header": ["group", "requested κ (%)", "kept (%)", f"{study.metric}{unit}", "runs"],
         "snapshots": [_snapshot(study, group, point) for group in study.groups for point in group.snapshots],
-        "switch": study.switch.sentences if study.switch else None,
+        "composed_hybrid": study.composed_hybrid.sentences if study.composed_hybrid else None,
         "notes": study.notes,
     }
 
@@ -120,13 +120,13 @@ def _summary(study: Study, group: Group, pair: BaselineComparison | None) -> lis
 
 def _composed(study: Study) -> list[list[str]]:
     """The composed hybrid's row of the summary, if there is a threshold."""
-    switch, over = study.switch, study.composed_gain
-    if switch is None or switch.area is None or study.range is None:
+    composed, over = study.composed_hybrid, study.composed_gain
+    if composed is None or composed.area is None or study.range is None:
         return []
     low, high = study.range
     shown = "–" if over is None else f"{over:+.2f}".replace("-", "−")
-    mean = metric_axis(study.metric).show(switch.area / (high - low))
-    return [[f"{LABEL}, κ ≤ {switch.threshold:.1%}", "–", mean, f"{switch.area:.4f}", shown, *"––––"]]
+    mean = metric_axis(study.metric).show(composed.area / (high - low))
+    return [[f"{LABEL}, κ ≤ {composed.threshold:.1%}", "–", mean, f"{composed.area:.4f}", shown, *"––––"]]
 
 
 def _levels(study: Study, group: Group) -> list[str]:

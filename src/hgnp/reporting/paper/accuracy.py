@@ -55,16 +55,16 @@ def areas_rows(results: PaperResults) -> Iterator[Row]:
         if not matches:
             yield from map(not_run, (hgnp, hybrids(hybrid), threshold))
         for pair in matches:
-            switch = pair.study.switch
-            assert switch is not None
+            composed = pair.study.composed_hybrid
+            assert composed is not None
             yield from _gain(hgnp, pair, None)
             yield from _gain(hybrids(hybrid), pair, stated.threshold / 100)
-            fitted = f"none predicted ({switch.reason})"
-            if switch.threshold is not None:
-                yield from _gain(hybrids(FITTED), pair, switch.threshold)
-                fitted = f"{100 * switch.threshold:.1f} % fitted"
-            after = "no crossing" if switch.hindsight is None else f"{100 * switch.hindsight:.1f} % in hindsight"
-            ours = None if switch.threshold is None else 100 * switch.threshold
+            fitted = f"none predicted ({composed.reason})"
+            if composed.threshold is not None:
+                yield from _gain(hybrids(FITTED), pair, composed.threshold)
+                fitted = f"{100 * composed.threshold:.1f} % fitted"
+            after = "no crossing" if composed.hindsight is None else f"{100 * composed.hindsight:.1f} % in hindsight"
+            ours = None if composed.threshold is None else 100 * composed.threshold
             yield Row(threshold, f"{fitted}; {after}", ours, None, pair.title, pair.deviations)
         for pair in pairs(results, experiment, "hybrid"):
             switched = (
