@@ -5,6 +5,7 @@ the file; the tree itself is JSON in its metadata. Tuples, infinities and keys t
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from hgnp.errors import InputError, InputTypeError
 from hgnp.io.weights import digest, read_tensors, write_tensors
+from hgnp.reducer import Reducer
 
 FORMAT = 3
 KEY = "hgnp-checkpoint"
@@ -49,6 +51,14 @@ def from_bytes(data: bytes) -> dict[str, Any]:
     size = int.from_bytes(data[:8], "little")
     about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][KEY])
     return unpack(Packed(load(data), about))
+
+
+def from_first(reducer: Reducer, read: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+    """What `read` returns, on every rank what it returns on rank 0, where alone it is called."""
+    if reducer.ranks == 1:
+        return read()
+    found: dict[str, Any] | None = from_bytes(reducer.on_first(lambda: to_bytes({"state": read()})))["state"]
+    return found
 
 
 def write(file: Path, ready: Packed) -> None:

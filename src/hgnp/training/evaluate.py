@@ -1,5 +1,6 @@
 """Validation: loss and metric over a dataset, in evaluation mode."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.losses import Loss, normaliser, total
-from hgnp.errors import InputError, brief
+from hgnp.errors import InputError, InputTypeError, brief
 from hgnp.execution.graphs import Capture, GraphedFunction, fingerprint
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import Removal, listen
@@ -79,18 +80,19 @@ class Evaluation:
                 self._replayed.forget()
             outputs = self._outputs(batches, sums)
             if self.metric is not None:
-                outputs = gathered(outputs, self._reducer)
+                outputs = gathered(outputs, self._reducer, next(self.net.parameters()).device)
             metric = None if self.metric is None else compute_metric(self.metric, outputs)
+            metric = json.loads(self._reducer.broadcast(json.dumps(metric).encode()))
             for _ in outputs:  # those that the metric has not consumed
                 pass
-            summed, counted, skipped, *rest = self._total(sums)
+            summed, counted, skipped, *rest, passes = self._total(sums)
         loss = summed / counted if counted else None
         self.note = None
         if loss is None:
             self.note = "val: every label is ignored, so there is no validation loss"
         elif skipped:
             self.note = (
-                f"val: {skipped:g} of {len(sums)} batches have finite outputs but a NaN loss, as if every label were ignored; "
+                f"val: {skipped:g} of {passes:g} batches have finite outputs but a NaN loss, as if every label were ignored; "
                 "the validation loss leaves them out"
             )
         if self.metric is not None:
@@ -101,9 +103,10 @@ class Evaluation:
         return loss, right / labels if labels else None
 
     def _total(self, sums: list[Tensor]) -> list[float]:
-        """The columns of `sums` added up, over all ranks."""
+        """The columns of `sums` added up over all ranks, and how many rows they have."""
         total = torch.stack(sums).sum(0)
-        return self._reducer.sum([total])[0].tolist()  # type: ignore[no-any-return]
+        total = torch.cat([total, torch.full_like(total[:1], len(sums))])
+        return [float(number) for number in self._reducer.sum([total])[0].tolist()]
 
     def _outputs(self, batches: Iterable[tuple[Any, Any]], sums: list[Tensor]) -> Iterator[BatchOutput]:
         for inputs, target in batches:
@@ -137,16 +140,21 @@ class Evaluation:
         return self._replayed.forget
 
 
-def gathered(outputs: Iterable[BatchOutput], reducer: Reducer) -> Iterator[BatchOutput]:
+def gathered(outputs: Iterable[BatchOutput], reducer: Reducer, device: torch.device) -> Iterator[BatchOutput]:
     """The outputs of all ranks on every rank, batch by batch, until all have come to an end."""
     if reducer.ranks == 1:
         yield from outputs
         return
     own = iter(outputs)
     while True:
-        batch = next(own, None)
-        parts = [checkpoint.from_bytes(part)["batch"] for part in reducer.gather(checkpoint.to_bytes({"batch": batch}))]
-        found = [part for part in parts if part is not None]
+        try:
+            data = checkpoint.to_bytes({"batch": next(own, None)})
+        except InputTypeError as error:
+            raise MetricError(f"metric must have outputs and targets that ranks can send each other: {error}") from error
+        parts = [checkpoint.from_bytes(part)["batch"] for part in reducer.gather(data)]
+        found = [
+            tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, part) for part in parts if part is not None
+        ]
         if not found:
             return
         predictions, targets, samples = zip(*found, strict=True)
@@ -176,13 +184,14 @@ def check_metric(
 ) -> None:
     """InputError, before any training, for a metric that fails on the first validation batch and on the whole set. One batch
     may be too little: a ROC curve needs both classes."""
+    device = next(net.parameters()).device
     try:
-        compute_metric(metric, list(gathered([first], reducer)))
+        compute_metric(metric, list(gathered([first], reducer, device)))
     except Exception:
         with evaluating(net), torch.no_grad():
             outputs = [(run(net, inputs, output=output), target, samples_in(inputs)) for inputs, target in val]
             try:
-                compute_metric(metric, list(gathered(outputs, reducer)))
+                compute_metric(metric, list(gathered(outputs, reducer, device)))
             except MetricError:
                 raise
             except Exception as error:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from hgnp.curvature.autodiff.forward import samples_in
+from hgnp.reducer import LOCAL, Reducer
 from hgnp.training import rng_state
 from hgnp.training.data import check_batch, is_classification
 from hgnp.training.evaluate import check_metric, metric_name
@@ -31,7 +32,7 @@ class FirstBatches:
     """Features of network and data that the paper's hybrid uses."""
 
 
-def check_first_batches(net: nn.Module, task: Task) -> FirstBatches:
+def check_first_batches(net: nn.Module, task: Task, reducer: Reducer = LOCAL) -> FirstBatches:
     """Run the network on the first batches; InputError if anything does not fit together. Loaders are restored; drawing the
     training batch advances the random number generators."""
     with rng_state.preserved_position(task.train.loader):
@@ -45,7 +46,7 @@ def check_first_batches(net: nn.Module, task: Task) -> FirstBatches:
                 val = next(iter(task.val))
             val_out = check_batch(net, task.loss, task.output, val, "val")
             if task.metric is not None:
-                check_metric(net, task.metric, task.output, (val_out, val[1], samples_in(val[0])), task.val)
+                check_metric(net, task.metric, task.output, (val_out, val[1], samples_in(val[0])), task.val, reducer)
         val_classes = val_out.shape[1] if is_classification(task.loss, val[1]) else None
     shown = classes if task.val is None else val_classes
     return FirstBatches(

@@ -10,6 +10,7 @@ from hgnp.curvature.autodiff.forward import Output
 from hgnp.curvature.losses import Loss
 from hgnp.flatness import Flatness
 from hgnp.pruning import Neurons
+from hgnp.reducer import LOCAL, Reducer
 from hgnp.result import Row
 from hgnp.training.data import Batches
 from hgnp.training.evaluate import Metric
@@ -46,10 +47,12 @@ Callback = Callable[[CallbackState], object]
 
 @dataclass(frozen=True)
 class Task:
-    """Data, loss and metric of a run. `output` picks the logits from what the network returns."""
+    """Data, loss and metric of a run. `output` picks the logits from what the network returns; `reducer` has the ranks that
+    share the run."""
 
     train: Batches
     val: Batches | None
     loss: Loss
     metric: Metric | None
     output: Output | None
+    reducer: Reducer = LOCAL
