@@ -155,6 +155,11 @@ def _leave() -> None:
             dist.destroy_process_group()
 
 
+def world() -> Reducer:
+    """All ranks of the default group."""
+    return LOCAL if world_size() == 1 else ProcessGroupReducer()
+
+
 def join_ranks(net: nn.Module) -> tuple[nn.Module, Reducer]:
     """The network, without DistributedDataParallel around it, and the ranks that train it: those of that wrapper, or all."""
     initialise()
@@ -215,6 +220,9 @@ def device_of_rank(device: str | torch.device) -> torch.device:
 
 _run_numbers = itertools.count()
 _announcements: list["_Announcements"] = []
+"""Those of the run that is going on."""
+_last: list["_Announcements"] = []
+"""Those of the last run."""
 
 
 class _Announcements:
@@ -245,12 +253,13 @@ class _Announcements:
 
 @contextlib.contextmanager
 def failures_announced(reducer: Reducer) -> Iterator[None]:
-    """Around a run: an error of this rank is announced to the others, and a `RankError` that follows from another's says so."""
-    if reducer.ranks == 1:
+    """Around a run: an error of this rank is announced to the others, and a `RankError` that follows from another's says so.
+    Within another such block it does nothing."""
+    if reducer.ranks == 1 or _announcements:
         yield
         return
     board = _Announcements(reducer)
-    _announcements[:] = [board]
+    _announcements.append(board)
     try:
         yield
     except RankError as error:
@@ -262,14 +271,16 @@ def failures_announced(reducer: Reducer) -> Iterator[None]:
     except BaseException as error:
         board.put(error)
         raise
+    finally:
+        _last[:], _announcements[:] = [board], []
 
 
 def speaks_for_all(error: BaseException) -> bool:
     """Whether this rank is the one that prints the error: of those that all ranks have rank 0, else the rank that failed."""
     rank = int(os.environ.get("RANK", "0"))
-    if not _announcements:
+    if not _last:
         return rank == 0
-    board = _announcements[0]
+    board = _last[0]
     if isinstance(error, RankError):  # another rank's error: that one prints it, unless it died without a word
         return all(board.of(other) is None for other in range(board.ranks)) and board.claim()
     if board.rank == 0:
