@@ -222,8 +222,9 @@ class Direction:
     def _choose(
         self, blocks: list[Block], psi: list[Eigenpair], gamma: list[Eigenpair], scores: Tensor, reducer: Reducer
     ) -> None:
-        """The blocks' pairs, and the block with the largest score, which rank 0 chooses for all. An overflow of half precision is no curvature: where no
-        score of a block is finite its group stays, and where none is at all so does the block."""
+        """The blocks' pairs, and the block with the largest score, which rank 0 chooses for all. An overflow of half
+        precision is no curvature: where no score of a block is finite its group stays, and where none is at all so does the
+        block."""
         finite = torch.isfinite(scores)
         scores = torch.where(finite, scores, -1.0)
         first = torch.zeros((), dtype=torch.long, device=scores.device)

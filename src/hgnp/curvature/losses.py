@@ -32,9 +32,7 @@ Rows = tuple[int, int]
 class LossCurvature(Protocol):
     def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor: ...
 
-    def draw(
-        self, z: Tensor, target: Tensor, generator: torch.Generator, rows: Rows | None = None
-    ) -> Tensor:
+    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator, rows: Rows | None = None) -> Tensor:
         """Cotangents ξ, shaped as z. With `rows` all ranks draw for the joint batch, and each takes its own part."""
 
     def total(self, z: Tensor, target: Tensor) -> Tensor: ...

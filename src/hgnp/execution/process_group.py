@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ class ProcessGroupReducer(Reducer):
     """
 
     def __init__(self, group: "dist.ProcessGroup | None" = None) -> None:
-        self.group = dist.group.WORLD if group is None else group
+        self.group: Any = dist.group.WORLD if group is None else group
         self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         pairs = (entry.split(":") for entry in dist.get_backend_config(self.group).split(","))
         self._backends = dict(pairs)
@@ -122,7 +123,7 @@ def world_size() -> int:
 
 def initialise() -> None:
     """Makes the process group under torchrun, unless there is one: nccl between GPUs, gloo between CPUs."""
-    if dist.is_available() and dist.is_initialized() or world_size() == 1:
+    if world_size() == 1 or (dist.is_available() and dist.is_initialized()):
         return
     missing = [name for name in LAUNCHER if name not in os.environ]
     if missing or not dist.is_available():
@@ -163,7 +164,7 @@ def world() -> Reducer:
 def join_ranks(net: nn.Module) -> tuple[nn.Module, Reducer]:
     """The network, without DistributedDataParallel around it, and the ranks that train it: those of that wrapper, or all."""
     initialise()
-    group = None
+    group: Any = None
     if isinstance(net, nn.parallel.DistributedDataParallel):
         if net._comm_hooks:  # there is no API to ask
             raise InputError(
@@ -174,8 +175,8 @@ def join_ranks(net: nn.Module) -> tuple[nn.Module, Reducer]:
     return net, LOCAL if group is None and world_size() == 1 else ranks_of(group or dist.group.WORLD, net)
 
 
-def ranks_of(group: "dist.ProcessGroup | None", net: nn.Module | None = None) -> Reducer:
-    """The reducer of a group that the caller has. None is right only where this process is alone: without a group in several
+def ranks_of(group: Any, net: nn.Module | None = None) -> Reducer:
+    """The reducer of a process group that the caller has. None is right only where this process is alone: without a group in several
     processes each would train a network of its own, also one inside DistributedDataParallel, which hgnp goes past."""
     if isinstance(net, nn.Module):
         check_not_parallel(net)
@@ -263,7 +264,9 @@ def failures_announced(reducer: Reducer) -> Iterator[None]:
     try:
         yield
     except RankError as error:
-        time.sleep(0.2)  # a rank announces its error before its connections close, but another thread may see that first
+        time.sleep(
+            0.2
+        )  # a rank announces its error before its connections close, but another thread may see that first
         for rank in range(reducer.ranks):
             if rank != reducer.rank and (text := board.of(rank)) is not None:
                 raise RankError(f"rank {rank} failed: {text}") from error

@@ -12,7 +12,7 @@ from hgnp.curvature.losses import CrossEntropy, Loss, loss_curvature
 from hgnp.errors import InputError, InputTypeError, brief, first_line
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.state_guards import evaluating, module_that_raised
-from hgnp.training.split import check_same_list, drop_note, drops, for_rank, part
+from hgnp.training.split import check_enough, check_same_list, drop_note, drops, for_rank, part
 
 Unpack = Callable[[Any], tuple[Any, Any]]
 
@@ -62,6 +62,7 @@ class Batches:
         self._slices = reducer.ranks > 1 and own is None
         if self._slices:
             check_same_list(loader, name, reducer)
+            check_enough(max((samples_in(self._unpacked(each)[0]) for each in loader), default=0), name, reducer.ranks)
         self._note: str | None = None
         self.count = _length(self._own)
         """Batches per epoch; of a loader without a length, None during the first epoch."""
@@ -78,11 +79,6 @@ class Batches:
                     continue
             number += 1
             yield self._to_device(pair[0]), self._to_device(pair[1])
-        if number == 0 and self._reducer.ranks > 1:
-            raise InputError(
-                f"{self.name} must have a sample for each of the {self._reducer.ranks} ranks, got none for rank "
-                f"{self._reducer.rank}"
-            )
         if number == 0:
             raise InputError(f"{self.name} must yield batches in every epoch, as a DataLoader does, got none")
         self.count = number

@@ -150,7 +150,9 @@ def gathered(outputs: Iterable[BatchOutput], reducer: Reducer, device: torch.dev
         try:
             data = checkpoint.to_bytes({"batch": next(own, None)})
         except InputTypeError as error:
-            raise MetricError(f"metric must have outputs and targets that ranks can send each other: {error}") from error
+            raise MetricError(
+                f"metric must have outputs and targets that ranks can send each other: {error}"
+            ) from error
         parts = [checkpoint.from_bytes(part)["batch"] for part in reducer.gather(data)]
         found = [
             tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, part) for part in parts if part is not None

@@ -336,7 +336,8 @@ class TrainingLoop:
             "name": None, "method": self.recipe.method, "seed": self.recipe.seed, "metric": self.metric,
             "model": type(self.net).__qualname__, "recipe": self.recipe.as_dict(), "versions": versions(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-            "threads": torch.get_num_threads(), "ranks": self.task.reducer.ranks, "execution": {"memory_format": self.memory_format},
+            "threads": torch.get_num_threads(), "ranks": self.task.reducer.ranks,
+            "execution": {"memory_format": self.memory_format},
             "start": None, "input": input_spec(self.inputs),
             "at_start": {
                 "parameters": start.parameters, "neurons": start.neurons, "macs": start.macs // self.samples,

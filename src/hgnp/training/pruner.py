@@ -145,7 +145,9 @@ class Pruner:
         shapes = {name: list(tensor.shape) for name, tensor in self.neurons.net.state_dict().items()}
         own = hashlib.sha256(data + json.dumps([shapes, self.neurons.version]).encode()).digest()
         if len(set(reducer.gather(own))) > 1:
-            raise RankError("ranks must remove the same neurons from the same network, got networks that differ in shape")
+            raise RankError(
+                "ranks must remove the same neurons from the same network, got networks that differ in shape"
+            )
         return Selection(positions, requested=requested, version=version, coupling=coupling)
 
     def _select(self, scores: Scores, n: int, *, confirm: bool = True) -> Selection:

@@ -34,9 +34,9 @@ def seed_ranks(reducer: Reducer, epoch: int) -> None:
     follow from rank 0's generators, which are left alone: those are the ones that a checkpoint holds."""
     if reducer.ranks == 1:
         return
-    own = (random.getstate(), [part for part in np.random.get_state() if not isinstance(part, np.ndarray)])
-    drawn = np.random.get_state()[1]
-    sha = hashlib.sha256(f"{own} {epoch}".encode() + np.asarray(drawn).tobytes() + torch.get_rng_state().numpy().tobytes())
+    numpys: Any = np.random.get_state()
+    sha = hashlib.sha256(f"{epoch} {random.getstate()} {numpys[2:]}".encode())
+    sha.update(numpys[1].tobytes() + torch.get_rng_state().numpy().tobytes())
     first = reducer.broadcast(sha.digest())
     if reducer.rank:
         seed(int.from_bytes(hashlib.sha256(first + str(reducer.rank).encode()).digest()[:4], "big"))

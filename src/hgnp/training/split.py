@@ -1,7 +1,7 @@
 """The part of the data that each rank of a data-parallel run gets.
 
-A global batch is `joined` batches of the loader, one for each rank of the run when it started. It is split into contiguous parts
-of nearly equal size; nothing is padded or repeated. A run that is resumed with another number of ranks keeps its global batch.
+A global batch is `joined` batches of the loader, one for each rank of the run when it started. It is split into contiguous
+parts of nearly equal size; nothing is padded or repeated. A run that is resumed with other ranks keeps its global batch.
 """
 
 import hashlib
@@ -41,7 +41,17 @@ def drops(samples: int, ranks: int, *, every_sample: bool) -> bool:
 
 
 def drop_note(name: str, samples: int, ranks: int) -> str:
-    return f"{name}: a last batch of {samples} samples is dropped in every epoch, as it is smaller than the {ranks} ranks"
+    return (
+        f"{name}: a last batch of {samples} samples is dropped in every epoch, as it is smaller than the {ranks} ranks"
+    )
+
+
+def check_enough(samples: int, name: str, ranks: int) -> None:
+    """On every rank alike: one that has no sample would leave the others waiting."""
+    if samples < ranks:
+        raise InputError(
+            f"{name} must have a sample for each of the {ranks} ranks, got {samples}; start fewer processes"
+        )
 
 
 class RankBatches:
@@ -56,6 +66,7 @@ class RankBatches:
     def __iter__(self) -> Iterator[list[int]]:
         reducer, ranks, joined = self._reducer, self._reducer.ranks, self._joined
         batches = self._of_first()
+        check_enough(sum(map(len, batches)), self._name, ranks)
         for start in range(0, len(batches), joined):
             group = batches[start : start + joined]
             if self._plain and self._batches.drop_last and len(group) < joined:
@@ -100,7 +111,8 @@ def for_rank(loader: Any, name: str, reducer: Reducer, joined: int, *, every_sam
     sampler = _distributed_sampler(loader)
     if sampler is not None:
         _check_distributed(loader, sampler, name, reducer, every_sample=every_sample)
-        return loader  # type: ignore[no-any-return]
+        own: Iterable[Any] = loader
+        return own
     if type(loader) is not DataLoader or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
         raise InputError(
             f"{name} must be a torch DataLoader over a dataset with a length, a list of batches, or a loader with the method "
@@ -145,12 +157,12 @@ def _check_distributed(loader: Any, sampler: Any, name: str, reducer: Reducer, *
             f"{name}: its sampler must have num_replicas={reducer.ranks} and rank={reducer.rank}, got {sampler.num_replicas} "
             f"and {sampler.rank}; omit it, and hgnp splits the data"
         )
-    samples = len(sampler.dataset) if isinstance(sampler, DistributedSampler) else 0
+    samples = len(getattr(sampler, "dataset", ())) if isinstance(sampler, DistributedSampler) else 0
     if samples % reducer.ranks and (every_sample or not sampler.drop_last):
         what = "drops" if sampler.drop_last else "repeats"
         raise InputError(
-            f"{name}: its sampler must give every sample once, got a DistributedSampler that {what} some of the {samples}; omit "
-            "it, and hgnp splits the data"
+            f"{name}: its sampler must give every sample once, got a DistributedSampler that {what} some of the {samples}; "
+            "omit it, and hgnp splits the data"
         )
     counts = [json.loads(count) for count in reducer.gather(json.dumps(len(loader)).encode())]
     if len(set(counts)) > 1:
@@ -162,4 +174,6 @@ def _described(loader: Any) -> str:
         return type(loader).__name__
     if isinstance(loader.dataset, IterableDataset):
         return "a DataLoader over an IterableDataset"
-    return "a DataLoader with batch_size=None" if loader.batch_sampler is None else f"the subclass {type(loader).__name__}"
+    return (
+        "a DataLoader with batch_size=None" if loader.batch_sampler is None else f"the subclass {type(loader).__name__}"
+    )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hgnp.errors import InputError
 from hgnp.reducer import LOCAL, Reducer
-from hgnp.training.split import drop_note, drops, part
+from hgnp.training.split import check_enough, drop_note, drops, part
 
 BATCHES_PER_LAUNCH = 16  # built together on a GPU, where launches take longer than kernels
 
@@ -93,14 +93,13 @@ class Loader:
         too_few = drops(left, ranks, every_sample=self._every_sample)
         if left and too_few and not self._drop_last:
             self.note = drop_note("train", left, ranks)
-        self.samples = self.source.samples - (
-            left if self._drop_last or too_few or (self.shuffle and left == 1) else 0
-        )
+        self.samples = self.source.samples - (left if self._drop_last or too_few or (self.shuffle and left == 1) else 0)
         if self.samples == 0:
             raise InputError(f"batch must leave at least one batch of {self.source.samples} samples, got {self.batch}")
 
     def for_rank(self, reducer: Reducer, joined: int, *, every_sample: bool) -> "Loader":
         """The parts of a rank of global batches of `joined` times this loader's batch."""
+        check_enough(self.source.samples, "data", reducer.ranks)
         own = copy.copy(self)
         own.batch, own._reducer, own._every_sample = self.batch * joined, reducer, every_sample
         own._count_samples()
@@ -134,7 +133,9 @@ class Loader:
         own = torch.cat(parts)
         mirrored = None if mirrored is None else mirrored[own].to(device)
         places = None if places is None else places[:, own].to(device)
-        launches = [sum(sizes[n : n + self._batches_per_launch]) for n in range(0, len(sizes), self._batches_per_launch)]
+        launches = [
+            sum(sizes[n : n + self._batches_per_launch]) for n in range(0, len(sizes), self._batches_per_launch)
+        ]
         start = number = 0
         for x, y in self.source.batches(order[own].split(launches)):
             now = slice(start, start := start + len(y))
