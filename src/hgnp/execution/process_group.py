@@ -176,8 +176,8 @@ def join_ranks(net: nn.Module) -> tuple[nn.Module, Reducer]:
 
 
 def ranks_of(group: Any, net: nn.Module | None = None) -> Reducer:
-    """The reducer of a process group that the caller has. None is right only where this process is alone: without a group in several
-    processes each would train a network of its own, also one inside DistributedDataParallel, which hgnp goes past."""
+    """The reducer of a process group that the caller has. None is right only where this process is alone: in several, each
+    would train a network of its own, also one inside DistributedDataParallel, which hgnp goes past."""
     if isinstance(net, nn.Module):
         check_not_parallel(net)
     if group is None:
