@@ -199,9 +199,9 @@ def _one_layer(neurons: hgnp.Neurons, seed: int) -> hgnp.Selection:
     """About a third of one layer, with what hangs on it."""
     draw = torch.Generator().manual_seed(seed)
     layer = neurons.layers[int(torch.randint(len(neurons.layers), (1,), generator=draw))]
-    scores = {other.name: torch.rand(other.remaining, generator=draw) + 10 for other in neurons.layers}
+    scores = {other.name: torch.rand(other.alive, generator=draw) + 10 for other in neurons.layers}
     scores[layer.name] -= 10 * len(scores)  # units with a part in this layer come first
-    count = max(1, layer.remaining // 3)
+    count = max(1, layer.alive // 3)
     while not (selection := neurons.least(scores, count)) and count < neurons.count:
         count *= 2
     return selection
@@ -210,7 +210,7 @@ def _one_layer(neurons: hgnp.Neurons, seed: int) -> hgnp.Selection:
 def _half(neurons: hgnp.Neurons, start: int) -> hgnp.Selection:
     """At random, until half of the `start` neurons are gone."""
     draw = torch.Generator().manual_seed(start)
-    scores = {layer.name: torch.rand(layer.remaining, generator=draw) for layer in neurons.layers}
+    scores = {layer.name: torch.rand(layer.alive, generator=draw) for layer in neurons.layers}
     return neurons.least(scores, max(0, neurons.count - start // 2))
 
 

@@ -52,7 +52,7 @@ def made(case: str) -> tuple[nn.Module, Tensor, Tensor]:
     net = make()
     if left:
         neurons = hgnp.Neurons(net, torch.randn(2, *shape))
-        scores = {layer.name: torch.rand(layer.remaining) for layer in neurons.layers}
+        scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
         neurons.remove(neurons.least(scores, round(neurons.count * (1 - LEFT[left]))))
     return net, torch.randn(int(batch), *shape), torch.randint(0, 10, (int(batch),))
 

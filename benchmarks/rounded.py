@@ -21,15 +21,15 @@ def rounded(folder: Path, multiple: int, out: Path) -> dict[str, int]:
     """Writes OUT, and says what the widths are."""
     full, pruned = networks(folder)
     inputs = tuple(torch.stack([each, each]) for each in sample(folder))
-    left = {layer.name: layer.remaining for layer in hgnp.Neurons(pruned, inputs).layers}
+    left = {layer.name: layer.alive for layer in hgnp.Neurons(pruned, inputs).layers}
     neurons = hgnp.Neurons(full, inputs)
     widths = {
-        layer.name: min(layer.remaining, max(multiple, round(left[layer.name] / multiple) * multiple))
+        layer.name: min(layer.alive, max(multiple, round(left[layer.name] / multiple) * multiple))
         for layer in neurons.layers
         if layer.name in left
     }
     neurons.remove(
-        {layer.name: range(widths[layer.name], layer.remaining) for layer in neurons.layers if layer.name in widths}
+        {layer.name: range(widths[layer.name], layer.alive) for layer in neurons.layers if layer.name in widths}
     )
     out.mkdir(parents=True)
     for name in FILES:

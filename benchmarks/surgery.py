@@ -47,7 +47,7 @@ def median(times: Sequence[Time]) -> Time:
 
 
 def half(neurons: hgnp.Neurons) -> hgnp.Selection:
-    return neurons.least({layer.name: torch.rand(layer.remaining) for layer in neurons.layers}, neurons.count // 2)
+    return neurons.least({layer.name: torch.rand(layer.alive) for layer in neurons.layers}, neurons.count // 2)
 
 
 def resnet50(repeats: int) -> tuple[Time, Time]:
@@ -78,7 +78,7 @@ def vgg16(repeats: int) -> tuple[Time, Time]:
         optimizer.step()
 
     def remove() -> None:
-        scores = {layer.name: torch.rand(layer.remaining) for layer in neurons.layers}
+        scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
         neurons.remove(neurons.least(scores, 100), optimizer)
 
     step()

@@ -60,6 +60,15 @@ def _global_state() -> Iterator[None]:
             put(value)
 
 
+@pytest.fixture(scope="module")
+def figures_not_rendered() -> Iterator[None]:
+    """Figures are made but not rendered: matplotlib takes longer for that than the small runs that they show.
+    tests/reporting/test_figures.py and test_page.py look at real ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hgnp.reporting.figures.image", lambda *_: b"<svg xmlns='http://www.w3.org/2000/svg'/>")
+        yield
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     made: Counter[str] = Counter()
     for report in terminalreporter.getreports("passed"):

@@ -1,5 +1,6 @@
 """A stand-in for CUDA graphs in tests of `Graphed`: work that is done again at every replay."""
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -117,6 +118,9 @@ class Stand:
     def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
         made = Again(work)
         return made, made.result
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def forget(self) -> None:
         pass

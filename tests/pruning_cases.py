@@ -31,7 +31,7 @@ def prunable_layers(net: nn.Module, x: Any = VECTORS) -> list[str]:
 
 
 def widths(neurons: Neurons) -> dict[str, int]:
-    return {layer.name: layer.remaining for layer in neurons.layers}
+    return {layer.name: layer.alive for layer in neurons.layers}
 
 
 def random_scores(neurons: Neurons, seed: int = 0) -> dict[str, Tensor]:

@@ -97,7 +97,8 @@ def test_fields_with_fixed_values_take_those_of_their_type_alone() -> None:
                 fixed[name] = get_args(kind)
     assert fixed.pop("flatness") == ("default", "paper")  # or a mapping of choices
     assert set(fixed) == {
-        "target", "method", "prune_unit", "coupling", "schedule", "anneal", "precision", "execution", "measure"
+        "target", "method", "prune_unit", "coupling", "schedule", "anneal", "scheduler_interval", "precision", "execution",
+        "measure",
     }  # fmt: skip
     for name, values in fixed.items():
         for value in values:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hgnp.io.export import Exported, export
     from hgnp.io.weights import load, save
     from hgnp.pruning import Neurons, Selection
+    from hgnp.recalibration import recalibrate
     from hgnp.recipe import Recipe
     from hgnp.removal import Removal
     from hgnp.result import Result
@@ -32,6 +33,7 @@ __all__ = [
     "export",
     "load",
     "prune",
+    "recalibrate",
     "save",
     "sensitivity",
     "sharpness",
@@ -43,6 +45,7 @@ _HOMES = {
     "hgnp.io.export": ("Exported", "export"),
     "hgnp.flatness": ("Flatness",),
     "hgnp.pruning": ("Neurons", "Selection"),
+    "hgnp.recalibration": ("recalibrate",),
     "hgnp.recipe": ("Recipe",),
     "hgnp.removal": ("Removal",),
     "hgnp.result": ("Result",),

@@ -17,6 +17,7 @@ from hgnp.curvature.choices import (
     Choices,
     Curvature,
     DirectionFrom,
+    DirectionOver,
     FisherType,
     GammaFrom,
     KfacApprox,
@@ -67,6 +68,8 @@ class Flatness:
             empirical quotient along its v.
         gamma_from: "loss": Γ from the derivatives of C. "penalized_loss": from those of C + μ·max(0, q − B) along the v of the
             batch before.
+        direction_over: "block": v is K-FAC's eigenvector of one layer. "network": the top eigenvector of the Gauss–Newton
+            matrix of all trained parameters, by power iteration; each refresh is one product with it, from the last v.
         refresh_every: with direction_from "last_batch", v is refreshed every so many steps and kept in between. 1 by default;
             `hgnp.Recipe`'s default is 8. Each call of `backward` or `loss` is a step: with gradient accumulation they are
             micro-batches.
@@ -93,6 +96,7 @@ class Flatness:
         fisher_type: FisherType | None = None,
         ranking: Ranking | None = None,
         gamma_from: GammaFrom | None = None,
+        direction_over: DirectionOver | None = None,
         refresh_every: int = 1,
         skip_inactive: bool = False,
         group: "ProcessGroup | None" = None,
@@ -100,7 +104,7 @@ class Flatness:
         self._step, self._state = make_step(
             net, loss=loss, mu=mu, bound=bound, output=output, flatness=flatness, curvature=curvature, scaling=scaling,
             direction_from=direction_from, kfac_approx=kfac_approx, fisher_type=fisher_type, ranking=ranking,
-            gamma_from=gamma_from, refresh_every=refresh_every, skip_inactive=skip_inactive,
+            gamma_from=gamma_from, direction_over=direction_over, refresh_every=refresh_every, skip_inactive=skip_inactive,
             reducer=ranks_of(group, net),
         )  # fmt: skip
         equalise(self._step.reducer, net)
@@ -184,13 +188,13 @@ class Flatness:
 
     @property
     def residual(self) -> float:
-        """‖(Ψ ⊗ Γ)v − λv‖/λ of that eigenpair. Waits for the device."""
+        """‖(Ψ ⊗ Γ)v − λv‖/λ of that eigenpair; over the network ‖Fv − qv‖/q of the last product. Waits for the device."""
         found = self._state.statistics
         return math.nan if found is None else found.residual.item()
 
     @property
     def block(self) -> str | None:
-        """Name of the layer that the last step penalised."""
+        """Name of the layer that the last step penalised; "network" with direction_over="network"."""
         found = self._state.statistics
         return None if found is None else found.penalized.block.name
 
@@ -200,8 +204,7 @@ class Flatness:
         found = self._state.statistics
         if found is None:
             return {}
-        names = [f"{found.penalized.block.name}.{kind}".lstrip(".") for kind in ("weight", "bias")]
-        return dict(zip(names, found.penalized.vectors, strict=False))
+        return dict(zip(found.penalized.block.parameters, found.penalized.vectors, strict=False))
 
     @property
     def routes(self) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from hgnp.curvature.choices import ALLOWED, Bundle, choose
 from hgnp.errors import InputError, check_renamed, meant, refuse_renamed
+from hgnp.pruning.limits import LIMITS, check_limit
 from hgnp.pruning.selection import CouplingMode
 
 Quantity = Literal["params", "neurons", "macs"]
@@ -19,6 +20,7 @@ Method = Literal["hgnp", "taylor", "hybrid", "l1", "l2", "bn_scale", "geometric_
 PruneUnit = Literal["epochs", "steps"]
 Schedule = Literal["constant", "steps", "cosine", "one_cycle"]
 Anneal = Literal["finetune", "run"]
+SchedulerInterval = Literal["epoch", "step"]
 Precision = Literal["auto", "float32", "bf16", "fp16"]
 Execution = Literal["auto", "eager"]
 Measure = Literal["auto", "full", "none"]
@@ -60,7 +62,8 @@ class Recipe:
         finetune_epochs: Epochs after the one in which the target was met.
         coupling: "coupled": layers whose outputs are added lose the same channels. "paper": they lose the same number of
             channels, each its own.
-        floor: Minimum number of neurons that every layer keeps.
+        floor: Minimum number of neurons that every layer keeps. This and the next two may be set by layer, as in
+            {"features.*": 8, "*": 2}: the first name or pattern (`*`, `?`, `[…]`) that matches counts.
         round_to: Pruned layers end at a width that is a multiple of this, such as 8 for tensor cores.
         max_removed: The largest fraction of a layer's initial neurons that may be removed.
         approximate: Whether channels that a norm mixes (LayerNorm, GroupNorm) may be removed, which changes the others.
@@ -71,8 +74,8 @@ class Recipe:
         mu_warmup_epochs: Epochs over which μ rises linearly from 0, counted from the start or from the hybrid's switch.
         bound: The bound B: curvature up to B is not penalised.
         flatness: "default", "paper", or a mapping of `Flatness`'s named choices, such as {"curvature": "hessian"}.
-        refresh_every: Steps between two refreshes of the penalised direction v. None: 8 if v comes from the last batch, 1 with
-            direction_from="this_batch". (`Flatness` itself refreshes every step by default.)
+        refresh_every: Steps between two refreshes of the penalised direction v. None: 8 if v comes from the last batch, 2 with
+            direction_over="network", 1 with direction_from="this_batch". (`Flatness` itself refreshes every step by default.)
         skip_inactive: Whether the flatness term is skipped until the next refresh if it is inactive (curvature within the
             bound) in the first step along a new v. None: True if v comes from the last batch, False with
             direction_from="this_batch".
@@ -89,6 +92,8 @@ class Recipe:
         lr_steps: The positions, as fractions of the schedule, at which "steps" multiplies the learning rate by `lr_factor`.
         lr_factor: The factor of "steps".
         lr_final: The final learning rate of "cosine" and "one_cycle", as a fraction of the peak.
+        scheduler_interval: When a scheduler that `prune` gets is stepped: after every "epoch", or after every "step" of the
+            optimizer. None: "step" for OneCycleLR and CyclicLR, as PyTorch documents them, "epoch" for any other.
         clip_norm: Largest norm of the gradient; a larger gradient is scaled down to it. None: no clipping.
 
         precision: "float32"; "bf16" or "fp16" for mixed precision by autocast, "fp16" with a gradient scaler. "auto": "bf16"
@@ -113,9 +118,9 @@ class Recipe:
     neurons_per_round: int = 100
     finetune_epochs: int = 5
     coupling: CouplingMode = "coupled"
-    floor: int = 1
-    round_to: int = 1
-    max_removed: float = 1.0
+    floor: int | Mapping[str, int] = 1
+    round_to: int | Mapping[str, int] = 1
+    max_removed: float | Mapping[str, float] = 1.0
     approximate: bool = False
     score_batches: int = 1
 
@@ -137,6 +142,7 @@ class Recipe:
     lr_steps: tuple[float, ...] = (0.5, 0.75)
     lr_factor: float = 0.1
     lr_final: float = 0.0
+    scheduler_interval: SchedulerInterval | None = None
     clip_norm: float | None = None
 
     precision: Precision = "auto"
@@ -153,6 +159,10 @@ class Recipe:
                 expected, fits = _CHECKS[field.name]
                 if not fits(value):
                     raise InputError(f"{field.name} must be {expected}, got {value!r}")
+            if field.name in LIMITS:
+                check_limit(field.name, value)
+                if isinstance(value, Mapping):
+                    object.__setattr__(self, field.name, dict(value))
         if not _distinct_between(self.keep, self.snapshots):
             got = list(self.snapshots) if isinstance(self.snapshots, tuple) else self.snapshots
             raise InputError(
@@ -213,10 +223,12 @@ class Recipe:
     def resolved(self, *, scheduler: bool = False) -> "Recipe":
         """The recipe with every None replaced by the default that it stands for. `scheduler`: whether `prune` gets one."""
         bundle, choices = self.flatness_choices
-        lagged = choose(bundle, **choices).direction_from == "last_batch"
+        chosen = choose(bundle, **choices)
+        lagged = chosen.direction_from == "last_batch"
+        every = (2 if chosen.direction_over == "network" else 8) if lagged else 1
         return dataclasses.replace(
             self,
-            refresh_every=self.refresh_every or (8 if lagged else 1),
+            refresh_every=self.refresh_every or every,
             skip_inactive=lagged if self.skip_inactive is None else self.skip_inactive,
             schedule=self.schedule or ("constant" if scheduler else "cosine"),
         )
@@ -292,9 +304,6 @@ _CHECKS: dict[str, tuple[str, Any]] = {  # field → what must hold, in words an
     "neurons_per_round": _COUNT,
     "finetune_epochs": _EPOCHS,
     "coupling": _one_of(CouplingMode),
-    "floor": _COUNT,
-    "round_to": _COUNT,
-    "max_removed": _FRACTION,
     "approximate": _SWITCH,
     "score_batches": _COUNT,
     "mu": _WEIGHT,
@@ -319,6 +328,7 @@ _CHECKS: dict[str, tuple[str, Any]] = {  # field → what must hold, in words an
     ),
     "lr_factor": _RATE,
     "lr_final": _FRACTION,
+    "scheduler_interval": _or_none(_one_of(SchedulerInterval)),
     "precision": _one_of(Precision),
     "execution": _one_of(Execution),
     "clip_norm": _or_none(_RATE),

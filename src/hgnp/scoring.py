@@ -11,6 +11,7 @@ positions and over the primal and tangent activations. It is taken in evaluation
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -25,9 +26,9 @@ from torch.utils.checkpoint import CheckpointError
 from hgnp.curvature.autodiff.forward import Output, run
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
-from hgnp.curvature.direction import Direction, KroneckerEigenpair
-from hgnp.curvature.factors import Block
-from hgnp.curvature.losses import Loss
+from hgnp.curvature.direction import Direction
+from hgnp.curvature.factors import Block, WholeNetwork
+from hgnp.curvature.losses import Loss, loss_curvature
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.errors import InputError, InputTypeError
 from hgnp.execution.graphs import Capture, GraphedFunction
@@ -121,15 +122,21 @@ def scored(
     mu: float | None,
     coupling: CouplingMode,
     graphs: bool = True,
+    losses: bool | None = None,
 ) -> Scores:
-    """`sensitivity`, of what is known to be in order. With `graphs`, batches on a GPU come from CUDA graphs where they can."""
-    reducer = step.reducer
-    average_statistics(reducer, neurons.net)
+    """`sensitivity`, of what is known to be in order. With `graphs`, batches on a GPU come from CUDA graphs where they can.
+    `losses`: whether the network returns what the loss takes in training mode alone; None: find out."""
+    reducer, net = step.reducer, neurons.net
+    average_statistics(reducer, net)
     if criterion in WEIGHT_SCORES:
         return _of_first(reducer, normalised(WEIGHT_SCORES[criterion](neurons)))
-    net, gates = neurons.net, neurons.gates(coupling)
-    capture = _capture(net) if graphs and reducer.ranks == 1 else None  # a graph holds no sums over ranks
-    with evaluating(net), torch.enable_grad(), RandomState(*net.parameters()):
+    if losses is None:
+        batches, losses = _find_losses(step, batches)
+    gates = neurons.gates(coupling, losses=losses)
+    capture = (
+        _capture(net) if graphs and not losses and reducer.ranks == 1 else None
+    )  # a graph holds no sums over ranks
+    with evaluating(net, losses=losses), torch.enable_grad(), RandomState(*net.parameters()):
         raw = _means(step, state, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture)
     has_gate = {layer: (indices < gates.count) for layer, indices in gates.rows.items()}
     free = normalised({layer: raw[indices[has_gate[layer]].to(raw.device)] for layer, indices in gates.rows.items()})
@@ -145,6 +152,32 @@ def _of_first(reducer: Reducer, scores: Scores) -> Scores:
     if reducer.ranks == 1:
         return scores
     return dict(zip(scores, reducer.of_first(list(scores.values())), strict=True))
+
+
+def loss_in_training_only(net: nn.Module, loss: Loss, output: Output | None, inputs: Any, target: Any) -> bool:
+    """Whether the network returns what the loss takes in training mode alone, as torchvision's detectors do."""
+    if loss_curvature(loss) is not None:
+        return False
+    for losses in (False, True):
+        buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
+        with evaluating(net, losses=losses), torch.no_grad(), RandomState(*net.parameters()):
+            try:
+                value = loss(run(net, inputs, output=output, buffers=buffers), target)
+            except Exception:  # whatever the network's code or the loss raises
+                continue
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return losses
+    return False
+
+
+def _find_losses(step: Step, batches: Iterable[Any]) -> tuple[Iterable[Any], bool]:
+    """The batches, and whether the loss exists in training mode alone, which the first of them tells."""
+    pairs = _pairs(batches)
+    first = next(pairs, None)
+    if first is None:
+        return (), False
+    found = loss_in_training_only(step.net, step.loss, step.output, *first[:2])
+    return itertools.chain([first[:2]], (pair[:2] for pair in pairs)), found
 
 
 def normalised(scores: Scores) -> Scores:
@@ -199,12 +232,12 @@ def _sum(
     mu: float,
     signed: bool,
     per_sample: bool,
-    block: Block | None,
+    block: Block | WholeNetwork | None,
     batch: tuple[Any, Any, dict[str, Tensor]],
 ) -> Tensor:
     """Σ_i |δ_i|, or Σ_i δ_i, of every unit over the samples of a batch, along the pair of a block that comes with it."""
     inputs, target, pair = batch
-    v = None if block is None else Direction.known(step.net, block, KroneckerEigenpair.of_state(pair))
+    v = None if block is None else state.direction.along(block, pair)
     x = next(tensors_in(inputs))
     gamma = _ones(x, x.shape[0] if per_sample else 1, gates)
     value = gates.run(
@@ -223,7 +256,7 @@ class _Sums:
 
     def __init__(
         self,
-        work: Callable[[Block | None, Any], Tensor],
+        work: Callable[[Block | WholeNetwork | None, Any], Tensor],
         direction_of: Callable[[Any, Any], Direction] | None,
         net: nn.Module,
         capture: Capture | None,
@@ -290,9 +323,10 @@ def _samples_lead(step: Step, gates: Gates, inputs: Any, x: Tensor) -> bool:
             return run(step.net, inputs, output=step.output)
 
     try:
-        z = gates.run(as_inputs(inputs), forward)
-        if isinstance(z, Tensor) and z.shape[:1] == (n,):
-            lead = float(not bool(_slope(z[n // 2 :].sum(), gamma)[: n // 2].any()))
+        z = [each for each in tensors_in(gates.run(as_inputs(inputs), forward)) if each.requires_grad]
+        if z and all(each.shape[:1] == (n,) for each in z):
+            total = torch.stack([each[n // 2 :].sum() for each in z]).sum()
+            lead = float(not bool(_slope(total, gamma)[: n // 2].any()))
     except SampleDimensionError:
         pass
     (agreed,) = step.reducer.sum([torch.full((), lead, device=x.device)])

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 
 @contextmanager
@@ -23,12 +25,33 @@ def preserve_modes(*nets: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def evaluating(*nets: nn.Module) -> Iterator[None]:
-    """Inside the block the networks are in evaluation mode."""
+def evaluating(*nets: nn.Module, losses: bool = False) -> Iterator[None]:
+    """Inside the block the networks are in evaluation mode. With `losses`, of networks that return their losses in training
+    mode alone, only norms and dropout are: the other modules are in training mode."""
     with preserve_modes(*nets):
         for net in nets:
-            net.eval()
+            net.train(losses)
+            norms_and_dropout_to_eval(net)
         yield
+
+
+def norms_and_dropout_to_eval(net: nn.Module) -> None:
+    for module in net.modules():
+        if isinstance(module, _NormBase | _DropoutNd):
+            module.training = False
+
+
+@contextmanager
+def preserve_generators(net: nn.Module) -> Iterator[None]:
+    """After the block the generators of Python, NumPy and PyTorch, on the CPU and the network's devices, are as before."""
+    generators = random.getstate(), np.random.get_state()
+    devices = {p.device for p in net.parameters() if p.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=sorted(devices, key=str)):
+            yield
+    finally:
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
 
 
 @contextmanager
@@ -36,16 +59,12 @@ def preserve_state(net: nn.Module) -> Iterator[None]:
     """After the block the modules' attributes and all random number generators are as before."""
     modules = list(net.modules())
     attributes = [dict(module.__dict__) for module in modules]
-    generators = random.getstate(), np.random.get_state()
-    devices = {p.device for p in net.parameters() if p.device.type == "cuda"}
     for module in modules:  # the block works on copies of the network's own caches and lists
         module.__dict__.update({key: _copy_containers(value) for key, value in module.__dict__.items()})
     try:
-        with torch.random.fork_rng(devices=sorted(devices, key=str)):
+        with preserve_generators(net):
             yield
     finally:
-        random.setstate(generators[0])
-        np.random.set_state(generators[1])
         for module, before in zip(modules, attributes, strict=True):
             module.__dict__.clear()
             module.__dict__.update(before)

@@ -55,6 +55,7 @@ def prune(
     resume: bool = False,
     on_step: Callback | None = None,
     on_epoch: Callback | None = None,
+    accumulate: int = 1,
     verbose: bool = True,
     _progress: Progress | None = None,
     _about: dict[str, Any] | None = None,
@@ -81,7 +82,8 @@ def prune(
         optimizer: An optimizer over the network's parameters, or a function that takes the parameters and returns one.
             Default: SGD with the recipe's settings.
         scheduler: A learning-rate scheduler of that optimizer, or a function that takes the optimizer and returns one. It is
-            stepped once per epoch and replaces `recipe.schedule`.
+            stepped after every epoch, OneCycleLR and CyclicLR after every step of the optimizer (`recipe.scheduler_interval`),
+            and replaces `recipe.schedule`.
         unpack: unpack(batch) → (inputs, target). Default: (x, y) pairs, and mappings with `labels`.
         output: Picks the logits from what the network returns, e.g. ``lambda o: o.logits``.
         protect: Names of layers that keep all their neurons; the name of a module protects every layer in it.
@@ -91,10 +93,13 @@ def prune(
         out: The run's folder: a checkpoint every epoch, metrics, the pruned model (docs/runs.md).
         resume: Continue the run in `out` to the result that it would have had without the interruption. A finished run is
             loaded.
-        on_step: on_step(state) is called after every training step; returning True stops the run. `state` has `epoch`, `step`,
-            `net`, `optimizer`, `neurons`, `flatness` and `history`.
+        on_step: on_step(state) is called after every step of the optimizer; returning True stops the run. `state` has `epoch`,
+            `step`, `net`, `optimizer`, `neurons`, `flatness` and `history`.
         on_epoch: on_epoch(state) is called after every epoch, with the epoch's `row` of the history too; returning True stops
             the run.
+        accumulate: Batches per step of the optimizer. Its gradient is their mean, weighted by samples (labels that count, class
+            weights), as of one large batch; each batch has its own batch-norm statistics and flatness term. The last step of an
+            epoch takes the batches that are left.
         verbose: Show progress on stderr: a bar on a terminal, one line per epoch elsewhere.
 
     Returns:
@@ -123,6 +128,10 @@ def prune(
     for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
         if given is not None and not callable(given) and not hasattr(given, "step"):
             raise InputError(f"{name} must be a torch {name} or a function that returns one, got {given!r}")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise InputError(
+            f"accumulate must be a whole number ≥ 1, the batches per step of the optimizer, got {accumulate!r}"
+        )
     check_gradients()
     device = own_device(net, device)
     if next(net.parameters(), None) is None:
@@ -161,7 +170,7 @@ def prune(
         progress = _progress or _default_progress(verbose=verbose)
         if reducer.rank:
             progress = SilentProgress()
-        task = Task(batches, held_out, loss, metric, output, reducer)
+        task = Task(batches, held_out, loss, metric, output, accumulate, reducer=reducer)
         loop = TrainingLoop(net, task, recipe, folder, progress, _about or {})
         initial = None
         try:

@@ -1,14 +1,17 @@
 """Two checkouts are compared row by row."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import before_after
+import epoch
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,11 +38,37 @@ def test_networks_of_different_sizes_are_not_compared() -> None:
         list(before_after.compared([rows(1e-3, 0)], [rows(1e-3, 0, parameters=11)]))
 
 
-def test_a_checkout_is_measured_in_a_process_of_its_own() -> None:
-    arguments = ["--nets", "vgg16", "--methods", "plain", "--batch", "2", "--seconds", "0.001", "--device", "cpu"]
-    found = before_after.measured(ROOT, arguments)
-    assert list(found) == [("vgg16", 100.0, "plain")]
-    assert found["vgg16", 100.0, "plain"]["seconds"] > 0
+def test_a_row_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def tiny() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3, stride=4), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(256, 10))
+
+    monkeypatch.setitem(epoch.NETS, "tiny", (tiny, epoch.NETS["vgg16"][1]))
+    arguments = ["--nets", "tiny", "--methods", "plain", "--batch", "2", "--seconds", "0.001", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["before_after.py", "--measure", str(ROOT), *arguments])
+    before_after.main()
+    row = json.loads(capsys.readouterr().out)
+    assert (row["net"], row["kept"], row["method"], row["memory"]) == ("tiny", 100.0, "plain", 0)
+    assert row["parameters"] == sum(p.numel() for p in tiny().parameters())
+    assert row["seconds"] > 0
+
+
+def test_a_checkout_is_measured_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "src" / "hgnp" / "__init__.py"
+    package.parent.mkdir(parents=True)
+    package.touch()
+    script = tmp_path / "script.py"  # in place of before_after.py: tells what it imports and what it is given
+    script.write_text(
+        "import json, sys, hgnp\n"
+        "print('not a row')\n"
+        "print(json.dumps({'net': hgnp.__file__, 'kept': 100.0, 'method': sys.argv[3], 'given': sys.argv[1:]}))\n"
+    )
+    monkeypatch.setattr(before_after, "__file__", str(script))
+    (row,) = before_after.measured(tmp_path, ["plain"]).items()
+    assert row[0] == (str(package), 100.0, "plain")
+    assert row[1]["given"] == ["--measure", str(tmp_path), "plain"]
+    script.write_text("raise SystemExit(1)")
+    with pytest.raises(SystemExit, match="measuring failed, its messages are above"):
+        before_after.measured(tmp_path, [])
 
 
 def test_only_a_checkout_is_measured(tmp_path: Path) -> None:

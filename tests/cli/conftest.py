@@ -1,9 +1,14 @@
-"""Every test of a command runs in an empty folder and leaves `sys.path` as found."""
+"""Every test of a command runs in an empty folder, leaves `sys.path` as found, and, in this process, renders no figures."""
 
 import sys
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quickly(figures_not_rendered: None) -> None:
+    pass
 
 
 @pytest.fixture(autouse=True)

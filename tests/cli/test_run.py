@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,6 +40,20 @@ def start(*arguments: str, before: str = "") -> subprocess.Popen[str]:
     )
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run."""
+    folder = tmp_path_factory.mktemp("whole") / "x"
+    assert call("run", *TINY, "--out", str(folder)) == 0
+    return folder
+
+
+@pytest.fixture
+def finished(whole: Path) -> Path:
+    """A finished run as x."""
+    return Path(shutil.copytree(whole, "x"))
+
+
 def test_a_run_is_shown_and_can_be_run_twice(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("run", *TINY) == 0
     shown = capsys.readouterr().out
@@ -71,8 +86,8 @@ def test_options_reach_the_run_and_its_configuration() -> None:
     assert (written["recipe"]["mu"], written["seed"], written["device"]) == (0.01, 5, "cpu")
 
 
-def test_the_configuration_of_a_run_runs_it_again() -> None:
-    assert call("run", *TINY, "--seed", "5", "--out", "x") == 0
+def test_the_configuration_of_a_run_runs_it_again(finished: Path) -> None:
+    assert finished == Path("x")
     assert call("run", "x/config.yaml", "--out", "y") == 0
     nets = [hgnp.load(each, DigitsNet(width=4)).state_dict() for each in "xy"]
     torch.testing.assert_close(nets[0], nets[1], rtol=0, atol=0)
@@ -91,10 +106,9 @@ def test_json_is_the_last_line_of_stdout_and_the_rest_goes_to_stderr(capsys: pyt
     assert "target reached" in err
 
 
+@pytest.mark.usefixtures("finished")
 def test_a_run_resumes_only_with_the_same_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("run", *TINY, "--out", "x") == 0
     files = {file: file.read_bytes() for file in Path("x").iterdir()}
-    capsys.readouterr()
     for arguments, message in {
         (
             "--seed",
@@ -110,10 +124,10 @@ def test_a_run_resumes_only_with_the_same_configuration(capsys: pytest.CaptureFi
     assert {file: file.read_bytes() for file in Path("x").iterdir()} == files
 
 
-def test_resume_takes_the_last_run_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_takes_the_last_run_of_that_name(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("run", *TINY, "--resume") == 0
     assert "runs/demo has no run to resume; starting a new one" in capsys.readouterr().out
-    assert call("run", *TINY) == 0
+    shutil.copytree(whole, "runs/demo-2")
     Path("runs/demo/result.json").rename("moved.json")  # were it taken up, the first one would be finished again
     capsys.readouterr()
     assert call("run", *TINY, "--resume") == 0
@@ -140,7 +154,7 @@ def test_an_interrupted_run_prints_the_command_to_resume() -> None:
     assert process.stdout is not None
     assert any(line.startswith("epoch   0 warmup") for line in process.stdout)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     command = "hgnp run 'a b/config.yaml' --out 'a b' --resume"
     assert err == f"\nhgnp: interrupted; {command} resumes after the last completed epoch\n"
@@ -154,7 +168,7 @@ def test_a_full_disk_is_a_run_that_stopped_and_can_be_resumed(capsys: pytest.Cap
         "LineProgress.epoch = lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"
     )
     process = start("run", *TINY, "--set", "recipe.finetune_epochs=1", "--out", "x", before=full)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 1, err
     assert err.startswith("hgnp: x could not be written (")
     assert err.endswith("; the last good checkpoint is x/checkpoint.safetensors\n")
@@ -188,9 +202,10 @@ def test_files_of_the_user_s_own_are_not_overwritten(capsys: pytest.CaptureFixtu
     assert "File name too long" in capsys.readouterr().err
 
 
-def test_a_refused_run_leaves_the_configuration_that_was_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("run", *TINY, "--out", "x") == 0
-    text = re.sub(r"keep: [\d.]+", "keep: 0.001", Path("x/config.yaml").read_text())
+def test_a_refused_run_leaves_the_configuration_that_was_there(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = re.sub(r"keep: [\d.]+", "keep: 0.001", (finished / "config.yaml").read_text())
     Path("y").mkdir()
     mine = Path("y/config.yaml")
     mine.write_text(text)
@@ -235,17 +250,17 @@ def test_a_finished_run_is_shown_even_if_nothing_can_be_written(
 
 
 @pytest.mark.parametrize("text", ['{"a":', '{"a": 1}'])
-def test_a_finished_run_whose_result_is_damaged_says_so(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("run", *TINY, "--out", "x") == 0
-    capsys.readouterr()
-    Path("x/result.json").write_text(text)
+def test_a_finished_run_whose_result_is_damaged_says_so(
+    text: str, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (finished / "result.json").write_text(text)
     assert call("run", *TINY, "--out", "x", "--resume") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "result.json: damaged" in line
 
 
+@pytest.mark.usefixtures("finished")
 def test_what_a_terminal_cannot_show_is_replaced() -> None:
-    assert call("run", *TINY, "--out", "x") == 0
     command = [
         sys.executable,
         *["-m", "hgnp", "bench", "x", "--batch", "2", "--repeats", "1", "--variant", "eager", "--device", "cpu"],
@@ -278,9 +293,8 @@ def test_what_fails_in_the_user_s_functions_is_named(
     assert not Path("x").exists()
 
 
-def test_the_page_of_a_resumed_run_is_rewritten() -> None:
-    assert call("run", *TINY, "--out", "x") == 0
-    Path("x/result.json").unlink()
+def test_the_page_of_a_resumed_run_is_rewritten(finished: Path) -> None:
+    (finished / "result.json").unlink()
     assert call("report", "x") == 0
     unfinished = Path("x/page.html").read_text()
     assert "unfinished: the last complete epoch is 0" in unfinished

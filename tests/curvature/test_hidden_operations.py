@@ -13,7 +13,6 @@ from cases import CASES
 from curvature_cases import begin_step
 from hgnp import Flatness, Neurons, sensitivity
 from hgnp.curvature.autodiff.linearity import Linearity
-from hgnp.curvature.direction import Direction
 from hgnp.curvature.factors import find_blocks
 from hgnp.flatness import step_and_state
 
@@ -205,7 +204,7 @@ def test_scores_in_evaluation_mode_have_a_look_of_their_own() -> None:
     flat.backward(x, y)
     assert not any(route.startswith("hessian") for route in flat.routes.values())
     step, state = step_and_state(flat)
-    v = Direction.known(net, find_blocks(net)[0], state.direction.pairs["0"])
+    v = state.direction.along(find_blocks(net)[0], state.direction.pairs["0"].state())
     net.eval()
     with pytest.warns(UserWarning, match=r"layer '0': Gauss–Newton cannot follow TimesBackward"):
         step.objective(state, x, y, mu=flat.mu, direction=v)

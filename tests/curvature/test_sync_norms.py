@@ -56,13 +56,13 @@ def measured(
     parameters, share = list(net.parameters()), len(x) / samples
     draws = torch.Generator().manual_seed(1)
     directions = [torch.randn(p.shape, generator=draws, dtype=p.dtype) for p in parameters]
-    seeds = list(zip(parameters, directions, strict=True))[: 1 if along == "first layer" else None]
+    tangents = list(zip(parameters, directions, strict=True))[: 1 if along == "first layer" else None]
     kind = "hessian" if "hessian" in route else "ggn"
     mode: GaussNewton | Hessian
     if kind == "ggn":
-        mode = GaussNewton(seeds, CrossEntropy(), watch=None, reducer=reducer)
+        mode = GaussNewton(tangents, CrossEntropy(), watch=None, reducer=reducer)
     else:
-        mode = Hessian(seeds, watch=None, reducer=reducer)
+        mode = Hessian(tangents, watch=None, reducer=reducer)
     z: Tensor
     if "tape" in route:
         tape = Tape()
@@ -71,7 +71,7 @@ def measured(
         if isinstance(mode, GaussNewton):
             assert tape.tangent(mode, z) is not None
         else:
-            again = tape.rerun(mode, [parameter for parameter, _ in seeds], z)
+            again = tape.rerun(mode, [parameter for parameter, _ in tangents], z)
             assert again is not None
             z = again
     else:
@@ -84,8 +84,9 @@ def measured(
     return z.detach(), buffers, reducer.sum([loss.detach(), q.detach(), *gradients[0], *gradients[1]])
 
 
-@pytest.mark.parametrize("shares", [(5, 3), (1, 7), (4, 3, 1)])
-@pytest.mark.parametrize("along", ["first layer", "everything"])
+@pytest.mark.parametrize(
+    ("along", "shares"), [("first layer", (5, 3)), ("everything", (1, 7)), ("everything", (4, 3, 1))]
+)
 @pytest.mark.parametrize("route", ["ggn", "hessian", "ggn by tape", "hessian by tape"])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("kind", NETS)

@@ -62,6 +62,7 @@ def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
             "scaling": "scale_invariant",
         },
         {"mu": 0.05, "bound": 0.3, "flatness": "paper"},
+        {"mu": 0.05, "bound": 0.6, "refresh_every": 2, "skip_inactive": True, "direction_over": "network"},
     ],
     ids=lambda choices: "-".join(map(str, choices.values())),
 )

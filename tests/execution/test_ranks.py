@@ -23,7 +23,6 @@ from ranks import run_ranks
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 STEPS = 5
-SHARES = [(5, 3), (4, 3, 1)]
 
 
 class Square(nn.Module):
@@ -127,8 +126,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("shares", SHARES, ids=str)
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "BatchNorm"])
+@pytest.mark.parametrize(("norm", "shares"), [(False, (5, 3)), (True, (4, 3, 1))], ids=["plain", "BatchNorm"])
 @pytest.mark.parametrize("choices", CHOICES)
 def test_steps_of_ranks_are_the_steps_of_the_joint_batch(choices: str, norm: bool, shares: tuple[int, ...]) -> None:
     make = partial(make_step, **{"mu": 0.1, "bound": 0.0} | CHOICES[choices])
@@ -136,6 +134,11 @@ def test_steps_of_ranks_are_the_steps_of_the_joint_batch(choices: str, norm: boo
     assert want["q"]
     assert all(q.abs() > 1e-3 for q in want["q"])
     assert (choices == "inactive") is any(not plan.penalty for plan in want["plans"])
+
+
+def test_the_network_s_product_is_summed_over_ranks() -> None:
+    make = partial(make_step, mu=0.1, bound=0.0, direction_over="network", refresh_every=2)
+    assert set(compare(True, "labels", (5, 3), make)["blocks"]) == {"network"}
 
 
 LOSSES = {

@@ -1,9 +1,11 @@
 """What comes with hgnp: presets that can be read, and the paper's figures in them."""
 
 import pytest
+import torch
+from torch import nn
 
 from hgnp.experiments import presets
-from hgnp.experiments.build import prepare
+from hgnp.experiments.build import network, prepare
 from hgnp.experiments.config import extended, parse
 from hgnp.recipe import Recipe
 
@@ -26,8 +28,37 @@ def test_the_demo_comes_first_and_all_are_there() -> None:
     assert names[0] == "demo"
     literal = {*PAIRS, *ABLATIONS}
     assert set(names) == {
-        "demo", *literal, *(f"{name}-fast" for name in literal), *(f"{pair}-short" for pair in PAIRS)
+        "demo", *literal, *(f"{name}-fast" for name in literal), *(f"{pair}-short" for pair in PAIRS),
+        *(f"{net}-cifar10-best{ending}" for net in ("vgg16", "resnet18") for ending in ("", "-dense", "-narrow")),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("net", ["vgg16", "resnet18"])
+def test_the_best_presets_stand_beside_a_dense_and_a_narrow_network_trained_alike(net: str) -> None:
+    """As many epochs, up to the rounds of pruning, whose number depends on what is removed; 18 % of the MACs."""
+    best, dense, narrow = (presets.preset(f"{net}-cifar10-best{ending}") for ending in ("", "-dense", "-narrow"))
+    recipes = [Recipe.from_dict(each.recipe) for each in (best, dense, narrow)]
+    assert recipes[1] == recipes[2]
+    assert recipes[1].keep == 1
+    assert recipes[0].round_to == 8
+    rounds = recipes[1].finetune_epochs - recipes[0].warmup_epochs - recipes[0].finetune_epochs
+    assert 25 <= rounds <= 35
+    shared = {"lr", "nesterov", "weight_decay", "momentum", "schedule", "method"}
+    assert all(getattr(recipes[0], name) == getattr(recipes[1], name) for name in shared)
+    assert best.data_args == dense.data_args == narrow.data_args == {"batch": 128, "crop": 4}
+    assert best.loss_args == dense.loss_args == {"label_smoothing": 0.1}
+    with torch.device("meta"):
+        assert 0.175 < macs(network(narrow)) / macs(network(dense)) < 0.185
+
+
+def macs(net: nn.Module) -> int:
+    """Of an image of 32 px."""
+    found = []
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            module.register_forward_hook(lambda m, _, out: found.append(m.weight.numel() * out[0, 0].numel()))
+    net(torch.zeros(2, 3, 32, 32))
+    return sum(found)
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,29 @@ def test_without_an_argument_the_studies_are_listed(capsys: pytest.CaptureFixtur
     assert lines[0].startswith("demo\tHGNP and Taylor on scikit-learn's handwritten digits")
 
 
-@pytest.mark.parametrize("name", studies.names())
+def test_the_studies_of_our_own_recipes() -> None:
+    best = studies.study("cifar10-best").runs(data="x")
+    assert len(best) == 18
+    assert {run.seed for run in best} == {0, 1, 2}
+    assert [run.network for run in best[::3]] == [
+        f"{net}-cifar10-best{ending}" for net in ("vgg16", "resnet18") for ending in ("", "-dense", "-narrow")
+    ]
+    rivals = studies.study("cifar10-rivals").runs(data="x")
+    assert [run.config.recipe["method"] for run in rivals if run.seed == 1] == [
+        "taylor",
+        "hgnp",
+        "l2",
+        "bn_scale",
+        "sam",
+    ]
+    schedules = [
+        {name: value for name, value in run.config.recipe.items() if name not in ("method", "seed")} for run in rivals
+    ]
+    assert all(each == schedules[0] for each in schedules)
+    assert list(schedules[0]["snapshots"]) == [0.1]
+
+
+@pytest.mark.parametrize("name", [name for name in studies.names() if not name.startswith("cifar10-")])
 def test_a_study_that_comes_with_hgnp_is_of_its_preset(name: str) -> None:
     made = studies.study(name)
     runs = {run.method: run.config for run in made.runs(data=None if name == "demo" else "x", seeds=[0])}

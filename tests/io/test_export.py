@@ -47,9 +47,7 @@ def test_a_pruned_network_runs_elsewhere_at_any_batch_size(name: str, suffix: st
     (x,), _ = CASES[name].inputs()
     x = x.float()
     neurons = hgnp.Neurons(net, x)
-    neurons.remove(
-        neurons.least({layer.name: torch.rand(layer.remaining) for layer in neurons.layers}, neurons.count // 2)
-    )
+    neurons.remove(neurons.least({layer.name: torch.rand(layer.alive) for layer in neurons.layers}, neurons.count // 2))
     assert neurons.kept < 1
     result = export(net, tmp_path / f"small.{suffix}", x)
     net.eval()

@@ -21,9 +21,7 @@ def pruned(case: Case) -> nn.Module:
     net = case.net()
     args, kwargs = case.inputs()
     neurons = hgnp.Neurons(net, args or kwargs, approximate=case.approximate)
-    neurons.remove(
-        neurons.least({layer.name: torch.rand(layer.remaining) for layer in neurons.layers}, neurons.count // 2)
-    )
+    neurons.remove(neurons.least({layer.name: torch.rand(layer.alive) for layer in neurons.layers}, neurons.count // 2))
     return net
 
 

@@ -85,12 +85,10 @@ def test_paper_coupling_removes_exactly_100_neurons_from_resnet18() -> None:
     neurons = Neurons(ResNet18(10), torch.zeros(2, 3, 32, 32))
     draw = torch.Generator().manual_seed(0)
     for _ in range(3):
-        scores = {
-            layer.name: torch.rand(layer.remaining, generator=draw) / layer.remaining**0.5 for layer in neurons.layers
-        }
+        scores = {layer.name: torch.rand(layer.alive, generator=draw) / layer.alive**0.5 for layer in neurons.layers}
         cut = neurons.least(scores, 100, coupling="paper")
         assert cut.taken == neurons.remove(cut).taken == 100
-        widths: Mapping[str, int] = {layer.name: layer.remaining for layer in neurons.layers}
+        widths: Mapping[str, int] = {layer.name: layer.alive for layer in neurons.layers}
         assert widths["conv1"] == widths["layer1.0.conv2"] == widths["layer1.1.conv2"]
 
 
@@ -104,7 +102,7 @@ def test_paper_coupling_leaves_out_cuts_that_the_network_refuses() -> None:
 
     net = Net(forward, stem=block(3, 6), c1=block(6, 4), c2=conv(4, 6), head=head(6))
     neurons = Neurons(net, torch.zeros(2, 3, 8, 8))
-    scores = {layer.name: torch.zeros(layer.remaining) for layer in neurons.layers}
+    scores = {layer.name: torch.zeros(layer.alive) for layer in neurons.layers}
     with pytest.raises(ValueError, match=r"^selection must be removable as a whole, got neurons of stem.0, c1.0, c2: "):
         neurons.remove(neurons.least(scores, neurons.count, coupling="paper", confirm=False))
     removed = neurons.remove(neurons.least(scores, neurons.count, coupling="paper"))

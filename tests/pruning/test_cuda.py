@@ -41,8 +41,6 @@ def test_bfloat16_channels_last_weights_are_pruned_on_cuda() -> None:
     net = case.net().to(torch.bfloat16).cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     x = case.inputs()[0][0].to(torch.bfloat16).cuda().to(memory_format=torch.channels_last)
     neurons = Neurons(net, x)
-    neurons.remove(
-        neurons.least({layer.name: torch.rand(layer.remaining) for layer in neurons.layers}, neurons.count // 2)
-    )
+    neurons.remove(neurons.least({layer.name: torch.rand(layer.alive) for layer in neurons.layers}, neurons.count // 2))
     assert net.d2.weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr, operator]
     assert net(x).dtype == torch.bfloat16

@@ -32,7 +32,8 @@ def units_of(gates: Gates, layer: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.approximate])
-def test_closing_a_gate_equals_removing_the_unit(name: str) -> None:
+def test_closing_gates_equals_removing_their_units(name: str) -> None:
+    """One unit of every layer, all at once."""
     case = CASES[name]
     net, inputs = case.net().eval(), case.inputs()
     neurons = Neurons(net, example(case))
@@ -42,17 +43,14 @@ def test_closing_a_gate_equals_removing_the_unit(name: str) -> None:
     torch.testing.assert_close(through(net, inputs, gates, ones), whole, rtol=1e-12, atol=1e-12)
     missing = {layer.name for layer in neurons.layers} - gates.rows.keys()
     assert missing == TRAINING_ONLY.get(name, set())
-    for layer in neurons.layers:
-        if layer.name in missing:
-            continue
-        units = [unit for unit in units_of(gates, layer.name) if unit < gates.count]
+    small, gamma, removed = copy.deepcopy(net), ones.clone(), {}
+    for layer in gates.rows:
+        units = [unit for unit in units_of(gates, layer) if unit < gates.count]
         unit = units[len(units) // 2]
-        position = units_of(gates, layer.name).index(unit)
-        small = copy.deepcopy(net)
-        Neurons(small, example(case)).remove({layer.name: [position]})
-        gamma = ones.clone()
+        removed[layer] = [units_of(gates, layer).index(unit)]
         gamma[0, unit] = 0
-        torch.testing.assert_close(through(net, inputs, gates, gamma), flat(run(small, inputs)), rtol=1e-9, atol=1e-9)
+    Neurons(small, example(case)).remove(removed)
+    torch.testing.assert_close(through(net, inputs, gates, gamma), flat(run(small, inputs)), rtol=1e-9, atol=1e-9)
 
 
 def test_paper_gates_reuse_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from pruning_cases import (
 
 
 def check_exact(net: nn.Module, neurons: Neurons, whole: nn.Module, inputs: Any = ((VECTORS,), {})) -> None:
-    scores = {layer.name: torch.rand(layer.remaining) for layer in neurons.layers}
+    scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
     removed = neurons.remove(neurons.least(scores, neurons.count // 2))
     assert removed
     with torch.no_grad(), masked(whole, removed, inputs):

@@ -141,7 +141,7 @@ class Queries(nn.Module):
 def test_a_layer_applied_to_a_parameter_has_its_own_neurons() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, dtype=torch.double)
-    alive = {layer.name: layer.remaining for layer in hgnp.Neurons(Queries().double(), x).layers}
+    alive = {layer.name: layer.alive for layer in hgnp.Neurons(Queries().double(), x).layers}
     assert alive["layer"] == 8
     assert_removal_equals_masking(Queries(), x, {"layer": [2, 7]})
 
@@ -156,7 +156,7 @@ def test_pooling_to_one_position_prunes_in_every_memory_format(coupling: str) ->
     x = torch.randn(2, 3, 5, 5, dtype=torch.double).contiguous(memory_format=torch.channels_last)
     neurons = hgnp.Neurons(net, x)
     for left in (12, 10):  # with "paper" the network is analysed anew after a removal
-        scores = {layer.name: torch.arange(layer.remaining).double() for layer in neurons.layers}
+        scores = {layer.name: torch.arange(layer.alive).double() for layer in neurons.layers}
         neurons.remove(neurons.least(scores, 2, coupling=coupling))
         assert [entry.name for entry in neurons.frozen] == ["6"]
         assert neurons.count == left

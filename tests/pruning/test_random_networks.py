@@ -189,7 +189,7 @@ def test_removal_equals_masking_on_random_networks(part: int, record_property: C
         made.update(["networks", *whole.ingredients])
         rows = sum(m.weight.shape[0] for m in whole.modules() if isinstance(m, nn.Conv2d | nn.Linear)) - 3
         made["at least half their neurons prunable"] += neurons.count >= rows / 2
-        scores = {layer.name: torch.rand(layer.remaining) for layer in neurons.layers}
+        scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
         removed = neurons.remove(neurons.least(scores, max(1, int(share * neurons.count))))
         made["neurons removed"] += bool(removed)
         with torch.no_grad(), masked(whole, removed, ((x,), {})):

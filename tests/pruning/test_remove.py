@@ -282,7 +282,7 @@ def test_an_invalid_optimizer_or_copy_is_refused_and_nothing_changes(options: An
 
 def test_a_selection_is_valid_until_the_next_removal() -> None:
     _, neurons = net_and_neurons()
-    scores = {layer.name: torch.rand(layer.remaining) for layer in neurons.layers}
+    scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
     old = neurons.least(scores, 2)
     neurons.remove({"0": [0]})
     with pytest.raises(ValueError, match=r"^selection must be of version 1, got 0: positions change .*; select again$"):
@@ -350,9 +350,9 @@ def test_neurons_print_as_a_table() -> None:
     neurons.remove({"0": [0]})
     assert repr(neurons) == "Neurons(Sequential: 10 prunable in 2 layers, 4 frozen, 95.7% of the parameters kept)"
     assert str(neurons).splitlines() == [
-        "layer  remaining  total",
-        "0              5      6",
-        "3              5      5",
+        "layer  alive  total",
+        "0          5      6",
+        "3          5      5",
         f"10 neurons, {sum(p.numel() for p in neurons.net.parameters()):,} parameters (95.7% kept), {neurons.macs:,} MACs",
         "frozen: 4 in 5: it is the network's output",
     ]

@@ -142,7 +142,23 @@ def test_round_to_1_selects_the_least_important_units_in_order() -> None:
     scores = {layer: (torch.rand(30, generator=draw) * 4).round().tolist() for layer in "abc"}  # many ties
     means = [sum(scores[layer][i] for layer, i in unit.members) / len(unit.members) for unit in units]
     expected = [units[i] for i in sorted(range(30), key=lambda i: (means[i], i))]
-    assert rounded_groups(units, scores, dict.fromkeys("abc", 30), 1) == expected
+    assert rounded_groups(units, scores, dict.fromkeys("abc", 30), dict.fromkeys("abc", 1)) == expected
+
+
+def test_each_layer_may_have_its_own_multiple() -> None:
+    """`stem.0` and `c2` are coupled: with multiples of 2 and 3 their common width is a multiple of 6."""
+    case = CASES["residual"]
+    neurons = Neurons(case.net(), case.inputs()[0])
+    before, own = widths(neurons), {"stem.0": 2, "c2": 3}
+    for round_to, free in ((own, 1), (own | {"*": 5}, 5)):
+        for n in range(neurons.count):
+            cut = neurons.least(random_scores(neurons, n), n, round_to=round_to, confirm=False)
+            assert cut.taken <= n
+            assert all((before[layer] - len(gone)) % own.get(layer, free) == 0 for layer, gone in cut.items())
+    wide = Neurons(mlp(3, 16, 9, 2), torch.zeros(1, 3))
+    scores = {"0": 0.1 * torch.arange(16.0), "1": torch.arange(9.0)}
+    assert wide.least(scores, 6, round_to={"0": 4}) == {"0": [0, 1, 2, 3], "1": [0, 1]}
+    assert wide.least(scores, 1000, round_to={"?": 4}).taken == 12 + 5
 
 
 @pytest.mark.parametrize("round_to", [2, 3, 8])

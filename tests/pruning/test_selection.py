@@ -2,6 +2,7 @@
 
 import copy
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_a_coupled_group_has_the_mean_importance_and_counts_each_member() -> Non
 
 def test_least_selects_at_most_n_and_reports_the_shortfall() -> None:
     neurons = Neurons(residual(), PICTURE)
-    scores = {layer.name: torch.rand(layer.remaining) for layer in neurons.layers}
+    scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
     for n in range(20):
         cut = neurons.least(scores, n)
         assert cut.requested == n
@@ -61,16 +62,53 @@ def test_least_selects_at_most_n_and_reports_the_shortfall() -> None:
     assert everything.taken == 5 + 5 + 3  # each layer keeps one
     assert "13 of 10000 requested neurons" in repr(everything)
     neurons.remove(everything)
-    assert all(layer.remaining == 1 for layer in neurons.layers)
+    assert all(layer.alive == 1 for layer in neurons.layers)
 
 
-def test_floor_applies_to_all_layers_or_by_name() -> None:
-    neurons = Neurons(mlp(3, 6, 6, 2), torch.zeros(1, 3))
-    scores = {"0": torch.rand(6), "2": torch.rand(6)}
-    assert neurons.least(scores, 100, floor=4).taken == 4
-    assert {layer: len(cut) for layer, cut in neurons.least(scores, 100, floor={"2": 5}).items()} == {"0": 5, "2": 1}
-    with pytest.raises(ValueError, match=r"^floor must be a whole number ≥ 1, as no layer is emptied, got 0 for 0$"):
-        neurons.least(scores, 1, floor=0)
+def test_limits_apply_to_all_layers_or_by_name_or_pattern() -> None:
+    net = nn.ModuleDict({"body": mlp(3, 6, 6, 6), "top": nn.Linear(6, 4), "out": nn.Linear(4, 2)})
+    net.forward = lambda x: net["out"](net["top"](net["body"](x)))  # type: ignore[method-assign]
+    neurons = Neurons(net, torch.zeros(1, 3))
+    scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
+
+    def left(**limits: Any) -> list[int]:
+        cut = neurons.least(scores, 100, **limits)
+        return [layer.alive - len(cut.get(layer.name, [])) for layer in neurons.layers]
+
+    assert left() == [1, 1, 1, 1]
+    assert left(floor=4) == [4, 4, 4, 4]
+    assert left(floor={"body.2": 5}) == [1, 5, 1, 1]
+    assert left(floor={"body.2": 5, "body.*": 3}) == [3, 5, 3, 1]
+    assert left(floor={"body.*": 3, "body.2": 5}) == [3, 3, 3, 1]  # the first match counts
+    assert left(floor={"*.[02]": 2, "*": 4, "out": 2}) == [
+        2,
+        2,
+        4,
+        4,
+    ]  # a layer whose neurons are all frozen may be named
+    assert left(max_removed={"body.*": 0.5, "top": 0}) == [3, 3, 3, 4]
+    assert left(max_removed={"body.*": 0.5}, floor={"body.4": 5}, round_to={"body.0": 4, "top": 3}) == [4, 3, 5, 3]
+    neurons.remove({"body.0": [0, 1]})
+    scores["body.0"] = scores["body.0"][2:]
+    assert left(max_removed={"body.0": 0.5}) == [3, 1, 1, 1]  # of the original six
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"floor": 0}, r"^floor must be a whole number ≥ 1, as no layer is emptied, got 0$"),
+        ({"floor": {"0": 0}}, r"^floor\['0'\] must be a whole number ≥ 1, as no layer is emptied, got 0$"),
+        ({"floor": {0: 4}}, r"^floor must have layer names or patterns such as 'features.\*' as keys, got 0$"),
+        ({"max_removed": {"*": 1.5}}, r"^max_removed\['\*'\] must be a fraction ≥ 0 and ≤ 1, got 1\.5$"),
+        ({"round_to": {"*": True}}, r"^round_to\['\*'\] must be a whole number ≥ 1, such as 8, got True$"),
+        ({"round_to": {"4": 8}}, r"^round_to: pattern must match a layer, got '4'; there are 0, 2$"),
+        ({"floor": {"*": 2, "1.*": 8}}, r"^floor: pattern must match a layer, got '1\.\*'; there are 0, 2$"),
+    ],
+)
+def test_invalid_limits_are_refused(limits: dict[str, Any], message: str) -> None:
+    neurons = Neurons(mlp(3, 4, 5), torch.zeros(1, 3))
+    with pytest.raises(ValueError, match=message):
+        neurons.least({}, 1, **limits)
 
 
 def test_least_skips_layers_without_scores() -> None:
@@ -126,20 +164,20 @@ def test_paper_coupling_removes_the_mean_number_from_each_added_layer() -> None:
     assert torch.equal(net.head[2].weight, before.head[2].weight[:, [0, 1, 2]])  # type: ignore[index, union-attr]
     # columns that read the stem alone follow the stem
     assert torch.equal(net.c1[0].weight, before.c1[0].weight[:, [3, 4, 5]])  # type: ignore[index, union-attr]
-    assert [(layer.name, layer.remaining, layer.total) for layer in neurons.layers] == [
+    assert [(layer.name, layer.alive, layer.total) for layer in neurons.layers] == [
         ("stem.0", 3, 6),
         ("c1.0", 4, 4),
         ("c2", 3, 6),
     ]
     assert neurons.kept == sum(p.numel() for p in net.parameters()) / sum(p.numel() for p in before.parameters())
     net(torch.randn(2, 3, 8, 8)).sum().backward()
-    again = neurons.remove(neurons.least({layer.name: torch.rand(layer.remaining) for layer in neurons.layers}, 4))
+    again = neurons.remove(neurons.least({layer.name: torch.rand(layer.alive) for layer in neurons.layers}, 4))
     assert again.taken in (3, 4)
 
 
 def test_paper_coupling_selects_at_most_n_and_empties_no_layer() -> None:
     neurons = Neurons(residual(), PICTURE)
-    scores = {layer.name: torch.rand(layer.remaining) for layer in neurons.layers}
+    scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
     for n in (0, 1, 3, 7, 100):
         cut = neurons.least(scores, n, coupling="paper")
         assert cut.taken <= n
@@ -154,7 +192,7 @@ def test_paper_coupling_leaves_a_network_that_runs(name: str) -> None:
     neurons = Neurons(net, case.inputs()[0])
     draw = torch.Generator().manual_seed(0)
     for _ in range(2):
-        scores = {layer.name: torch.rand(layer.remaining, generator=draw) for layer in neurons.layers}
+        scores = {layer.name: torch.rand(layer.alive, generator=draw) for layer in neurons.layers}
         removed = neurons.remove(neurons.least(scores, neurons.count // 3, coupling="paper"))
         assert removed.taken
         run(net.train(), case.inputs())
@@ -187,5 +225,5 @@ def test_max_removed_limits_the_fraction_of_a_layer_over_all_removals() -> None:
     assert neurons.least(later, 100, max_removed=0.3, floor=8) == {}
     assert neurons.least(later, 100, max_removed=0.0) == {}
     assert neurons.least(later, 100, max_removed=0.3, round_to=7) == {"0": [0]}
-    with pytest.raises(ValueError, match=r"^max_removed must be a number between 0 and 1, got 1\.5$"):
+    with pytest.raises(ValueError, match=r"^max_removed must be a fraction ≥ 0 and ≤ 1, got 1\.5$"):
         neurons.least(later, 1, max_removed=1.5)

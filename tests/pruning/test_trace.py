@@ -84,7 +84,7 @@ def test_the_trace_of_a_verified_cut_is_reused_after_the_removal(
 
     monkeypatch.setattr(structure, "trace_forward", counted)
     for _ in range(2):
-        scores = {layer.name: torch.rand(layer.remaining) for layer in neurons.layers}
+        scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}
         traces.clear()
         neurons.remove(neurons.least(scores, 4, coupling="paper"))
         assert len(traces) == 4  # the cut and a sample of the next cuts, in two modes each
@@ -94,7 +94,7 @@ def test_the_trace_of_a_verified_cut_is_reused_after_the_removal(
             neurons.least(scores, n, confirm=False) == anew.least(scores, n, confirm=False) for n in range(anew.count)
         )
         assert (neurons.layers, neurons.frozen, neurons.macs) == (
-            tuple(hgnp.pruning.Layer(layer.name, layer.remaining, 9) for layer in anew.layers),
+            tuple(hgnp.pruning.Layer(layer.name, layer.alive, 9) for layer in anew.layers),
             anew.frozen,
             anew.macs,
         )

@@ -63,9 +63,7 @@ def nets() -> tuple[ResNet, ResNet]:
     full = ResNet()
     small = copy.deepcopy(full)
     neurons = hgnp.Neurons(small, torch.zeros(2, 3, 16, 16))
-    neurons.remove(
-        neurons.least({layer.name: torch.rand(layer.remaining) for layer in neurons.layers}, neurons.count // 2)
-    )
+    neurons.remove(neurons.least({layer.name: torch.rand(layer.alive) for layer in neurons.layers}, neurons.count // 2))
     return full, small
 
 

@@ -15,6 +15,8 @@ from hgnp.reporting.page.study_view import comparison_view
 from hgnp.reporting.publish import compare, report
 from run_cases import FEATURES, write_run
 
+pytestmark = pytest.mark.usefixtures("figures_not_rendered")
+
 
 def gentle(kept: float) -> float:
     return 0.86 - 0.2 * (1 - kept)

@@ -14,6 +14,8 @@ from hgnp.reporting.hybrid import PAPER, PAPERS_CHOICE, fit
 from hgnp.reporting.publish import compare
 from run_cases import FEATURES, write_run
 
+pytestmark = pytest.mark.usefixtures("figures_not_rendered")
+
 FLOWERS, CIFAR_RESNET, BIRDS, CIFAR_VGG = PAPER
 
 

@@ -14,6 +14,8 @@ from hgnp.reporting.publish import compare, report
 from hgnp.reporting.run_charts import SNAPSHOTS, against_kept
 from run_cases import START, write_run
 
+pytestmark = pytest.mark.usefixtures("figures_not_rendered")
+
 
 def with_snapshots(folder: Path, points: dict[float, tuple[float, float | None]], **given: Any) -> Path:
     """A run whose snapshots have asked → (kept, metric)."""

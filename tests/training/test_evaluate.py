@@ -1,5 +1,6 @@
 """Loss and accuracy over batches of unequal size, against the whole set at once."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -221,3 +222,79 @@ def test_an_accumulator_is_updated_batch_by_batch_and_left_empty() -> None:
         _, found = Evaluation(net, F.cross_entropy, metric, None)(_split(x, y))
         assert found == pytest.approx((net(x).argmax(1) == y).double().mean().item())
         assert metric.count == 0
+
+
+@dataclasses.dataclass
+class Found:
+    """As the outputs of Transformers: some fields may be None."""
+
+    logits: torch.Tensor
+    hidden: tuple[torch.Tensor, ...] | None = None
+    loss: torch.Tensor | None = None
+
+
+class Structured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        out = self.a(x)
+        boxes = [{"boxes": row.repeat(1 + int(row.argmax()), 1)} for row in out]  # as many as the detector finds
+        return {"found": Found(out, (out, 2 * out)), "boxes": boxes, "kind": "linear"}
+
+
+def test_a_metric_takes_any_structure_of_outputs_and_targets() -> None:
+    torch.manual_seed(0)
+    net, x, y = Structured(), torch.randn(N, 4), torch.arange(N) % 3
+    names = [f"image {index}" for index in range(N)]
+    data = [
+        (part, {"label": label, "name": [names[int(i)] for i in index]})
+        for part, label, index in zip(x.split(SPLITS), y.split(SPLITS), torch.arange(N).split(SPLITS), strict=True)
+    ]
+    seen = []
+
+    def found(out: dict[str, Any], target: dict[str, Any]) -> float:
+        if len(target["label"]) == N:
+            seen.append((out, target))
+        return float((out["found"].logits.argmax(1) == target["label"]).double().mean())
+
+    _, metric = Evaluation(net, lambda out, target: out["found"].logits.square().mean(), found, None)(data)
+    assert metric == pytest.approx((net.a(x).argmax(1) == y).double().mean().item())
+    ((out, target),) = seen
+    assert isinstance(out["found"], Found)
+    torch.testing.assert_close(out["found"].hidden[1], 2 * net.a(x))
+    assert (out["found"].loss, out["kind"]) == (None, "linear")
+    assert [len(box["boxes"]) for box in out["boxes"]] == (1 + net.a(x).argmax(1)).tolist()
+    assert target["name"] == names
+
+
+@pytest.mark.parametrize(
+    ("outputs", "why"),
+    [
+        ([torch.zeros(2, 3), torch.zeros(2, 4)], "cannot be joined: RuntimeError: Sizes of tensors must match"),
+        ([{"a": torch.zeros(2)}, {"b": torch.zeros(2)}], "have other keys in each batch"),
+        ([(torch.zeros(2), torch.zeros(()))] * 2, "have a tensor whose first dimension does not count samples"),
+        ([object(), object()], "have a object"),
+        ([[1, 2, 3], [1, 2]], "are a list of another length in each batch"),
+        ([torch.zeros(2), None], "have another type in each batch"),
+    ],
+)
+def test_outputs_that_cannot_be_joined_are_refused_with_the_reason(outputs: list[Any], why: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"^metric as a function must take the whole set at once, .*, got outputs that {why}"
+    ):
+        evaluate.compute_metric(lambda out, target: 0.0, [(out, torch.zeros(2), 2) for out in outputs])
+
+
+def test_a_metric_has_a_proper_name() -> None:
+    def f1(out: Any, target: Any, beta: float = 1.0) -> float:
+        return beta
+
+    named = Right()
+    named.name = "top-1"  # type: ignore[attr-defined]
+    for metric, name in (
+        (f1, "f1"), (partial(f1, beta=2.0), "f1"), (lambda out, target: 0.0, "metric"), (Right(), "Right"), (named, "top-1"),
+        (Right().compute, "compute"), (None, "accuracy"),
+    ):  # fmt: skip
+        assert evaluate.metric_name(metric, classes=True) == name  # type: ignore[arg-type]

@@ -55,10 +55,10 @@ def test_a_metric_that_fails_is_refused_before_training() -> None:
     assert not steps_before("it failed on the validation data: KeyError: 'logits'", metric=lambda o, t: {}["logits"])
     assert not steps_before("metric must return one number, .* got NoneType", metric=lambda out, target: None)
     assert not steps_before(
-        "got targets that are a list; pass output, or a metric with update",
+        "got targets that have a tensor whose first dimension does not count samples; pass output, or a metric with",
         metric=lambda out, target: 0.0,
         train=[(x, y)],
-        val=[(x, [{"boxes": torch.zeros(3, 4)} for _ in x])],
+        val=[(x, {"boxes": torch.zeros(3, 4)})],
         loss=lambda out, target: out.square().mean(),
         recipe=recipe(method="taylor"),
     )

@@ -50,7 +50,7 @@ def bench(
     from hgnp.io.atomic import write_json
     from hgnp.reporting.bench import Entry, equal_accuracy
 
-    say = sys.stderr if as_json else sys.stdout
+    stream = sys.stderr if as_json else sys.stdout
     full = networks(runs[0])[0]
     by_name = len({run.name for run in runs if run.name}) == len(runs)
     entries, made_of = [], [_full_network(folders.read(run)) for run in runs]
@@ -93,10 +93,10 @@ def bench(
         file = write_json(runs[0] / "bench.json", found.as_dict())
         found.write_csv(runs[0] / "bench.csv")
     finally:  # shown even if the files cannot be written
-        Console(file=say, width=None if say.isatty() else 160).print(found.table())
+        Console(file=stream, width=None if stream.isatty() else 160).print(found.table())
         if as_json:
             print(text(found.as_dict()))
-    print(f"{file} and bench.csv", file=say)
+    print(f"{file} and bench.csv", file=stream)
 
 
 def _full_network(run: "Run") -> tuple[Any, ...]:

@@ -46,20 +46,22 @@ def compare(
 
     wanted = _features(new or [])
     comparison = publish.compare(runs, out, baseline=baseline, threshold=_threshold(threshold))
-    say = sys.stderr if as_json else sys.stdout
-    show(comparison, say)
+    stream = sys.stderr if as_json else sys.stdout
+    show(comparison, stream)
     advice = hybrid.recommend(wanted, comparison.model) if new else None
     if advice is not None:
-        print("\nfor the new dataset:", *advice.sentences, sep="\n  ", file=say)
+        print("\nfor the new dataset:", *advice.sentences, sep="\n  ", file=stream)
     print(
         f"\n{out / 'page.html'}  (HTML page; tables (CSV), comparison.json and figures/ are beside it)",
-        file=say,
+        file=stream,
     )
     if as_json:
         from hgnp.io.atomic import as_json as text
 
-        told = None if advice is None else {"threshold": advice.threshold, "sentences": list(advice.sentences)}
-        print(text({**publish.as_dict(comparison, out), "recommendation": told, "out": str(out)}))
+        recommendation = (
+            None if advice is None else {"threshold": advice.threshold, "sentences": list(advice.sentences)}
+        )
+        print(text({**publish.as_dict(comparison, out), "recommendation": recommendation, "out": str(out)}))
 
 
 def _threshold(given: str) -> "Choice":
@@ -89,10 +91,10 @@ def _features(given: list[str]) -> dict[str, float]:
     return found
 
 
-def show(comparison: "Comparison", say: Any) -> None:
+def show(comparison: "Comparison", stream: Any) -> None:
     from rich.console import Console
 
-    console = Console(file=say, width=None if say.isatty() else 140)
+    console = Console(file=stream, width=None if stream.isatty() else 140)
     for study in comparison.studies:
         console.print(_table(study))
         if any(group.snapshots for group in study.groups):

@@ -26,12 +26,12 @@ def data(
     if name not in OFFICIAL:
         raise InputError(f"dataset must be one of {', '.join(OFFICIAL)}, got {name!r}{meant(name, OFFICIAL)}")
     source = OFFICIAL[name] if mirror is None else OFFICIAL[name].at(mirror)
-    say = sys.stderr if as_json else sys.stdout
-    with DownloadDisplay(say) as display:
+    stream = sys.stderr if as_json else sys.stdout
+    with DownloadDisplay(stream) as display:
         done = install(source, folder, display)
     state = "downloaded" if done.downloaded else "already complete"
-    print(f"{source.title} in {folder}: {state}, {done.files:,} files, {done.bytes:,} bytes, verified", file=say)
-    print(f"Terms ({source.page}): {source.terms}", file=say)
+    print(f"{source.title} in {folder}: {state}, {done.files:,} files, {done.bytes:,} bytes, verified", file=stream)
+    print(f"Terms ({source.page}): {source.terms}", file=stream)
     if as_json:
         facts = {"files": done.files, "bytes": done.bytes, "downloaded": done.downloaded}
         print(text({"data": name, "folder": str(folder), **facts, "page": source.page, "terms": source.terms}))

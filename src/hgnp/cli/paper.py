@@ -22,13 +22,13 @@ def paper(
     from hgnp.reporting.paper.verdict import NONE, NOT_RUN
 
     made, place = publish.paper(results, out)
-    say = sys.stderr if as_json else sys.stdout
+    stream = sys.stderr if as_json else sys.stdout
     for row in made.nearest:
         if row.verdict.word not in (NONE, NOT_RUN):
-            print(conclusion(row), file=say)
-    print(", ".join(f"{count} {word}" for word, count in made.counts.items()), file=say)
+            print(conclusion(row), file=stream)
+    print(", ".join(f"{count} {word}" for word, count in made.counts.items()), file=stream)
     for command in dict.fromkeys(row.command for row in made.nearest if row.command):
-        print(f"not run: {command}", file=say)
-    print(f"{place / 'page.html'}  (HTML page; rows.csv, paper.json and figures/ are beside it)", file=say)
+        print(f"not run: {command}", file=stream)
+    print(f"{place / 'page.html'}  (HTML page; rows.csv, paper.json and figures/ are beside it)", file=stream)
     if as_json:
         print(text({**publish.paper_as_dict(made), "out": str(place)}))

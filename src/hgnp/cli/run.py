@@ -63,8 +63,8 @@ def run(
         if reducer is not None and reducer.rank:
             join_run(reducer, config, folder, resume=resume)
             return
-        say = sys.stderr if as_json else sys.stdout
-        progress = BarProgress() if sys.stderr.isatty() else LineProgress(say)
+        stream = sys.stderr if as_json else sys.stdout
+        progress = BarProgress() if sys.stderr.isatty() else LineProgress(stream)
         train(reducer, config, folder, progress, begun=begun, done=done, resume=resume)
     unwritten: OSError | None = None
     if not done or not (folder / "page.html").exists():
@@ -80,7 +80,7 @@ def run(
 
     result = read_json(folder / "result.json")
     # without a terminal rich would wrap at 80 columns
-    print_result(result, out=folder, console=Console(file=say, width=None if say.isatty() else 140))
+    print_result(result, out=folder, console=Console(file=stream, width=None if stream.isatty() else 140))
     if as_json:
         print(json.dumps({**result, "out": str(folder)}))
     if unwritten is not None and not done:

@@ -59,7 +59,7 @@ def study(
 
     from hgnp.experiments.study_runs import execute_runs, slots_for
 
-    say = sys.stderr if as_json else sys.stdout
+    stream = sys.stderr if as_json else sys.stdout
     missing = [run for run in planned if states[run.name] != "finished"]
     if missing and data is not None and not Path(data).exists():
         raise FileNotFoundError(f"--data must be a folder, got {data}, which does not exist; see hgnp data --help")
@@ -67,7 +67,7 @@ def study(
         from hgnp.train import as_device
 
         as_device(device)
-    display = create_display(plan, place, planned, missing, say)
+    display = create_display(plan, place, planned, missing, stream)
     try:
         with display:
             outcomes = execute_runs(missing, place, slots_for(device, jobs), display) if missing else []
@@ -75,11 +75,11 @@ def study(
         command = resume_command(what, data, place, device, jobs, set_, seeds, methods)
         print(f"\nhgnp: interrupted; {command} resumes every run after its last completed epoch", file=sys.stderr)
         raise typer.Exit(130) from None
-    finish(plan, place, planned, outcomes, say, as_json=as_json)
+    finish(plan, place, planned, outcomes, stream, as_json=as_json)
 
 
 def finish(
-    plan: "StudyPlan", out: Path, planned: Sequence["PlannedRun"], outcomes: Sequence["RunOutcome"], say: Any,
+    plan: "StudyPlan", out: Path, planned: Sequence["PlannedRun"], outcomes: Sequence["RunOutcome"], stream: Any,
     *, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare the finished runs and report the failed ones."""
@@ -103,8 +103,8 @@ def finish(
             baseline=plan.baseline if plan.baseline in methods else None,
             names=[run.method for run in done],
         )  # fmt: skip
-        show(made, say)
-        print(f"\n{out / 'page.html'}  (HTML page; tables and figures are beside it)", file=say)
+        show(made, stream)
+        print(f"\n{out / 'page.html'}  (HTML page; tables and figures are beside it)", file=stream)
         comparison = publish.as_dict(made, out)
     for name, error in failed.items():
         print(f"hgnp: {name} failed: {error} (see {out / 'logs' / name}.log)", file=sys.stderr)
@@ -150,21 +150,21 @@ def list_studies() -> None:
 
 
 def create_display(
-    plan: "StudyPlan", out: Path, planned: Sequence["PlannedRun"], missing: Sequence["PlannedRun"], say: Any
+    plan: "StudyPlan", out: Path, planned: Sequence["PlannedRun"], missing: Sequence["PlannedRun"], stream: Any
 ) -> "StudyLines":
     finished = len(planned) - len(missing)
     print(
         f"{plan.name}: {len(planned)} runs, {finished} already finished, {len(missing)} to run, in {out}",
-        file=say, flush=True,
+        file=stream, flush=True,
     )  # fmt: skip
-    return (StudyTable if sys.stderr.isatty() else StudyLines)(out, len(planned), finished, say)
+    return (StudyTable if sys.stderr.isatty() else StudyLines)(out, len(planned), finished, stream)
 
 
 class StudyLines:
     """Prints one line per run that ends."""
 
-    def __init__(self, out: Path, total: int, done: int, say: Any) -> None:
-        self.out, self.total, self.done, self.say = out, total, done, say
+    def __init__(self, out: Path, total: int, done: int, stream: Any) -> None:
+        self.out, self.total, self.done, self.stream = out, total, done, stream
 
     def __enter__(self) -> None: ...
 
@@ -182,17 +182,17 @@ class StudyLines:
         self.line(f"{outcome.run.name}: {how}, {format_duration(outcome.seconds)} ({self.done} of {self.total})")
 
     def line(self, text: str) -> None:
-        print(text, file=self.say, flush=True)
+        print(text, file=self.stream, flush=True)
 
 
 class StudyTable(StudyLines):
     """On a terminal: also a live table of the running runs."""
 
-    def __init__(self, out: Path, total: int, done: int, say: Any) -> None:
+    def __init__(self, out: Path, total: int, done: int, stream: Any) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        super().__init__(out, total, done, say)
+        super().__init__(out, total, done, stream)
         self.live = Live(console=Console(stderr=True), transient=True, auto_refresh=False)
         self.start_times: dict[str, float] = {}
         self.shown = 0.0

@@ -12,6 +12,7 @@ KfacApprox = Literal["reduce", "expand"]
 FisherType = Literal["empirical", "mc"]
 Ranking = Literal["kfac", "empirical"]
 GammaFrom = Literal["loss", "penalized_loss"]
+DirectionOver = Literal["block", "network"]
 Bundle = Literal["default", "paper"]
 
 
@@ -31,6 +32,9 @@ class Choices:
     """Direction: the block with the largest λ^Ψ λ^Γ, or the largest empirical quotient along its v."""
     gamma_from: GammaFrom = "loss"
     """Direction: Γ from the derivatives of C, or of L = C + μ·max(0, q − B) along the v of the batch before."""
+    direction_over: DirectionOver = "block"
+    """Direction: K-FAC's eigenvector of one block, or the Gauss–Newton matrix's over all trained parameters, by power
+    iteration."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -48,6 +52,18 @@ class Choices:
                     raise InputError(
                         f"gamma_from='penalized_loss' must come with {name}={needed!r}, got {given!r}: {why}"
                     )
+        if self.direction_over == "network":
+            for name, why in (
+                ("curvature", "v is the Gauss–Newton matrix's"),
+                ("direction_from", "power iteration continues from the v of the batch before"),
+                ("scaling", "its metric is per filter"),
+                *(
+                    (name, "it is a choice of K-FAC's")
+                    for name in ("kfac_approx", "fisher_type", "ranking", "gamma_from")
+                ),
+            ):
+                if (given := getattr(self, name)) != (needed := ALLOWED[name][0]):
+                    raise InputError(f"direction_over='network' must come with {name}={needed!r}, got {given!r}: {why}")
 
 
 ALLOWED: dict[str, tuple[str, ...]] = {name: get_args(kind) for name, kind in get_type_hints(Choices).items()}

@@ -19,7 +19,7 @@ from hgnp.curvature.autodiff.forward import autocast_off
 from hgnp.curvature.collector import FactorCollector
 from hgnp.curvature.device import HostScalar, SideStreams, upcast
 from hgnp.curvature.eigen import Eigenpair, arbitrary, top_of_each
-from hgnp.curvature.factors import Block, find_blocks, unit
+from hgnp.curvature.factors import Block, WholeNetwork, find_blocks, unit
 from hgnp.errors import InputError
 from hgnp.reducer import LOCAL, Reducer
 
@@ -114,17 +114,18 @@ class BlockChoice:
     """The block with the largest λ, an index that may still be on its way from the device."""
 
     index: HostScalar  # into `blocks`
-    blocks: list[Block]
+    blocks: list[Any]
+    """Of type Block, or the one WholeNetwork."""
 
     @classmethod
-    def of(cls, index: Tensor, blocks: list[Block]) -> "BlockChoice":
+    def of(cls, index: Tensor, blocks: list[Any]) -> "BlockChoice":
         return cls(HostScalar.of(index), blocks)
 
     @classmethod
-    def known(cls, block: Block) -> "BlockChoice":
+    def known(cls, block: Block | WholeNetwork) -> "BlockChoice":
         return cls(HostScalar.of(torch.tensor(0)), [block])
 
-    def block(self) -> Block:
+    def block(self) -> Any:
         """Waits for the index."""
         return self.blocks[int(self.index.item())]
 
@@ -134,7 +135,7 @@ class Direction:
     """v of the batches so far."""
 
     net: nn.Module
-    pairs: dict[str, KroneckerEigenpair] = field(default_factory=dict)
+    pairs: dict[str, Any] = field(default_factory=dict)
     """Block → its eigenpair."""
     choice: BlockChoice | None = None
 
@@ -142,14 +143,14 @@ class Direction:
         """One to refresh from these eigenpairs while this one stays as it is; no block is chosen yet."""
         return Direction(self.net, dict(self.pairs))
 
-    @classmethod
-    def known(cls, net: nn.Module, block: Block, pair: KroneckerEigenpair) -> "Direction":
-        """The one along this pair of a block."""
-        return cls(net, {block.name: pair}, BlockChoice.known(block))
+    def along(self, block: Any, pair: Mapping[str, Tensor]) -> "Direction":
+        """One along this pair of a block, given as its `state()`."""
+        return Direction(self.net, {block.name: KroneckerEigenpair.of_state(pair)}, BlockChoice.known(block))
 
     def name(self) -> str | None:
         """Of the block that v lies in. Waits for the last choice."""
-        return None if self.choice is None else self.choice.block().name
+        name: str | None = None if self.choice is None else self.choice.block().name
+        return name
 
     def block(self) -> Block | None:
         """The block that v lies in, unless it is gone, frozen or of another shape by now."""

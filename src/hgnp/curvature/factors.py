@@ -48,6 +48,12 @@ class Block:
         return bias if bias is not None and bias.requires_grad else None
 
     @property
+    def parameters(self) -> dict[str, Tensor]:
+        """By their names in the network."""
+        found = {"weight": self.weight, "bias": self.bias}
+        return {f"{self.name}.{kind}".lstrip("."): each for kind, each in found.items() if each is not None}
+
+    @property
     def groups(self) -> int:
         return getattr(self.layer, "groups", 1)
 
@@ -69,6 +75,18 @@ class Block:
         if self.bias is None:
             return outer.reshape(self.weight.shape), None
         return outer[..., :-1].reshape(self.weight.shape), outer[..., -1].reshape(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class WholeNetwork:
+    """All trained parameters of a network, as one block without Kronecker factors."""
+
+    net: nn.Module
+    name = "network"
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: each for name, each in self.net.named_parameters() if each.requires_grad}
 
 
 def find_blocks(net: nn.Module) -> list[Block]:

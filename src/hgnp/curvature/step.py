@@ -1,7 +1,8 @@
 """Algorithm 1 as a program: the stages of a training step over one explicit state.
 
 A step leaves the gradient of L = C + μ·max(0, q − B) in `.grad`. q = vᵀHv, and v is the top eigenvector of the K-FAC block with
-the largest eigenvalue (equations 3 and 4), held fixed while q is differentiated.
+the largest eigenvalue (equations 3 and 4), held fixed while q is differentiated. With direction_over="network" v is the top
+eigenvector of the whole network's Gauss–Newton matrix instead: a refresh is then one product with it (`network_direction`).
 
     stage          in → out                                                         what ranks sum
     plan           schedule, last q → what this step does                           –
@@ -53,8 +54,9 @@ from hgnp.curvature.collector import FactorCollector
 from hgnp.curvature.device import HostScalar, capturing
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.eigen import kronecker_residual
-from hgnp.curvature.factors import Block, find_blocks
+from hgnp.curvature.factors import Block, WholeNetwork, find_blocks
 from hgnp.curvature.losses import Loss, Rows, loss_curvature, normaliser, weighted
+from hgnp.curvature.network_direction import COLD, NetworkDirection
 from hgnp.curvature.validation import check_functions, check_network, finite, has_gradient_hooks
 from hgnp.errors import InputError, one_line, refuse_renamed
 from hgnp.reducer import LOCAL, Reducer
@@ -78,9 +80,9 @@ PLAIN = Plan(penalty=False, refresh=False)
 
 @dataclass(frozen=True)
 class BlockDirection:
-    """v as a step penalises it: one block and its eigenpair."""
+    """v as a step penalises it: one block, or the network, and its eigenpair."""
 
-    block: Block
+    block: Block | WholeNetwork
     vectors: list[Tensor]
     """v, in the shapes of the block's parameters."""
     radius: Tensor
@@ -192,10 +194,14 @@ class Step:
         self.net, self.loss, self.output, self.choices, self.reducer = net, loss, output, choices, reducer
         self.lagged = choices.direction_from == "last_batch"
         """Whether a step penalises along the v of the batch before."""
+        self.over_network = choices.direction_over == "network"
+        """Whether v is over all parameters, and a refresh one product with the Gauss–Newton matrix."""
         _check_schedule(refresh_every, skip_inactive, lagged=self.lagged)
         self._refresh_every, self._skip_inactive = refresh_every, skip_inactive
         self._loss_curvature = loss_curvature(loss)
-        self.passes = Passes(net, loss, output, gauss_newton=choices.curvature == "ggn", reducer=reducer)
+        self.passes = Passes(
+            net, loss, output, gauss_newton=choices.curvature == "ggn", over_network=self.over_network, reducer=reducer
+        )
 
     # Before a step
 
@@ -238,8 +244,9 @@ class Step:
 
     def forward(self, state: State, inputs: Any, target: Any) -> None:
         """C, and q along the lagged v if the plan has a penalty. In the paper's order C alone, recorded for `tangents`."""
-        state.collector = self._collector(state, inputs) if state.plan.refresh else None
-        if not state.plan.penalty:
+        plan = state.plan
+        state.collector = self._collector(state, inputs) if plan.refresh and not self.over_network else None
+        if not plan.penalty and not (plan.refresh and self.over_network):
             state.current = self.passes.primal(inputs, target, state.weight, state.collector)
         elif self.lagged:
             state.current, state.penalized = self._penalized_pass(
@@ -283,6 +290,8 @@ class Step:
         collector, choices = state.collector, self.choices
         total = self.total(state, mu=mu, active=active)
         backward = partial(self._backward, total * scale, retain_graph=retain_graph)
+        if self.over_network and state.plan.refresh:
+            self.refresh(state, target, scale=scale)
         if collector is None:
             backward()
             return
@@ -325,7 +334,11 @@ class Step:
 
     def refresh(self, state: State, target: Any, *, mu: Scale = 0.0, scale: Scale = 1.0, active: bool = False) -> None:
         """v of the pass that the collector observed, with Γ from a backward pass of its own: of C, or of the penalised loss
-        where `gamma_from` says so."""
+        where `gamma_from` says so. Over the network, v ← Fv/‖Fv‖ from the pass along v."""
+        if isinstance(state.direction, NetworkDirection):
+            assert state.current is not None
+            state.direction.iterate(state.current, self.reducer, scale)
+            return
         collector = state.collector
         assert collector is not None
         if active and self.choices.gamma_from == "penalized_loss":
@@ -415,9 +428,9 @@ class Step:
         self, direction: Direction, state: State, inputs: Any, target: Any, **how: Any
     ) -> tuple[Pass, BlockDirection]:
         """C and q along this v, and the block and eigenpair that it is."""
-        block = direction.block()
+        block: Any = direction.block()
         assert block is not None
-        pair = direction.pairs[block.name]
+        pair: Any = direction.pairs[block.name]
         tangents = pair.tangents(block, scale_invariant=self.choices.scaling == "scale_invariant")
         found = self.passes.with_curvature(block, tangents, inputs, target, state.weight, **how)
         return found, BlockDirection(block, [part.detach() for _, part in tangents], pair.value, pair.residuals)
@@ -462,6 +475,15 @@ class Step:
 
     def _refresh_from(self, state: State, direction: Direction, inputs: Any, target: Any, scale: Scale) -> None:
         """Refreshes a direction from this batch, from a cold start, by a pass without side effects."""
+        if isinstance(direction, NetworkDirection):
+            if direction.block() is None:
+                start = NetworkDirection.arbitrary(self.net)
+                direction.pairs, direction.choice = start.pairs, start.choice
+            for _ in range(COLD):
+                with preserve_rng(*self.net.parameters()):
+                    found, _ = self._penalized_pass(direction, state, inputs, target, side_effect_free=True)
+                direction.iterate(found, self.reducer, scale)
+            return
         collector = self._collector(state, inputs)
         with preserve_rng(*self.net.parameters()):  # dropout masks repeat from pass to pass
             output = self.passes.run(inputs, Forward(watch=collector, reducer=self.reducer), side_effect_free=True)
@@ -560,7 +582,8 @@ def make_step(
         net, loss=loss, output=output, choices=chosen, refresh_every=refresh_every, skip_inactive=skip_inactive,
         reducer=reducer,
     )  # fmt: skip
-    state = State(float(mu), float(bound), Direction(net))
+    direction = NetworkDirection(net) if step.over_network else Direction(net)
+    state = State(float(mu), float(bound), direction)
     listen(net, state.neurons_removed)
     return step, state
 

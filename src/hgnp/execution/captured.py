@@ -1,7 +1,7 @@
 """A piece of a step in a CUDA graph, and the memory in which pieces pass eigenpairs on."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,11 @@ from torch.utils._pytree import tree_flatten
 from hgnp.curvature.autodiff.passes import Pass
 from hgnp.curvature.device import HostScalar
 from hgnp.curvature.direction import BlockChoice, KroneckerEigenpair
+from hgnp.curvature.network_direction import NetworkVector
 from hgnp.curvature.step import BlockDirection, Statistics
 from hgnp.execution.optimizer import Gradients
+
+Pair = KroneckerEigenpair | NetworkVector
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,11 @@ class Versions:
         torch._C._autograd._unsafe_set_version_counter(self.tensors, self.counters)
 
 
-def copied(pair: KroneckerEigenpair) -> KroneckerEigenpair:
-    return KroneckerEigenpair.of_state({name: tensor.clone() for name, tensor in pair.state().items()})
+def copied(pair: Pair) -> Pair:
+    return pair.of_state({name: tensor.clone() for name, tensor in pair.state().items()})
 
 
-def tensors_of(pairs: dict[str, KroneckerEigenpair], order: dict[str, KroneckerEigenpair]) -> list[Tensor]:
+def tensors_of(pairs: Mapping[str, Pair], order: Mapping[str, Pair]) -> list[Tensor]:
     return [tensor.reshape(-1) for name in order for _, tensor in sorted(pairs[name].state().items())]
 
 
@@ -77,4 +80,5 @@ def copy_into(into: list[Tensor], values: list[Tensor]) -> None:
     """All that are of one type at once."""
     for of_kind in (torch.is_floating_point, lambda x: not torch.is_floating_point(x)):
         mine = [number for number, tensor in enumerate(into) if of_kind(tensor)]
-        torch._foreach_copy_([into[number] for number in mine], [values[number] for number in mine])
+        if mine:
+            torch._foreach_copy_([into[number] for number in mine], [values[number] for number in mine])

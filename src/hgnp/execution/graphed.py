@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
-from hgnp.curvature.direction import BlockChoice, KroneckerEigenpair
+from hgnp.curvature.direction import BlockChoice
 from hgnp.curvature.step import PLAIN, Plan, State, Step
 from hgnp.curvature.validation import has_gradient_hooks, has_module_hooks
 from hgnp.execution.captured import Captured, Versions, copied, copy_into, tensors_of
@@ -54,7 +54,7 @@ class Graphed:
         self._known_mu: float | None = None
         self._graphs: dict[Any, Captured] = {}
         self._warmed_up: set[Any] = set()
-        self._static: dict[str, KroneckerEigenpair] = {}
+        self._static: dict[str, Any] = {}
         self._memory: list[Tensor] = []
         self._grads: dict[nn.Parameter, Tensor] = {}
         self._kept: dict[tuple[nn.Parameter, ...], Gradients] = {}

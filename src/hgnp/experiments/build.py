@@ -134,7 +134,7 @@ def _named(key: str, name: str, built_in: Mapping[str, str]) -> Any:
 
 
 def _options(config: Config) -> dict[str, Any]:
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {} if config.accumulate is None else {"accumulate": config.accumulate}
     for key in ("metric", "unpack"):
         if path := getattr(config, key):
             options[key] = find(key, path)

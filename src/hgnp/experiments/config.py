@@ -49,6 +49,8 @@ class Config:
     optimizer_args: Mapping[str, Any] = field(default_factory=dict)
     scheduler: str | None = None
     scheduler_args: Mapping[str, Any] = field(default_factory=dict)
+    accumulate: int | None = None
+    """Batches per step of the optimizer. Default: 1."""
     protect: tuple[str, ...] = ()
     """Names of layers that are not pruned."""
     seed: int = 0
@@ -137,6 +139,7 @@ _EXPECTED = {
     "model": "an import path such as package.module:Net or a built-in name",
     "data": "an import path such as package.module:loaders or a built-in name",
     "output": "an attribute's name such as logits or an import path",
+    "accumulate": "a whole number ≥ 1",
     "protect": "a list of layer names",
     "seed": "a whole number from 0 to 4294967295",
 }
@@ -164,6 +167,8 @@ def _fits(key: str, value: Any) -> bool:
         return isinstance(value, Mapping) and all(isinstance(each, str) for each in value)
     if key == "protect":
         return isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
+    if key == "accumulate":
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
     if key == "seed":
         return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32
     return isinstance(value, str)

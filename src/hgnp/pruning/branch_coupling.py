@@ -29,7 +29,13 @@ class BranchCoupling:
 
     def __init__(self, coupled: Structure, *, approximate: bool) -> None:
         self.structure = Structure(
-            coupled.net, coupled.inputs, approximate=approximate, per_branch=True, traced=coupled.traced
+            coupled.net,
+            coupled.inputs,
+            approximate=approximate,
+            per_branch=True,
+            outputs=coupled.outputs,
+            traced=coupled.traced,
+            caches=coupled.caches,
         )
         self.verifier = CutVerifier(self.structure, aligned=False)
 

@@ -114,7 +114,7 @@ def extend_history(history: int, module: str, name: str) -> int:
 
 @contextmanager
 def gated_forward(net: nn.Module, path: GatedPath, gamma: Tensor) -> Iterator[None]:
-    """Inside the block, one evaluation-mode forward pass takes the path and multiplies every neuron by its gate. PathError if
+    """Inside the block, one forward pass takes the path and multiplies every neuron by its gate. PathError if
     it takes another path.
 
     `gamma` is (samples, units), or (1, units) for gates that all samples share."""

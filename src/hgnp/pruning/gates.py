@@ -5,14 +5,15 @@ network without the neuron. Channels that are removed together share one gate: t
 the products (and sums over channels) that read a channel, after its norm and activation.
 
 A gate is placed on arguments of the torch functions that the network's own code calls in evaluation mode; `gated` multiplies
-there (`gated_forward.py`).
+there (`gated_forward.py`). For networks that return their losses in training mode alone, the calls are those of training mode
+with norms and dropout in evaluation mode.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -72,11 +73,13 @@ class Gates:
     """Paths through the network's code, the last one taken first."""
     structure: Structure
     units: GateUnits
+    losses: bool = False
+    """Whether the paths are those of training mode with norms and dropout in evaluation mode."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def to(self, device: torch.device) -> "Gates":
         paths = [path.to(device) for path in self.paths]
-        return Gates(self.count, self.rows, paths, self.structure, self.units, device)
+        return replace(self, paths=paths, device=device)
 
     def run(self, inputs: Inputs, forward: Callable[[], T]) -> T:
         """Calls `forward`, a `gated` forward pass of these inputs, with the path that it takes. An unknown path is traced, and
@@ -88,7 +91,7 @@ class Gates:
                 return forward()
             except PathError:
                 continue
-        path, _, ungated = _find_path(self.structure.propagate(inputs), self.units)
+        path, _, ungated = _find_path(self.structure.propagate(inputs, losses=self.losses), self.units)
         lost = {int(self.units.unit[root]) for root in ungated} - {self.count}
         for name, units in self.rows.items():
             if lost & set(units.tolist()):
@@ -99,27 +102,31 @@ class Gates:
 
 
 def gated(gates: Gates, gamma: Tensor) -> AbstractContextManager[None]:
-    """Inside the block, one evaluation-mode forward pass multiplies every neuron by its gate.
+    """Inside the block, one forward pass multiplies every neuron by its gate.
 
     `gamma` is (samples, units), or (1, units) for gates that all samples share."""
     return gated_forward(gates.structure.net, gates.paths[0], gamma)
 
 
-def find_gates(structure: Structure, rows: Mapping[str, Tensor], alive: Tensor, *, per_branch: bool) -> Gates:
-    """The gates of the neurons in `rows`; with `per_branch`, layers that are added together have gates of their own."""
+def find_gates(
+    structure: Structure, rows: Mapping[str, Tensor], alive: Tensor, *, per_branch: bool, losses: bool = False
+) -> Gates:
+    """The gates of the neurons in `rows`; with `per_branch`, layers that are added together have gates of their own. With
+    `losses`, gates are for training mode with norms and dropout in evaluation mode."""
     roots = torch.where(structure.frozen, FROZEN, structure.roots)
     remaining = {name: roots[slots[alive[slots]]] for name, slots in rows.items()}
     wanted = torch.unique(torch.cat([*remaining.values(), torch.tensor([FROZEN])]))[1:]  # FROZEN is the lowest
     unit = torch.full((len(roots),), len(wanted))
     unit[wanted] = torch.arange(len(wanted))
     units = GateUnits(roots, unit, alive, per_branch)
-    path, gated_roots, ungated = _find_path(structure.propagations[False], units)
+    propagation = structure.propagate(structure.inputs, losses=True) if losses else structure.propagations[False]
+    path, gated_roots, ungated = _find_path(propagation, units)
     usable = {}
     for name, found in remaining.items():
         own = set(found.tolist()) - {FROZEN}
         if own and own <= gated_roots - ungated:
             usable[name] = unit[found]
-    return Gates(len(wanted), usable, [path], structure, units)
+    return Gates(len(wanted), usable, [path], structure, units, losses)
 
 
 def _find_path(propagation: LabelPropagation, units: GateUnits) -> tuple[GatedPath, set[int], set[int]]:

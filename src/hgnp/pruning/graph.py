@@ -15,6 +15,16 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a network."""
 
 
+class Outputs(NamedTuple):
+    """Which tensors count as a network's outputs."""
+
+    function: Callable[..., Any]
+    replaces_forward: bool
+    """False: a function of what the network returns."""
+    is_method: bool
+    """A method of one of the network's modules, which takes the inputs alone; another function takes the network first."""
+
+
 class TensorSpec(NamedTuple):
     """Metadata of a parameter or buffer beside its shape."""
 
@@ -85,6 +95,25 @@ class FunctionCall:
     non_tensors: tuple[NonTensorArgument, ...]
 
 
+class ReadValue(NamedTuple):
+    """The value of a tensor that the network's code has read."""
+
+    value: Tensor
+    module: str
+    """The module whose code reads it."""
+    source: Tensor | None
+    """The tensor itself; None for a parameter or buffer."""
+
+
+class Stop(NamedTuple):
+    """Where recording stopped: at a value that depends on weights and inputs."""
+
+    held: frozenset[int]
+    """The values that the network's code still referred to, and may use in what was not recorded."""
+    op: OpOverload
+    module: str
+
+
 @dataclass
 class Graph:
     values: list[Value] = field(default_factory=list)
@@ -93,6 +122,16 @@ class Graph:
     outputs: tuple[int, ...] = ()
     module_inputs: list[tuple[str, int]] = field(default_factory=list)
     """(module name, its first tensor input) for each module call, in order."""
+    left_out: tuple[int, ...] = ()
+    """Tensors that the network returns and that do not count as outputs."""
+    read_values: dict[str, ReadValue] = field(default_factory=dict)
+    """Tensors whose values the network's code reads: by name, if they are parameters or buffers."""
+    written: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Module → the attributes that its code has set in the forward pass, such as caches; tensors in them are zero."""
+    decisions: tuple[str, ...] = ()
+    """Places in the code that read a truth value of the inputs, or a random number."""
+    stop: Stop | None = None
+    """Where recording stopped, if the code reads a value that is not known."""
     error: Exception | None = None
     """The exception that ended the forward pass early, if any; `op_calls` end there."""
     error_module: str = ""

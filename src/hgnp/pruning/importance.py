@@ -54,7 +54,7 @@ def random(neurons: Neurons) -> Scores:
     generator = torch.Generator().manual_seed(
         int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "big") >> 1
     )
-    return {layer.name: torch.rand(layer.remaining, generator=generator) for layer in neurons.layers}
+    return {layer.name: torch.rand(layer.alive, generator=generator) for layer in neurons.layers}
 
 
 WEIGHT_SCORES: dict[str, Callable[[Neurons], Scores]] = {

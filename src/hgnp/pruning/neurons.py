@@ -1,7 +1,7 @@
 """`Neurons`: the neurons of a network, their coupling, and their removal."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, get_args
 
@@ -13,6 +13,7 @@ from hgnp.errors import InputError, refuse_renamed
 from hgnp.pruning.branch_coupling import BranchCoupling, least_paper, tiers_of
 from hgnp.pruning.gates import Gates, find_gates
 from hgnp.pruning.graph import tensors_of
+from hgnp.pruning.limits import limit_by_layer
 from hgnp.pruning.selection import (
     CouplingMode,
     Scores,
@@ -20,20 +21,21 @@ from hgnp.pruning.selection import (
     Unit,
     Values,
     as_count,
-    as_round_to,
     as_values,
     coupling_of,
     floors_of,
+    is_rounded,
     least_coupled,
     room_of,
     rounded_groups,
     with_scores,
 )
 from hgnp.pruning.state import PruningState
-from hgnp.pruning.structure import Structure, TracedForward
+from hgnp.pruning.structure import Structure, TracedForward, depends_on_data
 from hgnp.pruning.summary import Frozen, Layer, Preview, table
 from hgnp.pruning.surgery import Change, changes_to_net, changes_to_optimizer, check_copies, commit
-from hgnp.pruning.validation import as_inputs, check_net, protected_modules
+from hgnp.pruning.trial import disagreement
+from hgnp.pruning.validation import as_inputs, as_outputs, check_net, protected_modules
 from hgnp.pruning.verify import CutVerifier
 from hgnp.removal import Listener, Removal, listeners_of
 
@@ -50,7 +52,7 @@ class Neurons:
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> neurons = hgnp.Neurons(net, torch.zeros(1, 4))
     >>> neurons.layers
-    (Layer(name='0', remaining=8, total=8),)
+    (Layer(name='0', alive=8, total=8),)
     >>> neurons.frozen
     (Frozen(name='2', reason="it is the network's output", count=2),)
     >>> scores = hgnp.sensitivity(net, neurons, [(torch.randn(16, 4), torch.arange(16) % 2)])
@@ -65,6 +67,10 @@ class Neurons:
         protect: Names of layers, or of modules whose layers are all protected.
         approximate: Whether channels that a norm mixes (LayerNorm, GroupNorm, RMSNorm) can be removed too. The outputs then
             change by more than masking changes them.
+        outputs: Which of the returned tensors count: a function of what the network returns, in training and in evaluation
+            mode; or a forward function to record in place of `net.forward`, called with the network and the inputs (or a method
+            of one of its modules, called with the inputs). Channels of other tensors that the network returns may be removed:
+            `left_out` lists them.
 
     Attributes:
         net: The network.
@@ -74,7 +80,13 @@ class Neurons:
     """
 
     def __init__(
-        self, net: nn.Module, example_input: Any, *, protect: Iterable[str] = (), approximate: bool = False
+        self,
+        net: nn.Module,
+        example_input: Any,
+        *,
+        protect: Iterable[str] = (),
+        approximate: bool = False,
+        outputs: Callable[..., Any] | None = None,
     ) -> None:
         check_net(net)
         self.net = net
@@ -82,14 +94,22 @@ class Neurons:
         self.listeners: list[Listener] = []
         self._inputs = as_inputs(example_input)
         self._protected = protected_modules(net, protect)
-        self._approximate = approximate
+        self._approximate, self._outputs = approximate, as_outputs(net, outputs)
         self._parameters_at_start = sum(p.numel() for p in net.parameters())
         self._totals: dict[str, int] = {}
+        self._caches: Mapping[str, Mapping[str, Any]] = {}
         self._analyse()
 
     def _analyse(self, traced: TracedForward | None = None) -> None:
         """Finds the slots and their coupling for the network as it is. `traced` is its trace, if there is one already."""
-        self._structure = Structure(self.net, self._inputs, approximate=self._approximate, traced=traced)
+        self._structure = Structure(
+            self.net,
+            self._inputs,
+            approximate=self._approximate,
+            outputs=self._outputs,
+            traced=traced,
+            caches=self._caches,
+        )
         self._layer_slots = self._structure.neuron_slots()
         layers = [name for name, module in self.net.named_modules() if isinstance(module, nn.Linear | _ConvNd)]
         self._single = [name for name in layers if name not in self._layer_slots]
@@ -98,7 +118,16 @@ class Neurons:
             if name in self._protected:
                 coupling.freeze(slots, "it is protected")
         self._verifier = CutVerifier(self._structure)
-        self._verifier.freeze_unprunable(torch.cat([*self._layer_slots.values(), torch.zeros(0, dtype=torch.long)]))
+        everything = torch.cat([*self._layer_slots.values(), torch.zeros(0, dtype=torch.long)])
+        self._verifier.freeze_unprunable(everything)
+        if (
+            self._verifier.caches and not self._caches
+        ):  # it keeps tensors of its present shapes: trace how they are made
+            self._caches = self._verifier.caches
+            self._analyse()
+            return
+        if self._structure.stops and not bool(self._structure.frozen[everything].all()):
+            self._try_on_data(everything)
         self._state = PruningState(self._structure, self._layer_slots, torch.ones(len(coupling), dtype=torch.bool))
         for name, slots in self._layer_slots.items():
             self._totals.setdefault(name, len(slots))
@@ -107,11 +136,20 @@ class Neurons:
         )
         self.__dict__.pop("_branches", None)
 
+    def _try_on_data(self, neurons: Tensor) -> None:
+        """Freezes everything if, behind the place where recording stops, removal does not equal masking."""
+        structure, stop = self._structure, self._structure.stops[0]
+        prunable = {name: slots for name, slots in self._layer_slots.items() if not bool(structure.frozen[slots].all())}
+        problem = disagreement(structure, prunable, self._verifier.sample_cut(neurons))
+        if problem is not None:
+            structure.coupling.freeze(neurons, f"{depends_on_data(stop)}, and {problem}")
+            structure.update_roots()
+
     # Counting
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """Layers with prunable neurons: name, remaining neurons, original number of neurons."""
+        """Layers with prunable neurons: name, neurons alive, original number of neurons."""
         self._check_shapes()
         return tuple(Layer(name, len(self._state.remaining(name)), self._totals[name]) for name in self._prunable)
 
@@ -126,6 +164,25 @@ class Neurons:
             for slot in slots[self._structure.frozen[slots]].tolist():
                 found[name, str(self._structure.coupling.reason(slot))] += 1
         return tuple(Frozen(name, reason, count) for (name, reason), count in found.items())
+
+    @property
+    def left_out(self) -> tuple[Layer, ...]:
+        """Layers with prunable neurons whose channels are in tensors that the network returns and `outputs` leaves out: these
+        tensors lose the channels too."""
+        roots: set[int] = set()
+        for propagation in self._structure.propagations.values():
+            for index in propagation.graph.left_out:
+                for label in propagation.tensors[index].labels:
+                    roots |= set(self._structure.roots[label].flatten().tolist())
+        found = []
+        for name in self._prunable:
+            slots = self._state.remaining(name)
+            shared = ~self._structure.frozen[slots] & torch.isin(
+                self._structure.roots[slots], torch.tensor(sorted(roots))
+            )
+            if bool(shared.any()):
+                found.append(Layer(name, int(shared.sum()), self._totals[name]))
+        return tuple(found)
 
     @property
     def count(self) -> int:
@@ -162,8 +219,8 @@ class Neurons:
         *,
         coupling: CouplingMode = "coupled",
         floor: int | Mapping[str, int] = 1,
-        max_removed: float = 1.0,
-        round_to: int = 1,
+        max_removed: float | Mapping[str, float] = 1.0,
+        round_to: int | Mapping[str, int] = 1,
         confirm: bool = True,
     ) -> Selection:
         """The n least important neurons of the whole network.
@@ -171,12 +228,15 @@ class Neurons:
         Coupled neurons form one unit. Its importance is the mean over its members, and each member counts towards n: a unit
         that no longer fits into n is skipped.
 
+        `floor`, `max_removed` and `round_to` limit every layer alike, or by name: ``floor={"features.*": 8, "*": 2}``. Keys are
+        names or `fnmatch` patterns; the first that matches counts, and layers that none matches have the default.
+
         Args:
             scores: Layer → one number per remaining neuron. Layers without scores keep all their neurons.
             n: How many neurons to select.
             coupling: "coupled" selects the same channels in layers that are added together. "paper" selects the same number in
                 each of them, the mean over the layers, at different positions: such a removal no longer equals masking.
-            floor: How many neurons each layer keeps; a dict sets it by layer.
+            floor: How many neurons each layer keeps.
             max_removed: The largest fraction of a layer's original neurons that is removed.
             round_to: Every layer that loses neurons ends at a multiple of this width. Units are then removed in rounded groups;
                 one that no longer fits into n is skipped with all that follow it. A layer that cannot reach a multiple, because
@@ -184,13 +244,14 @@ class Neurons:
             confirm: Whether to trace the smaller network, which takes most of the time, and leave out neurons whose cut does
                 not work. False leaves the check to `remove`, for selections that are only previewed.
         """
-        n, round_to = as_count(n), as_round_to(round_to)
+        n = as_count(n)
         if coupling not in get_args(CouplingMode):
             raise InputError(f"coupling must be 'coupled' or 'paper', got {coupling!r}")
-        alive = {layer.name: layer.remaining for layer in self.layers}
+        alive = {layer.name: layer.alive for layer in self.layers}
         values = as_values(scores, alive)
-        floors = floors_of(floor, max_removed, alive, self._totals)
-        return self._select(values, n, alive, floors, round_to, coupling, confirm)
+        floors = floors_of(floor, max_removed, self._totals)
+        multiples = limit_by_layer("round_to", round_to, self._totals)
+        return self._select(values, n, alive, floors, multiples, coupling, confirm)
 
     def _select(
         self,
@@ -198,7 +259,7 @@ class Neurons:
         n: int,
         alive: Mapping[str, int],
         floors: Mapping[str, int],
-        round_to: int,
+        multiples: Mapping[str, int],
         coupling: CouplingMode,
         confirm: bool,
     ) -> Selection:
@@ -209,9 +270,9 @@ class Neurons:
         while True:
             candidates, room = with_scores(units.values(), values), room_of(alive, floors)
             if coupling == "paper":
-                chosen = self._least_per_branch(candidates, values, n, alive, room, round_to)
+                chosen = self._least_per_branch(candidates, values, n, alive, room, multiples)
             else:
-                chosen = least_coupled(rounded_groups(candidates, values, alive, round_to), n, room)
+                chosen = least_coupled(rounded_groups(candidates, values, alive, multiples), n, room)
             cut = self._as_selection(chosen, n, coupling)
             if not cut or not confirm:
                 return cut
@@ -223,10 +284,10 @@ class Neurons:
                 layer
                 for unit in blamed
                 for layer, _ in unit.members
-                if alive[layer] - len(cut.get(layer, ())) < floors[layer] + round_to
+                if alive[layer] - len(cut.get(layer, ())) < floors[layer] + multiples[layer]
             }
             if tight and floors[min(tight)] == original_floors[min(tight)]:
-                floors = {layer: least + round_to * (layer in tight) for layer, least in floors.items()}
+                floors = {layer: least + multiples[layer] * (layer in tight) for layer, least in floors.items()}
                 units = dict(self._state.units)
             elif not blamed:
                 return self._as_selection([], n, coupling)
@@ -238,13 +299,13 @@ class Neurons:
         n: int,
         alive: Mapping[str, int],
         room: Mapping[str, int],
-        round_to: int,
+        multiples: Mapping[str, int],
     ) -> list[Unit]:
         groups = self._branches.branch_groups(units, self._layer_slots, self._state.alive)
-        if round_to == 1:
+        if not is_rounded(multiples):
             return least_paper(groups, values, n, room)
         tiers = [tier for branches in groups for tier in tiers_of(branches, values)]
-        return least_coupled(rounded_groups(tiers, values, alive, round_to), n, room)
+        return least_coupled(rounded_groups(tiers, values, alive, multiples), n, room)
 
     def _as_selection(self, units: Iterable[Unit], n: int, coupling: CouplingMode) -> Selection:
         positions: dict[str, list[int]] = defaultdict(list)
@@ -263,13 +324,14 @@ class Neurons:
         """The scale of the norm that reads the layer's output, one number per remaining neuron; None without a norm."""
         return self._state.norm_scale(layer)
 
-    def gates(self, coupling: CouplingMode = "coupled") -> Gates:
+    def gates(self, coupling: CouplingMode = "coupled", *, losses: bool = False) -> Gates:
         """Where the output of each neuron is read, for scores that are derivatives. With "paper", layers that are added
-        together have gates of their own."""
+        together have gates of their own; with `losses`, gates are for training mode with norms and dropout in evaluation
+        mode."""
         self._check_shapes()
         structure = self._branches.structure if coupling == "paper" else self._structure
         slots = {name: self._layer_slots[name] for name in self._prunable}
-        return find_gates(structure, slots, self._state.alive, per_branch=coupling == "paper")
+        return find_gates(structure, slots, self._state.alive, per_branch=coupling == "paper", losses=losses)
 
     # Removing
 
@@ -323,6 +385,9 @@ class Neurons:
                     f"{name} must have shape {expected}, got {tuple(tensor.shape)}; the network changed after Neurons was "
                     "created: create it again"
                 )
+        self._structure.update_values()
+        if "_branches" in self.__dict__:
+            self._branches.structure.update_values()
 
     def _after(self, selection: Mapping[str, Sequence[int]]) -> PruningState:
         self._check_shapes()
@@ -389,4 +454,4 @@ class Neurons:
 
     def __str__(self) -> str:
         """A table with one line per layer, and one line per reason for frozen neurons."""
-        return table(self.layers, self.frozen, self.preview({}))
+        return table(self.layers, self.frozen, self.left_out, self.preview({}))

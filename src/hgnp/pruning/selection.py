@@ -1,10 +1,10 @@
 """Selection: the least important neurons, within the limits that a user sets.
 
-With `round_to` = m every layer that loses neurons ends at a width that is a multiple of m. Units are then removed in *rounded
-groups*. The units that take the same number of neurons from the same layers have one *footprint*: x of them take x·k_L
-neurons from layer L. With widths w_L the first rounded group makes every w_L − Σ x·k_L ≡ 0 (mod m); each later one takes the
-least number s of units of one footprint with s·k_L ≡ 0, and so leaves multiples again. Footprints that share a layer have
-their first rounded group together.
+With `round_to` every layer L that loses neurons ends at a width that is a multiple of its m_L. Units are then removed in
+*rounded groups*. The units that take the same number of neurons from the same layers have one *footprint*: x of them take x·k_L
+neurons from layer L. With widths w_L the first rounded group makes every w_L − Σ x·k_L ≡ 0 (mod m_L); each later one takes the
+least number s of units of one footprint with s·k_L ≡ 0 (mod m_L), and so leaves multiples again. Footprints that share a layer
+have their first rounded group together.
 """
 
 import math
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hgnp.errors import InputError, InputTypeError
+from hgnp.pruning.limits import limit_by_layer
 
 Scores = Mapping[str, Tensor]
 """Layer → one number per remaining neuron."""
@@ -117,10 +118,18 @@ def coupling_of(selection: Mapping[str, Sequence[int]]) -> CouplingMode:
 # Widths in multiples
 
 
-def rounded_groups(units: Iterable[Unit], scores: Values, widths: Mapping[str, int], round_to: int) -> list[Unit]:
-    """Rounded groups, the least important first; those of one footprint in its own order. With `round_to` 1, the units."""
+def is_rounded(multiples: Mapping[str, int]) -> bool:
+    """Whether a width must be a multiple of more than 1."""
+    return any(multiple > 1 for multiple in multiples.values())
+
+
+def rounded_groups(
+    units: Iterable[Unit], scores: Values, widths: Mapping[str, int], multiples: Mapping[str, int]
+) -> list[Unit]:
+    """Rounded groups, the least important first; those of one footprint in its own order. With multiples of 1, the units.
+    `multiples`: layer → the number that its width must be a multiple of."""
     ranking = ranked(units, scores)
-    if round_to == 1:
+    if not is_rounded(multiples):
         return ranking
     by_footprint: dict[Footprint, list[Unit]] = defaultdict(list)
     for unit in ranking:
@@ -133,13 +142,13 @@ def rounded_groups(units: Iterable[Unit], scores: Values, widths: Mapping[str, i
         return groups[-1]
 
     for sharing in _sharing_layers(by_footprint):
-        counts = _counts_to_multiples(sharing, widths, round_to)
+        counts = _counts_to_multiples(sharing, widths, multiples)
         if counts is None or any(len(by_footprint[footprint]) < count for footprint, count in counts.items()):
             continue
         first = [unit for footprint, count in counts.items() for unit in by_footprint[footprint][:count]]
         start = add(first, (-math.inf, None)) if first else (-math.inf, None)
         for footprint, count in counts.items():
-            step = math.lcm(*(round_to // math.gcd(round_to, size) for _, size in footprint))
+            step = math.lcm(*(multiples[layer] // math.gcd(multiples[layer], size) for layer, size in footprint))
             last, mine = start, by_footprint[footprint]
             for index in range(count, len(mine) - step + 1, step):
                 last = add(mine[index : index + step], last)
@@ -158,7 +167,7 @@ def _sharing_layers(footprints: Iterable[Footprint]) -> list[list[Footprint]]:
 
 
 def _counts_to_multiples(
-    sharing: Sequence[Footprint], widths: Mapping[str, int], round_to: int
+    sharing: Sequence[Footprint], widths: Mapping[str, int], multiples: Mapping[str, int]
 ) -> dict[Footprint, int] | None:
     """How many units of each footprint the first rounded group has. The last footprint with a layer rounds that layer."""
     left = {layer: widths[layer] for footprint in sharing for layer, _ in footprint}
@@ -166,7 +175,10 @@ def _counts_to_multiples(
     counts = {}
     for footprint in sharing:
         rounds = [(layer, size) for layer, size in footprint if last[layer] == footprint]
-        fits = (x for x in range(round_to) if all((left[layer] - x * size) % round_to == 0 for layer, size in rounds))
+        period = math.lcm(*(multiples[layer] for layer, _ in rounds))
+        fits = (
+            x for x in range(period) if all((left[layer] - x * size) % multiples[layer] == 0 for layer, size in rounds)
+        )
         if (count := next(fits, None)) is None:
             return None
         counts[footprint] = count
@@ -203,13 +215,6 @@ def as_count(n: int) -> int:
     return operator.index(n)
 
 
-def as_round_to(round_to: int) -> int:
-    """The number that widths must be multiples of, validated."""
-    if isinstance(round_to, bool) or not hasattr(round_to, "__index__") or operator.index(round_to) < 1:
-        raise InputError(f"round_to must be a whole number ≥ 1, such as 8, got {round_to!r}")
-    return operator.index(round_to)
-
-
 def as_positions(layer: str, positions: Sequence[int], alive: int) -> Tensor:
     """Positions in a layer with `alive` remaining neurons, validated."""
     try:
@@ -226,18 +231,11 @@ def as_positions(layer: str, positions: Sequence[int], alive: int) -> Tensor:
 
 
 def floors_of(
-    floor: int | Mapping[str, int], max_removed: float, alive: Mapping[str, int], totals: Mapping[str, int]
+    floor: int | Mapping[str, int], max_removed: float | Mapping[str, float], totals: Mapping[str, int]
 ) -> dict[str, int]:
     """How many neurons each layer keeps, validated: `floor`, and all but the fraction `max_removed` of its original number."""
-    if isinstance(max_removed, bool) or not isinstance(max_removed, int | float) or not 0 <= max_removed <= 1:
-        raise InputError(f"max_removed must be a number between 0 and 1, got {max_removed!r}")
-    for name in floor if isinstance(floor, Mapping) else ():
-        _check_prunable("floor", name, alive)
-    floors = {name: floor.get(name, 1) if isinstance(floor, Mapping) else floor for name in alive}
-    for name, least in floors.items():
-        if isinstance(least, bool) or not isinstance(least, int) or least < 1:
-            raise InputError(f"floor must be a whole number ≥ 1, as no layer is emptied, got {least!r} for {name}")
-    return {name: max(least, totals[name] - int(max_removed * totals[name] + 1e-9)) for name, least in floors.items()}
+    floors, shares = limit_by_layer("floor", floor, totals), limit_by_layer("max_removed", max_removed, totals)
+    return {name: max(floors[name], total - int(shares[name] * total + 1e-9)) for name, total in totals.items()}
 
 
 def _check_prunable(argument: str, layer: str, alive: Mapping[str, int]) -> None:

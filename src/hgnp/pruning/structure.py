@@ -7,23 +7,28 @@ network at the smaller shapes; `verify.py` checks those traces.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from hgnp.errors import InputError, first_line, is_too_few_values
 from hgnp.pruning.coupling import Coupling, NewCouplingError, ReadOnlyCoupling
-from hgnp.pruning.graph import Graph, Inputs, spec_of, tensors_of
+from hgnp.pruning.graph import Graph, Inputs, Outputs, Stop, spec_of, tensors_of
 from hgnp.pruning.labels import compact, shape_after, varying_dims
 from hgnp.pruning.propagation import LabelledCall, LabelPropagation
 from hgnp.pruning.rules import op_name
-from hgnp.pruning.trace import UNTRACEABLE, batch_norms_to_eval, trace_forward
+from hgnp.pruning.trace import UNTRACEABLE, Decisions, trace_forward
 from hgnp.pruning.widths import Shape, stated_widths, weight_name
 from hgnp.removal import Removal
+from hgnp.state_guards import norms_and_dropout_to_eval
+
+Attributes = tuple[nn.Module, Mapping[str, Any]]
+"""A module and values for its attributes."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,8 @@ class TracedForward:
     graphs: Mapping[bool, Graph]
     eval_norms: bool
     """Whether batch norms were in evaluation mode for both, as the example input has one value per channel."""
+    undecidable: frozenset[str] = frozenset()
+    """Places in the code whose decisions by the inputs may take another path."""
 
 
 class PathError(InputError):
@@ -46,9 +53,29 @@ class PathError(InputError):
         )
 
 
+def batch_norms_to_eval(net: nn.Module) -> None:
+    """Puts batch norms in evaluation mode: one value per channel cannot be normalised over the batch."""
+    for module in net.modules():
+        if isinstance(module, _BatchNorm):
+            module.training = False
+
+
+def _equal(now: Tensor, before: Tensor) -> bool:
+    return torch.equal(now.detach(), before.to(now.device, now.dtype))
+
+
+def where(module: str) -> str:
+    return f" in {module}" if module else " in the network's own forward"
+
+
+def depends_on_data(stop: Stop) -> str:
+    return f"the forward pass depends on its data{where(stop.module)} ({op_name(stop.op)})"
+
+
 class Structure:
     """`traced` is the trace of the network as it is, if there is one already. With `per_branch`, additions leave their operands
-    uncoupled."""
+    uncoupled. `caches` are attributes, by module, that the forward pass computes anew at other shapes: before a trace they are
+    set to these values, which are of other shapes, so that each trace computes them."""
 
     def __init__(
         self,
@@ -57,9 +84,13 @@ class Structure:
         *,
         approximate: bool,
         per_branch: bool = False,
+        outputs: Outputs | None = None,
         traced: TracedForward | None = None,
+        caches: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        self.net, self.inputs = net, inputs
+        self.net, self.inputs, self.outputs = net, inputs, outputs
+        self.caches = caches or {}
+        self._undecidable = frozenset[str]() if traced is None else traced.undecidable
         self._approximate, self._per_branch = approximate, per_branch
         self.shapes: dict[str, Shape] = {name: tuple(t.shape) for name, t in tensors_of(net).items()}
         self._specs = {name: spec_of(tensor) for name, tensor in tensors_of(net).items()}  # the network may move later
@@ -69,10 +100,10 @@ class Structure:
         for training in (False, True):
             graph = self._trace(training) if traced is None else traced.graphs[training]
             propagation = self.propagations[training] = self._propagation(graph, self.coupling)
-            if graph.error is not None:
+            if graph.error is not None and graph.stop is None:
                 everything = torch.arange(len(self.coupling))
                 self.coupling.freeze(everything, f"the forward pass depends on its data ({first_line(graph.error)})")
-            propagation.run()
+            self._run(propagation)
         self._freeze_unused()
         _make_rectangular(self.coupling, *self.propagations.values())
         self.update_roots()
@@ -80,7 +111,7 @@ class Structure:
     @property
     def traced(self) -> TracedForward:
         graphs = {training: propagation.graph for training, propagation in self.propagations.items()}
-        return TracedForward(graphs, self._eval_norms)
+        return TracedForward(graphs, self._eval_norms, self._undecidable)
 
     def update_roots(self) -> None:
         """Reads the roots and frozen slots off the coupling, after it has changed."""
@@ -91,10 +122,14 @@ class Structure:
         return LabelPropagation(graph, coupling, approximate=self._approximate, per_branch=self._per_branch)
 
     def _trace(self, training: bool) -> Graph:
-        graph = trace_forward(self.net, self.inputs, training=training)
+        graph = self._trace_forward(self.inputs, training)
         if training and is_too_few_values(graph.error):
             self._eval_norms = True
-            graph = trace_forward(self.net, self.inputs, training=True, adjust=lambda: batch_norms_to_eval(self.net))
+            graph = self._trace_forward(self.inputs, training)
+        undecidable = {place for place in graph.decisions if not self._is_check(graph, training, place)}
+        if undecidable:
+            self._undecidable |= undecidable
+            graph = self._trace_forward(self.inputs, training)
         if graph.error is not None and not isinstance(graph.error, UNTRACEABLE):
             where = f" in {graph.error_module}" if graph.error_module else ""
             mode = "train" if training else "eval"
@@ -102,6 +137,71 @@ class Structure:
                 f"net(example_input) failed{where} ({mode} mode): {first_line(graph.error)}"
             ) from graph.error
         return graph
+
+    def _is_check(self, graph: Graph, training: bool, place: str) -> bool:
+        """Whether the code raises an error, or does the same, if the decision at this place has the other outcome."""
+        other = self._trace_forward(self.inputs, training, other=place)
+        if other.error is not None and not isinstance(other.error, UNTRACEABLE):
+            return True
+        same = [call.op for call in other.op_calls] == [call.op for call in graph.op_calls]
+        return same and (other.stop and other.stop[1:]) == (graph.stop and graph.stop[1:])
+
+    def _trace_forward(
+        self,
+        inputs: Inputs,
+        training: bool,
+        attributes: Sequence[Attributes] = (),
+        *,
+        losses: bool = False,
+        other: str = "",
+        **options: Any,
+    ) -> Graph:
+        """The trace with these attributes of modules, and with the caches of other shapes; with `losses`, norms and dropout are
+        in evaluation mode, and with `other` the decision at this place of the code has the other outcome."""
+
+        def trace(caches: Mapping[str, Mapping[str, Any]]) -> Graph:
+            def adjust() -> None:
+                for module, values in [*((modules[name], values) for name, values in caches.items()), *attributes]:
+                    module.__dict__.update(values)
+                if self._eval_norms:
+                    batch_norms_to_eval(self.net)
+                if losses:
+                    norms_and_dropout_to_eval(self.net)
+
+            decisions = Decisions(other, self._undecidable)
+            return trace_forward(
+                self.net, inputs, training=training, adjust=adjust, outputs=self.outputs, decisions=decisions, **options
+            )
+
+        modules = dict(self.net.named_modules())
+        graph = trace(self.caches)
+        if any(graph.written[name].keys() & values.keys() for name, values in self.caches.items()):
+            return graph
+        return trace({}) if self.caches else graph  # these shapes are by chance those of the caches
+
+    def _run(self, propagation: LabelPropagation) -> None:
+        """Propagates labels. Freezes tensors whose values the code reads."""
+        for name, read in propagation.graph.read_values.items():
+            if read.source is None:
+                propagation.coupling.freeze(self._slots_of(name), f"its value is read{where(read.module)}")
+        propagation.run()
+        self._freeze_at_stop(propagation)
+
+    def _freeze_at_stop(self, propagation: LabelPropagation) -> None:
+        """Where recording has stopped, freezes whatever the code may still use: tensors that it holds, and weights that it has
+        not used yet."""
+        graph, coupling = propagation.graph, propagation.coupling
+        if graph.stop is None:
+            return
+        reason = depends_on_data(graph.stop)
+        for index in sorted(graph.stop.held):
+            if graph.values[index].name is None:
+                for label in propagation.tensors[index].labels:
+                    coupling.freeze(label, f"{reason}, where it is still in use")
+        used = {graph.values[index].name for call in graph.op_calls for index in call.reads}
+        for name in self.shapes:
+            if name not in used:
+                coupling.freeze(self._slots_of(name), f"{reason}, before it is used")
 
     def _freeze_unused(self) -> None:
         used = {
@@ -125,6 +225,11 @@ class Structure:
         mine = [slots for (owner, _), slots in self.coupling.slots.items() if owner == name]
         return torch.cat(mine) if mine else torch.zeros(0, dtype=torch.long)
 
+    @property
+    def stops(self) -> list[Stop]:
+        """Where recording has stopped."""
+        return [p.graph.stop for p in self.propagations.values() if p.graph.stop is not None]
+
     def neuron_slots(self) -> dict[str, Tensor]:
         """Layer → the slots of its neurons.
 
@@ -145,24 +250,40 @@ class Structure:
                     result[name] = slots
         return result
 
-    def propagate(self, inputs: Inputs) -> LabelPropagation:
-        """Label propagation through the forward pass of these inputs in evaluation mode. PathError if it couples or freezes
-        more than the traced passes do."""
-        all_alive = torch.ones(len(self.coupling), dtype=torch.bool)
-        adjust = self._adjust(all_alive)
-        graph = trace_forward(self.net, inputs, training=False, shapes=self.shapes, adjust=adjust, compute_inputs=True)
-        if graph.error is not None:
+    def propagate(self, inputs: Inputs, *, losses: bool = False) -> LabelPropagation:
+        """Label propagation through the forward pass of these inputs in evaluation mode, or, with `losses`, in training mode
+        with norms and dropout in evaluation mode. PathError if it couples or freezes more than the traced passes do."""
+        attributes = self._stated_widths(torch.ones(len(self.coupling), dtype=torch.bool))
+        real = inputs is not self.inputs
+        return self._propagate(
+            self._trace_forward(inputs, losses, attributes, losses=losses, shapes=self.shapes, compute_inputs=real)
+        )
+
+    def _propagate(self, graph: Graph) -> LabelPropagation:
+        """Label propagation through another path. PathError if it couples or freezes more than the traced passes do."""
+        if graph.error is not None and graph.stop is None:
             raise PathError(graph.error_module, first_line(graph.error)) from graph.error
         coupling = ReadOnlyCoupling(self.coupling)
         propagation = self._propagation(graph, coupling)
         try:
-            propagation.run()
+            self._run(propagation)
             _make_rectangular(coupling, propagation)
         except NewCouplingError as error:
-            raise PathError(
-                propagation.call.module, f"it couples or freezes more neurons than the traced path: {error}"
-            ) from error
+            module = propagation.call.module if propagation.calls else ""
+            raise PathError(module, f"it couples or freezes more neurons than the traced path: {error}") from error
         return propagation
+
+    def update_values(self) -> None:
+        """Traces the network again if a value that its code reads has changed. PathError if more neurons are coupled or frozen
+        then."""
+        tensors = tensors_of(self.net)
+        reads = [item for propagation in self.propagations.values() for item in propagation.graph.read_values.items()]
+        if all(_equal(tensors[name] if read.source is None else read.source, read.value) for name, read in reads):
+            return
+        attributes = self._stated_widths(torch.ones(len(self.coupling), dtype=torch.bool))
+        for training in self.propagations:
+            graph = self._trace_forward(self.inputs, training, attributes, shapes=self.shapes, specs=self._specs)
+            self.propagations[training] = self._propagate(graph)
 
     # Cuts. `alive` is a mask over all slots
 
@@ -211,24 +332,14 @@ class Structure:
     def trace_cut(self, alive: Tensor) -> Iterator[tuple[LabelPropagation, bool, Graph]]:
         """The network's own code traced at the shapes after a cut: (label propagation of the whole network, mode, graph)."""
         shapes = self.shapes | self.shapes_after(alive)
-        adjust = self._adjust(alive)
+        attributes = self._stated_widths(alive)
         for training, propagation in self.propagations.items():
-            graph = trace_forward(
-                self.net, self.inputs, training=training, shapes=shapes, specs=self._specs, adjust=adjust
-            )
+            graph = self._trace_forward(self.inputs, training, attributes, shapes=shapes, specs=self._specs)
             yield propagation, training, graph
 
-    def _adjust(self, alive: Tensor) -> Callable[[], None]:
-        """A function that sets the attributes that state widths, for the duration of a trace."""
-        attributes = [(module, widths) for _, module, widths in self.widths_after(alive) if widths]
-
-        def adjust() -> None:
-            for module, widths in attributes:
-                module.__dict__.update(widths)
-            if self._eval_norms:
-                batch_norms_to_eval(self.net)
-
-        return adjust
+    def _stated_widths(self, alive: Tensor) -> list[Attributes]:
+        """The attributes that state widths after a cut."""
+        return [(module, widths) for _, module, widths in self.widths_after(alive) if widths]
 
     def macs(self, alive: Tensor) -> int:
         """Multiply–accumulates of convolutions and matrix products in one evaluation-mode forward pass of the example input."""

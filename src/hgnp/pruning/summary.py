@@ -9,10 +9,10 @@ from hgnp.errors import named
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer with prunable neurons: how many remain, and how many there were."""
+    """A layer with prunable neurons: how many are alive, and how many there were."""
 
     name: str
-    remaining: int
+    alive: int
     total: int
 
 
@@ -35,10 +35,10 @@ class Preview:
     kept: float
 
 
-def table(layers: Sequence[Layer], frozen: Sequence[Frozen], state: Preview) -> str:
+def table(layers: Sequence[Layer], frozen: Sequence[Frozen], left_out: Sequence[Layer], state: Preview) -> str:
     width = max([len(layer.name) for layer in layers] + [5])
-    lines = [f"{'layer':<{width}}  remaining  total"]
-    lines += [f"{layer.name:<{width}}  {layer.remaining:>9}  {layer.total:>5}" for layer in layers]
+    lines = [f"{'layer':<{width}}  alive  total"]
+    lines += [f"{layer.name:<{width}}  {layer.alive:>5}  {layer.total:>5}" for layer in layers]
     lines.append(
         f"{state.neurons} neurons, {state.parameters:,} parameters ({state.kept:.1%} kept), {state.macs:,} MACs"
     )
@@ -48,4 +48,7 @@ def table(layers: Sequence[Layer], frozen: Sequence[Frozen], state: Preview) -> 
     for reason, entries in reasons.items():
         shown = named([entry.name for entry in entries])
         lines.append(f"frozen: {sum(entry.count for entry in entries)} in {shown}: {reason}")
+    if left_out:
+        shown = named([layer.name for layer in left_out])
+        lines.append(f"in outputs that do not count: {sum(layer.alive for layer in left_out)} in {shown}")
     return "\n".join(lines)

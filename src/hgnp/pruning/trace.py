@@ -3,17 +3,26 @@
 The network's own forward runs once on fake tensors (shapes without data) while a dispatch mode records every ATen operator.
 Python code, hooks and parametrisations run as they would in training; weights, buffers, random number generators and the
 modules' attributes are restored.
+
+Code may read values. Those of parameters, buffers and other tensors that no operator has written are known: they are used, and
+noted in `Graph.read_values`. At any other value (a threshold, non-maximum suppression) recording stops: `Graph.stop` tells
+which tensors the code still held there.
 """
 
 import gc
 import logging
+import math
+import os
 import signal
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +35,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from hgnp.errors import InputTypeError
@@ -37,6 +45,9 @@ from hgnp.pruning.graph import (
     Graph,
     Inputs,
     OpCall,
+    Outputs,
+    ReadValue,
+    Stop,
     TensorSpec,
     Value,
     ValueRef,
@@ -67,7 +78,16 @@ _BOOLEANS = {outcome: torch.tensor(outcome) for outcome in (False, True)}
 class _OperatorTracer(TorchDispatchMode):
     """Records every ATen operator call and the tensors that it reads and writes."""
 
-    def __init__(self, net: nn.Module, weights: Mapping[int, str], inputs: list[Tensor]) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        weights: Mapping[int, str],
+        real: Mapping[str, Tensor],
+        inputs: Mapping[int, tuple[Tensor, Tensor]],
+        decisions: "Decisions",
+    ) -> None:
+        """`weights`: the names of the fake parameters and buffers, by id; `real`: the values to read for them; `inputs`: each
+        input with its data."""
         super().__init__()
         self.graph = Graph()
         self.module_calls = ModuleCallTracker(net, self._on_module_call)
@@ -75,8 +95,14 @@ class _OperatorTracer(TorchDispatchMode):
         self._index: dict[int, int] = {}
         self._uniform_samples: set[int] = set()
         self._references: list[Tensor] = []  # keeps id() unique for the duration of the trace
-        for tensor in inputs:
-            self.value(tensor, computed=False)
+        self._real = dict(real)
+        self._calls: list[OpCall] = []
+        self._producer: dict[int, int] = {}
+        """Value → the call that computed it, among `_calls`: those that failed halfway are there too."""
+        self._written: set[int] = set()
+        self._inputs = {self.value(tensor, computed=False): data for tensor, data in inputs.values()}
+        self._decisions, self._places = decisions, dict[str, None]()
+        self._uniform: dict[int, tuple[float, float]] = {}
 
     def _on_module_call(self, call: ModuleCall, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor):
@@ -139,17 +165,171 @@ class _OperatorTracer(TorchDispatchMode):
         if _only_changes_strides(op, args, kwargs):
             return op(*args, **kwargs)
         shapes_only = op is torch.ops.aten.native_batch_norm.default and isinstance(args[0], FakeTensor)
-        result = _batch_norm(*args) if shapes_only else op(*args, **kwargs)
+        try:
+            result = _batch_norm(*args) if shapes_only else op(*args, **kwargs)
+        except UNTRACEABLE:
+            refs = self._with_refs(args, kwargs)
+            with _disable_current_modes(), torch.no_grad():
+                values = self._known_result(op, *refs, reads)
+                if values is None:
+                    values = self._decided(op, reads)
+            if values is None:
+                self.graph.stop = Stop(self._held(), op, self.module_calls.current.module)
+                raise
+            result = tree_map(lambda leaf: _as_fake(leaf, args) if isinstance(leaf, Tensor) else leaf, values)
         computed = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._evaluate_sure_comparison(op, args, result)
         if computed:
-            refs = tree_map(
-                lambda leaf: ValueRef(self._index[id(leaf)]) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
-            )
+            refs = self._with_refs(args, kwargs)
             writes = tuple(self.value(tensor, computed=True) for tensor in computed)
             module = self.module_calls.current.module
-            self.graph.op_calls.append(OpCall(op, refs[0], refs[1], reads, writes, module))
+            for index in writes:
+                if index in reads:
+                    self._written.add(self.graph.values[index].storage)
+                if op is torch.ops.aten.uniform_.default:
+                    low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
+                    self._uniform[index] = low, high
+                self._producer[index] = len(self._calls)
+            self._calls.append(OpCall(op, refs[0], refs[1], reads, writes, module))
+            self.graph.op_calls.append(self._calls[-1])
         return result
+
+    def _with_refs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        refs: tuple[Any, Any] = tree_map(
+            lambda leaf: ValueRef(self._index[id(leaf)]) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+        )
+        return refs
+
+    # Values that the code reads
+
+    def _known_result(self, op: OpOverload, args: Any, kwargs: Any, reads: tuple[int, ...]) -> Any:
+        """What the operator returns, if all that it reads is known; else None. Notes the tensors behind it."""
+        found: dict[int, Tensor] = {}
+        sources: set[int] = set()
+        if not all(self._evaluate(index, found, sources) for index in reads):
+            return None
+        module = self.module_calls.current.module
+        for index in sources:
+            name = self.graph.values[index].name
+            read = ReadValue(found[index].detach().clone(), module, found[index] if name is None else None)
+            self.graph.read_values.setdefault(name or f"a constant of {module} ({index})", read)
+        return _call(op, args, kwargs, found)
+
+    def _decided(self, op: OpOverload, reads: tuple[int, ...]) -> Any:
+        """One of the two outcomes of a decision by the inputs or by a random number, or None where there are more."""
+        scalar, index = op is torch.ops.aten._local_scalar_dense.default, reads[0] if reads else -1
+        place, found = _place(), dict[int, Tensor]()
+        if scalar and index in self._uniform:
+            low, high = self._uniform[index]
+            outcomes: tuple[Any, Any] = low, math.nextafter(high, low)
+        elif not all(self._evaluate(read, found, set(), inputs=True) for read in reads):
+            return None
+        elif self._decisions.other in self._places:  # behind the other outcome: no longer what the inputs say
+            if op is torch.ops.aten.nonzero.default:
+                return torch.zeros(1, found[index].dim(), dtype=torch.long)
+            return found[index].new_zeros(()).item() if scalar else None
+        elif scalar and found[index].dtype == torch.bool:
+            outcomes = bool(found[index]), not bool(found[index])
+        else:
+            return None
+        if place in self._decisions.undecidable:
+            return None
+        self._places[place] = None
+        self.graph.decisions = tuple(self._places)
+        return outcomes[place == self._decisions.other]
+
+    def _evaluate(self, index: int, found: dict[int, Tensor], sources: set[int], *, inputs: bool = False) -> bool:
+        """Whether a value depends on parameters, buffers and constants alone (or on inputs and constants), which no operator
+        has written; then it is added to `found`, and those that it depends on to `sources`."""
+        if index in found:
+            return True
+        value = self.graph.values[index]
+        if value.storage in self._written or (index in self._inputs and not inputs):
+            return False
+        if index in self._inputs:
+            found[index] = self._inputs[index]
+            return True
+        if value.name is not None:
+            if inputs or value.shape != self._real[value.name].shape:  # a cut may have changed it
+                return False
+            found[index] = self._real[value.name]
+            sources.add(index)
+            return True
+        if value.constant is not None and not value.computed and not isinstance(value.constant, FakeTensor):
+            found[index] = value.constant
+            sources.add(index)
+            return True
+        if index not in self._producer:
+            return False
+        call = self._calls[self._producer[index]]
+        if torch.Tag.nondeterministic_seeded in call.op.tags:
+            return False
+        if not all(self._evaluate(read, found, sources, inputs=inputs) for read in call.reads):
+            return False
+        results = [
+            leaf for leaf in tree_leaves(_call(call.op, call.args, call.kwargs, found)) if isinstance(leaf, Tensor)
+        ]
+        found |= dict(zip(call.writes, results, strict=True))
+        return True
+
+    def _held(self) -> frozenset[int]:
+        """The values that code still refers to: something other than this tracer and PyTorch's graph of gradients."""
+        return frozenset(
+            self._index[id(tensor)]
+            for tensor in self._references
+            if sys.getrefcount(tensor) > HELD_BY_TRACER + _HELD_IN_CPP * (tensor._use_count() > 1)
+        )
+
+
+class Decisions(NamedTuple):
+    """What to do where the code reads a truth value of the inputs (is a box degenerate?) or a random number: take the example's
+    own outcome, the other one at the place `other`, or none at the `undecidable` places, where recording stops."""
+
+    other: str = ""
+    undecidable: frozenset[str] = frozenset()
+
+
+def _place() -> str:
+    """The line of code, outside of PyTorch and hgnp, that is running."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
+HELD_BY_TRACER = 3
+"""References to a tensor that only the tracer holds: its list, a loop variable and the argument of `sys.getrefcount`."""
+
+
+def _references_in_cpp() -> int:
+    """How many references a tensor has because PyTorch's graph of gradients refers to it: 1 in some versions, 0 in others.
+    There is no API to ask; tests/pruning/test_values.py fails if this changes."""
+    saved = torch.ones(1, requires_grad=True) * 1
+    before = sys.getrefcount(saved)
+    result = saved.sin()
+    return sys.getrefcount(saved) - before + 0 * len(result)
+
+
+_HELD_IN_CPP = _references_in_cpp()
+
+
+def _call(op: OpOverload, args: Any, kwargs: Any, known: Mapping[int, Tensor]) -> Any:
+    """Runs an operator on known values."""
+    args, kwargs = tree_map(lambda leaf: known[leaf.index] if isinstance(leaf, ValueRef) else leaf, (args, kwargs))
+    return op(*args, **kwargs)
+
+
+def _as_fake(tensor: Tensor, args: Any) -> Tensor:
+    mode = next((leaf.fake_mode for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor)), None)
+    return tensor if mode is None else mode.from_tensor(tensor)
+
+
+def _as_zeros(leaf: Any) -> Any:
+    """A fake tensor as a real one of its shape: fake ones end with their trace."""
+    if not isinstance(leaf, FakeTensor):
+        return leaf
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
 
 
 def _only_changes_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -221,6 +401,8 @@ def trace_forward(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     specs: Mapping[str, TensorSpec] | None = None,
     adjust: Callable[[], None] = lambda: None,
+    outputs: Outputs | None = None,
+    decisions: Decisions = Decisions(),  # noqa: B008
     compute_inputs: bool = False,
 ) -> Graph:
     """The forward pass of `net` in training or evaluation mode as a graph.
@@ -228,9 +410,12 @@ def trace_forward(
     `shapes` and `specs` give parameters and buffers another shape, dtype and device for this one pass and `adjust` sets module
     attributes to match: this is how a cut is tried before any tensor changes. With `compute_inputs`, the inputs and what is
     computed from them alone have data, so that code which reads them (whether a mask has padding) takes its real path.
+    `outputs` says which of the returned tensors count, or replaces the network's forward.
     """
     with torch.inference_mode(False), _defer_interrupts():
-        graph, computed = _trace(net, inputs, training, shapes or {}, specs or {}, adjust, compute_inputs)
+        graph, computed = _trace(
+            net, inputs, training, shapes or {}, specs or {}, adjust, outputs, decisions, compute_inputs
+        )
     if FakeTensorMode.cache_info().size > MAX_CACHED_SHAPES:
         FakeTensorMode.cache_clear()  # PyTorch keeps an entry per operator and shape, and every removal adds new ones
     if shapes is None and graph.error is None and any(tensor() is not None for tensor in computed):
@@ -248,6 +433,8 @@ def _trace(
     shapes: Mapping[str, tuple[int, ...]],
     specs: Mapping[str, TensorSpec],
     adjust: Callable[[], None],
+    outputs: Outputs | None,
+    decisions: Decisions,
     compute_inputs: bool,
 ) -> tuple[Graph, list["weakref.ref[Tensor]"]]:
     """The graph, and references to the tensors that were computed, which should be freed by now."""
@@ -256,7 +443,9 @@ def _trace(
     args, kwargs = inputs
     if not compute_inputs:
         args, kwargs = tree_map(lambda leaf: fake_mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
-    tracer = _OperatorTracer(net, weights, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+    pairs = zip(tree_leaves((args, kwargs)), tree_leaves(inputs), strict=True)
+    given = {id(leaf): (leaf, data) for leaf, data in pairs if isinstance(leaf, Tensor)}
+    tracer = _OperatorTracer(net, weights, tensors_of(net), given, decisions)
     graph = tracer.graph
     with (
         preserve_state(net),
@@ -269,19 +458,35 @@ def _trace(
         for module in net.modules():
             for own in (module.__dict__["_parameters"], module.__dict__["_buffers"]):
                 own.update({key: fakes[id(tensor)] for key, tensor in own.items() if tensor is not None})
+        if outputs is not None and outputs.replaces_forward:
+            net.__dict__["forward"] = partial(outputs.function, *(() if outputs.is_method else (net,)))
+        attributes = {name: dict(module.__dict__) for name, module in net.named_modules()}
         try:
             before = python_rng_state()
             # without the mode, operators that read no weight compute data; a weight is fake and brings its mode with it
             fake = nullcontext() if compute_inputs else fake_mode
             with torch.enable_grad(), fake, tracer, _FunctionTracer(tracer):
                 output = net(*args, **kwargs)
-            graph.outputs = tuple(tracer.value(tensor, computed=False) for tensor in _tensors(output))
+            returned = [tracer.value(tensor, computed=False) for tensor in tensors_in_output(output)]
+            if outputs is not None and not outputs.replaces_forward:
+                with torch.enable_grad(), fake, tracer:
+                    output = outputs.function(output)
+            graph.outputs = tuple(tracer.value(tensor, computed=False) for tensor in tensors_in_output(output))
+            graph.left_out = tuple(index for index in returned if index not in graph.outputs)
+            if graph.stop is not None:
+                raise UntraceableError(f"it catches the error of {graph.stop.op} on data that is not known")
             if python_rng_state() != before:
                 raise UntraceableError("it uses Python's or NumPy's random numbers")
             if not graph.outputs:
                 raise InputTypeError(f"the network must return tensors, got {type(output).__name__}")
         except Exception as error:
             graph.error, graph.error_module = error, module_that_raised(net, error)
+        for name, module in net.named_modules():
+            graph.written[name] = {
+                key: tree_map(_as_zeros, value)
+                for key, value in module.__dict__.items()
+                if key not in ("_parameters", "_buffers", "training") and value is not attributes[name].get(key, module)
+            }
     return graph, tracer.computed()
 
 
@@ -316,13 +521,6 @@ def math_attention() -> Iterator[None]:
         log.setLevel(level)
 
 
-def batch_norms_to_eval(net: nn.Module) -> None:
-    """Puts batch norms in evaluation mode: one value per channel cannot be normalised over the batch."""
-    for module in net.modules():
-        if isinstance(module, _BatchNorm):
-            module.training = False
-
-
 def _fake_weights(
     net: nn.Module, fake_mode: FakeTensorMode, shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, TensorSpec]
 ) -> tuple[dict[int, Tensor], dict[int, str]]:
@@ -347,7 +545,7 @@ def _fake_weights(
     return fakes, weights
 
 
-def _tensors(output: Any, depth: int = 8) -> Iterator[Tensor]:
+def tensors_in_output(output: Any, depth: int = 8) -> Iterator[Tensor]:
     """The tensors in a network's output: in containers of any class, dataclasses, objects with attributes."""
     if isinstance(output, Tensor):
         yield output
@@ -361,4 +559,4 @@ def _tensors(output: Any, depth: int = 8) -> Iterator[Tensor]:
         inside += [getattr(output, slot) for slot in slots if hasattr(output, slot)]
         inside += getattr(output, "__dict__", {}).values()
         for part in inside:
-            yield from _tensors(part, depth - 1)
+            yield from tensors_in_output(part, depth - 1)

@@ -1,5 +1,6 @@
 """Validation of a network, its example input and the names of protected modules."""
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hgnp.errors import InputError, InputTypeError, meant
-from hgnp.pruning.graph import Inputs
+from hgnp.pruning.graph import Inputs, Outputs
 
 
 def check_net(net: object) -> None:
@@ -60,6 +61,28 @@ def as_inputs(example: Any) -> Inputs:
     raise InputTypeError(
         f"example_input must be a tensor, a tuple or a dict of keyword arguments, got {type(example).__name__}"
     )
+
+
+def as_outputs(net: nn.Module, function: Any) -> Outputs | None:
+    """What `Neurons(outputs=…)` means. InputError unless it is a function whose arguments tell."""
+    if function is None:
+        return None
+    owner = getattr(function, "__self__", None)
+    if any(owner is module for module in net.modules()):
+        return Outputs(function, replaces_forward=True, is_method=True)
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [each for each in parameters if each.kind in kinds and each.default is each.empty]
+    more = any(each.kind is each.VAR_POSITIONAL or (each.kind in kinds and each not in required) for each in parameters)
+    if not required:
+        raise InputError(
+            "outputs must be a function of what the network returns, a function of the network and its inputs or a method of "
+            f"one of its modules, got {function!r}"
+        )
+    return Outputs(function, replaces_forward=len(required) > 1 or more, is_method=False)
 
 
 def protected_modules(net: nn.Module, protect: Iterable[str]) -> set[str]:

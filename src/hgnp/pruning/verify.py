@@ -6,7 +6,7 @@ entries, in the old order. A hard-coded `view`, a fixed split point or a constan
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,9 @@ class CutVerifier:
         self._structure, self._aligned = structure, aligned
         self.verified: tuple[Tensor, TracedForward] | None = None
         """The last cut that was found to work, and its trace."""
+        self.caches: dict[str, dict[str, Any]] = {}
+        """Module → attributes that the code has set at the shapes of a cut that failed, and not at the network's own: it keeps
+        something that depends on shapes."""
 
     def is_verified(self, alive: Tensor) -> bool:
         """Whether this is the last cut that was found to work."""
@@ -87,8 +90,12 @@ class CutVerifier:
             graphs[training] = graph
             problem = compare(before, graph)
             if problem is not None:
+                for module, written in graph.written.items():
+                    new = {key: value for key, value in written.items() if key not in before.graph.written[module]}
+                    if new:
+                        self.caches.setdefault(module, {}).update(new)
                 return problem
-        self.verified = alive, TracedForward(graphs, self._structure.traced.eval_norms)
+        self.verified = alive, replace(self._structure.traced, graphs=graphs)
         return None
 
     def _at_least_two(self, alive: Tensor) -> Tensor:
@@ -118,6 +125,8 @@ class CutVerifier:
         while classes:
             alive, tried = self._sample(classes)
             problem = self.misfit(alive)
+            if self.caches and not structure.caches:
+                return  # the network must be traced again, with what it keeps
             if problem is None:
                 suspects += [found for found in classes if found not in tried]
                 break
@@ -131,6 +140,10 @@ class CutVerifier:
             if problem is not None:
                 structure.coupling.freeze(torch.tensor(suspect), problem.reason)
         structure.update_roots()
+
+    def sample_cut(self, neurons: Tensor) -> Tensor:
+        """A cut of every class of groups that contains a neuron; groups that would empty a tensor together are left out."""
+        return self._sample(self._root_classes(neurons))[0]
 
     def _freeze_single_groups(self) -> None:
         """Freezes groups that are all of a tensor's dimension: removing one would leave nothing of the tensor."""
@@ -184,12 +197,17 @@ def _compare(before: LabelPropagation, graph: Graph, alive: Tensor, aligned: boo
             problem = ANOTHER_PATH
         if problem is not None:
             return _misfit(labelled, alive, problem)
-    if graph.error is not None:
+    if graph.error is not None and not _stops_alike(before.graph, graph):
         last = expected[min(len(calls), len(expected) - 1)]
         return _misfit(last, alive, f"the network's code fails: {first_line(graph.error)}")
     if len(calls) != len(expected):
         return _misfit(expected[-1], alive, ANOTHER_PATH)
     return None
+
+
+def _stops_alike(before: Graph, graph: Graph) -> bool:
+    """Whether recording stopped at the same operator."""
+    return before.stop is not None and graph.stop is not None and before.stop[1:] == graph.stop[1:]
 
 
 def _copies(call: OpCall) -> bool:
@@ -273,7 +291,7 @@ def _same_operators(before: LabelPropagation, graph: Graph, alive: Tensor) -> bo
 
     outputs = [shape_after(before.tensors[index], alive) for index in before.graph.outputs]
     return (
-        graph.error is None
+        (graph.error is None or _stops_alike(before.graph, graph))
         and names(before.graph.op_calls) == names(graph.op_calls)
         and outputs == [graph.values[index].shape for index in graph.outputs]
     )

@@ -146,11 +146,17 @@ class Prefetcher:
 
 
 def select_samples(inputs: Any, index: Tensor) -> Any:
-    """The samples at `index`."""
+    """The samples at `index`: of tensors along their first dimension, of lists with an entry per sample by entry."""
     n = samples_in(inputs)
-    return tree_map(
-        lambda x: x[index.to(x.device)] if isinstance(x, Tensor) and x.dim() and x.shape[0] == n else x, inputs
-    )
+
+    def select(part: Any) -> Any:
+        if isinstance(part, list) and len(part) == n and part and not isinstance(inputs, list):
+            return [part[place] for place in index.tolist()]
+        if isinstance(part, Tensor):
+            return part[index.to(part.device)] if part.dim() and part.shape[0] == n else part
+        return tree_map(select, part, is_leaf=lambda x: x is not part)
+
+    return select(inputs)
 
 
 def is_classification(loss: Loss, target: Any) -> bool:
@@ -158,11 +164,14 @@ def is_classification(loss: Loss, target: Any) -> bool:
     return known and isinstance(target, Tensor) and not target.is_floating_point()
 
 
-def check_batch(net: nn.Module, loss: Loss, output: Output | None, batch: tuple[Any, Any], name: str) -> Any:
-    """The network's output on a batch of train or val; InputError if network, output, loss and target do not fit together."""
+def check_batch(
+    net: nn.Module, loss: Loss, output: Output | None, batch: tuple[Any, Any], name: str, *, losses: bool = False
+) -> Any:
+    """The network's output on a batch of train or val; InputError if network, output, loss and target do not fit together. With
+    `losses`, the output in training mode."""
     inputs, target = batch
     try:
-        with evaluating(net), torch.no_grad():
+        with evaluating(net, losses=losses), torch.no_grad():
             out = run(net, inputs)
     except Exception as error:
         layer = module_that_raised(net, error)

@@ -1,13 +1,16 @@
 """Validation: loss and metric over a dataset, in evaluation mode."""
 
+import copy
+import dataclasses
+import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.autodiff.operations import tensors_in
@@ -45,7 +48,9 @@ class Evaluation:
 
     A metric that is a function gets all outputs and targets at once, as many metrics are not means over batches; an
     `Accumulator` is updated batch by batch. The default is accuracy for class labels, else minus the loss: higher is better.
-    With `graphs` the passes of a network on a GPU are replayed from CUDA graphs. Precision is always full.
+    With `losses`, the loss is that of training mode with norms and dropout in evaluation mode, and a metric gets what the
+    network returns in evaluation mode. With `graphs` the passes of a network on a GPU are replayed from CUDA graphs. Precision
+    is always full.
     """
 
     def __init__(
@@ -56,9 +61,10 @@ class Evaluation:
         output: Output | None,
         *,
         graphs: bool = False,
+        losses: bool = False,
         reducer: Reducer = LOCAL,
     ) -> None:
-        self.net, self.loss, self.metric, self.output = net, loss, metric, output
+        self.net, self.loss, self.metric, self.output, self.losses = net, loss, metric, output, losses
         self._reducer = reducer
         self.note: str | None = None
         """Which batches the last loss leaves out, if any."""
@@ -117,12 +123,15 @@ class Evaluation:
     def _evaluate_batch(self, batch: tuple[Any, Any]) -> tuple[Any, ...]:
         """One batch's summands of loss and accuracy; for a metric also its output and target."""
         inputs, target = batch
-        out = run(self.net, inputs, output=self.output)
+        with evaluating(self.net, losses=self.losses):
+            out = run(self.net, inputs, output=self.output)
         sums = [*self._loss_sums(out, target, samples_in(inputs))]
         if self.metric is None and is_classification(self.loss, target):
             counts = target != ignored_label(self.loss)
             sums += [((out.argmax(1) == target) & counts).sum(), counts.sum()]
         numbers = torch.stack([number.detach().double() for number in sums])
+        if self.metric is not None and self.losses:
+            out = run(self.net, inputs)
         return (numbers,) if self.metric is None else (numbers, out, target)
 
     def _loss_sums(self, out: Any, target: Any, samples: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,8 +180,11 @@ def gathered(outputs: Iterable[BatchOutput], reducer: Reducer, device: torch.dev
 
 
 def metric_name(metric: Metric | None, *, classes: bool) -> str:
+    """What the metric is called in progress, files and pages: its `name` or `__name__`, or that of its class."""
     if metric is not None:
-        return getattr(metric, "__name__", type(metric).__name__)
+        named = metric.func if isinstance(metric, functools.partial) else metric
+        own = getattr(named, "name", None) or getattr(named, "__name__", None) or type(named).__name__
+        return own if isinstance(own, str) and own != "<lambda>" else "metric"
     return "accuracy" if classes else "-loss"
 
 
@@ -232,26 +244,68 @@ def _as_float(value: Any) -> float:
 
 
 def _concatenate(parts: Sequence[Any], samples: Sequence[int], what: str) -> Any:
-    """Outputs or targets of all batches as those of one: each tensor is concatenated along its samples."""
-    flat = [tree_flatten(part) for part in parts]
-    leaves, specs = [leaves for leaves, _ in flat], [spec for _, spec in flat]
-    nested = not isinstance(parts[0], Tensor)  # then a list may hold one entry per sample, or tensors over all samples
-    fit = all(spec == specs[0] for spec in specs) and all(
-        isinstance(leaf, Tensor) and leaf.dim() > 0 and (not nested or leaf.shape[0] == count)
-        for each, count in zip(leaves, samples, strict=True)
-        for leaf in each
-    )
+    """Outputs or targets of all batches as those of one."""
     try:
-        if fit:
-            return tree_unflatten([torch.cat(column) for column in zip(*leaves, strict=True)], specs[0])
-        why = f"got {what} that are a {type(parts[0]).__name__}"
-    except RuntimeError as error:  # sequences of unequal length
-        why = f"got {what} that cannot be joined: {brief(error)}"
+        return _join(parts, samples, nested=False)
+    except _JoinError as error:
+        why = f"got {what} that {error}"
     raise MetricError(
-        "metric as a function must take the whole set at once, as tensors or tuples, lists and dicts of tensors with samples "
-        f"first, {why}; pass output, or a metric with update, compute and reset, which is updated batch by batch"
+        "metric as a function must take the whole set at once, as tensors with samples first, in tuples, lists, dicts and "
+        f"dataclasses, or as lists with one entry per sample, {why}; pass output, or a metric with update, compute and reset, "
+        "which is updated batch by batch"
     )
+
+
+class _JoinError(Exception):
+    """Why the parts of batches cannot be joined."""
+
+
+def _join(parts: Sequence[Any], samples: Sequence[int], *, nested: bool = True) -> Any:
+    """Tensors are concatenated along their samples, in every position of a structure that all batches have. A list with one
+    entry per sample, such as a detector's, becomes one list. What all batches have alike stays."""
+    first = parts[0]
+    if any(type(part) is not type(first) for part in parts):
+        raise _JoinError("have another type in each batch")
+    if isinstance(first, Tensor):
+        if any(part.dim() == 0 or (nested and len(part) != count) for part, count in zip(parts, samples, strict=True)):
+            raise _JoinError("have a tensor whose first dimension does not count samples")
+        try:
+            return torch.cat(list(parts))
+        except RuntimeError as error:  # sequences of unequal length
+            raise _JoinError(f"cannot be joined: {brief(error)}") from None
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):  # also the outputs of Transformers
+        names = [field.name for field in dataclasses.fields(first) if field.init]
+        return dataclasses.replace(
+            first, **{name: _join([getattr(part, name) for part in parts], samples) for name in names}
+        )
+    if isinstance(first, Mapping):
+        if any(part.keys() != first.keys() for part in parts):
+            raise _JoinError("have other keys in each batch")
+        return {key: _join([part[key] for part in parts], samples) for key in first}
+    if isinstance(first, list | tuple):
+        return _join_lists(parts, samples)
+    if all(part is first or (isinstance(part, str | int | float) and part == first) for part in parts):
+        return first
+    raise _JoinError(f"have a {type(first).__name__}")
+
+
+def _join_lists(parts: Sequence[Any], samples: Sequence[int]) -> Any:
+    records = all(isinstance(entry, Mapping) for part in parts for entry in part)
+    per_sample = (records or isinstance(parts[0], list)) and all(
+        len(part) == count for part, count in zip(parts, samples, strict=True)
+    )
+    if not (records and per_sample) and all(len(part) == len(parts[0]) for part in parts):
+        try:
+            columns = [_join(column, samples) for column in zip(*parts, strict=True)]
+            return type(parts[0])(*columns) if hasattr(parts[0], "_fields") else type(parts[0])(columns)
+        except _JoinError:
+            if not per_sample:
+                raise
+    if per_sample:
+        return [entry for part in parts for entry in part]
+    raise _JoinError(f"are a {type(parts[0]).__name__} of another length in each batch")
 
 
 def _clone(part: Any) -> Any:
-    return part.clone() if isinstance(part, Tensor) else part
+    """A copy of what a graph left, whose next replay overwrites it."""
+    return part.clone() if isinstance(part, Tensor) else copy.deepcopy(part)  # tensors may be inside

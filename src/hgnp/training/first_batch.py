@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from hgnp.curvature.autodiff.forward import samples_in
+from hgnp.curvature.autodiff.forward import run, samples_in
 from hgnp.reducer import LOCAL, Reducer
+from hgnp.scoring import loss_in_training_only
+from hgnp.state_guards import evaluating
 from hgnp.training import rng_state
 from hgnp.training.data import check_batch, is_classification
 from hgnp.training.evaluate import check_metric, metric_name
@@ -28,6 +31,8 @@ class FirstBatches:
     """The same of the validation labels: they may be classes where training labels are mixed."""
     metric: str
     """Name of the metric."""
+    losses: bool
+    """Whether the network returns what the loss takes in training mode alone."""
     features: dict[str, Any]
     """Features of network and data that the paper's hybrid uses."""
 
@@ -37,19 +42,26 @@ def check_first_batches(net: nn.Module, task: Task, reducer: Reducer = LOCAL) ->
     training batch advances the random number generators."""
     with rng_state.preserved_position(task.train.loader):
         inputs, target = next(iter(task.train))
-    out = check_batch(net, task.loss, task.output, (inputs, target), "train")
+    with rng_state.preserved():
+        losses = loss_in_training_only(net, task.loss, task.output, inputs, target)
+    out = check_batch(net, task.loss, task.output, (inputs, target), "train", losses=losses)
     classes = out.shape[1] if is_classification(task.loss, target) else None
     val, val_classes = None, None
     if task.val is not None:
         with rng_state.preserved(task.val.loader):
             with rng_state.preserved_position(task.val.loader):
                 val = next(iter(task.val))
-            val_out = check_batch(net, task.loss, task.output, val, "val")
+            val_out = check_batch(net, task.loss, task.output, val, "val", losses=losses)
             if task.metric is not None:
-                check_metric(net, task.metric, task.output, (val_out, val[1], samples_in(val[0])), task.val, reducer)
+                if losses:
+                    with evaluating(net), torch.no_grad():
+                        val_out = run(net, val[0])
+                first = val_out, val[1], samples_in(val[0])
+                check_metric(net, task.metric, None if losses else task.output, first, task.val, reducer)
         val_classes = val_out.shape[1] if is_classification(task.loss, val[1]) else None
     shown = classes if task.val is None else val_classes
     return FirstBatches(
         inputs, target, val, classes, val_classes, metric_name(task.metric, classes=shown is not None),
+        losses,
         features(net, inputs, classes or val_classes, task.train.loader, None if task.val is None else task.val.loader),
     )  # fmt: skip

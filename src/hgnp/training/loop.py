@@ -34,7 +34,14 @@ from hgnp.training.evaluate import Evaluation
 from hgnp.training.first_batch import check_first_batches
 from hgnp.training.measure import Measurements, input_spec
 from hgnp.training.memory_format import choose_memory_format, contiguous_layers, in_memory_format
-from hgnp.training.optimizers import OptimizerOrFactory, make_optimizer, make_scheduler, step_scheduler
+from hgnp.training.optimizers import (
+    OptimizerOrFactory,
+    has_ended,
+    make_optimizer,
+    make_scheduler,
+    scheduler_interval,
+    step_scheduler,
+)
 from hgnp.training.pruner import Pruner
 from hgnp.training.run_folder import RunFolder, versions
 from hgnp.training.run_state import RunState
@@ -80,6 +87,7 @@ class TrainingLoop:
         self.also = check_copies(net, also)
         equalise(reducer, net, *self.also)
         first = check_first_batches(net, task, reducer)
+        self.task = task = dataclasses.replace(task, losses=first.losses)
         inputs, target = first.inputs, first.target
         self.classes, self.val_classes = first.classes, first.val_classes
         self.metric, self.features = first.metric, first.features
@@ -95,6 +103,7 @@ class TrainingLoop:
         at_start = self.neurons.preview({}) if stored is None else Preview(**stored["at_start"])
         self.optimizer = make_optimizer(net, recipe, optimizer)
         self.scheduler = make_scheduler(self.optimizer, recipe, scheduler, validated=task.val is not None)
+        self.scheduler_interval = scheduler_interval(self.scheduler, recipe)
         self.setup: dict[str, Any] = {
             "optimizer": type(self.optimizer).__name__,
             "scheduler": None if self.scheduler is None else type(self.scheduler).__name__,
@@ -102,14 +111,32 @@ class TrainingLoop:
             "protect": sorted(protect),
             "networks in also": len(self.also),
             "batches per epoch": task.train.count,
+            "accumulate": task.accumulate,
             "batches per global batch": task.train.joined,
         }
         step, self.scoring_step, self.step_state = make_steps(net, task, recipe, reducer)
-        self.trainer = Trainer(step, self.step_state, self.optimizer, recipe, task.train.device)
+        self.trainer = Trainer(
+            step, self.step_state, self.optimizer, recipe, task.train.device, accumulate=task.accumulate
+        )
         graphs = self.trainer.executor.uses_graphs
-        self.evaluation = Evaluation(net, task.loss, task.metric, task.output, graphs=graphs, reducer=reducer)
+        self.evaluation = Evaluation(
+            net,
+            task.loss,
+            task.metric,
+            task.output,
+            graphs=graphs and not task.losses,
+            losses=task.losses,
+            reducer=reducer,
+        )
         self.pruner = Pruner(
-            self.neurons, self.scoring_step, self.step_state, recipe, self.optimizer, at_start, self.also
+            self.neurons,
+            self.scoring_step,
+            self.step_state,
+            recipe,
+            self.optimizer,
+            at_start,
+            self.also,
+            losses=task.losses,
         )
         self.flatness = Flatness._of(self.scoring_step, self.step_state)
         self._format_note: str | None = None
@@ -172,6 +199,11 @@ class TrainingLoop:
     def _train_epoch(self, on_step: Callback | None) -> Row:
         run, recipe, train, reducer = self.run_state, self.recipe, self.task.train, self.task.reducer
         rng_state.seed_ranks(reducer, run.epoch)
+        if has_ended(self.scheduler):
+            self._note_once(
+                "scheduler: OneCycleLR has taken all its steps and stays at its last learning rate; the recipe's "
+                'schedule="one_cycle" adapts to the length of a run'
+            )
         rng_state.prepare_epoch(train.loader, run.epoch)
         batches: Iterator[Batch] = iter(train)
         removed = 0
@@ -182,17 +214,22 @@ class TrainingLoop:
         by_steps = run.pruning and recipe.prune_unit == "steps"
         recent: list[Batch] = []
 
-        def before_step(batch: Batch) -> None:
-            nonlocal removed
+        def before_batch(batch: Batch) -> None:
             if run.epoch == 0 and self.classes is not None:
                 check_labels(self.task.loss, batch[1], self.classes, "train")
-            if by_steps and run.pruning_ended is None:
+            if by_steps:
                 recent[:] = [*recent, batch][-recipe.score_batches :]
+
+        def before_step(_: Batch) -> None:
+            nonlocal removed
+            if by_steps and run.pruning_ended is None:
                 if run.steps % recipe.prune_every == 0:
                     removed += self._prune_round(recent)
                 run.steps += 1
 
         def after_step(step: int) -> bool:
+            if self.scheduler is not None and self.scheduler_interval == "step":
+                self._note_once(step_scheduler(self.scheduler, None))
             if on_step is None:
                 return False
             if not reducer.any_rank(on_step(self._callback_state(run.epoch, step=step)) is True):
@@ -213,7 +250,7 @@ class TrainingLoop:
         try:
             statistics = self.trainer.train(
                 batches, steps=train.count, epoch=run.epoch, rate=None if recipe.schedule == "constant" else rate, mu=run.mu,
-                before_step=before_step, after_step=after_step,
+                before_batch=before_batch, before_step=before_step, after_step=after_step,
                 show=lambda step, loss: self.progress.step(run.epoch, step, train.count, loss),
             )  # fmt: skip
         except DivergedError as error:
@@ -221,7 +258,8 @@ class TrainingLoop:
         self._note_once(train.note)
         average_statistics(reducer, self.net, *self.also)
         val_loss, metric = self._validate()
-        self._note_once(step_scheduler(self.scheduler, val_loss))
+        if self.scheduler is not None and self.scheduler_interval == "epoch":
+            self._note_once(step_scheduler(self.scheduler, val_loss))
         return self._row(statistics.summary(recipe.bound), removed, val_loss, metric)
 
     def _divergence_hint(self) -> str:
@@ -251,7 +289,7 @@ class TrainingLoop:
     def _epochs_left(self) -> int:
         return self.run_state.epochs_left(
             left=self.pruner.left, neurons=self.neurons.count, at_start=self.pruner.at_start.neurons,
-            steps=self.task.train.count,
+            steps=self.task.steps,
         )  # fmt: skip
 
     # Validation, measurements, result
@@ -277,7 +315,7 @@ class TrainingLoop:
             "neurons": now.neurons,
             "macs": now.macs // self.samples,
             "removed": removed,
-            "widths": {layer.name: layer.remaining for layer in self.neurons.layers},
+            "widths": {layer.name: layer.alive for layer in self.neurons.layers},
             "lr": float(self.optimizer.param_groups[0]["lr"]),
             "mu": self.step_state.mu,
         }  # fmt: skip

@@ -103,6 +103,8 @@ class Measurements:
         return allowed
 
     def _sharpness(self, net: nn.Module) -> float:
+        if self._task.losses:
+            raise NotMeasuredError("the network returns its losses in training mode alone")
         seconds = self._time_limit(self._count, net)  # one Hessian-vector product takes longer than a step
         found = sharpness(
             net,

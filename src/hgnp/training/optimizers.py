@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hgnp.errors import InputError, InputTypeError
-from hgnp.recipe import Recipe
+from hgnp.recipe import Recipe, SchedulerInterval
 
 OptimizerOrFactory = torch.optim.Optimizer | Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -56,22 +56,37 @@ def make_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, given: Any,
         )
     if getattr(made, "optimizer", optimizer) is not optimizer:
         raise InputError("scheduler must belong to the run's optimizer, got one of another optimizer")
-    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau) and not validated:
-        raise InputError("val must be set with ReduceLROnPlateau, which needs the validation loss, got None")
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if not validated:
+            raise InputError("val must be set with ReduceLROnPlateau, which needs the validation loss, got None")
+        if recipe.scheduler_interval == "step":
+            raise InputError(
+                "scheduler_interval must be 'epoch' with ReduceLROnPlateau, as there is one validation per epoch, got 'step'"
+            )
     return made
 
 
+def scheduler_interval(scheduler: Any, recipe: Recipe) -> SchedulerInterval:
+    """When the scheduler is stepped: as the recipe says, or else as PyTorch documents its class."""
+    by_step = isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR | torch.optim.lr_scheduler.CyclicLR)
+    return recipe.scheduler_interval or ("step" if by_step else "epoch")
+
+
 def step_scheduler(scheduler: Any, val_loss: float | None) -> str | None:
-    """Step the scheduler after an epoch, ReduceLROnPlateau with the validation loss. Returns a note if that loss is missing or
-    NaN: the scheduler is not stepped then, as it would count the epoch as a plateau."""
-    plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    if plateau and (val_loss is None or math.isnan(val_loss)):
-        return "scheduler: ReduceLROnPlateau is not stepped after epochs whose validation loss is not a number"
-    try:
-        if plateau:
-            scheduler.step(val_loss)
-        elif scheduler is not None:
-            scheduler.step()
-    except ValueError as error:  # OneCycleLR after its last step
-        raise InputError(f"scheduler must take one step per epoch, but failed: {error}") from error
+    """Step the scheduler, ReduceLROnPlateau with the validation loss. Returns a note if that loss is missing or NaN: the
+    scheduler is not stepped then, as it would count the epoch as a plateau. OneCycleLR stays at its last learning rate."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if val_loss is None or math.isnan(val_loss):
+            return "scheduler: ReduceLROnPlateau is not stepped after epochs whose validation loss is not a number"
+        scheduler.step(val_loss)
+    elif not has_ended(scheduler):
+        scheduler.step()
     return None
+
+
+def has_ended(scheduler: Any) -> bool:
+    """Whether the scheduler is a OneCycleLR at the last of its `total_steps` learning rates. Two steps more would be an error,
+    and the next one leads beyond the cycle."""
+    return (
+        isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR) and scheduler.last_epoch >= scheduler.total_steps - 1
+    )

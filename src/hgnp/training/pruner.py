@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from hgnp.curvature.step import State, Step
 from hgnp.errors import InputError, RankError, named
 from hgnp.pruning import Neurons, Preview, Scores, Selection
 from hgnp.pruning.importance import WEIGHT_SCORES
+from hgnp.pruning.limits import values_of
 from hgnp.recipe import Method, Recipe
 from hgnp.scoring import Criterion, scored
 
@@ -41,11 +42,13 @@ class Pruner:
         optimizer: torch.optim.Optimizer,
         at_start: Preview,
         also: Sequence[nn.Module] = (),
+        *,
+        losses: bool = False,
     ) -> None:
         self.neurons, self.recipe, self.optimizer = neurons, recipe, optimizer
         self.step, self.state = step, state
         self.at_start = at_start
-        self.also = also
+        self.also, self.losses = also, losses
 
     @property
     def left(self) -> float:
@@ -60,7 +63,8 @@ class Pruner:
         return preview.macs / self.at_start.macs if self.at_start.macs else 1.0
 
     def check_reachable(self) -> None:
-        """InputError, before any training, if the target needs more neurons removed than can be."""
+        """InputError, before any training, if a limit names no layer or the target needs more neurons removed than can be."""
+        self._select({}, 0)
         if self.recipe.keep >= 1:
             return
         if not self.neurons.count:
@@ -69,29 +73,38 @@ class Pruner:
                 f"({self._frozen_reasons()})"
             )
         selectable = self._scored_layers()
-        alive = {layer.name: layer.remaining for layer in self.neurons.layers}
+        alive = {layer.name: layer.alive for layer in self.neurons.layers}
         most = self._select(
             {name: torch.zeros(alive[name]) for name in alive if name in selectable}, self.neurons.count
         )
         least = self._fraction(self.neurons.preview(most))
         if least > self.recipe.keep:
             frozen = sum(entry.count for entry in self.neurons.frozen)
-            keeps = f"{self.recipe.floor}" if self.recipe.round_to == 1 else f"a multiple of {self.recipe.round_to}"
-            if self.recipe.max_removed < 1:
-                keeps += f" or {1 - self.recipe.max_removed:.1%} of its neurons, whichever is more"
             without = [name for name in alive if name not in selectable]
             unscored = sum(alive[name] for name in without)
             others = f", {unscored} neurons ({named(without)}) have no {self._criterion} score" if without else ""
             reachable = math.ceil(least * 1e4) / 1e4  # rounded up, so that it can be met
             raise InputError(
                 f"keep must be at least {reachable:g} of the {self.recipe.target}, got {self.recipe.keep:g}: every layer keeps "
-                f"{keeps}{others} and {frozen} neurons are frozen (print(hgnp.Neurons(net, x)) says why)"
+                f"{self._layer_limits()}{others} and {frozen} neurons are frozen (print(hgnp.Neurons(net, x)) says why)"
             )
+
+    def _layer_limits(self) -> str:
+        """What every layer keeps, in words."""
+        floor, round_to, max_removed = self.recipe.floor, self.recipe.round_to, self.recipe.max_removed
+        if isinstance(floor, Mapping) or isinstance(round_to, Mapping) or isinstance(max_removed, Mapping):
+            return f"what floor={floor}, round_to={round_to} and max_removed={max_removed} leave"
+        keeps = f"{floor}" if round_to == 1 else f"a multiple of {round_to}"
+        return keeps if max_removed == 1 else f"{keeps} or {1 - max_removed:.1%} of its neurons, whichever is more"
+
+    @property
+    def _rounded(self) -> bool:
+        return max(values_of(self.recipe.round_to), default=1) > 1
 
     def _scored_layers(self) -> Collection[str]:
         """Layers that the criterion has scores for: some have no norm behind them, or no place for a gate."""
         if self._criterion not in WEIGHT_SCORES:
-            return self.neurons.gates(self.recipe.coupling).rows
+            return self.neurons.gates(self.recipe.coupling, losses=self.losses).rows
         with RandomState(*self.neurons.net.parameters()):
             return WEIGHT_SCORES[self._criterion](self.neurons)
 
@@ -113,7 +126,7 @@ class Pruner:
         mu = self.recipe.scoring_mu if self.recipe.uses_term(self.neurons.kept) else 0.0
         scores = scored(
             self.neurons, batches, self.step, self.state, mu=mu, coupling=coupling,
-            criterion=self._criterion, graphs=self.recipe.execution != "eager",
+            criterion=self._criterion, graphs=self.recipe.execution != "eager", losses=self.losses,
         )  # fmt: skip
         selection = self._agreed(partial(self._chosen, scores))
         return self.neurons.remove(selection, self.optimizer, also=self.also).taken if selection else 0
@@ -160,7 +173,7 @@ class Pruner:
         """The selection that meets the target with the least excess. Candidates are compared unconfirmed, which is fast, and
         the best one is confirmed; if it fails, every candidate is."""
         best, used = self._search(scores, n, selection, confirm=False), scores
-        if self.recipe.round_to > 1:
+        if self._rounded:
             best, used = self._drop_unneeded_layers(best, scores)
         tried = self._select(used, best.requested)
         return tried if tried == best else self._search(scores, n, selection, confirm=True)
@@ -197,7 +210,7 @@ class Pruner:
         fewer, smaller = high, selection
         for _ in range(1, SEARCH_BELOW):
             # with rounded groups, all numbers down to `smaller.taken` give the same selection
-            fewer = (fewer if self.recipe.round_to == 1 else smaller.taken) - 1
+            fewer = (smaller.taken if self._rounded else fewer) - 1
             if fewer < 1:
                 break
             smaller = self._select(scores, fewer, confirm=confirm)

@@ -18,6 +18,7 @@ from hgnp import __version__
 from hgnp.errors import InputError, InputTypeError, check_renamed
 from hgnp.io.atomic import as_json, locked, read_json, remove_stale_drafts, write, write_json
 from hgnp.io.weights import save
+from hgnp.pruning.limits import LIMITS
 from hgnp.recipe import Recipe
 from hgnp.result import Row
 from hgnp.training import checkpoint
@@ -107,7 +108,8 @@ class RunFolder:
         was, now = info["recipe"], recipe.as_dict()
         check_renamed(was, now, str(self.info))
         for name, value in now.items():
-            if was.get(name) != value:
+            reordered = name in LIMITS and isinstance(value, dict) and list(was.get(name) or ()) != list(value)
+            if was.get(name) != value or reordered:  # of a limit's patterns the first that matches counts
                 raise InputError(f"resume: {name} must be {was.get(name)!r} as in {self.path}, got {value!r}; a run "
                                  "is resumed with the recipe that it started with")  # fmt: skip
 

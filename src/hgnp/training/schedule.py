@@ -7,6 +7,7 @@ estimate is right, and is exactly 1 at the end, because the number of fine-tunin
 
 import math
 
+from hgnp.pruning.limits import values_of
 from hgnp.recipe import Recipe
 
 ONE_CYCLE_RISE = 0.3
@@ -42,6 +43,5 @@ def rounds_left(recipe: Recipe, *, left: float, neurons: int, at_start: int) -> 
     power = 1.0 if recipe.target == "neurons" else 2.0
     if share < 0.99 and 0 < left < 0.99:
         power = max(math.log(left) / math.log(share), 0.5)
-    return max(
-        math.ceil((share - recipe.keep ** (1 / power)) * at_start / max(recipe.neurons_per_round, recipe.round_to)), 1
-    )
+    per_round = max(recipe.neurons_per_round, *values_of(recipe.round_to))
+    return max(math.ceil((share - recipe.keep ** (1 / power)) * at_start / per_round), 1)

@@ -22,7 +22,7 @@ class CallbackState:
 
     Attributes:
         epoch: The epoch's number, from 0.
-        step: The step's number within the epoch, from 0; None in `on_epoch`.
+        step: The number of the optimizer's step within the epoch, from 0; None in `on_epoch`.
         row: The epoch's row of the history; empty in `on_step`.
         history: One row per completed epoch.
         net: The network that is being trained.
@@ -47,12 +47,22 @@ Callback = Callable[[CallbackState], object]
 
 @dataclass(frozen=True)
 class Task:
-    """Data, loss and metric of a run. `output` picks the logits from what the network returns; `reducer` has the ranks that
-    share the run."""
+    """Data, loss and metric of a run. `output` picks the logits from what the network returns. A step of the optimizer takes
+    `accumulate` training batches. `reducer` has the ranks that share the run."""
 
     train: Batches
     val: Batches | None
     loss: Loss
     metric: Metric | None
     output: Output | None
+    accumulate: int = 1
+    losses: bool = False
+    """Whether the network returns what the loss takes in training mode alone, as torchvision's detectors do. Then the loss is
+    that of training mode with norms and dropout in evaluation mode, and a metric takes what the network returns in evaluation
+    mode."""
     reducer: Reducer = LOCAL
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the optimizer per epoch; None if that is not known yet."""
+        return None if self.train.count is None else -(-self.train.count // self.accumulate)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hgnp.curvature.autodiff.forward import samples_in
+from hgnp.curvature.losses import Loss, normaliser
 from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.errors import DivergedError, InputError, is_too_few_values
@@ -67,8 +69,43 @@ def precision_on(recipe: Recipe, device: torch.device) -> str:
     return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
 
 
+class GradientMean:
+    """The mean gradient of the micro-batches of one step, weighted by the normalisers of their losses.
+
+    C of a batch is a sum over samples divided by a normaliser N: the number of samples, of labels that count, or the sum of
+    their class weights. With L_i the penalised loss of micro-batch i, `.grad` ends as ∇ Σ N_i·L_i / Σ N_i. Without the flatness
+    term that is the gradient of one batch of all their samples, however many there are. Each micro-batch has its own hinge.
+    """
+
+    def __init__(self, net: nn.Module, loss: Loss, reducer: Reducer) -> None:
+        self._net, self._loss, self._reducer = net, loss, reducer
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._weights: list[Tensor] = []
+
+    def add(self, inputs: Any, target: Any) -> None:
+        """Add what this micro-batch left in `.grad`."""
+        weight = normaliser(self._loss, target, target) if isinstance(target, Tensor) else None
+        if weight is None:
+            device = next(self._net.parameters()).device
+            weight = torch.full((), samples_in(inputs), dtype=torch.double, device=device)
+        if self._reducer.ranks > 1:
+            (weight,) = self._reducer.sum([weight])
+        self._weights.append(weight)
+        for p in self._net.parameters():
+            if p.grad is not None:
+                part = p.grad * weight  # a copy: graphs leave every gradient in the same memory
+                self._sums[p] = self._sums[p].add_(part) if p in self._sums else part
+
+    def take(self) -> None:
+        """Leave the mean in `.grad`, and start over."""
+        total = torch.stack(self._weights).sum()
+        for p in self._net.parameters():
+            p.grad = self._sums[p].div_(total) if p in self._sums else None
+        self._sums, self._weights = {}, []
+
+
 class Trainer:
-    """Trains a network for an epoch at a time."""
+    """Trains a network for an epoch at a time. A step of the optimizer takes `accumulate` batches."""
 
     def __init__(
         self,
@@ -77,6 +114,7 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         recipe: Recipe,
         device: torch.device,
+        accumulate: int = 1,
     ) -> None:
         self.net, self.state, self.optimizer, self.recipe, self.device = step.net, state, optimizer, recipe, device
         self.precision = precision_on(recipe, device)
@@ -85,6 +123,8 @@ class Trainer:
         self.executor = make_executor(step, state, self._precision, graphs=graphs)
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         """The learning rates that a schedule scales."""
+        self.accumulate = accumulate
+        self._mean = GradientMean(step.net, step.loss, step.reducer)
         self.scaler = torch.amp.GradScaler(device.type) if self.precision == "fp16" else None
 
     def running(self) -> AbstractContextManager[None]:
@@ -101,29 +141,45 @@ class Trainer:
         mu: Callable[[float], float],
         before_step: Callable[[tuple[Any, Any]], None],
         show: Callable[[int, float | None], None],
+        before_batch: Callable[[tuple[Any, Any]], None] = lambda _: None,
         after_step: Callable[[int], bool] = lambda _: False,
     ) -> EpochStatistics:
         """One pass over `batches`, which ends early once `after_step` returns True. `rate` and `mu` are functions of the
-        progress in the epoch, from 0 to 1."""
+        progress in the epoch, from 0 to 1. The last step takes the batches that are left, if fewer than `accumulate`.
+        `before_batch` gets every batch, `before_step` the first of each step."""
         self.net.train()
         ahead = Prefetcher(batches)
         self.executor.begin_epoch()
         statistics = EpochStatistics()
         start = shown = time.perf_counter()
+        pending = done = 0
+
+        def finish_step() -> bool:
+            """The optimizer's step; returns whether to stop."""
+            nonlocal start, pending, done
+            self.optimizer_step()
+            paused = time.perf_counter()
+            stop = after_step(done)
+            start += time.perf_counter() - paused
+            pending, done = 0, done + 1
+            return stop
+
         with self.running(), self._fetching(ahead):
             for number, batch in enumerate(ahead):
-                progress = number / steps if steps else 0.0
                 paused = time.perf_counter()
-                before_step(batch)
+                before_batch(batch)
+                if not pending:
+                    before_step(batch)
                 start += time.perf_counter() - paused
-                if rate is not None:
-                    for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-                        group["lr"] = peak * rate(progress)
-                self.state.mu = mu(progress)
-                self.step(batch, statistics)
-                paused = time.perf_counter()
-                stop = after_step(number)
-                start += time.perf_counter() - paused
+                if not pending:
+                    progress = number / steps if steps else 0.0
+                    if rate is not None:
+                        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+                            group["lr"] = peak * rate(progress)
+                    self.state.mu = mu(progress)
+                self.backward(batch, statistics)
+                pending += 1
+                stop = pending == self.accumulate and finish_step()
                 if (number + 1) % CHECK_EVERY == 0:
                     self._check(statistics, epoch)
                 if time.perf_counter() - shown > SHOW_EVERY:
@@ -132,6 +188,8 @@ class Trainer:
                     show(number + 1, float(statistics.losses[checked - 1]) if checked else None)
                 if stop:
                     break
+            if pending:
+                finish_step()
             self._check(statistics, epoch)
         statistics.seconds = time.perf_counter() - start
         return statistics
@@ -145,7 +203,8 @@ class Trainer:
         finally:
             self.executor.fetch = None
 
-    def step(self, batch: tuple[Any, Any], statistics: EpochStatistics) -> None:
+    def backward(self, batch: tuple[Any, Any], statistics: EpochStatistics) -> None:
+        """The gradient of one batch, and its part in the step's mean where that takes several."""
         executor, state = self.executor, self.state
         executor.zero_grad()
         scale: float | Tensor = 1.0
@@ -168,6 +227,13 @@ class Trainer:
             statistics.curvatures.append(state.statistics.curvature)
             statistics.mus.append(state.mu)
             statistics.blocks[state.statistics.penalized.block.name] += 1
+        if self.accumulate > 1:
+            self._mean.add(*batch)
+
+    def optimizer_step(self) -> None:
+        """The optimizer's step on the gradients of the batches since the last, clipped."""
+        if self.accumulate > 1:
+            self._mean.take()
         if self.recipe.clip_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -175,8 +241,10 @@ class Trainer:
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        elif self.accumulate > 1:
+            self.optimizer.step()  # the mean is in memory that graphs do not know
         else:
-            executor.optimizer_step(self.optimizer)
+            self.executor.optimizer_step(self.optimizer)
 
     def _precision(self) -> AbstractContextManager[Any]:
         if self.precision == "float32":

@@ -94,6 +94,23 @@ def test_options_reach_the_training_loader(tmp_path: Path) -> None:
     assert data.val.samples == 10
 
 
+def test_a_holdout_is_a_fixed_part_of_the_training_images(tmp_path: Path) -> None:
+    home = write(tmp_path, "bin")
+    whole = cifar10(home, batch=8)
+    data, again = (cifar10(home, batch=size, holdout=10) for size in (8, 4))
+    assert (data.train_samples, data.val_samples) == (40, 10)
+    assert data.about == "CIFAR-10: 40 training and 10 held-out training images, 32 px, 10 classes"
+    parts = [data.train.source.images, data.val.source.images]  # type: ignore[attr-defined]
+    assert torch.equal(parts[1], again.val.source.images)  # type: ignore[attr-defined]
+
+    def pictures(images: torch.Tensor) -> list[bytes]:
+        return sorted(bytes(image.flatten().tolist()) for image in images)
+
+    assert pictures(torch.cat(parts)) == pictures(whole.train.source.images)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="holdout must be a whole number from 0 to 49, got 50"):
+        cifar10(home, batch=4, holdout=50)
+
+
 def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"nowhere must hold data_batch_1.bin"):
         cifar10(tmp_path / "nowhere", batch=4)

@@ -40,7 +40,7 @@ def test_all_neurons_but_the_classes_are_prunable(name: str) -> None:
     neurons = hgnp.Neurons(net, torch.zeros(2, 3, side, side))
     assert neurons.count == count
     assert [frozen.name for frozen in neurons.frozen] == [last]
-    neurons.remove(neurons.least({layer.name: torch.rand(layer.remaining) for layer in neurons.layers}, count // 2))
+    neurons.remove(neurons.least({layer.name: torch.rand(layer.alive) for layer in neurons.layers}, count // 2))
     assert neurons.kept < 0.5
     assert net(torch.randn(2, 3, side, side)).isfinite().all()
 

@@ -168,6 +168,10 @@ def run(
 
 
 def samples_in(inputs: Any) -> int:
+    """The number of samples: the length of a list with one entry per sample, as torchvision's detectors take it, or the first
+    dimension of the first tensor."""
+    if isinstance(inputs, tuple | list) and inputs and isinstance(inputs[0], list):
+        return len(inputs[0])
     first = next(tensors_in(inputs), None)
     if first is None or first.dim() == 0:
         raise InputError("inputs must hold a tensor whose first dimension counts samples, got none")

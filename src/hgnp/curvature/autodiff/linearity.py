@@ -9,6 +9,7 @@ does. No numbers are compared, so that neither the size of a tangent nor the pre
 """
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from hgnp.curvature.autodiff.operations import (
     name_of,
     tensors_in,
 )
-from hgnp.curvature.factors import Block
+from hgnp.curvature.factors import Block, WholeNetwork
 from hgnp.reducer import LOCAL, Reducer
 
 Reasons = dict[str, str | None]
@@ -36,18 +37,19 @@ Reasons = dict[str, str | None]
 class Linearity(Forward):
     """Runs the network; `reasons(output)` then names, for each block the output depends on, what is nonlinear, or None."""
 
-    def __init__(self, blocks: list[Block], *, reducer: Reducer = LOCAL) -> None:
+    def __init__(self, blocks: Sequence[Block | WholeNetwork], *, reducer: Reducer = LOCAL) -> None:
         super().__init__(reducer=reducer)
         self._records: dict[int, tuple[weakref.ref[Tensor], Reasons]] = {}
         self._names: dict[int, str] = {}
         self._behind: dict[Node, frozenset[str]] = {}
         self.lost: dict[str, str] = {}
         """Block → the operation that its tangent is lost in, by the name of its node in autograd's graph."""
+        whole = any(isinstance(block, WholeNetwork) for block in blocks)
+        self._series = "layers in series" if whole else "a layer reused in series"
         for block in blocks:
-            for parameter in (block.weight, block.bias):
-                if parameter is not None:
-                    self._names[id(parameter)] = block.name
-                    self._record(parameter, {block.name: None})
+            for parameter in block.parameters.values():
+                self._names[id(parameter)] = block.name
+                self._record(parameter, {block.name: None})
 
     def _record(self, x: Tensor, reasons: Reasons) -> None:
         key = id(x)
@@ -104,7 +106,7 @@ class Linearity(Forward):
         if name == "linear" or name in CONVOLUTIONS:
             options = layer_options(name, args, kwargs)
             factors = [self.reasons(options["input"]), self.reasons(options["weight"])]
-            merged = _product(factors, "a layer reused in series")
+            merged = _product(factors, self._series)
             merged = _sum([merged, self.reasons(options["bias"])])
         elif name in BILINEAR:
             merged = _product(inputs, f"{name} of two tensors that depend on it")

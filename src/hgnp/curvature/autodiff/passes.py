@@ -21,7 +21,7 @@ from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.autodiff.tape import Tape
 from hgnp.curvature.device import capturing
-from hgnp.curvature.factors import Block, find_blocks
+from hgnp.curvature.factors import Block, WholeNetwork, find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature, weighted
 from hgnp.curvature.validation import lacks_second_derivative, tracked, without_tensor_hooks
 from hgnp.errors import InputError
@@ -44,6 +44,8 @@ class Pass:
     output: Any
     q: Tensor | None = None
     """w·vᵀHv, where it was taken."""
+    tangent: Tensor | None = None
+    """u, the output's derivative along v, where q is Gauss–Newton's."""
     tape: Tape | None = None
     """Its operations, where they can be run again."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -64,11 +66,12 @@ class Passes:
         output: Output | None,
         *,
         gauss_newton: bool,
+        over_network: bool = False,
         reducer: Reducer,
     ) -> None:
         self.net, self.loss, self.output = net, loss, output
         self._loss_curvature = loss_curvature(loss)
-        self._gauss_newton, self._reducer = gauss_newton, reducer
+        self._gauss_newton, self._over_network, self._reducer = gauss_newton, over_network, reducer
         self._reasons: dict[bool, Reasons] = {}
         self._hidden: dict[bool, dict[str, str]] = {}
         """Mode → blocks whose tangent would be lost, with the operation that hides it."""
@@ -95,11 +98,12 @@ class Passes:
         loss = self._loss(output, target, weight)
         if random is not None:
             self.draws, self.can_replay_tape = not random.is_now(), mode.repeats(random)
-        return Pass(loss, output, None, tape if self.can_replay_tape else None, buffers, random, capturing())
+        kept = tape if self.can_replay_tape else None
+        return Pass(loss, output, tape=kept, buffers=buffers, random=random, in_cuda_graph=capturing())
 
     def with_curvature(
         self,
-        block: Block,
+        block: Block | WholeNetwork,
         tangents: ParameterTangents,
         inputs: Any,
         target: Any,
@@ -137,7 +141,8 @@ class Passes:
             q = mode.quotient(loss, output, target)
             if isinstance(mode, GaussNewton):  # the Hessian's is of w·C already
                 q = weighted(q, weight)
-        return replace(primal or Pass(loss, output), loss=loss, output=output, q=q)
+        u = mode.tangent(output) if isinstance(mode, GaussNewton) else None
+        return replace(primal or Pass(loss, output), loss=loss, output=output, q=q, tangent=u)
 
     def run(
         self,
@@ -167,7 +172,9 @@ class Passes:
     def _loss(self, output: Any, target: Any, weight: Weight) -> Tensor:
         return weighted(self.loss(output, target), weight)
 
-    def _mode(self, block: Block, tangents: ParameterTangents, watch: Watch | None) -> GaussNewton | Hessian:
+    def _mode(
+        self, block: Block | WholeNetwork, tangents: ParameterTangents, watch: Watch | None
+    ) -> GaussNewton | Hessian:
         if not self._carries(block):
             return Hessian(tangents, watch=watch, reducer=self._reducer)
         assert self._loss_curvature is not None
@@ -177,7 +184,8 @@ class Passes:
         """Where Gauss–Newton and Hessian differ, once for each mode of the network."""
         if self.net.training in self._reasons:
             return
-        mode = Linearity(find_blocks(self.net), reducer=self._reducer)
+        blocks = [WholeNetwork(self.net)] if self._over_network else find_blocks(self.net)
+        mode = Linearity(blocks, reducer=self._reducer)
         with RandomState(*self.net.parameters()):
             output = self.run(inputs, mode, side_effect_free=True)
             reasons = mode.end(output)
@@ -198,10 +206,15 @@ class Passes:
                     "mu=0"
                 )
 
-    def _carries(self, block: Block) -> bool:
+    def _carries(self, block: Block | WholeNetwork) -> bool:
         """Whether q along the block is Gauss–Newton's. Where that was asked for and an operation hides the block's tangent, it
         is the Hessian's: v may come to such a block late in a run, and to refuse it then would cost the run's work."""
         hidden = self._hidden.get(self.net.training, {}).get(block.name)
+        if self._over_network and hidden is not None:
+            raise InputError(
+                f"direction_over must be 'block' for this network, got 'network': Gauss–Newton cannot follow {hidden} (a "
+                "custom autograd.Function or scripted code), in which some layer's tangent would be lost"
+            )
         if self._gauss_newton and hidden is not None and (block.name, hidden) not in self._warned:
             self._warned.add((block.name, hidden))
             warnings.warn(

@@ -212,11 +212,11 @@ def batch_norm(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     options = batch_norm_options(args, kwargs)
     if mode.reducer.sync_norms and uses_batch_statistics(options):
         return _synchronised_batch_norm(mode, options)
-    tensors = [options[k] for k in ("weight", "bias", "running_mean", "running_var")]
+    statistics = [options["running_mean"], options["running_var"]]
     tangent = mode.tangent(options["input"])
-    if tangent is None or func is not F.batch_norm or any(mode.tangent(x) is not None for x in tensors):
+    if tangent is None or func is not F.batch_norm or any(mode.tangent(x) is not None for x in statistics):
         return NotImplemented
-    x, eps = options["input"], options["eps"]
+    x, eps, affine = options["input"], options["eps"], _affine_tangent(mode, options)
     if uses_batch_statistics(options):
         if x.numel() == x.shape[1]:
             return mode.primal(func, args, kwargs)  # refuses a batch too small
@@ -226,12 +226,24 @@ def batch_norm(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
             options["momentum"], eps, known,
         )  # fmt: skip
         out = mode.primal(func, args, kwargs) if known is not None else out
-        mode.record(out, tangent)
+        mode.record(out, tangent if affine is None else tangent + affine)
         return out
     out = mode.primal(func, args, kwargs)
     zero = torch.zeros_like(options["running_mean"])
-    mode.record(out, func(tangent, zero, options["running_var"], options["weight"], None, False, 0.0, eps))
+    tangent = func(tangent, zero, options["running_var"], options["weight"], None, False, 0.0, eps)
+    mode.record(out, tangent if affine is None else tangent + affine)
     return out
+
+
+def _affine_tangent(mode: Tangent, options: Kwargs) -> Tensor | None:
+    """γ̇·n + β̇: the norm itself with γ̇ and β̇ as its weight and bias. It is differentiated once, where PyTorch is right."""
+    dweight, dbias = mode.tangent(options["weight"]), mode.tangent(options["bias"])
+    if dweight is None and dbias is None:
+        return None
+    x, batch = options["input"], uses_batch_statistics(options)
+    dweight = torch.zeros_like(options["bias"]) if dweight is None else dweight
+    mean, variance = (None, None) if batch else (options["running_mean"], options["running_var"])
+    return F.batch_norm(x, mean, variance, dweight, dbias, batch, 0.0, options["eps"])
 
 
 def _synchronised_batch_norm(mode: Tangent, options: Kwargs) -> Tensor:

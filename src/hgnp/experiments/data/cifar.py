@@ -28,21 +28,32 @@ def cifar10(
     flip: bool = True,
     crop: int = 0,
     limit: int | None = None,
+    holdout: int = 0,
     drop_last: bool = False,
 ) -> Data:
     """50,000 training and 10,000 test images of 32 px, in device memory.
 
     `folder` holds the official files (data_batch_1.bin … test_batch.bin, or the same without .bin) or their folder.
     `crop=4` adds the usual random crops to the paper's flips; `limit` takes so many training images, evenly over the classes.
+    `holdout=5000` is for choices between settings: it validates on so many training images, evenly over the classes and always
+    the same ones, trains on the others, and leaves the test images alone.
     """
     where = as_device(device)
     home, ending = _layout(Path(folder))
     read = _read_binary if ending else _read_python
     parts = [read(home / f"{name}{ending}") for name in TRAIN]
     images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    if not isinstance(holdout, int) or isinstance(holdout, bool) or not 0 <= holdout < len(labels):
+        raise InputError(f"holdout must be a whole number from 0 to {len(labels) - 1}, got {holdout!r}")
+    held: tuple[Tensor, Tensor] | None = None
+    if holdout:
+        chosen = torch.zeros(len(labels), dtype=torch.bool)
+        chosen[subset_indices(labels, holdout)] = True
+        held = images[chosen], labels[chosen]
+        images, labels = images[~chosen], labels[~chosen]
     keep = subset_indices(labels, limit)
     train = InMemorySource(images[keep], labels[keep], where)
-    val = InMemorySource(*read(home / f"{TEST}{ending}"), where)
+    val = InMemorySource(*(held or read(home / f"{TEST}{ending}")), where)
     return Data(
         train=Loader(
             train, batch=batch, mean=MEAN, std=STD, device=where, shuffle=True, flip=flip, crop=crop, drop_last=drop_last
@@ -52,7 +63,8 @@ def cifar10(
         image_side=32,
         train_samples=train.samples,
         val_samples=val.samples,
-        about=f"CIFAR-10: {train.samples:,} training and {val.samples:,} validation images, 32 px, 10 classes",
+        about=f"CIFAR-10: {train.samples:,} training and {val.samples:,} {'held-out training' if holdout else 'validation'} "
+        "images, 32 px, 10 classes",
     )  # fmt: skip
 
 

@@ -4,31 +4,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hgnp.errors import InputError
+from hgnp.experiments.models.vgg import narrowed
 
 
 class ResNet18(nn.Module):
     """Four stages of two residual blocks: 4,800 filters.
 
     `stem="cifar"`: for images of 32 px; a 3 × 3 convolution that keeps their size. `stem="imagenet"`: for larger ones; a
-    7 × 7 convolution and a maximum, which leave a quarter of each side.
+    7 × 7 convolution and a maximum, which leave a quarter of each side. `width` multiplies the channels of every convolution.
     """
 
-    def __init__(self, num_classes: int = 10, *, stem: str = "cifar") -> None:
+    def __init__(self, num_classes: int = 10, *, stem: str = "cifar", width: float = 1.0) -> None:
         super().__init__()
         if stem not in ("cifar", "imagenet"):
             raise InputError(f"stem must be 'cifar' or 'imagenet', got {stem!r}")
         small = stem == "cifar"
-        self.conv1 = nn.Conv2d(
-            3, 64, 3 if small else 7, stride=1 if small else 2, padding=1 if small else 3, bias=False
-        )
-        self.bn1 = nn.BatchNorm2d(64)
+        a, b, c, d = (narrowed(channels, width) for channels in (64, 128, 256, 512))
+        self.conv1 = nn.Conv2d(3, a, 3 if small else 7, stride=1 if small else 2, padding=1 if small else 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(a)
         self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, stride=2, padding=1)
-        self.layer1 = nn.Sequential(BasicBlock(64, 64), BasicBlock(64, 64))
-        self.layer2 = nn.Sequential(BasicBlock(64, 128, stride=2), BasicBlock(128, 128))
-        self.layer3 = nn.Sequential(BasicBlock(128, 256, stride=2), BasicBlock(256, 256))
-        self.layer4 = nn.Sequential(BasicBlock(256, 512, stride=2), BasicBlock(512, 512))
+        self.layer1 = nn.Sequential(BasicBlock(a, a), BasicBlock(a, a))
+        self.layer2 = nn.Sequential(BasicBlock(a, b, stride=2), BasicBlock(b, b))
+        self.layer3 = nn.Sequential(BasicBlock(b, c, stride=2), BasicBlock(c, c))
+        self.layer4 = nn.Sequential(BasicBlock(c, d, stride=2), BasicBlock(d, d))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(512, num_classes)
+        self.fc = nn.Linear(d, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -7,32 +7,40 @@ from hgnp.errors import InputError
 STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 
+def narrowed(channels: int, width: float) -> int:
+    """So many channels at a width, a factor > 0; at least one."""
+    if isinstance(width, bool) or not isinstance(width, int | float) or not 0 < width < float("inf"):
+        raise InputError(f"width must be a finite number > 0, got {width!r}")
+    return max(1, round(channels * width))
+
+
 class VGG16(nn.Module):
     """Thirteen convolutions, each with a norm, and a classifier after the features are averaged.
 
     `form="cifar"`: for images of 32 px, whose features are a single place; one linear layer from 512 channels to the classes.
-    `form="imagenet"`: for images of 224 px; features of 7 × 7 places and three linear layers.
+    `form="imagenet"`: for images of 224 px; features of 7 × 7 places and three linear layers. `width` multiplies the channels
+    of every convolution: 0.5 is the network of half the width.
     """
 
-    def __init__(self, num_classes: int = 10, *, form: str = "cifar", dropout: float = 0.5) -> None:
+    def __init__(self, num_classes: int = 10, *, form: str = "cifar", dropout: float = 0.5, width: float = 1.0) -> None:
         super().__init__()
         if form not in ("cifar", "imagenet"):
             raise InputError(f"form must be 'cifar' or 'imagenet', got {form!r}")
         layers: list[nn.Module] = []
-        width = 3
+        inputs = 3
         for stage in STAGES:
-            for outputs in stage:
-                layers += [nn.Conv2d(width, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
-                width = outputs
+            for outputs in (narrowed(channels, width) for channels in stage):
+                layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+                inputs = outputs
             layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
         self.avgpool = nn.AdaptiveAvgPool2d(1 if form == "cifar" else 7)
         self.classifier: nn.Module
         if form == "cifar":
-            self.classifier = nn.Linear(width, num_classes)
+            self.classifier = nn.Linear(inputs, num_classes)
         else:
             self.classifier = nn.Sequential(
-                nn.Linear(width * 7 * 7, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout),
+                nn.Linear(inputs * 7 * 7, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout),
                 nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout),
                 nn.Linear(4096, num_classes),
             )  # fmt: skip

@@ -1,0 +1,467 @@
+"""What the flatness term sees and does: eigenpairs in both modes, steps on q alone, K-FAC's v against the network's.
+
+    python benchmarks/flatness_term.py                                   handwritten digits on a CPU, two minutes
+    python benchmarks/flatness_term.py --preset vgg16-cifar10-best --data DIR --device cuda --jobs 4 --out OUT.md
+
+a  from one dense checkpoint: the top eigenpair of the Hessian and of Gauss–Newton, in training and in evaluation mode, on
+   training samples without augmentation, and the quotient of each eigenvector, and of K-FAC's v, in all four
+b  from that checkpoint, 50 small steps on q alone: q, both sharpnesses, λ of every block
+c  dense training from scratch with K-FAC's v and with the network's, B = 0, three μ, beside μ = 0 and SAM: accuracy, both
+   sharpnesses, ‖μ∇q‖/‖∇C‖, seconds per epoch
+
+In training mode the loss is the mean over batches of the training size, each with its own statistics. Every number is kept in
+WORK/records.jsonl as soon as it is known: the same command continues after an interruption, and writes the report anew.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor, nn
+
+from hgnp.curvature.autodiff.passes import Passes
+from hgnp.curvature.factors import WholeNetwork, find_blocks
+from hgnp.curvature.network_direction import gauss_newton_product
+from hgnp.curvature.step import Plan, State, Step, make_step
+from hgnp.experiments import presets, reload
+from hgnp.experiments.build import Experiment, prepare
+from hgnp.io import runs
+from hgnp.io.atomic import write
+from hgnp.reducer import LOCAL
+
+Batches = list[tuple[Tensor, Tensor]]
+MUS = (1e-3, 1e-2, 1e-1)
+STEPS = 50
+LENGTH = 1e-3
+"""Of a step on q alone, relative to the norm of all weights."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "mu=0": {"recipe.method": "taylor"},
+    **{f"block-{mu:g}": {"recipe.mu": mu} for mu in MUS},
+    **{f"network-{mu:g}": {"recipe.mu": mu, "recipe.flatness": {"direction_over": "network"}} for mu in MUS},
+    "sam": {"recipe.method": "sam", "recipe.rho": 0.05},
+}
+
+
+# Matrices of the loss over a few thousand training samples, as products
+
+
+@contextlib.contextmanager
+def mode(net: nn.Module, training: bool) -> Iterator[None]:
+    """Within, the network is in this mode; mode and buffers are restored."""
+    before, buffers = net.training, [(buffer, buffer.clone()) for buffer in net.buffers()]
+    net.train(training)
+    try:
+        yield
+    finally:
+        net.train(before)
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+def parts_of(v: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    return [x.view(p.shape) for x, p in zip(v.split([p.numel() for p in parameters]), parameters, strict=True)]
+
+
+def hessian_product(net: nn.Module, batches: Batches, training: bool, v: Tensor) -> Tensor:
+    parameters = list(WholeNetwork(net).parameters.values())
+    total = torch.zeros_like(v)
+    with mode(net, training):
+        for x, y in batches:
+            gradient = torch.autograd.grad(F.cross_entropy(net(x), y), parameters, create_graph=True)
+            found = torch.autograd.grad(gradient, parameters, parts_of(v, parameters), materialize_grads=True)
+            total += len(y) * torch.cat([part.flatten() for part in found])
+    return total / sum(len(y) for _, y in batches)
+
+
+def ggn_product(net: nn.Module, batches: Batches, training: bool, v: Tensor) -> Tensor:
+    network = WholeNetwork(net)
+    parameters = list(network.parameters.values())
+    tangents, total = list(zip(parameters, parts_of(v, parameters), strict=True)), torch.zeros_like(v)
+    passes = Passes(net, F.cross_entropy, None, gauss_newton=True, over_network=True, reducer=LOCAL)
+    with mode(net, training):
+        for x, y in batches:
+            found = passes.with_curvature(network, tangents, x, y, None, side_effect_free=True)
+            total += len(y) * gauss_newton_product(found, network)
+    return total / sum(len(y) for _, y in batches)
+
+
+MATRICES: dict[str, tuple[Callable[..., Tensor], bool]] = {
+    "Hessian, training": (hessian_product, True),
+    "Gauss–Newton, training": (ggn_product, True),
+    "Hessian, evaluation": (hessian_product, False),
+    "Gauss–Newton, evaluation": (ggn_product, False),
+}
+
+
+def top(
+    product: Callable[[Tensor], Tensor], start: Tensor, steps: int, tolerance: float
+) -> tuple[float, Tensor, float]:
+    """The largest eigenvalue, its eigenvector and the relative residual, by Lanczos with full reorthogonalisation."""
+    basis, alphas, betas = [start / start.norm()], [], []
+    while True:
+        w = product(basis[-1])
+        alphas.append(float(w @ basis[-1]))
+        for _ in range(2):
+            for v in basis:
+                w = w - v * (v @ w)
+        T = torch.diag(torch.tensor(alphas, dtype=torch.double))
+        off = torch.tensor(betas, dtype=torch.double)
+        values, vectors = torch.linalg.eigh(T + torch.diag(off, 1) + torch.diag(off, -1))
+        beta = float(w.norm())
+        residual = beta * abs(float(vectors[-1, -1])) / max(abs(float(values[-1])), 1e-30)
+        if residual < tolerance or len(basis) == steps or beta == 0:
+            vector = sum(c * v for c, v in zip(vectors[:, -1].tolist(), basis, strict=True))
+            assert isinstance(vector, Tensor)
+            return float(values[-1]), vector / vector.norm(), residual
+        betas.append(beta)
+        basis.append(w / beta)
+
+
+def sharpness(net: nn.Module, batches: Batches, training: bool, steps: int = 25, tolerance: float = 1e-2) -> float:
+    size = sum(p.numel() for p in WholeNetwork(net).parameters.values())
+    start = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(batches[0][0])
+    return top(lambda v: hessian_product(net, batches, training, v), start, steps, tolerance)[0]
+
+
+# The parts
+
+
+class Records:
+    """Facts by name, one JSON line each, kept as soon as they are known."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.facts: dict[str, Any] = {}
+        if file.is_file():
+            for line in file.read_text().splitlines():
+                self.facts |= json.loads(line)
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self.facts:
+            start = time.perf_counter()
+            self.facts[name] = make()
+            with self.file.open("a") as file:
+                file.write(json.dumps({name: self.facts[name]}) + "\n")
+            print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+        return self.facts[name]
+
+
+def training_samples(made: Experiment, samples: int) -> Batches:
+    """The first training images, without augmentation, in batches of the training size."""
+    loader: Any = made.train
+    loader.shuffle, loader.flip, loader.crop = False, False, 0
+    batches, seen = [], 0
+    for x, y in loader:
+        if seen + len(y) > samples or (batches and len(y) < len(batches[0][1])):
+            break
+        batches.append((x, y))
+        seen += len(y)
+    return batches
+
+
+def flat(direction: dict[str, Tensor], net: nn.Module) -> Tensor:
+    parameters = WholeNetwork(net).parameters
+    return torch.cat([direction.get(name, torch.zeros_like(p)).flatten() for name, p in parameters.items()])
+
+
+def term(net: nn.Module, over: str) -> tuple[Step, State]:
+    return make_step(net, mu=1.0, bound=-1e9, direction_over=over)
+
+
+def q_gradient(
+    step: Step, state: State, x: Tensor, y: Tensor
+) -> tuple[float, list[Tensor], list[Tensor], dict[str, Tensor]]:
+    """q, ∇q and ∇C of a batch along the lagged v, and that v; then v is refreshed."""
+    parameters = list(WholeNetwork(step.net).parameters.values())
+    state.plan = Plan(penalty=True, refresh=True)
+    step.share(state, x, y)
+    step.prepare(state, x, y)
+    step.forward(state, x, y)
+    step.decide(state)
+    assert state.current is not None
+    assert state.penalized is not None
+    assert state.current.q is not None
+    v = dict(zip(state.penalized.block.parameters, state.penalized.vectors, strict=True))
+    q = torch.autograd.grad(state.current.q, parameters, retain_graph=True, materialize_grads=True)
+    c = torch.autograd.grad(state.current.loss, parameters, retain_graph=True, materialize_grads=True)
+    value = float(state.current.q)
+    step.refresh(state, y)
+    state.release()
+    return value, list(q), list(c), v
+
+
+def norm(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(float(x.square().sum()) for x in tensors))
+
+
+def eigenpairs(net: nn.Module, batches: Batches) -> dict[str, Any]:
+    """Part a."""
+    size = sum(p.numel() for p in WholeNetwork(net).parameters.values())
+    start = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(batches[0][0])
+    vectors, found = {}, {}
+    for name, (product, training) in MATRICES.items():
+        value, vector, residual = top(lambda v, p=product, t=training: p(net, batches, t, v), start, 60, 1e-3)
+        vectors[name], found[name] = vector, {"value": value, "residual": residual, "blocks": shares(net, vector)}
+    for over in ("block", "network"):
+        step, state = term(net, over)
+        with mode(net, True):
+            for x, y in batches[:8]:
+                *_, v = q_gradient(step, state, x, y)
+        vectors[f"v, {over}"] = flat(v, net)
+        found[f"v, {over}"] = {"blocks": shares(net, vectors[f"v, {over}"])}
+    for name, vector in vectors.items():
+        quotients = {
+            other: float(vector @ product(net, batches, training, vector))
+            for other, (product, training) in MATRICES.items()
+        }
+        found[name]["quotients"] = quotients
+        found[name]["cosines"] = {other: abs(float(vector @ each)) for other, each in vectors.items() if other != name}
+    return found
+
+
+def shares(net: nn.Module, vector: Tensor) -> dict[str, float]:
+    """A vector's squared length by layer, the three largest."""
+    parameters = WholeNetwork(net).parameters
+    by_layer: dict[str, float] = {}
+    for name, part in zip(parameters, parts_of(vector, list(parameters.values())), strict=True):
+        layer = name.rpartition(".")[0]
+        by_layer[layer] = by_layer.get(layer, 0.0) + float(part.square().sum())
+    return dict(sorted(by_layer.items(), key=lambda each: -each[1])[:3])
+
+
+def steps_on_q(net: nn.Module, batches: Batches, over: str) -> list[dict[str, Any]]:
+    """Part b: the facts after every tenth step."""
+    found: list[dict[str, Any]] = []
+    step, state = term(net, over)
+    probe, watched = term(net, "block")
+    parameters = list(WholeNetwork(net).parameters.values())
+    weights = norm([p.detach() for p in parameters])
+    qs: list[float] = []
+    for number in range(STEPS + 1):
+        x, y = batches[number % len(batches)]
+        if number % 10 == 0:
+            q_gradient(probe, watched, x, y)
+            with torch.no_grad(), mode(net, True):
+                loss = sum(float(F.cross_entropy(net(a), b)) for a, b in batches) / len(batches)
+            found.append(
+                {
+                    "step": number,
+                    "q": sum(qs[-5:]) / len(qs[-5:]) if qs else q_gradient(step, state, x, y)[0],
+                    "loss": loss,
+                    "training": sharpness(net, batches, True),
+                    "evaluation": sharpness(net, batches, False),
+                    "blocks": {
+                        block.name: float(watched.direction.pairs[block.name].value) for block in find_blocks(net)
+                    },
+                }
+            )
+        q, gradient, _, _ = q_gradient(step, state, x, y)
+        qs.append(q)
+        length = norm(gradient)
+        with torch.no_grad():
+            for p, g in zip(parameters, gradient, strict=True):
+                p.sub_(g, alpha=LENGTH * weights / max(length, 1e-30))
+    return found
+
+
+def trained_facts(folder: Path, name: str, batches: Batches, data: str | None, device: str) -> dict[str, Any]:
+    """Part c: of a finished run."""
+    made = reload.experiment(folder, data, device)
+    net = made.net.to(device).train()
+    run, result = runs.read(folder), json.loads((folder / "result.json").read_text())
+    rows = [row for row in run.history if row["epoch"] > 0] or run.history
+    facts = {
+        "metric": result["after"]["metric"],
+        "training": sharpness(net, batches, True),
+        "evaluation": sharpness(net, batches, False),
+        "seconds": sum(row["seconds"] for row in rows) / len(rows),
+    }
+    for over in ("block", "network"):
+        step, state = term(net, over)
+        ratios, values = [], []
+        for x, y in batches[:8]:
+            q, dq, dc, _ = q_gradient(step, state, x, y)
+            values.append(q)
+            ratios.append(norm(dq) / max(norm(dc), 1e-30))
+        facts |= {f"q {over}": sum(values) / len(values), f"ratio {over}": sum(ratios) / len(ratios)}
+    return facts
+
+
+def study(given: argparse.Namespace, work: Path) -> None:
+    """Starts the runs of part c that are missing, several at once."""
+    file = work / "study.yaml"
+    base = {
+        "recipe.keep": 1.0, "recipe.warmup_epochs": 0, "recipe.finetune_epochs": given.epochs, "recipe.schedule": "cosine",
+        "recipe.anneal": "run", "recipe.method": "hgnp", "recipe.flatness": "default", "recipe.bound": 0.0, "recipe.mu": 0.0,
+        "recipe.refresh_every": None, "recipe.skip_inactive": False, "recipe.measure": "none", "recipe.round_to": 1,
+    }  # fmt: skip
+    base |= {path: yaml.safe_load(text) for path, _, text in (each.partition("=") for each in given.set)}
+    methods = {name.replace("=", ""): {"set": changes} for name, changes in VARIANTS.items()}
+    plan = {
+        "networks": {"config": given.preset, "name": "dense", "set": base},
+        "methods": methods,
+        "seeds": given.seeds,
+    }
+    plan["networks"] = [plan["networks"]]
+    write(file, yaml.safe_dump(plan, sort_keys=False))
+    command = [
+        sys.executable,
+        "-m",
+        "hgnp",
+        "study",
+        str(file),
+        "--out",
+        str(work),
+        "--jobs",
+        str(given.jobs),
+        "--device",
+        given.device,
+    ]
+    subprocess.run(command + (["--data", given.data] if given.data else []), check=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="demo")
+    parser.add_argument("--data")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of hgnp run, for every run")
+    parser.add_argument("--samples", type=int, default=2048)
+    parser.add_argument("--epochs", type=int, default=24)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--work", type=Path, default=Path("runs/flatness_term"))
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    study(given, given.work)
+    records = Records(given.work / "records.jsonl")
+    config = presets.preset(given.preset).with_settings(
+        [f"device={given.device}", *given.set, *([f"data_args.folder={given.data}"] if given.data else [])]
+    )
+    batches = training_samples(prepare(config), given.samples)
+    start = given.work / "dense-mu0-0"
+    if (start / "result.json").is_file():
+
+        def checkpoint() -> nn.Module:
+            net: nn.Module = reload.experiment(start, given.data, given.device).net.to(given.device).train()
+            return net
+
+        records.once("a", lambda: eigenpairs(checkpoint(), batches))
+        for over in ("block", "network"):
+            records.once(f"b {over}", lambda over=over: steps_on_q(checkpoint(), batches, over))
+    for name in VARIANTS:
+        for seed in range(given.seeds):
+            folder = given.work / f"dense-{name.replace('=', '')}-{seed}"
+            if (folder / "result.json").is_file():
+                records.once(
+                    f"c {name} {seed}", lambda f=folder, n=name: trained_facts(f, n, batches, given.data, given.device)
+                )
+    text = report(records.facts, given, sum(len(y) for _, y in batches))
+    print(text)
+    if given.out is not None:
+        write(given.out, text)
+
+
+# The report
+
+
+def report(facts: dict[str, Any], given: argparse.Namespace, samples: int) -> str:
+    where = torch.cuda.get_device_name() if given.device.startswith("cuda") else "CPU"
+    command = " ".join(["python benchmarks/flatness_term.py", *sys.argv[1:]])
+    lines = [
+        "# The flatness term, measured", "",
+        f"`{command}`, {datetime.date.today()}, {where}, torch {torch.__version__}.", "",
+        f"`{given.preset}`, dense, {given.epochs} epochs, {samples:,} training samples, not augmented. In training mode,",
+        "means over batches of the training size, each with its own statistics. Sharpness: the Hessian's top eigenvalue.", "",
+    ]  # fmt: skip
+    for section in (_eigenpairs, _steps, _trained):
+        lines += section(facts, given)
+    return "\n".join(lines) + "\n"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return [
+        f"| {' | '.join(head)} |",
+        "|---" + "|--:" * (len(head) - 1) + "|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+        "",
+    ]
+
+
+def _eigenpairs(facts: dict[str, Any], given: argparse.Namespace) -> list[str]:
+    if "a" not in facts:
+        return []
+    found, names = facts["a"], list(MATRICES)
+    rows = [
+        [
+            name,
+            *(f"{each['quotients'][other]:.3g}" for other in names),
+            f"{each['cosines'].get('Hessian, evaluation', 1):.2f}",
+            ", ".join(f"{layer} {share:.0%}" for layer, share in each["blocks"].items()),
+        ]
+        for name, each in found.items()
+    ]
+    head = ["vector", *(f"in {name}" for name in names), "cosine to the Hessian's in evaluation", "layers"]
+    return ["## a. Eigenvectors and their quotients in each matrix", "", *_table(head, rows)]
+
+
+def _steps(facts: dict[str, Any], given: argparse.Namespace) -> list[str]:
+    lines = []
+    for over in ("block", "network"):
+        if (rows := facts.get(f"b {over}")) is None:
+            continue
+        shown = [
+            [str(row["step"]), f"{row['q']:.3g}", f"{row['loss']:.3g}", f"{row['training']:.3g}", f"{row['evaluation']:.3g}",
+             ", ".join(f"{value:.2g}" for value in row["blocks"].values())]
+            for row in rows
+        ]  # fmt: skip
+        head = ["step", "q (mean of 5)", "C", "sharpness, training", "sharpness, evaluation", "K-FAC's λ by block"]
+        title = f"## b. Steps on q alone, v over the {over}"
+        about = f"Steps along −∇q of length {LENGTH:g}·‖w‖, v refreshed in every step."
+        lines += [title, "", about, "", *_table(head, shown)]
+    return lines
+
+
+def _trained(facts: dict[str, Any], given: argparse.Namespace) -> list[str]:
+    rows = []
+    base = {seed: facts.get(f"c mu=0 {seed}") for seed in range(given.seeds)}
+    for name in VARIANTS:
+        for seed in range(given.seeds):
+            if (each := facts.get(f"c {name} {seed}")) is None:
+                continue
+            plain, mu = base[seed] or {}, VARIANTS[name].get("recipe.mu", 0.0)
+            over = "network" if name.startswith("network") else "block"
+            ratio = each["training"] / plain["training"] if plain else math.nan
+            rows.append(
+                [name, str(seed), f"{100 * each['metric']:.2f}", f"{each['training']:.3g}", f"{ratio:.2f}",
+                 f"{each['evaluation']:.3g}",
+                 f"{each['q ' + over]:.3g}", f"{mu * each['ratio ' + over]:.2g}" if mu else "–",
+                 f"{each['seconds'] / plain['seconds']:.2f}" if plain else "–"]
+            )  # fmt: skip
+    if not rows:
+        return []
+    head = [
+        "training", "seed", "accuracy, %", "sharpness, training", "over μ = 0", "sharpness, evaluation", "q", "‖μ∇q‖/‖∇C‖",
+        "s per epoch over μ = 0",
+    ]  # fmt: skip
+    about = (
+        "B = 0. q and the ratio of gradients: at the end of training, means over 8 batches, along the v of that row "
+        "(μ = 0 and SAM: K-FAC's)."
+    )
+    return ["## c. Training with K-FAC's v and with the network's", "", about, "", *_table(head, rows)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Torch-Pruning's group pruner driven by hgnp's training, beside `hgnp study cifar10-rivals`.
+
+    python benchmarks/rivals.py --data DIR --device cuda --out results/cifar10-rivals [--seeds 0,1,2] [--keep 0.1,0.05]
+
+The same network, data, loss, optimizer and schedule as the study: warm-up, then a round and an epoch at the peak learning rate
+until at most `keep` of the parameters is left, then the fine-tuning with its cosine. A round is `GroupNormPruner.step()`: group
+L2 norms over the whole network, widths in multiples of 8. Its sparsity regularisation is not used, as the other methods have
+none. Torch-Pruning leaves the optimizer with dead parameters: it starts without momentum after every round, as its own
+examples do. Epochs run on hgnp's executor, so that times can be compared.
+
+OUT/vgg16-cifar10-torch-pruning-KEEP-SEED is the run folder of the fine-tuning, with rival.json beside it. The state before the
+fine-tuning is kept there too: the same command continues after an interruption.
+"""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import hgnp
+from hgnp.experiments import studies
+from hgnp.experiments.build import Experiment, network, prepare
+from hgnp.experiments.config import Config
+from hgnp.io.atomic import write
+
+METHOD = "torch-pruning"
+ROUNDS = 60
+"""Steps in which its pruner would go to `LAST` of the channels of every layer."""
+LAST = 0.95
+
+
+def configuration(seed: int, data: str | None, device: str, settings: list[str]) -> Config:
+    """That of the study's Taylor run with this seed."""
+    runs = studies.study("cifar10-rivals").runs(data=data, device=device, seeds=[seed], settings=settings)
+    return next(run.config for run in runs if run.method == "taylor")
+
+
+def sizes(net: nn.Module, example: torch.Tensor) -> tuple[int, int]:
+    """Parameters, and MACs of convolutions and linear layers for one image."""
+    macs = []
+    hooks = [
+        layer.register_forward_hook(lambda layer, _, out: macs.append(layer.weight.numel() * out[0, 0].numel()))
+        for layer in net.modules()
+        if isinstance(layer, nn.Conv2d | nn.Linear)
+    ]
+    mode = net.training
+    with torch.no_grad():
+        net.eval()(example[:1])
+    net.train(mode)
+    for hook in hooks:
+        hook.remove()
+    return sum(p.numel() for p in net.parameters()), sum(macs)
+
+
+def train(
+    made: Experiment, recipe: hgnp.Recipe, epochs: int, out: Path | None = None, resume: bool = False
+) -> hgnp.Result:
+    """So many epochs of the network as it is: at the peak learning rate, or fine-tuned into a run folder."""
+    recipe = dataclasses.replace(
+        recipe, keep=1.0, warmup_epochs=0, finetune_epochs=epochs, snapshots=(), round_to=1, measure="none",
+        schedule="constant" if out is None else recipe.schedule, seed=None if out is None else recipe.seed,
+    )  # fmt: skip
+    val = None if out is None else made.val
+    about = {"_about": made.about} if out is not None else {}
+    return hgnp.prune(
+        made.net, made.train, val, recipe=recipe, out=out, resume=resume, verbose=False, **made.options, **about
+    )
+
+
+def pruner_of(net: nn.Module, example: torch.Tensor, round_to: int) -> Any:
+    import torch_pruning as tp  # benchmarks only
+
+    last = [layer for layer in net.modules() if isinstance(layer, nn.Linear)][-1]
+    return tp.pruner.GroupNormPruner(
+        net, example, importance=tp.importance.GroupMagnitudeImportance(p=2), global_pruning=True, pruning_ratio=LAST,
+        iterative_steps=ROUNDS, ignored_layers=[last], round_to=round_to,
+    )  # fmt: skip
+
+
+def run(keep: list[float], seed: int, given: argparse.Namespace) -> None:
+    """All κ of one seed: the pruning goes through them, and at each a copy is fine-tuned by itself."""
+    config = configuration(seed, given.data, given.device, given.set)
+    places = {each: given.out / f"vgg16-cifar10-{METHOD}-{each:g}-{seed}" for each in keep}
+    if all((place / "result.json").is_file() for place in places.values()):
+        print(f"seed {seed}: known", flush=True)
+        return
+    made = prepare(config)
+    recipe, example = made.recipe, next(iter(made.train))[0][:2].to(given.device)
+    net = made.net.to(given.device)
+    full = sizes(net, example)
+    if not all((place / "pruned.safetensors").is_file() for place in places.values()):
+        train(made, recipe, recipe.warmup_epochs)
+        pruner, rounds = pruner_of(net, example, recipe.round_to), 0
+        for each in sorted(keep, reverse=True):
+            while (now := sizes(net, example))[0] > each * full[0]:
+                if rounds == ROUNDS:
+                    raise SystemExit(
+                        f"{METHOD} has left {now[0] / full[0]:.1%} after {ROUNDS} rounds; {each:.1%} was asked for"
+                    )
+                pruner.step()
+                rounds += 1
+                train(made, recipe, 1)
+            places[each].mkdir(parents=True, exist_ok=True)
+            facts = {
+                "method": METHOD, "asked": each, "full_parameters": full[0], "full_macs": full[1], "rounds": rounds,
+                "epochs": recipe.warmup_epochs + rounds,
+            }  # fmt: skip
+            write(places[each] / "rival.json", json.dumps(facts, indent=1) + "\n")
+            hgnp.save(net, places[each] / "pruned.safetensors")
+            print(f"seed {seed}: {now[0] / full[0]:.2%} of the parameters after {rounds} rounds", flush=True)
+    for each, place in places.items():
+        if (place / "result.json").is_file():
+            continue
+        small = hgnp.load(place / "pruned.safetensors", network(config)).to(given.device)
+        tuned = dataclasses.replace(made, net=small)
+        result = train(tuned, recipe, recipe.finetune_epochs, out=place, resume=True)
+        made.config.write(place / "config.yaml")
+        print(f"seed {seed}: κ {each:.0%}: {100 * (result.after.metric or 0):.2f} %", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--keep", default="0.1,0.05")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of hgnp run")
+    parser.add_argument("--out", type=Path, default=Path("results/cifar10-rivals"))
+    given = parser.parse_args()
+    for seed in map(int, given.seeds.split(",")):
+        run([float(each) for each in given.keep.split(",")], seed, given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""`recalibrate`: batch-norm statistics re-estimated, for a network whose neurons were removed without training it again."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hgnp.curvature.autodiff.forward import run
+from hgnp.curvature.autodiff.operations import tensors_in
+from hgnp.errors import InputError, InputTypeError, brief, is_too_few_values
+from hgnp.state_guards import module_that_raised, preserve_generators, preserve_modes
+
+
+def recalibrate(net: nn.Module, batches: Iterable[Any]) -> None:
+    """Re-estimate the running mean and variance of every batch norm on `batches`, e.g. after a one-shot removal.
+
+    Removed neurons change what the layers behind them see, so the statistics from training no longer fit. They are reset and
+    become the means over the batches of each batch's own mean and (unbiased) variance, as with PyTorch's ``momentum=None``.
+
+    >>> import torch, hgnp
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> hgnp.recalibrate(net, [(torch.randn(16, 4), torch.arange(16) % 2)])
+    >>> net[1].num_batches_tracked
+    tensor(1)
+
+    Args:
+        net: The network, on the device of the batches. A network without batch norms is left as it is.
+        batches: Inputs without a target, or (inputs, target) pairs, where inputs are a tensor, a tuple (positional) or a dict
+            (keywords); or dicts with `labels`. A target is not used. 10 to 100 batches of the size used in training do.
+
+    The batch norms run in training mode, everything else in evaluation mode, so dropout is off. Modes, momenta, gradients and
+    random state are restored. A batch norm that no batch reaches keeps its statistics; if anything fails, all of them do.
+    """
+    if not isinstance(net, nn.Module):
+        raise InputTypeError(f"net must be an nn.Module, got {type(net).__name__}")
+    if not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping):
+        raise InputTypeError(f"batches must be a list of batches or a loader, got {type(batches).__name__}; use [x]")
+    norms = {
+        name: norm for name, norm in net.named_modules() if isinstance(norm, _BatchNorm) and norm.track_running_stats
+    }
+    if not norms:
+        return
+    momenta = {name: norm.momentum for name, norm in norms.items()}
+    found = {name: {key: value.clone() for key, value in _statistics(norm).items()} for name, norm in norms.items()}
+    try:
+        with preserve_modes(net), preserve_generators(net), torch.no_grad():
+            net.eval()
+            for norm in norms.values():
+                norm.training, norm.momentum = True, None  # not norm.train(): some have a dropout inside
+                norm.reset_running_stats()
+            _run_all(net, batches)
+            for name, norm in norms.items():
+                if not norm.num_batches_tracked:
+                    _restore(norm, found[name])
+                elif not all(bool(value.isfinite().all()) for value in _statistics(norm).values()):
+                    raise InputError(f"batches must give {name or 'net'} finite statistics, got some that are not")
+    except BaseException:
+        for name, norm in norms.items():
+            _restore(norm, found[name])
+        raise
+    finally:
+        for name, norm in norms.items():
+            norm.momentum = momenta[name]
+
+
+def _statistics(norm: _BatchNorm) -> dict[str, Tensor]:
+    return {key: getattr(norm, key) for key in ("running_mean", "running_var", "num_batches_tracked")}
+
+
+def _restore(norm: _BatchNorm, found: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for key, value in _statistics(norm).items():
+            value.copy_(found[key])
+
+
+def _run_all(net: nn.Module, batches: Iterable[Any]) -> None:
+    count = 0
+    for count, inputs in enumerate(_inputs(batches), 1):
+        try:
+            run(net, inputs)
+        except Exception as error:
+            if is_too_few_values(error):
+                raise InputError(
+                    f"batches must have at least two samples for a batch norm, got a single one in batch {count - 1}"
+                ) from error
+            layer = module_that_raised(net, error)
+            raise InputError(
+                f"net must take batch {count - 1} of batches, but its forward failed{f' in {layer}' if layer else ''}: "
+                f"{brief(error)}"
+            ) from error
+    if not count:
+        raise InputError("batches must have at least one batch, got none")
+
+
+def _inputs(batches: Iterable[Any]) -> Iterator[Any]:
+    for batch in batches:
+        inputs = batch
+        if isinstance(batch, Mapping):
+            inputs = {key: value for key, value in batch.items() if key != "labels"}
+        elif isinstance(batch, tuple | list) and len(batch) == 2:
+            inputs = batch[0]
+        elif not isinstance(batch, Tensor):
+            raise InputError(
+                f"batches must be inputs, (inputs, target) pairs or dicts, got a {type(batch).__name__}; use [(x, y)]"
+            )
+        if next(tensors_in(inputs), None) is None:
+            raise InputError("batches must hold tensors, got a batch without any")
+        yield inputs

@@ -1,0 +1,83 @@
+"""The page of results: its statistics against closed forms and scipy, and what it says of runs that are there or missing."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from run_cases import write_run
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import results
+
+
+def test_a_paired_interval_is_that_of_the_t_test() -> None:
+    ours, others = {0: 0.935, 1: 0.941, 2: 0.938, 7: 0.5}, {0: 0.93, 1: 0.932, 2: 0.935, 9: 0.1}
+    found = results.paired(ours, others)
+    assert found is not None
+    test = stats.ttest_rel([0.935, 0.941, 0.938], [0.93, 0.932, 0.935])
+    interval = test.confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+    assert found.p == pytest.approx(test.pvalue)
+    # 0.005, 0.009, 0.003: s = 0.00305505, t(0.975, 2) = 4.302653
+    assert found.high - found.mean == pytest.approx(4.302653 * 0.00305505 / math.sqrt(3), rel=1e-5)
+    assert results.paired({0: 0.9}, {0: 0.8}) is None
+    assert results.t_interval([0.1, 0.1]) == results.Interval(0.1, 0.1, 0.1, 0.0)
+
+
+def test_holm_steps_down_and_never_decreases() -> None:
+    # statsmodels.stats.multitest.multipletests([0.01, 0.04, 0.03, 0.005], method="holm")
+    assert results.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert results.holm([0.02, math.nan, math.nan]) == pytest.approx([0.06, 1.0, 1.0])
+    assert results.holm([0.9, 0.8]) == [1.0, 1.0]
+
+
+def test_a_method_beats_a_number_only_with_the_test_error_included() -> None:
+    values = [0.9400, 0.9401, 0.9399]
+    found = results.with_test_error(values)
+    assert found is not None
+    seeds = 4.302653 * 0.0001 / math.sqrt(3)
+    assert found.high - found.mean == pytest.approx(
+        math.hypot(seeds, 1.959964 * math.sqrt(0.94 * 0.06 / 10_000)), rel=1e-4
+    )
+    assert results.verdict(values, 0.9340) == "beats it"
+    assert results.verdict(values, 0.9360) == "undecided"  # beyond the seeds' own interval
+    assert results.verdict(values, 0.9460) == "is below it"
+    assert results.verdict([0.94], 0.5) == "too few seeds"
+
+
+def test_accuracy_at_equal_macs_lies_between_a_methods_own_networks() -> None:
+    points = [results.Point(0.1, 0.1, 100, 400, 0.94, 9), results.Point(0.05, 0.05, 50, 100, 0.90, 9)]
+    assert results.at_macs(points, 200) == pytest.approx(0.92)  # halfway in the logarithm
+    assert results.at_macs(points, 100) == pytest.approx(0.90)
+    assert results.at_macs(points, 99) is None
+
+
+def test_the_page_has_each_seed_and_names_what_is_missing(tmp_path: Path) -> None:
+    best = tmp_path / "results" / "cifar10-best"
+    for seed in range(3):
+        write_run(best / f"vgg-{seed}", name=results.VGG, method="taylor", seed=seed, keep=0.05,
+                  accuracy=lambda kept, seed=seed: 0.94 + 0.001 * seed)  # fmt: skip
+        write_run(best / f"narrow-{seed}", name=f"{results.VGG}-narrow", method="taylor", seed=seed, keep=1.0,
+                  accuracy=lambda kept, seed=seed: 0.93 + 0.0005 * seed)  # fmt: skip
+    rival = write_run(tmp_path / "results" / "cifar10-rivals" / "torch", name=results.VGG, method="taylor", keep=1.0)
+    (rival / "rival.json").write_text(
+        json.dumps(
+            {"method": "torch-pruning", "asked": 0.05, "full_macs": 10**9, "full_parameters": 2 * 10**7, "epochs": 27}
+        )
+    )
+    text, drawn = results.page(tmp_path / "results", tmp_path / "results.md", "python benchmarks/results.py")
+    assert "| primary: VGG-16 pruned to κ 5 % over a uniformly narrowed one | +1.05 | +0.93 to +1.17 |" in text
+    row = next(line for line in text.splitlines() if line.startswith(f"| {results.VGG}, taylor, κ 5 %"))
+    assert "| 0, 1, 2 | 94.00, 94.10, 94.20 | 94.10 | 0.10 | 5.00 | 50,000 | 1.5 M | 5.0 | 16 |" in row
+    otov2 = next(line for line in text.splitlines() if line.startswith("| OTOv2 | VGG-16-BN | mixup | scratch | 300"))
+    assert otov2.endswith("| 93.27 | beats it |")
+    assert "| ResNet-18 pruned to κ 8.8 % over a uniformly narrowed one | not run, or fewer than two seeds" in text
+    assert f"| {results.VGG}, torch-pruning, κ 5 % | 0 |" in text
+    assert "| 43 |" in text  # 16 epochs after the 27 of the other library's rounds
+    assert "Not run yet: `python benchmarks/robustness.py" in text
+    assert "Not run yet: `hgnp study cifar10-best" not in text
+    assert {series.label for series in drawn[0].series} >= {"VGG-16, others", "ResNet-18, others"}

@@ -1,0 +1,97 @@
+"""Another library's pruner in hgnp's training, and what networks stand, on digits; a stand-in is the library."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hgnp
+from hgnp.experiments.overrides import effective
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import results
+import rivals
+import robustness
+
+SETTINGS = [
+    "model_args.width=4", "data_args.batch=256", "data_args.limit=512", "recipe.warmup_epochs=1", "recipe.finetune_epochs=1",
+    "recipe.method=taylor", "recipe.measure=none", "seed=1",
+]  # fmt: skip
+
+
+class Random:
+    """A pruner whose steps remove five neurons."""
+
+    def __init__(self, net: nn.Module, example: torch.Tensor, round_to: int) -> None:
+        self.neurons = hgnp.Neurons(net, example)
+
+    def step(self) -> None:
+        self.neurons.remove(
+            self.neurons.least({layer.name: torch.rand(layer.alive) for layer in self.neurons.layers}, 5)
+        )
+
+
+def test_a_rivals_networks_are_fine_tuned_measured_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = effective("demo", data=None, method=None, settings=SETTINGS, seed=1, device="cpu")
+    monkeypatch.setattr(rivals, "configuration", lambda *given: config)
+    monkeypatch.setattr(rivals, "pruner_of", Random)
+    given: Any = argparse.Namespace(out=tmp_path / "results" / "cifar10-rivals", data=None, device="cpu", set=[])
+    rivals.run([0.8], 1, given)
+    rivals.run([0.8], 1, given)
+    assert capsys.readouterr().out.splitlines()[-1] == "seed 1: known"
+    (entry,) = results.entries(tmp_path / "results")
+    (point,) = entry.points
+    assert (entry.method, entry.seed, point.asked) == ("torch-pruning", 1, 0.8)
+    assert 0.5 < point.kept <= 0.8
+    assert point.macs < entry.full
+    assert point.epochs == 3  # warm-up, a round, fine-tuning
+    found = robustness.folders(sorted(given.out.iterdir()))
+    assert len(found) == 1
+    monkeypatch.setattr(robustness, "CUTS", (0.5,))
+    monkeypatch.setattr(sys, "argv", ["robustness.py", str(found[0])])
+    robustness.main()
+    facts = json.loads((found[0] / "robustness.json").read_text())["accuracy"]
+    assert list(facts)[:3] == ["clean", "noise 1", "noise 2"]
+    assert {"4-bit", "4-bit, recalibrated", "cut to 50%", "cut to 50%, recalibrated"} <= facts.keys()
+    assert all(0 <= value <= 1 for value in facts.values())
+    assert facts["clean"] == pytest.approx(
+        json.loads((found[0] / "result.json").read_text())["after"]["metric"], abs=5e-3
+    )
+    text, _ = results.page(tmp_path / "results", tmp_path / "results.md", "x")
+    assert "| network | seeds | clean | noise 1 |" in text
+
+
+def test_corruptions_do_what_they_say() -> None:
+    x = torch.rand(4, 3, 8, 8, dtype=torch.double) * 255
+    torch.testing.assert_close(robustness.contrast(x, 0.4, 255).std(dim=(1, 2, 3)), 0.4 * x.std(dim=(1, 2, 3)))
+    flat = torch.full((1, 3, 8, 8), 7.0, dtype=torch.double)
+    torch.testing.assert_close(robustness.blur(flat, 1.2, 255), flat)
+    spot = torch.zeros(1, 1, 9, 9, dtype=torch.double)
+    spot[0, 0, 4, 4] = 1
+    blurred = robustness.blur(spot, 0.7, 255)[0, 0]
+    assert blurred.sum().item() == pytest.approx(1)
+    assert (blurred[4, 5] / blurred[4, 4]).item() == pytest.approx(torch.exp(torch.tensor(-0.5 / 0.49)).item())
+    small = robustness.pixelate(x, 0.5, 255)
+    torch.testing.assert_close(small[..., ::2, ::2], small[..., 1::2, 1::2])
+    torch.testing.assert_close(small[..., ::2, ::2], torch.nn.functional.avg_pool2d(x, 2))
+    noisy = robustness.noise(torch.full((64, 3, 8, 8), 128.0), 0.06, 255)
+    assert (noisy - 128).std().item() == pytest.approx(0.06 * 255, rel=0.02)
+    assert torch.equal(noisy, robustness.noise(torch.full((64, 3, 8, 8), 128.0), 0.06, 255))
+
+
+def test_four_bits_are_fifteen_levels_per_filter() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(20, 2))
+    before = net[0].weight.detach().clone()
+    robustness.quantize(net)
+    for old, new in zip(before, net[0].weight, strict=True):
+        step = old.abs().max() / 7
+        assert (new - old).abs().max() <= step / 2 * 1.001
+        torch.testing.assert_close(new / step, (new / step).round(), atol=1e-4, rtol=0)

@@ -1,0 +1,111 @@
+"""`recalibrate`: batch norms get the means of the batches' own statistics; everything else stays as it was."""
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hgnp
+
+
+class Net(nn.Module):
+    """A batch norm behind a dropout, one behind another, and one that no batch reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.na, self.drop = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5)
+        self.b, self.nb, self.unused = nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None), nn.BatchNorm1d(5)
+        self.double()
+
+    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        return self.nb(self.b(self.drop(torch.relu(self.na(self.a(x * scale)))).mean((2, 3))))
+
+
+def made() -> Net:
+    torch.manual_seed(0)
+    net = Net()
+    for _ in range(3):
+        net(torch.randn(8, 2, 5, 5).double())
+    net.unused(torch.randn(4, 5).double())
+    net.na.eval()  # a mode of its own
+    return net
+
+
+def draw(rows: tuple[int, ...] = (6, 6, 3)) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [2 + 3 * torch.randn(n, 2, 5, 5, generator=generator).double() for n in rows]
+
+
+def state(net: nn.Module) -> Any:
+    generators = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    modules = [(m.training, getattr(m, "momentum", None), m.__dict__.keys()) for m in net.modules()]
+    return generators, modules, [p.grad for p in net.parameters()]
+
+
+def test_statistics_are_the_means_over_the_batches_of_their_own_statistics() -> None:
+    net, batches = made(), draw()
+    before, found = state(net), copy.deepcopy(net.state_dict())
+    hgnp.recalibrate(net, batches)
+    assert state(net) == before
+
+    a, b, relu = net.a, net.b, torch.relu  # by hand, without dropout, each batch normalised by itself
+    means, variances, tops = [], [], []
+    for x in batches:
+        out = a(x)
+        mean, variance = out.mean((0, 2, 3)), out.var((0, 2, 3), unbiased=False)
+        means.append(mean)
+        variances.append(out.var((0, 2, 3)))
+        normal = (out - mean.view(-1, 1, 1)) / (variance + net.na.eps).sqrt().view(-1, 1, 1)
+        tops.append(b(relu(normal * net.na.weight.view(-1, 1, 1) + net.na.bias.view(-1, 1, 1)).mean((2, 3))))
+    for norm, mean, variance in (
+        (net.na, torch.stack(means).mean(0), torch.stack(variances).mean(0)),
+        (net.nb, torch.stack([t.mean(0) for t in tops]).mean(0), torch.stack([t.var(0) for t in tops]).mean(0)),
+    ):
+        torch.testing.assert_close(norm.running_mean, mean, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(norm.running_var, variance, rtol=1e-12, atol=1e-12)
+        assert norm.num_batches_tracked == 3
+    for name, value in net.state_dict().items():  # weights, and what no batch reaches
+        assert ("na." in name or "nb." in name) or torch.equal(value, found[name]), name
+
+
+def test_batches_of_every_kind_give_the_same_statistics() -> None:
+    x, one = draw(), torch.ones(()).double()
+    kinds: list[list[Any]] = [
+        x,
+        [(each, torch.zeros(len(each))) for each in x],
+        [((each, one), None) for each in x],
+        [({"x": each, "scale": one}, None) for each in x],
+        [{"x": each, "labels": torch.zeros(len(each))} for each in x],
+    ]
+    results = []
+    for batches in kinds:
+        net = made()
+        hgnp.recalibrate(net, batches)
+        results.append(net.state_dict())
+    assert all(torch.equal(value, other[name]) for other in results for name, value in results[0].items())
+    plain = nn.Linear(2, 2)
+    hgnp.recalibrate(plain, [])  # no batch norm: nothing to do
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([], r"^batches must have at least one batch, got none$"),
+        (torch.zeros(3, 2), r"^batches must be a list of batches or a loader, got Tensor; use \[x\]$"),
+        ([*draw(), "x"], r"^batches must be inputs, \(inputs, target\) pairs or dicts, got a str; use \[\(x, y\)\]$"),
+        ([*draw(), draw((1,))[0]], "^batches must have at least two samples for a batch norm, got a single one in batch 3$"),
+        ([*draw(), torch.zeros(4, 3, 5, 5).double()], "^net must take batch 3 of batches, but its forward failed in a: "),
+        ([*draw(), draw()[0] / 0], "^batches must give na finite statistics, got some that are not$"),
+    ],
+)  # fmt: skip
+def test_a_failure_leaves_everything_as_found(batches: Any, message: str) -> None:
+    net = made()
+    before, found = state(net), copy.deepcopy(net.state_dict())
+    with pytest.raises(hgnp.HgnpError, match=message):
+        hgnp.recalibrate(net, batches)
+    assert state(net) == before
+    assert all(torch.equal(value, found[name]) for name, value in net.state_dict().items())

@@ -1,0 +1,117 @@
+"""Runs of networks that return their losses in training mode alone, and boxes above a threshold in evaluation mode."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hgnp
+from cases import block
+
+GENERATOR = torch.Generator().manual_seed(0)
+BATCHES = [
+    (
+        torch.randn(4, 3, 6, 6, generator=GENERATOR).double(),
+        [{"boxes": torch.rand(2, 4, generator=GENERATOR).double()} for _ in range(4)],
+    )
+    for _ in range(2)
+]
+
+
+class Detector(nn.Module):
+    """Takes images and targets as torchvision's detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(block(3, 8), block(8, 8), nn.Dropout(0.5))
+        self.head = nn.Conv2d(8, 4, 1)
+
+    def forward(self, images: Any, targets: Any = None) -> Any:
+        boxes = self.head(self.backbone(torch.stack(list(images)))).flatten(2).transpose(1, 2)
+        if not self.training:
+            return [{"boxes": each[each.sum(1) > 0]} for each in boxes]
+        losses = [
+            (each[each.sum(1) > each.mean()].mean(0) - target["boxes"].mean(0)).square().mean()
+            for each, target in zip(boxes, targets, strict=True)
+        ]
+        return {"box": torch.stack(losses).mean(), "size": boxes.square().mean()}
+
+
+def detector() -> Detector:
+    torch.manual_seed(0)
+    return Detector().double()
+
+
+def total(losses: dict[str, Tensor], target: Any) -> Tensor:
+    return sum(losses.values())  # type: ignore[return-value]
+
+
+def unpack(batch: Any) -> Any:
+    """Images and targets are both inputs: the network computes its losses itself."""
+    return batch, batch[1]
+
+
+class Boxes:
+    """How many boxes there are; what it sees is the output in evaluation mode."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def update(self, output: Any, target: Any) -> None:
+        assert all(set(each) == {"boxes"} for each in output)
+        assert len(output) == len(target) == 4
+        self.count += sum(len(each["boxes"]) for each in output)
+
+    def compute(self) -> int:
+        return self.count
+
+    def reset(self) -> None:
+        self.count = 0
+
+
+@pytest.mark.filterwarnings("ignore:the first dimension of some tensor")
+def test_scores_of_training_losses_equal_closing_gates_by_hand() -> None:
+    """∂L/∂γ of one channel against finite differences of the loss with the channel scaled by a hook."""
+    net, batch = detector(), BATCHES[0]
+    neurons = hgnp.Neurons(net, batch)
+    assert [layer.name for layer in neurons.layers] == ["backbone.0.0", "backbone.1.0"]
+    scores = hgnp.sensitivity(net, neurons, [(batch, batch[1])], loss=total)
+    assert net.training
+    for module in net.modules():
+        module.train(not isinstance(module, nn.BatchNorm2d | nn.Dropout))
+
+    def loss(layer: int, channel: int, gate: float) -> float:
+        scale = torch.ones(8, 1, 1).double()
+        scale[channel] = gate
+        handle = net.backbone[layer].register_forward_hook(lambda module, args, out: out * scale)  # type: ignore[operator]
+        with torch.no_grad():
+            value = float(total(net(*batch), None))
+        handle.remove()
+        return value
+
+    for layer in (0, 1):
+        slopes = [abs(loss(layer, channel, 1 + 1e-6) - loss(layer, channel, 1 - 1e-6)) / 2e-6 for channel in range(8)]
+        expected = torch.tensor(slopes).double()
+        torch.testing.assert_close(scores[f"backbone.{layer}.0"], expected / expected.norm(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:the first dimension of some tensor")
+@pytest.mark.parametrize("method", ["taylor", "hgnp"])
+def test_a_detector_is_trained_and_pruned_with_its_own_losses(method: Any, tmp_path: Any) -> None:
+    net, metric = detector(), Boxes()
+    recipe = hgnp.Recipe(
+        keep=0.5, method=method, warmup_epochs=1, neurons_per_round=4, finetune_epochs=1, seed=0, measure="none"
+    )
+    result = hgnp.prune(
+        net, BATCHES, BATCHES[:1], recipe=recipe, loss=total, metric=metric, unpack=unpack, verbose=False
+    )
+    assert result.kept <= 0.5
+    assert all(row["val_loss"] > 0 for row in result.history)
+    hgnp.save(net, tmp_path)
+    again = hgnp.load(tmp_path, Detector().double())
+    images = BATCHES[1][0]
+    with torch.no_grad():
+        expected, got = (copy.deepcopy(each).eval()(images) for each in (net, again))
+    assert all(torch.equal(a["boxes"], b["boxes"]) for a, b in zip(expected, got, strict=True))
