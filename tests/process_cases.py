@@ -20,18 +20,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 import hgnp
 from hgnp.errors import HgnpError
 from hgnp.training.split import part
 
-BATCH = 4
-"""Of the loaders; the global batch is as many times this as there are ranks."""
-SAMPLES, HELD_OUT = (
-    29,
-    11,
-)  # with 2 and 3 ranks the last global batch has 5 samples, and the last held-out one fewer than 3
+GLOBAL = 12
+"""Samples in a global batch, whatever the ranks."""
+SAMPLES, HELD_OUT = 29, 13  # the last batch has 5 samples, and 1
 PATIENCE = 8.0  # seconds
 
 
@@ -100,11 +97,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "paper": {"flatness": "paper", "prune_unit": "steps", "prune_every": 3},
     "sam": {"method": "sam", "rho": 0.1},
     "taylor": {"method": "taylor", "score_batches": 2, "snapshots": (0.8,)},
-    "random": {"method": "random"},
-    "mc": {"flatness": {"fisher_type": "mc"}, "loss": WEIGHTED},
-    "norm": {"norm": True, "refresh_every": 2},
+    "norm": {"norm": True, "method": "hybrid", "threshold": 0.8},
 }
-"""Case → its own settings of RECIPE; `loss` and `norm` are not the recipe's."""
+"""Case → its own settings of RECIPE; `norm` is not the recipe's."""
 
 
 def seen(result: hgnp.Result) -> dict[str, Any]:
@@ -121,52 +116,55 @@ def seen(result: hgnp.Result) -> dict[str, Any]:
     }
 
 
-def run_case(name: str, ranks: int, *, batch: int = BATCH, wrap: Any = None, **given: Any) -> dict[str, Any]:
-    """A whole run. `ranks`: those that one process stands for, whose global batch is `batch`."""
+def run_case(name: str, ranks: int, *, batch: int = GLOBAL, wrap: Any = None, **given: Any) -> dict[str, Any]:
+    """A whole run. `ranks`: those that one process stands for."""
     settings = RECIPE | RUNS[name]
-    loss, norm = settings.pop("loss", F.cross_entropy), settings.pop("norm", False)
-    net: nn.Module = network(ranks, norm=norm)
+    net: nn.Module = network(ranks, norm=settings.pop("norm", False))
     train = DataLoader(data(SAMPLES, 1), batch_size=batch, shuffle=True)
     val = DataLoader(data(HELD_OUT, 2), batch_size=batch)
     result = hgnp.prune(
-        net if wrap is None else wrap(net), train, val, recipe=hgnp.Recipe(**settings), loss=loss, metric=in_order,
+        net if wrap is None else wrap(net), train, val, recipe=hgnp.Recipe(**settings), metric=in_order,
         verbose=False, **given,
     )  # fmt: skip
     assert result.history[-1]["phase"] == "finetune"
     return seen(result)
 
 
-def own_loop(ranks: int, batch: int = BATCH, group: Any = None) -> dict[str, Any]:
-    """The recipe of docs/distributed.md; one process stands for `ranks` of them."""
+def own_loop(batch: int = GLOBAL, group: Any = None) -> dict[str, Any]:
+    """The recipe of docs/distributed.md, with labels that are drawn for the global batch, weighted or ignored."""
     torch.manual_seed(0 if group is None else dist.get_rank(group))  # weights are rank 0's
     net = Smooth(lambda width: nn.Identity()).double()
     neurons = hgnp.Neurons(net, torch.zeros(2, 1, 6, 6, dtype=torch.double))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    flat = hgnp.Flatness(net, mu=0.1, bound=0.0, group=group)
-    dataset = data(BATCH * ranks * 2, 3)
-    sampler = None if group is None else DistributedSampler(dataset, shuffle=False)
+    flat = hgnp.Flatness(net, mu=0.1, bound=0.0, fisher_type="mc", loss=WEIGHTED, group=group)
+    dataset: Any = data(2 * GLOBAL, 3)
+    if group is not None:  # contiguous parts: the joint batch has the samples in the order of ranks
+        own = torch.arange(GLOBAL)[part(GLOBAL, dist.get_rank(group), dist.get_world_size(group))]
+        dataset = Subset(dataset, torch.cat([own, own + GLOBAL]).tolist())
     losses = []
     for _ in range(2):
-        for x, y in DataLoader(dataset, batch_size=batch, sampler=sampler):
+        for x, y in DataLoader(dataset, batch_size=batch):
             optimizer.zero_grad()
             losses.append(flat.backward(x, y))
             optimizer.step()
         scores = hgnp.sensitivity(net, neurons, [(x, y)], flatness=flat)
-        assert hgnp.sensitivity(net, neurons, [(x, y)], criterion="random", group=group).keys() == scores.keys()
         neurons.remove(neurons.least(scores, 3), optimizer)
-    return {"losses": losses, "scores": scores, "weights": dict(net.state_dict())}
+    drawn = hgnp.sensitivity(net, neurons, [(x, y)], criterion="random", group=group)  # ranks have different generators
+    return {"losses": losses, "scores": scores, "weights": dict(net.state_dict()), "random": drawn}
 
 
 # Cases that processes alone have
 
 
 def equal_runs(folder: Path) -> dict[str, Any]:
+    ranks = dist.get_world_size()
     found: dict[str, Any] = {}
     for name in RUNS:
-        out = folder / name if name == "taylor" else None
-        found[name] = run_case(name, 1, out=out)
-    found["wrapped"] = run_case("sam", 1, wrap=nn.parallel.DistributedDataParallel)
-    found["own loop"] = own_loop(dist.get_world_size(), group=dist.group.WORLD)
+        out = folder / f"{name}-{ranks}" if name == "taylor" else None
+        wrap = nn.parallel.DistributedDataParallel if name == "sam" else None
+        found[name] = run_case(name, 1, batch=GLOBAL // ranks, out=out, wrap=wrap)
+    found["loaded"] = run_case("taylor", 1, batch=GLOBAL // ranks, out=folder / f"taylor-{ranks}", resume=True)
+    found["own loop"] = own_loop(GLOBAL // ranks, group=dist.group.WORLD)
     return found
 
 
@@ -190,7 +188,7 @@ def refusals(folder: Path) -> dict[str, Any]:
     hooked = nn.parallel.DistributedDataParallel(network(1))
     hooked.register_comm_hook(None, lambda state, bucket: None)  # type: ignore[arg-type, return-value]
     prune = partial(hgnp.prune, recipe=hgnp.Recipe(**RECIPE), verbose=False)
-    good, world = DataLoader(dataset, batch_size=BATCH), dist.group.WORLD
+    good, world = DataLoader(dataset, batch_size=4), dist.group.WORLD
     mine = [next(iter(good)), next(iter(DataLoader(data(4, dist.get_rank()), batch_size=4)))]
     return {
         "no group": said(lambda: hgnp.Flatness(net)),
@@ -203,7 +201,7 @@ def refusals(folder: Path) -> dict[str, Any]:
         "hook": said(lambda: prune(hooked, good)),
         "stream": said(lambda: prune(net, DataLoader(Stream(), batch_size=2))),
         "generator": said(lambda: prune(net, Endless())),
-        "padded": said(lambda: prune(net, DataLoader(dataset, BATCH, sampler=DistributedSampler(dataset)))),
+        "padded": said(lambda: prune(net, DataLoader(dataset, 4, sampler=DistributedSampler(dataset)))),
         "lists": said(lambda: prune(net, [mine[1]])),
         "shapes": said(lambda: hgnp.Flatness(nn.Linear(2, 2 + dist.get_rank()), group=world)),
         "few": said(lambda: prune(net, good, DataLoader(data(1, 1)))),
@@ -222,7 +220,7 @@ def details(folder: Path) -> dict[str, Any]:
     last_one = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3)
     )
-    train = DataLoader(data(BATCH * ranks + 1, 1), batch_size=BATCH)
+    train = DataLoader(data(4 * ranks + 1, 1), batch_size=4)
 
     def on_step(state: Any) -> bool:
         drawn.append(float(torch.rand(())))
@@ -240,7 +238,7 @@ def details(folder: Path) -> dict[str, Any]:
     return {
         "drawn": drawn, "lines": lines.getvalue(), "steps": len(drawn), "stopped": result.stopped,
         "buffers": dict(last_one.named_buffers()), "strides": [summed.stride(), image.stride()],
-        "summed": float((summed - image * ranks).abs().max()) if rank < 0 else summed, "own": image.detach(),
+        "summed": summed, "own": image.detach(),
     }  # fmt: skip
 
 
@@ -268,7 +266,7 @@ def failures(folder: Path) -> dict[str, Any]:
     rank, found = dist.get_rank(), {}
     x, y = data(SAMPLES, 1).tensors
     bad = torch.where(torch.arange(SAMPLES) % 8 == 7, 7, y)  # in rank 1's part of every batch
-    train = DataLoader(TensorDataset(x, bad), batch_size=BATCH)
+    train = DataLoader(TensorDataset(x, bad), batch_size=4)
 
     def hang(state: Any) -> None:
         if rank == 1 and state.epoch == 1:
@@ -287,22 +285,33 @@ def failures(folder: Path) -> dict[str, Any]:
     start = time.monotonic()
     found["error"] = said(lambda: hgnp.prune(one, train, recipe=hgnp.Recipe(**RECIPE), verbose=False))
     dist.barrier()
-    found["hang"] = said(lambda: run_case("default", 1, wrap=lambda net: other, on_step=hang))
+    found["hang"] = said(lambda: run_case("default", 1, batch=GLOBAL // 2, wrap=lambda net: other, on_step=hang))
     dist.barrier()
     found["seconds"] = time.monotonic() - start
     write(folder, rank, "failures", found)
     start = time.monotonic()
-    found["death"] = said(lambda: run_case("default", 1, out=folder / "resumed", on_step=die))
+    found["death"] = said(lambda: run_case("default", 1, batch=GLOBAL // 2, out=folder / "resumed", on_step=die))
     found["until death"] = time.monotonic() - start
     return found
 
 
 def resumed(folder: Path) -> dict[str, Any]:
-    return run_case("default", 1, out=folder / "resumed", resume=True)
+    """The run that died on two ranks, with the loaders that it had there."""
+    return run_case("default", 1, batch=GLOBAL // 2, out=folder / "resumed", resume=True)
+
+
+def on_one_gpu(folder: Path) -> dict[str, Any]:
+    """Both ranks on the first GPU, in a gloo group: nccl wants a GPU for each."""
+    gloo = dist.new_group(backend="gloo")
+
+    def wrap(net: nn.Module) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(net.to("cuda:0"), process_group=gloo)
+
+    return run_case("default", 1, batch=GLOBAL // 2, wrap=wrap, device="cuda:0")
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    function.__name__: function for function in (equal_runs, refusals, details, command, failures, resumed)
+    function.__name__: function for function in (equal_runs, refusals, details, command, failures, resumed, on_one_gpu)
 }
 
 

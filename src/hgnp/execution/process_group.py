@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import itertools
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -95,9 +96,10 @@ class ProcessGroupReducer(Reducer):
         try:
             call()
         except RuntimeError as error:  # gloo and nccl have no class in common; every message is one of the connection
+            why = re.sub(r"^\[[^]]*\] ", "", one_line(error)).split(". ")[0][:200]  # without the place in their source
             raise RankError(
-                f"a process of the {self.ranks} has died or does not answer, as rank {self.rank} sees it "
-                f"({one_line(error)[:200]}); resume the run"
+                f"a process of the {self.ranks} has died or does not answer, as rank {self.rank} sees it ({why}); resume "
+                "the run"
             ) from error
 
 
