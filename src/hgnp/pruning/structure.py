@@ -75,8 +75,8 @@ def depends_on_data(stop: Stop) -> str:
 class Structure:
     """`traced` is the trace of the network as it is, if there is one already. With `per_branch`, additions leave their operands
     uncoupled. `without_heads` names modules in which positions inside heads are removed from every head, not whole heads.
-    `caches` are attributes, by module, that the forward pass computes anew at other shapes: before a trace they are set to these values,
-    which are of other shapes, so that each trace computes them."""
+    `caches` are attributes, by module, that the forward pass computes anew at other shapes: before a trace they are set to
+    these values, which are of other shapes, so that each trace computes them."""
 
     def __init__(
         self,
