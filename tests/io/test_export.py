@@ -151,12 +151,12 @@ class Silent(nn.Linear):
         return len(super().forward(x))
 
 
-<<<<<<< HEAD
 def test_a_constant_example_is_checked_with_other_numbers(tmp_path: Path) -> None:
     """On zeros, whatever is dropped, the output is zero."""
     with pytest.raises(ValueError, match="differs from net by"):
         export(Noisy(4, 50, bias=False), tmp_path / "net.pt2", torch.zeros(2, 4))
-=======
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_static_batch_on_request(suffix: str, tmp_path: Path) -> None:
     """For a forward that fixes the number of rows, and for inputs through **keywords."""
@@ -230,7 +230,6 @@ def test_several_outputs_have_names_and_caches_are_left_out(kind: str, names: li
         assert list(loaded) == ["logits", "hidden"]
         torch.testing.assert_close(loaded["hidden"][1], x.mean(1))
         assert isinstance(net(x), Answer)  # the network itself is as it was
->>>>>>> everyday
 
 
 WRONG: dict[str, tuple[nn.Module, Any, str]] = {

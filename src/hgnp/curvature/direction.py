@@ -218,11 +218,14 @@ class Direction:
         with torch.no_grad(), autocast_off(like):
             chosen = [blocks[n] for n in known]
             scores = _scores(collector, chosen, [psi[n] for n in known], gamma, empirical, reducer)
-            self._choose(chosen, [psi[n] for n in known], gamma, scores)
+            self._choose(chosen, [psi[n] for n in known], gamma, scores, reducer)
 
-    def _choose(self, blocks: list[Block], psi: list[Eigenpair], gamma: list[Eigenpair], scores: Tensor) -> None:
-        """The blocks' pairs, and the block with the largest score. An overflow of half precision is no curvature: where no
-        score of a block is finite its group stays, and where none is at all so does the block."""
+    def _choose(
+        self, blocks: list[Block], psi: list[Eigenpair], gamma: list[Eigenpair], scores: Tensor, reducer: Reducer
+    ) -> None:
+        """The blocks' pairs, and the block with the largest score, which rank 0 chooses for all. An overflow of half
+        precision is no curvature: where no score of a block is finite its group stays, and where none is at all so does the
+        block."""
         finite = torch.isfinite(scores)
         scores = torch.where(finite, scores, -1.0)
         first = torch.zeros((), dtype=torch.long, device=scores.device)
@@ -239,6 +242,9 @@ class Direction:
         name = self.name()  # the host knows it: this step or the last one has used it
         last = next((n for n, block in enumerate(blocks) if block.name == name), 0)
         index = torch.where(finite.any(), best.argmax(), torch.full_like(first, last))
+        if reducer.ranks > 1:
+            (chosen,) = reducer.of_first([torch.stack([index, *groups])])
+            index, *groups = chosen.unbind()
         found = zip(blocks, psi, gamma, groups, strict=True)
         self.pairs = self.pairs | {b.name: KroneckerEigenpair(p, g, group) for b, p, g, group in found}
         self.choice = BlockChoice.of(index, blocks)

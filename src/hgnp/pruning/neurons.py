@@ -112,9 +112,10 @@ class Neurons:
         )
         self._layer_slots = self._structure.neuron_slots()
         layers = [name for name, module in self.net.named_modules() if isinstance(module, nn.Linear | _ConvNd)]
-        self._single = [name for name in layers if name not in self._layer_slots]
+        rows = self._structure.layer_rows()
+        self._single = [name for name in layers if name not in rows]
         coupling = self._structure.coupling
-        for name, slots in self._layer_slots.items():
+        for name, slots in [*rows.items(), *self._layer_slots.items()]:
             if name in self._protected:
                 coupling.freeze(slots, "it is protected")
         self._verifier = CutVerifier(self._structure)
@@ -337,7 +338,12 @@ class Neurons:
         self._check_shapes()
         structure = self._branches.structure if coupling == "paper" else self._structure
         slots = {name: self._layer_slots[name] for name in self._prunable}
-        return find_gates(structure, slots, self._state.alive, per_branch=coupling == "paper", losses=losses)
+        alive, verified = self._state.alive, self._verifier.verified
+        now = None
+        if not bool(alive.all()):
+            known = verified is not None and not losses and self._verifier.is_verified(alive)
+            now = verified[1].graphs[False] if known and verified else structure.trace_now(self._inputs, losses=losses)
+        return find_gates(structure, slots, alive, per_branch=coupling == "paper", losses=losses, now=now)
 
     # Removing
 

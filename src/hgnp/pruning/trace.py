@@ -195,8 +195,8 @@ class _OperatorTracer(TorchDispatchMode):
                 if index in reads:
                     self._written.add(self.graph.values[index].storage)
                 if op is torch.ops.aten.uniform_.default:
-                    low, high = [*args[1:], *(0.0, 1.0)[len(args) - 1 :]]
-                    self._uniform[index] = low, high
+                    bounds = [*args[1:], *(0.0, 1.0)[len(args) - 1 :]]
+                    self._uniform[index] = bounds[0], bounds[1]
                 self._producer[index] = len(self._calls)
             self._calls.append(OpCall(op, refs[0], refs[1], reads, writes, module))
             self.graph.op_calls.append(self._calls[-1])
