@@ -361,6 +361,7 @@ def main() -> None:
     arguments.rows.parent.mkdir(parents=True, exist_ok=True)
     wanted = [name for name in cases() if not arguments.names or name.startswith(tuple(arguments.names))]
     torch.set_num_threads(1)
+    commit()  # before any fork: the library may change meanwhile
     exports(nn.Linear(1, 1).double(), ((torch.zeros(1, 1).double(),), {}))  # loads the exporter once, before any fork
     for tool in arguments.tool or MEASURES:
         for name in wanted:
