@@ -75,8 +75,8 @@ def depends_on_data(stop: Stop) -> str:
 class Structure:
     """`traced` is the trace of the network as it is, if there is one already. With `per_branch`, additions leave their operands
     uncoupled. `without_heads` names modules in which positions inside heads are removed from every head, not whole heads.
-    `caches` are attributes, by module, that the forward pass computes anew at other shapes: before a trace they are set to these values,
-    which are of other shapes, so that each trace computes them."""
+    `caches` are attributes, by module, that the forward pass computes anew at other shapes: before a trace they are set to
+    these values, which are of other shapes, so that each trace computes them."""
 
     def __init__(
         self,
@@ -358,7 +358,8 @@ class Structure:
         """Label propagation through another path. PathError if it couples or freezes more than the traced passes do."""
         if graph.error is not None and graph.stop is None:
             raise PathError(graph.error_module, first_line(graph.error)) from graph.error
-        coupling = ReadOnlyCoupling(self.coupling)
+        neurons = torch.cat([*self.neuron_slots().values(), torch.zeros(0, dtype=torch.long)])
+        coupling = ReadOnlyCoupling(self.coupling, set(self.roots[neurons].tolist()))
         propagation = self._propagation(graph, coupling)
         try:
             self._run(propagation)
