@@ -200,7 +200,7 @@ def test_heads_are_scored_removed_saved_and_loaded(name: str, attention: str, tm
         return {"pixel_values": torch.randn(4, 1, 4, 4).double()} if name == "vit" else tokens(kind, length=8)
 
     neurons, whole, y = hgnp.Neurons(net, inputs("full")), copy.deepcopy(net), torch.arange(4) % 3
-    assert {layer.name: layer.remaining for layer in neurons.layers}[module] == count
+    assert {layer.name: layer.alive for layer in neurons.layers}[module] == count
 
     batch = inputs("padded")
     gate = torch.ones(4, 1, count, dtype=torch.double, requires_grad=True)
