@@ -9,7 +9,9 @@ import typer
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Output file: *.onnx for ONNX, *.pt2 for torch.export.")],
-    batch: Annotated[int | None, typer.Option(min=1, help="Fix the batch size. Default: any batch size.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Fix the batch size. Default: any batch size.")
+    ] = None,
 ) -> None:
     """Export the pruned network to ONNX or torch.export. The outputs are checked."""
     import torch
