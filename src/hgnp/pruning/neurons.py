@@ -11,6 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from hgnp.errors import InputError, refuse_renamed
 from hgnp.pruning.branch_coupling import BranchCoupling, least_paper, tiers_of
+from hgnp.pruning.config import update_config
 from hgnp.pruning.gates import Gates, find_gates
 from hgnp.pruning.graph import tensors_of
 from hgnp.pruning.limits import limit_by_layer
@@ -97,6 +98,7 @@ class Neurons:
         self._approximate, self._outputs = approximate, as_outputs(net, outputs)
         self._parameters_at_start = sum(p.numel() for p in net.parameters())
         self._totals: dict[str, int] = {}
+        self._config_agrees = True
         self._caches: Mapping[str, Mapping[str, Any]] = {}
         self._analyse()
 
@@ -372,6 +374,7 @@ class Neurons:
         commits = [listener(removal) for listener in [*listeners_of(self.net), *self.listeners]]
         commit([*changes, *(Change(apply) for apply in commits)])
         self._state = left
+        self._config_agrees = all(update_config(each) for each in [self.net, *copies])
         self.version += 1
         if removed.coupling == "paper":  # different channels are combined now
             verifier = self._branches.verifier
@@ -460,4 +463,6 @@ class Neurons:
 
     def __str__(self) -> str:
         """A table with one line per layer, and one line per reason for frozen neurons."""
-        return table(self.layers, self.frozen, self.left_out, self.preview({}))
+        text = table(self.layers, self.frozen, self.left_out, self.preview({}))
+        hint = "\nits config cannot state these widths: save the network with hgnp.save, not with save_pretrained"
+        return text if self._config_agrees else text + hint
