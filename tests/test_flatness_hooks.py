@@ -1,12 +1,7 @@
 """What waits for parameters' gradients sees them once in a step, and whole."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
 from curvature_cases import convnet, gradients, images
 from hgnp import Flatness, sharpness
@@ -14,14 +9,6 @@ from hgnp.curvature.direction import Direction
 from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import State
 from hgnp.execution.eager import Eager
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A world of one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
@@ -89,23 +76,3 @@ def test_hooks_change_neither_sharpness_nor_where_sam_looks() -> None:
             grads["0.weight"] /= 2
         found.append((grads, sharpness(net, [(x, y)]).eigenvalues))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("direction_from", ["last_batch", "this_batch"])
-def test_all_of_a_gradient_is_sent_to_other_processes(direction_from: str, alone: None) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    shared = nn.parallel.DistributedDataParallel(net)
-    sent: list[Tensor] = []
-
-    def send(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        sent.append(bucket.buffer().clone())
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    shared.register_comm_hook(None, send)
-    flat = Flatness(shared, mu=1.0, bound=-1.0, direction_from=direction_from)
-    flat.backward(torch.randn(6, 4).double(), torch.randint(0, 3, (6,)))
-    norm = torch.cat(sent).norm()
-    torch.testing.assert_close(norm, torch.cat([g.flatten() for g in gradients(net).values()]).norm())

@@ -270,3 +270,21 @@ def test_a_bert_is_pruned_on_batches_with_masks() -> None:
     result = hgnp.prune(net, batches, recipe=recipe, output=lambda o: o.logits)
     assert result.history[-1]["kept"] <= 0.8
     assert net(**tokens("padded")).logits.isfinite().all()
+
+
+def test_a_pruned_bert_is_exported_with_its_mask(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    net, inputs = bert().eval(), tokens("padded")
+    neurons = hgnp.Neurons(net, inputs)
+    neurons.remove(neurons.least({layer.name: torch.rand(layer.alive) for layer in neurons.layers}, 4))
+    assert neurons.kept < 1
+    result = hgnp.export(net, tmp_path / "bert.onnx", inputs)
+    session = onnxruntime.InferenceSession(result.path, providers=["CPUExecutionProvider"])
+    assert [entry.name for entry in session.get_outputs()] == ["logits"]
+    assert {entry.name for entry in session.get_inputs()} == set(inputs)
+    for rows in (1, 3):
+        some = {name: tensor[:rows] for name, tensor in inputs.items()}
+        (found,) = session.run(None, {name: tensor.numpy() for name, tensor in some.items()})
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(found), net(**some).logits, rtol=1e-4, atol=1e-5)

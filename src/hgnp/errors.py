@@ -53,6 +53,10 @@ class DivergedError(HgnpError, ArithmeticError):
     """
 
 
+class RankError(HgnpError, RuntimeError):
+    """Another process of a data-parallel run failed, died or does not answer."""
+
+
 MOST_NAMES = 50
 RENAMED = {
     "v_every": "refresh_every",

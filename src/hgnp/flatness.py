@@ -6,7 +6,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,6 +28,11 @@ from hgnp.curvature.losses import Loss
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.errors import refuse_renamed
 from hgnp.execution.eager import Eager
+from hgnp.execution.process_group import ranks_of
+from hgnp.reducer import average_statistics, equalise
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Flatness:
@@ -69,6 +74,9 @@ class Flatness:
             `hgnp.Recipe`'s default is 8. Each call of `backward` or `loss` is a step: with gradient accumulation they are
             micro-batches.
         skip_inactive: if the penalty is inactive in the first step along a new v, the steps until the next refresh are plain.
+        group: the process group of data-parallel training, such as `torch.distributed.group.WORLD`: `net` is the plain module,
+            which gets rank 0's weights, and `backward` leaves the gradient of the batches of all ranks in `.grad`
+            (docs/distributed.md).
     """
 
     @refuse_renamed
@@ -91,12 +99,15 @@ class Flatness:
         direction_over: DirectionOver | None = None,
         refresh_every: int = 1,
         skip_inactive: bool = False,
+        group: "ProcessGroup | None" = None,
     ) -> None:
         self._step, self._state = make_step(
             net, loss=loss, mu=mu, bound=bound, output=output, flatness=flatness, curvature=curvature, scaling=scaling,
             direction_from=direction_from, kfac_approx=kfac_approx, fisher_type=fisher_type, ranking=ranking,
             gamma_from=gamma_from, direction_over=direction_over, refresh_every=refresh_every, skip_inactive=skip_inactive,
+            reducer=ranks_of(group, net),
         )  # fmt: skip
+        equalise(self._step.reducer, net)
         self._eager = Eager(self._step, self._state)
 
     @classmethod
@@ -119,10 +130,16 @@ class Flatness:
         """
         return self._eager.loss(inputs, target, scale=scale)
 
+    def average_statistics(self) -> None:
+        """With a group: running statistics of norms, which each rank has of its own samples, become their averages over the
+        ranks. Every rank calls it, before validation and before the network is saved. `sensitivity` does so itself."""
+        average_statistics(self._step.reducer, self.net)
+
     def objective(self, inputs: Any, target: Any) -> Tensor:
         """C + μ·max(0, q − B) of a batch along that batch's own v, to be differentiated, as scores see it.
 
-        It leaves no trace: v, buffers, gradients and random state stay as they are."""
+        It leaves no trace: v, buffers, gradients and random state stay as they are. With a group it is this rank's share, which
+        adds up to the whole."""
         check_gradients()
         state = dataclasses.replace(self._state)
         self._step.share(state, inputs, target)

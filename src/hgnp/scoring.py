@@ -16,7 +16,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from hgnp.curvature.losses import Loss, loss_curvature
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.errors import InputError, InputTypeError
 from hgnp.execution.graphs import Capture, GraphedFunction
+from hgnp.execution.process_group import ranks_of
 from hgnp.flatness import Flatness, step_and_state
 from hgnp.pruning import Neurons, Scores
 from hgnp.pruning.gated_forward import SampleDimensionError
@@ -39,7 +40,11 @@ from hgnp.pruning.gates import Gates, gated
 from hgnp.pruning.importance import WEIGHT_SCORES
 from hgnp.pruning.selection import CouplingMode
 from hgnp.pruning.validation import as_inputs
+from hgnp.reducer import Reducer, average_statistics
 from hgnp.state_guards import evaluating
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Criterion = Literal["taylor", "taylor_sum", "l1", "l2", "bn_scale", "geometric_median", "random"]
 CRITERIA: tuple[str, ...] = get_args(Criterion)
@@ -56,15 +61,19 @@ def sensitivity(
     output: Output | None = None,
     mu: float | None = None,
     coupling: CouplingMode = "coupled",
+    group: "ProcessGroup | None" = None,
 ) -> Scores:
     """Importance scores: how much the loss changes when a neuron's output is attenuated (equation 6).
 
-    Example::
-
-        neurons = hgnp.Neurons(net, inputs[:2])
-        flat = hgnp.Flatness(net, mu=1e-3, bound=0.5)
-        scores = hgnp.sensitivity(net, neurons, [(inputs, target)], flatness=flat)
-        neurons.remove(neurons.least(scores, 50), optimizer=optimizer)
+    >>> import torch, hgnp
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    >>> x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
+    >>> neurons, flat = hgnp.Neurons(net, x[:2]), hgnp.Flatness(net, mu=1e-3, bound=0.5)
+    >>> scores = hgnp.sensitivity(net, neurons, [(x, y)], flatness=flat)
+    >>> {layer: tuple(values.shape) for layer, values in scores.items()}
+    {'0': (3,)}
+    >>> neurons.remove(neurons.least(scores, 1))
+    Selection(1 neurons; 0: 1)
 
     Args:
         net: The network, on the device of the batches.
@@ -77,6 +86,8 @@ def sensitivity(
         output: Picks the logits from what the network returns. With `flatness`, its output is used instead.
         mu: μ in the scores. None: that of `flatness`.
         coupling: "coupled", or "paper", which gives each of the layers that are added together a gate of its own.
+        group: The process group of data-parallel training, whose ranks have different batches: the scores are means over the
+            samples of all. With `flatness`, its group is used instead. Running statistics of norms are averaged over the ranks.
 
     Returns:
         Layer name → scores of its remaining neurons, shape (neurons,), divided by the layer's L2 norm; low for those that
@@ -95,7 +106,12 @@ def sensitivity(
         raise InputError(f"mu must be None or a finite number ≥ 0, got {mu!r}")
     if criterion not in CRITERIA:
         raise InputError(f"criterion must be one of {', '.join(map(repr, CRITERIA))}, got {criterion!r}")
-    step, state = make_step(net, loss=loss, mu=0.0, output=output) if flatness is None else step_and_state(flatness)
+    if flatness is not None and group is not None:
+        raise InputError("group must be None with flatness, whose own group is used, got both; omit group")
+    if flatness is None:
+        step, state = make_step(net, loss=loss, mu=0.0, output=output, reducer=ranks_of(group, net))
+    else:
+        step, state = step_and_state(flatness)
     return scored(neurons, batches, step, state, criterion=criterion, mu=mu, coupling=coupling)
 
 
@@ -113,13 +129,16 @@ def scored(
 ) -> Scores:
     """`sensitivity`, of what is known to be in order. With `graphs`, batches on a GPU come from CUDA graphs where they can.
     `losses`: whether the network returns what the loss takes in training mode alone; None: find out."""
+    reducer, net = step.reducer, neurons.net
+    average_statistics(reducer, net)
     if criterion in WEIGHT_SCORES:
-        return normalised(WEIGHT_SCORES[criterion](neurons))
-    net = neurons.net
+        return _of_first(reducer, normalised(WEIGHT_SCORES[criterion](neurons)))
     if losses is None:
         batches, losses = _find_losses(step, batches)
     gates = neurons.gates(coupling, losses=losses)
-    capture = _capture(net) if graphs and not losses else None
+    capture = (
+        _capture(net) if graphs and not losses and reducer.ranks == 1 else None
+    )  # a graph holds no sums over ranks
     with evaluating(net, losses=losses), torch.enable_grad(), RandomState(*net.parameters()):
         raw = _means(step, state, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture)
     has_gate = {layer: (indices < gates.count) for layer, indices in gates.rows.items()}
@@ -128,7 +147,14 @@ def scored(
     for layer, values in free.items():  # those that stay have no gate: they are not counted, and are never chosen
         scores[layer] = values.max().repeat(len(has_gate[layer]))
         scores[layer][has_gate[layer].to(raw.device)] = values
-    return scores
+    return _of_first(reducer, scores)
+
+
+def _of_first(reducer: Reducer, scores: Scores) -> Scores:
+    """Rank 0's scores, so that every rank selects the same neurons: random ones too, and to the last digit."""
+    if reducer.ranks == 1:
+        return scores
+    return dict(zip(scores, reducer.of_first(list(scores.values())), strict=True))
 
 
 def loss_in_training_only(net: nn.Module, loss: Loss, output: Output | None, inputs: Any, target: Any) -> bool:

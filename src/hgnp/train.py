@@ -4,7 +4,8 @@ import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from hgnp.curvature.autodiff.forward import Output, check_gradients
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.validation import check_functions
 from hgnp.errors import InputError, InputTypeError, first_line
+from hgnp.execution.process_group import device_of_rank, failures_announced, join_ranks, made_group
 from hgnp.io import runs
 from hgnp.io.atomic import read_json
-from hgnp.io.weights import load
+from hgnp.io.weights import changes_to_fit, read_saved
 from hgnp.progress import BarProgress, LineProgress, Progress, SilentProgress
-from hgnp.pruning.surgery import check_copies
+from hgnp.pruning.surgery import Change, check_copies, commit
 from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Snapshot, Target
 from hgnp.state_guards import preserve_modes
@@ -74,9 +76,9 @@ def prune(
         val: A loader of validation batches. Without it there is no validation loss and no metric.
         recipe: How to train, prune and fine-tune: `hgnp.Recipe(keep=0.1)` keeps a tenth of the parameters.
         loss: loss(output, target) → a scalar, the mean over the batch.
-        metric: metric(outputs, targets) over the whole validation set, higher is better; or an object with update(output,
-            target), compute() and reset(), which is updated batch by batch. Default: accuracy for class labels, else minus the
-            validation loss.
+        metric: metric(outputs, targets) over the whole validation set, in any structure of tensors, higher is better; or an
+            object with update(output, target), compute() and reset(), such as those of torchmetrics, which is updated batch by
+            batch. Default: accuracy for class labels, else minus the validation loss.
         optimizer: An optimizer over the network's parameters, or a function that takes the parameters and returns one.
             Default: SGD with the recipe's settings.
         scheduler: A learning-rate scheduler of that optimizer, or a function that takes the optimizer and returns one. It is
@@ -103,13 +105,16 @@ def prune(
     Returns:
         The pruned network, its history with one row per epoch, and measurements before and after pruning.
 
+    In a process group of torch.distributed, and under torchrun, the ranks train one network together (docs/distributed.md):
+    each gets a part of every batch, and rank 0 writes and shows progress. DistributedDataParallel is taken off.
+
     Raises:
-        HgnpError: Arguments that do not fit together (also a ValueError or TypeError), or a loss that is no longer finite
-            (`DivergedError`).
+        HgnpError: Arguments that do not fit together (also a ValueError or TypeError), a loss that is no longer finite
+            (`DivergedError`), or another rank that failed (`RankError`).
     """
     if not isinstance(net, nn.Module):
         raise InputTypeError(f"net must be an nn.Module, got {type(net).__name__}")
-    check_one_process(net)
+    net, reducer = join_ranks(net)
     if not isinstance(recipe, Recipe):
         raise InputTypeError(f"recipe must be an hgnp.Recipe, such as Recipe(keep=0.1), got {type(recipe).__name__}")
     check_functions(
@@ -128,33 +133,44 @@ def prune(
             f"accumulate must be a whole number ≥ 1, the batches per step of the optimizer, got {accumulate!r}"
         )
     check_gradients()
-    if device is not None:
-        as_device(device)
+    device = own_device(net, device)
     if next(net.parameters(), None) is None:
         raise InputError("net must have parameters, got a network without any")
     also = check_copies(net, also)
     if resume and out is None:
         raise InputError("out must be the folder of the run with resume=True, got None")
     recipe = recipe.resolved(scheduler=scheduler is not None)
-    folder = None if out is None else RunFolder(out)
-    with contextlib.nullcontext() if folder is None else folder.locked(resume=resume):
-        stored = None
-        if folder is not None:
+    with failures_announced(reducer), contextlib.ExitStack() as stack:
+        folder = RunFolder(out) if out is not None and reducer.rank == 0 else None  # rank 0 reads and writes for all
+
+        def read() -> dict[str, Any]:
+            if folder is None:
+                return {"checkpoint": None}
+            stack.enter_context(folder.locked(resume=resume))
             if folder.info.exists():
                 folder.check_recipe(recipe)
             if folder.finished:
-                return load_finished(folder, net, also, recipe)
-            stored = checkpoint.read(folder.checkpoint) if folder.checkpoint.exists() else None
+                return {"finished": read_finished(folder, len(also))}
+            return {"checkpoint": checkpoint.read(folder.checkpoint) if folder.checkpoint.exists() else None}
+
+        found = checkpoint.from_first(reducer, read)
+        assert found is not None
+        if "finished" in found:
+            return load_finished(found["finished"], net, also, recipe, folder)
+        stored = found["checkpoint"]
         if recipe.seed is not None:
             rng_state.seed(recipe.seed)
         home = next(net.parameters()).device
         if device is not None:
             _move((net, *also), device)
         place = next(net.parameters()).device
-        batches = Batches(train, "train", unpack, place)
-        held_out = None if val is None else Batches(val, "val", unpack, place)
+        joined = reducer.ranks if stored is None else stored["setup"].get("batches per global batch", 1)
+        batches = Batches(train, "train", unpack, place, reducer, joined)
+        held_out = None if val is None else Batches(val, "val", unpack, place, reducer, joined)
         progress = _progress or _default_progress(verbose=verbose)
-        task = Task(batches, held_out, loss, metric, output, accumulate)
+        if reducer.rank:
+            progress = SilentProgress()
+        task = Task(batches, held_out, loss, metric, output, accumulate, reducer=reducer)
         loop = TrainingLoop(net, task, recipe, folder, progress, _about or {})
         initial = None
         try:
@@ -191,46 +207,52 @@ def _default_progress(*, verbose: bool) -> Progress:
     return BarProgress() if sys.stderr.isatty() else LineProgress(sys.stderr)
 
 
-def check_one_process(net: nn.Module | None = None) -> None:
-    """Refuse data-parallel training: each process would remove different neurons."""
-    for module in () if net is None else net.modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise InputError("net must be a plain module, got one wrapped in DistributedDataParallel; give net.module")
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        processes = torch.distributed.get_world_size()
-    else:  # set by torchrun, before a process group exists
-        given = os.environ.get("WORLD_SIZE", "")
-        processes = int(given) if given.isdecimal() else 1
-    if processes > 1:
-        raise InputError(
-            f"hgnp.prune must run in one process, got a world size of {processes}: data-parallel training is not supported "
-            "yet; start it without torchrun"
-        )
-
-
-def load_finished(folder: RunFolder, net: nn.Module, also: Sequence[nn.Module], recipe: Recipe) -> Result:
-    """The result of a finished run, with its networks loaded into `net` and `also`."""
-    stored = read_json(folder.result)
+def read_finished(folder: RunFolder, copies: int) -> dict[str, Any]:
+    """What a finished run left: its result, its history and its networks."""
     if folder.checkpoint.exists():
         history = read_history(checkpoint.read(folder.checkpoint)["run"])
     else:  # a finished run's checkpoint may be deleted, as it is large
         history = [dict(row) for row in runs.read(folder.path).rows]
+    files = [folder.also(place) for place in range(copies)]
+    if not all(file.exists() for file in files) or folder.also(copies).exists():
+        raise InputError(f"resume: also must have as many networks as when {folder.path} was run, got {copies}")
+    networks = [
+        dict(zip(("file", "widths", "tensors"), (str(file), *read_saved(file)), strict=True))
+        for file in (folder.model, *files)
+    ]
+    return {"result": read_json(folder.result), "history": history, "networks": networks, "path": str(folder.path)}
+
+
+def load_finished(
+    found: Mapping[str, Any], net: nn.Module, also: Sequence[nn.Module], recipe: Recipe, folder: RunFolder | None
+) -> Result:
+    """The result of a finished run, with its networks loaded into `net` and `also`."""
+    stored, path = found["result"], Path(found["path"])
     try:
         result = Result(
-            model=net, history=history, recipe=recipe, before=Facts(**stored["before"]), after=Facts(**stored["after"]),
-            target=Target(**stored["target"]), metric=stored["metric"], latency=stored["latency"],
-            seconds=stored["seconds"], parts=stored["parts"], stopped=stored["stopped"], out=folder.path,
-            snapshots=tuple(Snapshot(**each | {"path": folder.path / each["path"]}) for each in stored.get("snapshots", ())),
+            model=net, history=found["history"], recipe=recipe, before=Facts(**stored["before"]),
+            after=Facts(**stored["after"]), target=Target(**stored["target"]), metric=stored["metric"],
+            latency=stored["latency"], seconds=stored["seconds"], parts=stored["parts"], stopped=stored["stopped"],
+            out=None if folder is None else path,
+            snapshots=tuple(Snapshot(**each | {"path": path / each["path"]}) for each in stored.get("snapshots", ())),
         )  # fmt: skip
     except (KeyError, TypeError) as error:
-        raise InputError(f"{folder.result}: damaged: {error}; delete it, and resume writes it again") from None
-    files = [folder.also(place) for place in range(len(also))]
-    if not all(file.exists() for file in files) or folder.also(len(also)).exists():
-        raise InputError(f"resume: also must have as many networks as when {folder.path} was run, got {len(also)}")
-    load(folder.model, net)
-    for file, network in zip(files, also, strict=True):
-        load(file, network)
+        raise InputError(f"{path / 'result.json'}: damaged: {error}; delete it, and resume writes it again") from None
+    changes: list[Change] = []
+    for network, saved in zip((net, *also), found["networks"], strict=True):
+        try:
+            changes += changes_to_fit(saved["widths"], saved["tensors"], network)
+        except ValueError as error:
+            raise InputError(f"{saved['file']}: {error}") from None
+    commit(changes)
     return result
+
+
+def own_device(net: nn.Module, device: str | torch.device | None) -> torch.device | None:
+    """The device to move to, None for none. Of several ranks each has a GPU of its own."""
+    if device is None and made_group() and any(p.is_cuda for p in net.parameters()):
+        device = "cuda"
+    return None if device is None else device_of_rank(as_device(device))
 
 
 def as_device(device: str | torch.device) -> torch.device:

@@ -40,7 +40,7 @@ def test_exactly_the_expected_layers_are_frozen(case: Case) -> None:
 
 @pytest.mark.parametrize("case", EXACT, ids=label)
 def test_removing_each_coupled_group_equals_masking_it(case: Case) -> None:
-    """Removes groups in random order until none is left, the first ones one by one; the whole network with all of them masked
+    """Removes groups in random order until none is left, the first one by itself; the whole network with all of them masked
     must agree, in evaluation and in training mode."""
     whole, inputs = case.net(), case.inputs()
     small = copy.deepcopy(whole)
@@ -49,9 +49,9 @@ def test_removing_each_coupled_group_equals_masking_it(case: Case) -> None:
     all_removed: dict[str, list[int]] = defaultdict(list)
     removals = 0
     while True:
-        # the smallest n that yields a group takes exactly one; after three groups, a quarter of the neurons at once
+        # the smallest n that yields a group takes exactly one; after it, half of the neurons at once
         scores = random_scores(neurons, removals)
-        sizes = range(1 if removals < 3 else max(neurons.count // 4, 1), neurons.count + 1)
+        sizes = range(max(neurons.count // 2, 1) if removals else 1, neurons.count + 1)
         one = next((s for s in (neurons.least(scores, n) for n in sizes) if s), None)
         if one is None:
             break

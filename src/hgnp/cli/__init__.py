@@ -6,6 +6,7 @@ its traceback. torch is imported only by commands that need it.
 
 import errno
 import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from typer.core import TyperCommand
 
 from hgnp import __version__
 from hgnp.cli import bench, compare, data, export, paper, presets, report, run, sharpness, study, weights
-from hgnp.errors import DivergedError, HgnpError
+from hgnp.errors import DivergedError, HgnpError, RankError
 
 STOPPED, BAD_INPUT = 1, 2
 
@@ -73,8 +74,18 @@ def app(arguments: Sequence[str] | None = None) -> None:
         if found is None:
             raise
         code, line = found
-        print(f"hgnp: {line}", file=sys.stderr)
+        if speaks_for_all(error):
+            print(f"hgnp: {line}", file=sys.stderr)
     sys.exit(code or 0)
+
+
+def speaks_for_all(error: Exception) -> bool:
+    """Whether this process prints the error; of the ranks under torchrun one does."""
+    if os.environ.get("WORLD_SIZE", "1") in ("", "1") or "RANK" not in os.environ:
+        return True
+    from hgnp.execution import process_group
+
+    return process_group.speaks_for_all(error)
 
 
 def exit_code(error: Exception) -> tuple[int, str] | None:
@@ -91,6 +102,6 @@ def exit_code(error: Exception) -> tuple[int, str] | None:
             return BAD_INPUT, line
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return STOPPED, f"the disk is full: {line}" if full else line
-    if isinstance(error, DivergedError):
+    if isinstance(error, DivergedError | RankError):
         return STOPPED, line
     return (BAD_INPUT, line) if isinstance(error, HgnpError) else None

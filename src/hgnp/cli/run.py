@@ -6,8 +6,9 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -15,7 +16,10 @@ from hgnp.errors import InputError
 
 if TYPE_CHECKING:
     from hgnp.experiments.config import Config
+    from hgnp.progress import Progress
+    from hgnp.reducer import Reducer
 
+T = TypeVar("T")
 RUNS = Path("runs")
 
 
@@ -51,49 +55,17 @@ def run(
     from hgnp.experiments.overrides import effective
     from hgnp.progress import BarProgress, LineProgress
 
-    config = effective(what, data=data, method=method, settings=set_ or [], seed=seed, device=device)
-    folder = out or default_folder(f"{config.name}-{method}" if method else config.name, resume=resume)
-    stream = sys.stderr if as_json else sys.stdout
-    progress = BarProgress() if sys.stderr.isatty() else LineProgress(stream)
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"--out must be a folder, got the file {folder}; choose another")
-    begun, done = ((folder / name).exists() for name in ("run.json", "result.json"))
-    if begun and not resume:
-        raise FileExistsError(
-            f"--out must be a folder without a run, got {folder}; add --resume to resume its run, or choose another folder"
-        )
-
-    from hgnp.experiments.build import prepare
-    from hgnp.train import check_one_process
-
-    check_one_process()
-    experiment = prepare(config)
-    created = [path for path in (folder / "config.yaml", folder) if not path.exists()]
-    if begun:
-        check_same_config(experiment.config, folder)
-    else:
-        check_overwrites_nothing(experiment.config, folder)
-    if resume and not begun:
-        progress.note(f"{folder} has no run to resume; starting a new one")
-    if config.about:
-        progress.note(config.about)
-    try:
-        if not begun:
-            experiment.config.write(folder / "config.yaml")
-        if not (begun and done) or os.access(
-            folder, os.W_OK
-        ):  # a finished run is printed even if its folder is read-only
-            experiment.run(out=folder, resume=resume, progress=progress)
-    except BaseException as error:
-        progress.stop()
-        if not (folder / "run.json").exists():  # refused before it started
-            remove_created(created)
-        elif was_interrupted(error):
-            command = shlex.join(["hgnp", "run", str(folder / "config.yaml"), "--out", str(folder), "--resume"])
-            print(f"\nhgnp: interrupted; {command} resumes after the last completed epoch", file=sys.stderr)
-            raise typer.Exit(130) from None
-        raise
-    progress.stop()
+    with across_ranks() as reducer:
+        config = effective(what, data=data, method=method, settings=set_ or [], seed=seed, device=device)
+        name = f"{config.name}-{method}" if method else config.name
+        path, begun, done = on_first(reducer, lambda: checked_folder(out, name, resume=resume))
+        folder = Path(path)
+        if reducer is not None and reducer.rank:
+            join_run(reducer, config, folder, resume=resume)
+            return
+        stream = sys.stderr if as_json else sys.stdout
+        progress = BarProgress() if sys.stderr.isatty() else LineProgress(stream)
+        train(reducer, config, folder, progress, begun=begun, done=done, resume=resume)
     unwritten: OSError | None = None
     if not done or not (folder / "page.html").exists():
         try:
@@ -114,6 +86,99 @@ def run(
     if unwritten is not None and not done:
         why = unwritten.strerror or str(unwritten)
         raise OSError(unwritten.errno, f"the run is finished, but {folder / 'page.html'} could not be written ({why})")
+
+
+@contextlib.contextmanager
+def across_ranks() -> Iterator["Reducer | None"]:
+    """The ranks that torchrun has started, or None for a single process. They learn of each other's errors."""
+    if os.environ.get("WORLD_SIZE", "1") in ("", "1"):
+        yield None  # without importing torch: an unknown preset is refused at once
+        return
+    from hgnp.execution.process_group import failures_announced, initialise, world
+    from hgnp.reducer import Reducer
+
+    initialise()
+    reducer: Reducer = world()
+    with failures_announced(reducer):
+        yield reducer
+
+
+def on_first(reducer: "Reducer | None", function: Callable[[], T]) -> T:
+    """What `function` returns, on every rank what it returns on rank 0: something that JSON can hold."""
+    if reducer is None:
+        return function()
+    found: T = json.loads(reducer.on_first(lambda: json.dumps(function()).encode()))
+    return found
+
+
+def checked_folder(out: Path | None, name: str, *, resume: bool) -> tuple[str, bool, bool]:
+    """The run folder, whether it has a run, and whether that is finished."""
+    folder = out or default_folder(name, resume=resume)
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"--out must be a folder, got the file {folder}; choose another")
+    begun, done = ((folder / file).exists() for file in ("run.json", "result.json"))
+    if begun and not resume:
+        raise FileExistsError(
+            f"--out must be a folder without a run, got {folder}; add --resume to resume its run, or choose another folder"
+        )
+    return str(folder), begun, done
+
+
+def join_run(reducer: "Reducer", config: "Config", folder: Path, *, resume: bool) -> None:
+    """Train on a rank that is not the first, which reads, writes and shows progress for it."""
+    from hgnp.experiments.build import prepare
+    from hgnp.progress import SilentProgress
+
+    experiment = prepare(config)
+    try:
+        if on_first(reducer, lambda: True):
+            experiment.run(out=folder, resume=resume, progress=SilentProgress())
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None  # rank 0 says so
+
+
+def train(
+    reducer: "Reducer | None",
+    config: "Config",
+    folder: Path,
+    progress: "Progress",
+    *,
+    begun: bool,
+    done: bool,
+    resume: bool,
+) -> None:
+    """Train and write into the folder; its configuration first."""
+    from hgnp.experiments.build import prepare
+
+    experiment = prepare(config)
+    # a finished run is printed even if its folder is read-only
+    due = not (begun and done) or os.access(folder, os.W_OK)
+    created = [path for path in (folder / "config.yaml", folder) if not path.exists()]
+
+    def checked() -> bool:
+        (check_same_config if begun else check_overwrites_nothing)(experiment.config, folder)
+        return due
+
+    on_first(reducer, checked)
+    if resume and not begun:
+        progress.note(f"{folder} has no run to resume; starting a new one")
+    if config.about:
+        progress.note(config.about)
+    try:
+        if not begun:
+            experiment.config.write(folder / "config.yaml")
+        if due:
+            experiment.run(out=folder, resume=resume, progress=progress)
+    except BaseException as error:
+        progress.stop()
+        if not (folder / "run.json").exists():  # refused before it started
+            remove_created(created)
+        elif was_interrupted(error):
+            command = shlex.join(["hgnp", "run", str(folder / "config.yaml"), "--out", str(folder), "--resume"])
+            print(f"\nhgnp: interrupted; {command} resumes after the last completed epoch", file=sys.stderr)
+            raise typer.Exit(130) from None
+        raise
+    progress.stop()
 
 
 def was_interrupted(error: BaseException) -> bool:

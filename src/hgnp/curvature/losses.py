@@ -25,12 +25,15 @@ from hgnp.curvature.device import upcast
 from hgnp.errors import InputError
 
 Loss = Callable[[Any, Any], Tensor]
+Rows = tuple[int, int]
+"""A rank's part of the joint batch: its first row, and the rows of all ranks."""
 
 
 class LossCurvature(Protocol):
     def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor: ...
 
-    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator) -> Tensor: ...
+    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator, rows: Rows | None = None) -> Tensor:
+        """Cotangents ξ, shaped as z. With `rows` all ranks draw for the joint batch, and each takes its own part."""
 
     def total(self, z: Tensor, target: Tensor) -> Tensor: ...
 
@@ -62,10 +65,11 @@ class CrossEntropy:
         mean = (p * u).sum(1, keepdim=True)
         return ((p * (u - mean) ** 2).sum(1) * self._weights(z, target)).sum()
 
-    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
+    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator, rows: Rows | None = None) -> Tensor:
         z = upcast(z)
         p = z.softmax(1).movedim(1, -1)
-        label = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator).view(p.shape[:-1])
+        # the least of exponential waiting times with rates p, as torch.multinomial draws a label
+        label = (p / _noise(p, rows, lambda x: x.exponential_(generator=generator))).argmax(-1)
         xi = p - F.one_hot(label, p.shape[-1])
         # N·mean loss has curvature N·ω per entry; the cotangent of the mean loss itself is 1/N of its root
         n = z.shape[0]
@@ -91,9 +95,9 @@ class SquaredError:
     def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor:
         return 2 * (upcast(u) ** 2).mean()
 
-    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
+    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator, rows: Rows | None = None) -> Tensor:
         z = upcast(z)
-        noise = torch.empty_like(z).normal_(generator=generator)
+        noise = _noise(z, rows, lambda x: x.normal_(generator=generator))
         return noise * (2 * z.shape[0] / z.numel()) ** 0.5 / z.shape[0]
 
     def total(self, z: Tensor, target: Tensor) -> Tensor:
@@ -118,10 +122,11 @@ class BinaryCrossEntropy:
         p = z.sigmoid()
         return (self._weights(z, target) * p * (1 - p) * u**2).sum()
 
-    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
+    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator, rows: Rows | None = None) -> Tensor:
         z = upcast(z)
         p, n = z.sigmoid(), z.shape[0]
-        return (p - torch.bernoulli(p, generator=generator)) * (self._weights(z, target) * n).sqrt() / n
+        label = (_noise(p, rows, lambda x: x.uniform_(generator=generator)) < p).to(p.dtype)
+        return (p - label) * (self._weights(z, target) * n).sqrt() / n
 
     def total(self, z: Tensor, target: Tensor) -> Tensor:
         z = upcast(z)
@@ -137,6 +142,12 @@ class BinaryCrossEntropy:
 def weighted(value: Tensor, weight: Tensor | None) -> Tensor:
     """w·C or w·q of a rank, None: it has all of it. 0 where w is: with no label that counts, its own mean is 0/0."""
     return value if weight is None else torch.where(weight == 0, 0.0, value * weight)
+
+
+def _noise(like: Tensor, rows: Rows | None, fill: Callable[[Tensor], Tensor]) -> Tensor:
+    """Random numbers shaped as `like`; with `rows` its part of those of the joint batch."""
+    start, total = rows or (0, like.shape[0])
+    return fill(like.new_empty((total, *like.shape[1:])))[start : start + like.shape[0]]
 
 
 def _positive(total: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ eigenvector of the whole network's Gauss–Newton matrix instead: a refresh is t
 
     stage          in → out                                                         what ranks sum
     plan           schedule, last q → what this step does                           –
-    share          target → n, w = own share of the loss's normaliser               two numbers
+    share          target → n, w = own share of the loss's normaliser               normaliser and each rank's n
     prepare        first batch → where Gauss–Newton holds, a first v to lag behind  as refresh
     forward        batch, and v if the plan has a penalty → w·C, w·q, Ψ moments,    statistics of synchronised norms
                    a live autograd pass
@@ -16,7 +16,7 @@ eigenvector of the whole network's Gauss–Newton matrix instead: a refresh is t
     backward_loss  the same of w·C alone (paper's order)                            the norms' adjoints
     backward_term  .grad of μ·w·q (paper's order)                                   the norms' adjoints
     refresh        moments, old eigenpairs → eigenpairs, block                      the set of blocks; each product F·x, all
-                                                                                    blocks in one buffer
+                                                                                    blocks in one buffer; the block is rank 0's
     advance        plan → age of v, whether steps skip the penalty                  –
 
 `reduced_gradients`, around a step, sums what it adds to `.grad` over the ranks. The score stage is in `hgnp.scoring`: it runs
@@ -55,7 +55,7 @@ from hgnp.curvature.device import HostScalar, capturing
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.factors import Block, WholeNetwork, find_blocks
-from hgnp.curvature.losses import Loss, loss_curvature, normaliser, weighted
+from hgnp.curvature.losses import Loss, Rows, loss_curvature, normaliser, weighted
 from hgnp.curvature.network_direction import COLD, NetworkDirection
 from hgnp.curvature.validation import check_functions, check_network, finite, has_gradient_hooks
 from hgnp.errors import InputError, one_line, refuse_renamed
@@ -130,8 +130,10 @@ class State:
 
     plan: Plan = PLAIN
     """Of the current step, or the last one."""
-    samples: float = 0
-    """n of all ranks."""
+    own_samples: int = 0
+    """n of this rank's batch."""
+    counts: Tensor | None = None
+    """n of each rank's batch, on the device; None: there is one rank."""
     weight: Tensor | None = None
     """w, this rank's share of the loss; None: all of it."""
     current: Pass | None = None
@@ -146,6 +148,11 @@ class State:
     """C of all ranks, detached."""
     statistics: Statistics | None = None
     """Of the last step with a penalty."""
+
+    @property
+    def samples(self) -> int:
+        """n of all ranks, for which the host waits if there are several."""
+        return self.own_samples if self.counts is None else int(self.counts.sum())
 
     def active(self) -> bool:
         """Whether the penalty is active. Waits for q."""
@@ -210,13 +217,15 @@ class Step:
         samples = samples_in(inputs)
         if not samples:
             raise InputError("inputs must hold at least one sample, got an empty batch")
-        state.samples, state.weight = samples, None
+        state.own_samples, state.counts, state.weight = samples, None, None
         if self.reducer.ranks > 1:
             own = normaliser(self.loss, target, target) if isinstance(target, Tensor) else None
-            count = torch.tensor(float(samples), dtype=torch.double, device=next(self.net.parameters()).device)
-            own = count if own is None else own
-            (total,) = self.reducer.sum([torch.stack([own, count])])
-            state.samples, state.weight = float(total[1]), own / total[0]
+            device = next(self.net.parameters()).device
+            numbers = torch.zeros(1 + self.reducer.ranks, dtype=torch.double, device=device)
+            numbers[1 + self.reducer.rank].fill_(samples)  # kernels; the host would wait for a copy
+            numbers[0] = numbers[1 + self.reducer.rank] if own is None else own
+            (total,) = self.reducer.sum([numbers])
+            state.counts, state.weight = total[1:], numbers[0] / total[0]
 
     def prepare(self, state: State, inputs: Any, target: Any, *, scale: Scale = 1.0) -> None:
         """Before the first step, and after the network has changed: where Gauss–Newton holds, and a first v to lag behind, from
@@ -450,10 +459,19 @@ class Step:
                 return
             assert self._loss_curvature is not None
             output = current.output
-            drawn = self._loss_curvature.draw(output.detach(), target, self._generator(state, output.device))
+            generator, rows = self._generator(state, output.device), self._rows(state, output)
+            drawn = self._loss_curvature.draw(output.detach(), target, generator, rows)
             if state.weight is not None:  # normalised by the samples of all ranks
                 drawn = drawn * (state.weight * collector.samples / collector.total).sqrt()
             collector.collect(output, drawn, scale)
+
+    def _rows(self, state: State, output: Tensor) -> Rows | None:
+        """This rank's rows of the joint batch's output: where they begin, and how many all ranks have."""
+        if state.counts is None:
+            return None
+        counts = [round(n) for n in state.counts.tolist()]
+        per_sample = output.shape[0] // state.own_samples
+        return sum(counts[: self.reducer.rank]) * per_sample, sum(counts) * per_sample
 
     def _refresh_from(self, state: State, direction: Direction, inputs: Any, target: Any, scale: Scale) -> None:
         """Refreshes a direction from this batch, from a cold start, by a pass without side effects."""

@@ -37,6 +37,7 @@ def check_network(net: nn.Module, *, flatten: bool) -> None:
         raise InputError(f"net must be an nn.Module, got {type(net).__name__}")
     if flatten and not find_blocks(net):
         raise InputError("net must have a Linear or Conv1d/2d/3d layer with a trained weight, got none")
+    check_not_parallel(net)
     for name, layer in net.named_modules():
         compiled = hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None  # torch.compile, Module.compile
         compiled |= any(_is_compiled(function) for function in (layer.forward, *vars(layer).values()))
@@ -47,16 +48,37 @@ def check_network(net: nn.Module, *, flatten: bool) -> None:
             )
 
 
+PARALLEL = {
+    "DistributedDataParallel": "pass net.module, and to Flatness and sensitivity group=net.process_group: hgnp sums gradients "
+    "itself",
+    "DataParallel": "pass net.module, and start one process per GPU by torchrun",
+    "FullyShardedDataParallel": "pass the network before it is sharded; hgnp trains whole networks on every rank",
+    "FSDPModule": "pass the network before fully_shard; hgnp trains whole networks on every rank",
+}
+"""Class of a wrapper → what to do."""
+
+
+def check_not_parallel(net: nn.Module) -> None:
+    """That no wrapper sends gradients elsewhere or holds a part of the network alone."""
+    for name, module in net.named_modules():
+        where = f"layer {name!r}" if name else "net"
+        for kind in type(module).__mro__:
+            if kind.__name__ in PARALLEL and kind.__module__.startswith("torch."):
+                raise InputError(f"{where} must be a plain module, got {kind.__name__}; {PARALLEL[kind.__name__]}")
+    for name, tensor in net.named_parameters():
+        if type(tensor).__name__ == "DTensor":
+            raise InputError(
+                f"{name} must be a plain tensor, got a DTensor of tensor parallelism; pass the network before it is sharded"
+            )
+
+
 def _is_compiled(function: Any) -> bool:
     """Whether torch.compile returned it, by an attribute that functions of torch.compiler.disable have too: there is no API."""
     return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)
 
 
 def has_gradient_hooks(net: nn.Module) -> bool:
-    """Whether hooks wait for parameters' gradients, or DistributedDataParallel, which sends them to other processes. They are
-    to get each gradient once in a step, and whole."""
-    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in net.modules()):
-        return True
+    """Whether hooks wait for parameters' gradients. They are to get each gradient once in a step, and whole."""
     return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in net.parameters())
 
 

@@ -78,6 +78,11 @@ class Eager:
             raise InputError(
                 "direction_from must be 'last_batch' for loss(), got 'this_batch'; call backward(inputs, target)"
             )
+        if step.reducer.ranks > 1:
+            raise InputError(
+                "group must be None for loss(), whose gradient the caller would have to sum over the ranks, got one of "
+                f"{step.reducer.ranks} ranks; call backward(inputs, target)"
+            )
         scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
         plan = step.plan(state)
         step.share(state, inputs, target)

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from hgnp.errors import InputError, brief, meant, one_line
+from hgnp.execution.process_group import device_of_rank
 from hgnp.experiments.config import Config
 from hgnp.experiments.models import load_weights
 from hgnp.experiments.overrides import completed, recipe_of
@@ -61,7 +62,7 @@ class Experiment:
 def prepare(config: Config) -> Experiment:
     extend_import_path(config)
     recipe = recipe_of(config)
-    device = str(as_device(config.device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    device = str(device_of_rank(as_device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))))
     _named("model", config.model, MODELS)
     data = _named("data", config.data, DATA)
     data_args = dict(config.data_args)

@@ -132,14 +132,23 @@ def load(path: str | os.PathLike[str], net: Net) -> Net:
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; hgnp.save writes it")
     check_net(net)
-    tensors, metadata = read_tensors(file)
+    about, tensors = read_saved(file)
     try:
-        changes = changes_to_fit(_checked(metadata, tensors), tensors, net)
+        changes = changes_to_fit(about, tensors, net)
     except ValueError as error:
         raise InputError(f"{file}: {error}") from None
     commit(changes)
     update_config(net)
     return net
+
+
+def read_saved(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The description and the tensors in a file that `save` wrote."""
+    tensors, metadata = read_tensors(file)
+    try:
+        return _checked(metadata, tensors), tensors
+    except ValueError as error:
+        raise InputError(f"{file}: {error}") from None
 
 
 def changes_to_fit(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> list[Change]:

@@ -75,6 +75,8 @@ class Gates:
     units: GateUnits
     losses: bool = False
     """Whether the paths are those of training mode with norms and dropout in evaluation mode."""
+    ungated: frozenset[int] = frozenset()
+    """Roots of channels that are read where no gate can sit."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def to(self, device: torch.device) -> "Gates":
@@ -135,7 +137,7 @@ def find_gates(
         own = set(found.tolist()) - {FROZEN}
         if own and own <= gated_roots - ungated:
             usable[name] = unit[found]
-    return Gates(len(wanted), usable, [path], structure, units, losses)
+    return Gates(len(wanted), usable, [path], structure, units, losses, frozenset(ungated))
 
 
 def _find_path(

@@ -142,8 +142,14 @@ class Neurons:
     def _try_on_data(self, neurons: Tensor) -> None:
         """Freezes everything if, behind the place where recording stops, removal does not equal masking."""
         structure, stop = self._structure, self._structure.stops[0]
-        prunable = {name: slots for name, slots in self._layer_slots.items() if not bool(structure.frozen[slots].all())}
-        problem = disagreement(structure, prunable, self._verifier.sample_cut(neurons))
+        alive = torch.ones(len(structure.coupling), dtype=torch.bool)
+        gates = {}
+        for losses in (False, True):
+            gates[losses] = find_gates(structure, self._layer_slots, alive, per_branch=False, losses=losses)
+            roots = torch.tensor(sorted(gates[losses].ungated), dtype=torch.long)
+            structure.coupling.freeze(roots, f"{depends_on_data(stop)}, and it is read where no gate can be placed")
+        structure.update_roots()
+        problem = disagreement(structure, gates, self._verifier.sample_cut(neurons))
         if problem is not None:
             structure.coupling.freeze(neurons, f"{depends_on_data(stop)}, and {problem}")
             structure.update_roots()

@@ -5,16 +5,19 @@ the file; the tree itself is JSON in its metadata. Tuples, infinities and keys t
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from hgnp.errors import InputError, InputTypeError
 from hgnp.io.weights import digest, read_tensors, write_tensors
+from hgnp.reducer import Reducer
 
 FORMAT = 3
 KEY = "hgnp-checkpoint"
@@ -36,6 +39,26 @@ def pack(tree: dict[str, Any]) -> Packed:
 def unpack(ready: Packed) -> dict[str, Any]:
     tree: dict[str, Any] = _unpack(ready.about["tree"], ready.tensors)
     return tree
+
+
+def to_bytes(tree: dict[str, Any]) -> bytes:
+    """The tree for another rank."""
+    ready = pack(tree)
+    return save(ready.tensors, {KEY: json.dumps(ready.about)})
+
+
+def from_bytes(data: bytes) -> dict[str, Any]:
+    size = int.from_bytes(data[:8], "little")
+    about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][KEY])
+    return unpack(Packed(load(data), about))
+
+
+def from_first(reducer: Reducer, read: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+    """What `read` returns, on every rank what it returns on rank 0, where alone it is called."""
+    if reducer.ranks == 1:
+        return read()
+    found: dict[str, Any] | None = from_bytes(reducer.on_first(lambda: to_bytes({"state": read()})))["state"]
+    return found
 
 
 def write(file: Path, ready: Packed) -> None:

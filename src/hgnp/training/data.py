@@ -1,6 +1,6 @@
 """Batches: from a loader to inputs and target on the network's device, with checks of both."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,9 @@ from torch.utils._pytree import tree_map
 from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.losses import CrossEntropy, Loss, loss_curvature
 from hgnp.errors import InputError, InputTypeError, brief, first_line
+from hgnp.reducer import LOCAL, Reducer
 from hgnp.state_guards import evaluating, module_that_raised
+from hgnp.training.split import check_enough, check_same_list, drop_note, drops, for_rank, part
 
 Unpack = Callable[[Any], tuple[Any, Any]]
 
@@ -29,9 +31,18 @@ def unpack_batch(batch: Any, name: str = "train") -> tuple[Any, Any]:
 
 
 class Batches:
-    """A loader's batches as (inputs, target) on a device."""
+    """A loader's batches as (inputs, target) on a device. Of several ranks each gets its part of global batches, which are
+    `joined` batches of the loader; of a list, one (`split.py`). Validation data lose no sample."""
 
-    def __init__(self, loader: Any, name: str, custom_unpack: Unpack | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        name: str,
+        custom_unpack: Unpack | None,
+        device: torch.device,
+        reducer: Reducer = LOCAL,
+        joined: int = 1,
+    ) -> None:
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise InputTypeError(f"{name} must be a DataLoader or a list of batches, got {_describe(loader)}")
         # a custom loader may be its own iterator and restart; these cannot
@@ -40,20 +51,56 @@ class Batches:
                 f"{name} must be a DataLoader or a list of batches, got {_describe(loader)}, which is exhausted after one epoch"
             )
         self.loader, self.name, self.device = loader, name, device
-        self._custom_unpack = custom_unpack
-        self.count = _length(loader)
+        self._custom_unpack, self._reducer = custom_unpack, reducer
+        self.joined = 1 if isinstance(loader, Sequence) else joined
+        """Batches of the loader in a global batch."""
+        own = None
+        if reducer.ranks > 1 or self.joined > 1:
+            own = for_rank(loader, name, reducer, self.joined, every_sample=name == "val")
+        self.joined = 1 if own is loader else self.joined  # its sampler splits it already
+        self._own = loader if own is None else own
+        self._slices = reducer.ranks > 1 and own is None
+        if self._slices:
+            check_same_list(loader, name, reducer)
+            check_enough(max((samples_in(self._unpacked(each)[0]) for each in loader), default=0), name, reducer.ranks)
+        self._note: str | None = None
+        self.count = _length(self._own)
         """Batches per epoch; of a loader without a length, None during the first epoch."""
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         number = 0
-        for number, batch in enumerate(self.loader, 1):  # noqa: B007
+        for batch in self._own:
             pair = self._unpacked(batch)
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise InputError(f"unpack must return (inputs, target), got {_describe(pair)}")
+            if self._slices:
+                pair = self._own_samples(*pair)
+                if pair is None:
+                    continue
+            number += 1
             yield self._to_device(pair[0]), self._to_device(pair[1])
         if number == 0:
             raise InputError(f"{self.name} must yield batches in every epoch, as a DataLoader does, got none")
         self.count = number
+
+    @property
+    def note(self) -> str | None:
+        """What the last epoch dropped, if anything."""
+        return self._note or getattr(getattr(self._own, "batch_sampler", self._own), "note", None)
+
+    def _own_samples(self, inputs: Any, target: Any) -> tuple[Any, Any] | None:
+        """This rank's part of a batch that every rank has; None if it gets none."""
+        n, ranks = samples_in(inputs), self._reducer.ranks
+        if not isinstance(target, Tensor) or target.dim() == 0 or len(target) != n:
+            raise InputError(
+                f"{self.name} must have targets that are tensors with one entry per sample to be split over {ranks} ranks, got "
+                f"{_shape(target)}; pass a DataLoader"
+            )
+        if drops(n, ranks, every_sample=self.name == "val"):
+            self._note = drop_note(self.name, n, ranks)
+            return None
+        index = torch.arange(n)[part(n, self._reducer.rank, ranks)]
+        return (select_samples(inputs, index), target[index.to(target.device)]) if len(index) else None
 
     def _unpacked(self, batch: Any) -> Any:
         if self._custom_unpack is None:

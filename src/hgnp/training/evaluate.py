@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
@@ -14,10 +15,12 @@ from torch.utils._pytree import tree_map
 from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.losses import Loss, normaliser, total
-from hgnp.errors import InputError, brief
+from hgnp.errors import InputError, InputTypeError, brief
 from hgnp.execution.graphs import Capture, GraphedFunction, fingerprint
+from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import Removal, listen
 from hgnp.state_guards import evaluating
+from hgnp.training import checkpoint
 from hgnp.training.data import ignored_label, is_classification
 
 
@@ -59,8 +62,10 @@ class Evaluation:
         *,
         graphs: bool = False,
         losses: bool = False,
+        reducer: Reducer = LOCAL,
     ) -> None:
         self.net, self.loss, self.metric, self.output, self.losses = net, loss, metric, output, losses
+        self._reducer = reducer
         self.note: str | None = None
         """Which batches the last loss leaves out, if any."""
         self._capture: Capture | None = None
@@ -80,17 +85,20 @@ class Evaluation:
                 self._built = built
                 self._replayed.forget()
             outputs = self._outputs(batches, sums)
+            if self.metric is not None:
+                outputs = gathered(outputs, self._reducer, next(self.net.parameters()).device)
             metric = None if self.metric is None else compute_metric(self.metric, outputs)
+            metric = json.loads(self._reducer.broadcast(json.dumps(metric).encode()))
             for _ in outputs:  # those that the metric has not consumed
                 pass
-            summed, counted, skipped, *rest = torch.stack(sums).sum(0).tolist()
+            summed, counted, skipped, *rest, passes = self._total(sums)
         loss = summed / counted if counted else None
         self.note = None
         if loss is None:
             self.note = "val: every label is ignored, so there is no validation loss"
         elif skipped:
             self.note = (
-                f"val: {skipped:g} of {len(sums)} batches have finite outputs but a NaN loss, as if every label were ignored; "
+                f"val: {skipped:g} of {passes:g} batches have finite outputs but a NaN loss, as if every label were ignored; "
                 "the validation loss leaves them out"
             )
         if self.metric is not None:
@@ -99,6 +107,12 @@ class Evaluation:
             return loss, None if loss is None else -loss
         right, labels = rest
         return loss, right / labels if labels else None
+
+    def _total(self, sums: list[Tensor]) -> list[float]:
+        """The columns of `sums` added up over all ranks, and how many rows they have."""
+        total = torch.stack(sums).sum(0)
+        total = torch.cat([total, torch.full_like(total[:1], len(sums))])
+        return [float(number) for number in self._reducer.sum([total])[0].tolist()]
 
     def _outputs(self, batches: Iterable[tuple[Any, Any]], sums: list[Tensor]) -> Iterator[BatchOutput]:
         for inputs, target in batches:
@@ -135,6 +149,36 @@ class Evaluation:
         return self._replayed.forget
 
 
+def gathered(outputs: Iterable[BatchOutput], reducer: Reducer, device: torch.device) -> Iterator[BatchOutput]:
+    """The outputs of all ranks on every rank, batch by batch, until all have come to an end."""
+    if reducer.ranks == 1:
+        yield from outputs
+        return
+    own = iter(outputs)
+    while True:
+        try:
+            data = checkpoint.to_bytes({"batch": next(own, None)})
+        except InputTypeError as error:
+            raise MetricError(
+                f"metric must have outputs and targets that ranks can send each other: {error}"
+            ) from error
+        parts = [checkpoint.from_bytes(part)["batch"] for part in reducer.gather(data)]
+        found = [
+            tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, part) for part in parts if part is not None
+        ]
+        if not found:
+            return
+        predictions, targets, samples = zip(*found, strict=True)
+        try:
+            yield (
+                _concatenate(predictions, samples, "outputs"),
+                _concatenate(targets, samples, "targets"),
+                sum(samples),
+            )
+        except MetricError:  # one entry per sample, say: as they are, rank by rank
+            yield from found
+
+
 def metric_name(metric: Metric | None, *, classes: bool) -> str:
     """What the metric is called in progress, files and pages: its `name` or `__name__`, or that of its class."""
     if metric is not None:
@@ -145,17 +189,23 @@ def metric_name(metric: Metric | None, *, classes: bool) -> str:
 
 
 def check_metric(
-    net: nn.Module, metric: Metric, output: Output | None, first: BatchOutput, val: Iterable[tuple[Any, Any]]
+    net: nn.Module,
+    metric: Metric,
+    output: Output | None,
+    first: BatchOutput,
+    val: Iterable[tuple[Any, Any]],
+    reducer: Reducer = LOCAL,
 ) -> None:
     """InputError, before any training, for a metric that fails on the first validation batch and on the whole set. One batch
     may be too little: a ROC curve needs both classes."""
+    device = next(net.parameters()).device
     try:
-        compute_metric(metric, [first])
+        compute_metric(metric, list(gathered([first], reducer, device)))
     except Exception:
         with evaluating(net), torch.no_grad():
             outputs = [(run(net, inputs, output=output), target, samples_in(inputs)) for inputs, target in val]
             try:
-                compute_metric(metric, outputs)
+                compute_metric(metric, list(gathered(outputs, reducer, device)))
             except MetricError:
                 raise
             except Exception as error:

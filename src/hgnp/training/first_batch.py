@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hgnp.curvature.autodiff.forward import run, samples_in
+from hgnp.reducer import LOCAL, Reducer
 from hgnp.scoring import loss_in_training_only
 from hgnp.state_guards import evaluating
 from hgnp.training import rng_state
@@ -36,7 +37,7 @@ class FirstBatches:
     """Features of network and data that the paper's hybrid uses."""
 
 
-def check_first_batches(net: nn.Module, task: Task) -> FirstBatches:
+def check_first_batches(net: nn.Module, task: Task, reducer: Reducer = LOCAL) -> FirstBatches:
     """Run the network on the first batches; InputError if anything does not fit together. Loaders are restored; drawing the
     training batch advances the random number generators."""
     with rng_state.preserved_position(task.train.loader):
@@ -55,9 +56,8 @@ def check_first_batches(net: nn.Module, task: Task) -> FirstBatches:
                 if losses:
                     with evaluating(net), torch.no_grad():
                         val_out = run(net, val[0])
-                check_metric(
-                    net, task.metric, None if losses else task.output, (val_out, val[1], samples_in(val[0])), task.val
-                )
+                first = val_out, val[1], samples_in(val[0])
+                check_metric(net, task.metric, None if losses else task.output, first, task.val, reducer)
         val_classes = val_out.shape[1] if is_classification(task.loss, val[1]) else None
     shown = classes if task.val is None else val_classes
     return FirstBatches(

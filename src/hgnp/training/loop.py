@@ -10,6 +10,7 @@ until E3 epochs after the one in which the target was met
 
 import dataclasses
 import itertools
+import json
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from hgnp.progress import Progress
 from hgnp.pruning import Neurons, Preview
 from hgnp.pruning.surgery import Change, check_copies, commit
 from hgnp.recipe import Recipe
+from hgnp.reducer import average_statistics, equalise
 from hgnp.result import Facts, Result, Row, Snapshot, Target
 from hgnp.training import checkpoint, rng_state, schedule
 from hgnp.training.data import check_labels, ignored_label, select_samples, with_checked_labels
@@ -81,9 +83,10 @@ class TrainingLoop:
         also: Iterable[nn.Module] = (),
     ) -> None:
         """Check the first batches and build everything that trains. `stored`: the checkpoint to resume from, if any."""
-        net, task, recipe = self.net, self.task, self.recipe
+        net, task, recipe, reducer = self.net, self.task, self.recipe, self.task.reducer
         self.also = check_copies(net, also)
-        first = check_first_batches(net, task)
+        equalise(reducer, net, *self.also)
+        first = check_first_batches(net, task, reducer)
         self.task = task = dataclasses.replace(task, losses=first.losses)
         inputs, target = first.inputs, first.target
         self.classes, self.val_classes = first.classes, first.val_classes
@@ -109,14 +112,21 @@ class TrainingLoop:
             "networks in also": len(self.also),
             "batches per epoch": task.train.count,
             "accumulate": task.accumulate,
+            "batches per global batch": task.train.joined,
         }
-        step, self.scoring_step, self.step_state = make_steps(net, task, recipe)
+        step, self.scoring_step, self.step_state = make_steps(net, task, recipe, reducer)
         self.trainer = Trainer(
             step, self.step_state, self.optimizer, recipe, task.train.device, accumulate=task.accumulate
         )
         graphs = self.trainer.executor.uses_graphs
         self.evaluation = Evaluation(
-            net, task.loss, task.metric, task.output, graphs=graphs and not task.losses, losses=task.losses
+            net,
+            task.loss,
+            task.metric,
+            task.output,
+            graphs=graphs and not task.losses,
+            losses=task.losses,
+            reducer=reducer,
         )
         self.pruner = Pruner(
             self.neurons,
@@ -135,7 +145,10 @@ class TrainingLoop:
         else:
             self.pruner.check_reachable()
             with rng_state.preserved():
-                self.memory_format, self._format_note = choose_memory_format(net, task, recipe, (inputs, target))
+                chosen = reducer.on_first(
+                    lambda: json.dumps(choose_memory_format(net, task, recipe, (inputs, target))).encode()
+                )
+            self.memory_format, self._format_note = json.loads(chosen)
             self._write_checkpoint()
         self._loaded = []
 
@@ -149,7 +162,7 @@ class TrainingLoop:
     def train(self, on_step: Callback | None = None, on_epoch: Callback | None = None) -> None:
         run = self.run_state
         self.progress.start(self._info() | {"epochs_done": run.epoch, "out": self.folder and str(self.folder.path)})
-        for note in (self._format_note, self.measurements.note):
+        for note in (self._format_note, self.measurements.note, self._ranks_note()):
             self._note_once(note)
         with self.trainer.running(), in_memory_format(self.net, self.optimizer, self.memory_format, self._contiguous):
             while self._unfinished():
@@ -164,7 +177,8 @@ class TrainingLoop:
         run.seconds += row["seconds"]
         passed = run.pass_snapshots(self.pruner.left)
         run.epoch += 1
-        if on_epoch is not None and on_epoch(self._callback_state(row["epoch"], row=row)) is True:
+        stop = on_epoch is not None and on_epoch(self._callback_state(row["epoch"], row=row)) is True
+        if on_epoch is not None and self.task.reducer.any_rank(stop):
             run.stopped = f"on_epoch stopped the run after epoch {row['epoch']}"
         if passed:
             self._take_snapshot(passed[0])
@@ -183,7 +197,8 @@ class TrainingLoop:
         return not self.run_state.done
 
     def _train_epoch(self, on_step: Callback | None) -> Row:
-        run, recipe, train = self.run_state, self.recipe, self.task.train
+        run, recipe, train, reducer = self.run_state, self.recipe, self.task.train, self.task.reducer
+        rng_state.seed_ranks(reducer, run.epoch)
         if has_ended(self.scheduler):
             self._note_once(
                 "scheduler: OneCycleLR has taken all its steps and stays at its last learning rate; the recipe's "
@@ -215,7 +230,9 @@ class TrainingLoop:
         def after_step(step: int) -> bool:
             if self.scheduler is not None and self.scheduler_interval == "step":
                 self._note_once(step_scheduler(self.scheduler, None))
-            if on_step is None or on_step(self._callback_state(run.epoch, step=step)) is not True:
+            if on_step is None:
+                return False
+            if not reducer.any_rank(on_step(self._callback_state(run.epoch, step=step)) is True):
                 return False
             run.stopped = f"on_step stopped the run in epoch {run.epoch}, step {step}"
             return True
@@ -238,6 +255,8 @@ class TrainingLoop:
             )  # fmt: skip
         except DivergedError as error:
             raise DivergedError(f"{error}; {self._last_checkpoint()}; {self._divergence_hint()}") from None
+        self._note_once(train.note)
+        average_statistics(reducer, self.net, *self.also)
         val_loss, metric = self._validate()
         if self.scheduler is not None and self.scheduler_interval == "epoch":
             self._note_once(step_scheduler(self.scheduler, val_loss))
@@ -320,7 +339,7 @@ class TrainingLoop:
             self.folder.flush()  # latencies are measured while nothing is being written
         after = self._facts()
         before = Facts(**run.before) if run.before is not None else after
-        before, after, latency = self.measurements.with_latency(before, after, self.net)
+        before, after, latency = self._measured_on_first(before, after)
         if run.pruning_ended is not None and self.pruner.left > recipe.keep:
             run.stopped = run.stopped or "no more neurons could be removed"
         result = Result(
@@ -333,13 +352,30 @@ class TrainingLoop:
             self.folder.finish(self.net, result.as_dict(), self.also)
         return result
 
+    def _measured_on_first(self, before: Facts, after: Facts) -> tuple[Facts, Facts, dict[str, Any] | None]:
+        """Both with their latencies, and how those were measured: on rank 0, while the others wait."""
+
+        def encoded() -> bytes:
+            full, pruned, latency = self.measurements.with_latency(before, after, self.net)
+            return json.dumps([dataclasses.asdict(full), dataclasses.asdict(pruned), latency]).encode()
+
+        full, pruned, latency = json.loads(self.task.reducer.on_first(encoded))
+        return Facts(**full), Facts(**pruned), latency
+
+    def _ranks_note(self) -> str | None:
+        ranks, auto = self.task.reducer.ranks, self.recipe.execution != "eager"
+        if ranks == 1 or self.task.train.device.type != "cuda" or not auto:
+            return None
+        return f"steps run operation by operation on {ranks} ranks: CUDA graphs hold no sums over ranks"
+
     def _info(self) -> dict[str, Any]:
         start, device = self.pruner.at_start, self.task.train.device
         return {
             "name": None, "method": self.recipe.method, "seed": self.recipe.seed, "metric": self.metric,
             "model": type(self.net).__qualname__, "recipe": self.recipe.as_dict(), "versions": versions(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-            "threads": torch.get_num_threads(), "execution": {"memory_format": self.memory_format},
+            "threads": torch.get_num_threads(), "ranks": self.task.reducer.ranks,
+            "execution": {"memory_format": self.memory_format},
             "start": None, "input": input_spec(self.inputs),
             "at_start": {
                 "parameters": start.parameters, "neurons": start.neurons, "macs": start.macs // self.samples,
@@ -372,6 +408,8 @@ class TrainingLoop:
 
     def _take_snapshot(self, value: float) -> None:
         """Store the state that snapshots.py fine-tunes later, as if the target had been met in the epoch that just ended."""
+        if self.task.reducer.rank:
+            return  # rank 0's is sent to all when it is due
         state, last = self._state(), self.run_state.epoch - 1
         state["networks"], state["setup"] = state["networks"][:1], self.setup | {"networks in also": 0}
         state["run"] |= {"pruning_ended": last, "stopped": None, "parts": 0, "snapshots": {}}
@@ -416,6 +454,8 @@ class TrainingLoop:
     def _restore(self, stored: dict[str, Any]) -> None:
         for name, now in self.setup.items():
             was = stored["setup"].get(name, now)
+            if name == "batches per epoch" and was and now and abs(was - now) == 1 and self.task.train.joined > 1:
+                continue  # with other ranks, a small last batch is dropped or is not
             if was != now:
                 raise InputError(f"resume: {name} must be {was!r} as when the run started, got {now!r}")
         if self.recipe.coupling == "coupled":

@@ -45,7 +45,8 @@ class Measurements:
     def __init__(self, net: nn.Module, task: Task, run_state: RunState, batch: Batch, held_out: Batch | None) -> None:
         """`batch`: one of the training data; `held_out`: one of the validation data, if there are any."""
         self._task, self._run, self._inputs = task, run_state, batch[0]
-        self._full, self._copy_error = (None, None) if run_state.recipe.measure == "none" else copy_to_cpu(net)
+        self._measure = run_state.recipe.measure if task.reducer.rank == 0 else "none"  # one rank measures for all
+        self._full, self._copy_error = (None, None) if self._measure == "none" else copy_to_cpu(net)
         inputs, target = held_out or batch
         self._count = min(samples_in(inputs), SHARPNESS_SAMPLES)
         index, whole = torch.arange(self._count), not isinstance(target, Tensor) or not target.dim()
@@ -89,7 +90,7 @@ class Measurements:
 
     def _time_limit(self, least: float, net: nn.Module) -> float:
         """The seconds allowed. NotMeasuredError if `least` samples would take longer, estimated from the time of training."""
-        measure, history = self._run.recipe.measure, self._run.history
+        measure, history = self._measure, self._run.history
         if measure == "none":
             raise NotMeasuredError('measure is "none"')
         if measure == "full":

@@ -1,7 +1,10 @@
 """One round of pruning: score neurons, select the least important, remove them."""
 
+import hashlib
+import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +12,7 @@ from torch import nn
 
 from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.step import State, Step
-from hgnp.errors import InputError, named
+from hgnp.errors import InputError, RankError, named
 from hgnp.pruning import Neurons, Preview, Scores, Selection
 from hgnp.pruning.importance import WEIGHT_SCORES
 from hgnp.pruning.limits import values_of
@@ -125,16 +128,40 @@ class Pruner:
             self.neurons, batches, self.step, self.state, mu=mu, coupling=coupling,
             criterion=self._criterion, graphs=self.recipe.execution != "eager", losses=self.losses,
         )  # fmt: skip
+        selection = self._agreed(partial(self._chosen, scores))
+        return self.neurons.remove(selection, self.optimizer, also=self.also).taken if selection else 0
+
+    def _chosen(self, scores: Scores) -> Selection:
+        """The neurons of a round."""
         n = min(self.recipe.neurons_per_round, self.neurons.count)
         selection = self._select(scores, n)
         while not selection and n < self.neurons.count:  # every coupled group is larger than a round
             n = min(2 * n, self.neurons.count)
             selection = self._select(scores, n)
-        if not selection:
-            return 0
-        if self._fraction(self.neurons.preview(selection)) < self.recipe.keep:
+        if selection and self._fraction(self.neurons.preview(selection)) < self.recipe.keep:
             selection = self._trim_to_target(scores, n, selection)
-        return self.neurons.remove(selection, self.optimizer, also=self.also).taken
+        return selection
+
+    def _agreed(self, choose: Callable[[], Selection]) -> Selection:
+        """What `choose` returns, on every rank what it returns on rank 0. RankError, before anything is cut, if ranks would cut
+        different networks."""
+        reducer = self.step.reducer
+        if reducer.ranks == 1:
+            return choose()
+
+        def encoded() -> bytes:
+            chosen = choose()
+            return json.dumps([chosen, chosen.requested, chosen.version, chosen.coupling]).encode()
+
+        data = reducer.on_first(encoded)
+        positions, requested, version, coupling = json.loads(data)
+        shapes = {name: list(tensor.shape) for name, tensor in self.neurons.net.state_dict().items()}
+        own = hashlib.sha256(data + json.dumps([shapes, self.neurons.version]).encode()).digest()
+        if len(set(reducer.gather(own))) > 1:
+            raise RankError(
+                "ranks must remove the same neurons from the same network, got networks that differ in shape"
+            )
+        return Selection(positions, requested=requested, version=version, coupling=coupling)
 
     def _select(self, scores: Scores, n: int, *, confirm: bool = True) -> Selection:
         return self.neurons.least(

@@ -9,6 +9,7 @@ captured and restored between epochs only, never while a loader is being iterate
 """
 
 import copy
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +20,26 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from hgnp.errors import InputError
+from hgnp.reducer import Reducer
 
 
 def seed(value: int) -> None:
     random.seed(value)
     np.random.seed(value)
     torch.manual_seed(value)
+
+
+def seed_ranks(reducer: Reducer, epoch: int) -> None:
+    """Give every rank but the first random numbers of its own for an epoch, so that dropout and augmentation differ. They
+    follow from rank 0's generators, which are left alone: those are the ones that a checkpoint holds."""
+    if reducer.ranks == 1:
+        return
+    numpys: Any = np.random.get_state()
+    sha = hashlib.sha256(f"{epoch} {random.getstate()} {numpys[2:]}".encode())
+    sha.update(numpys[1].tobytes() + torch.get_rng_state().numpy().tobytes())
+    first = reducer.broadcast(sha.digest())
+    if reducer.rank:
+        seed(int.from_bytes(hashlib.sha256(first + str(reducer.rank).encode()).digest()[:4], "big"))
 
 
 def capture(*loaders: Any) -> dict[str, Any]:

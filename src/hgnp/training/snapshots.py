@@ -88,16 +88,25 @@ def finetune_snapshots(loop: TrainingLoop, initial: InitialCopy) -> tuple[Snapsh
 
 def _finetune(loop: TrainingLoop, initial: InitialCopy, value: float, epoch: int) -> Snapshot:
     folder = None if loop.folder is None else loop.folder.snapshot(value)
-    if folder is not None and folder.finished:  # before the run was interrupted and resumed
-        return _snapshot(loop, read_json(folder.result), epoch, path=folder.path)
-    stored = checkpoint.unpack(loop.states.pop(epoch)) if folder is None else checkpoint.read(folder.checkpoint)
+
+    def read() -> dict[str, Any]:
+        if folder is None:
+            return {"state": checkpoint.unpack(loop.states.pop(epoch))}
+        if folder.finished:  # before the run was interrupted and resumed
+            return {"result": read_json(folder.result)}
+        return {"state": checkpoint.read(folder.checkpoint)}
+
+    found = checkpoint.from_first(loop.task.reducer, read)
+    assert found is not None
+    if "result" in found:
+        return _snapshot(loop, found["result"], epoch, path=None if folder is None else folder.path)
     own = copy.deepcopy(initial)
     recipe = replace(loop.recipe, keep=value, snapshots=(), measure="none")  # `hgnp bench` times it
     own_loop = TrainingLoop(
         own.net, loop.task, recipe, folder, SnapshotProgress(loop.progress, f"snapshot {value:g}"), loop.about
     )
     try:
-        own_loop.prepare(stored, own.optimizer, own.scheduler, loop.setup["protect"])
+        own_loop.prepare(found["state"], own.optimizer, own.scheduler, loop.setup["protect"])
         with preserve_modes(own.net):
             own_loop.train()
             result = own_loop.finish()

@@ -10,6 +10,7 @@ from hgnp.curvature.autodiff.forward import Output
 from hgnp.curvature.losses import Loss
 from hgnp.flatness import Flatness
 from hgnp.pruning import Neurons
+from hgnp.reducer import LOCAL, Reducer
 from hgnp.result import Row
 from hgnp.training.data import Batches
 from hgnp.training.evaluate import Metric
@@ -47,7 +48,7 @@ Callback = Callable[[CallbackState], object]
 @dataclass(frozen=True)
 class Task:
     """Data, loss and metric of a run. `output` picks the logits from what the network returns. A step of the optimizer takes
-    `accumulate` training batches."""
+    `accumulate` training batches. `reducer` has the ranks that share the run."""
 
     train: Batches
     val: Batches | None
@@ -59,6 +60,7 @@ class Task:
     """Whether the network returns what the loss takes in training mode alone, as torchvision's detectors do. Then the loss is
     that of training mode with norms and dropout in evaluation mode, and a metric takes what the network returns in evaluation
     mode."""
+    reducer: Reducer = LOCAL
 
     @property
     def steps(self) -> int | None:

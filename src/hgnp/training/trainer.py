@@ -18,7 +18,7 @@ from hgnp.curvature.step import State, Step, make_step
 from hgnp.errors import DivergedError, InputError, is_too_few_values
 from hgnp.execution.executor import make_executor
 from hgnp.recipe import Recipe
-from hgnp.reducer import Reducer
+from hgnp.reducer import LOCAL, Reducer
 from hgnp.training.data import Prefetcher
 from hgnp.training.task import Task
 
@@ -119,6 +119,7 @@ class Trainer:
         self.net, self.state, self.optimizer, self.recipe, self.device = step.net, state, optimizer, recipe, device
         self.precision = precision_on(recipe, device)
         graphs = device.type == "cuda" and recipe.execution != "eager" and self.precision != "fp16"
+        graphs = graphs and step.reducer.ranks == 1  # collectives stay outside CUDA graphs
         self.executor = make_executor(step, state, self._precision, graphs=graphs)
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         """The learning rates that a schedule scales."""
@@ -261,7 +262,7 @@ class Trainer:
         statistics.checked = len(statistics.losses)
 
 
-def make_steps(net: nn.Module, task: Task, recipe: Recipe) -> tuple[Step, Step, State]:
+def make_steps(net: nn.Module, task: Task, recipe: Recipe, reducer: Reducer = LOCAL) -> tuple[Step, Step, State]:
     """The step that trains, the one that scores, and their state: the same step, unless the method trains by one of its own."""
     bundle, choices = recipe.flatness_choices
     recipe = recipe.resolved()
@@ -276,8 +277,9 @@ def make_steps(net: nn.Module, task: Task, recipe: Recipe) -> tuple[Step, Step, 
         flatness=bundle,
         refresh_every=recipe.refresh_every,
         skip_inactive=recipe.skip_inactive,
+        reducer=reducer,
         **choices,
     )
     if recipe.method == "sam":
-        return SAMStep(net, loss=task.loss, rho=recipe.rho, output=task.output), step, state
+        return SAMStep(net, loss=task.loss, rho=recipe.rho, output=task.output, reducer=reducer), step, state
     return step, step, state

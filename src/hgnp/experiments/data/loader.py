@@ -5,6 +5,7 @@ An epoch draws one number from torch's global CPU generator when it starts; orde
 alone, on every device. An epoch that neither shuffles nor augments draws none.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hgnp.errors import InputError
+from hgnp.reducer import LOCAL, Reducer
+from hgnp.training.split import check_enough, drop_note, drops, part
 
 BATCHES_PER_LAUNCH = 16  # built together on a GPU, where launches take longer than kernels
 
@@ -52,7 +55,9 @@ class Loader:
 
     A shuffled epoch drops a last batch of a single sample (unless `batch` is 1), which BatchNorm cannot process; which
     sample that is changes from epoch to epoch. `drop_last` drops every incomplete batch. `samples` is the number of samples
-    per epoch.
+    per epoch; `batches_per_launch` batches are built together, which changes none of them.
+
+    `for_rank` is the part of a rank: order and augmentation are drawn for all samples, from rank 0's number.
     """
 
     def __init__(
@@ -75,13 +80,30 @@ class Loader:
         self.shuffle, self.flip, self.crop = shuffle, flip, crop
         deviation = torch.tensor(std, device=device).view(-1, 1, 1)
         self._scale, self._shift = 1 / deviation, -torch.tensor(mean, device=device).view(-1, 1, 1) / deviation
-        self._batches_per_launch = (
+        self.batches_per_launch = (
             BATCHES_PER_LAUNCH if isinstance(source, InMemorySource) and device.type == "cuda" else 1
         )
-        left = source.samples % batch
-        self.samples = source.samples - (left if drop_last or (shuffle and left == 1) else 0)
+        self._drop_last, self._reducer, self._every_sample = drop_last, LOCAL, True
+        self.note: str | None = None
+        """What every epoch drops for want of samples for all ranks."""
+        self._count_samples()
+
+    def _count_samples(self) -> None:
+        left, ranks = self.source.samples % self.batch, self._reducer.ranks
+        too_few = drops(left, ranks, every_sample=self._every_sample)
+        if left and too_few and not self._drop_last:
+            self.note = drop_note("train", left, ranks)
+        self.samples = self.source.samples - (left if self._drop_last or too_few or (self.shuffle and left == 1) else 0)
         if self.samples == 0:
-            raise InputError(f"batch must leave at least one batch of {source.samples} samples, got {batch}")
+            raise InputError(f"batch must leave at least one batch of {self.source.samples} samples, got {self.batch}")
+
+    def for_rank(self, reducer: Reducer, joined: int, *, every_sample: bool) -> "Loader":
+        """The parts of a rank of global batches of `joined` times this loader's batch."""
+        check_enough(self.source.samples, "data", reducer.ranks)
+        own = copy.copy(self)
+        own.batch, own._reducer, own._every_sample = self.batch * joined, reducer, every_sample
+        own._count_samples()
+        return own
 
     def __len__(self) -> int:
         return -(-self.samples // self.batch)
@@ -89,29 +111,39 @@ class Loader:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         # drawn here and not with the first batch, so that the epoch starts with iter()
         if self.shuffle or self.flip or self.crop:
-            seed = int(torch.empty((), dtype=torch.int64).random_())
-            return self._epoch(torch.Generator().manual_seed(seed))
+            seed = torch.empty((), dtype=torch.int64)
+            if self._reducer.rank == 0:
+                seed.random_()
+            (seed,) = self._reducer.of_first([seed])
+            return self._epoch(torch.Generator().manual_seed(int(seed)))
         return self._epoch(None)
 
     def _epoch(self, generator: torch.Generator | None) -> Iterator[tuple[Tensor, Tensor]]:
-        total, device = self.samples, self._scale.device
+        total, device, rank = self.samples, self._scale.device, self._reducer.rank
         order = torch.arange(self.source.samples)
         if self.shuffle:
             order = torch.randperm(self.source.samples, generator=generator)
         mirrored = places = None
         if self.flip:
-            mirrored = (torch.rand(total, generator=generator) < 0.5).to(device)
+            mirrored = torch.rand(total, generator=generator) < 0.5
         if self.crop:
-            places = torch.randint(2 * self.crop + 1, (2, total), generator=generator).to(device)
-        start = 0
-        for x, y in self.source.batches(order[:total].split(self.batch * self._batches_per_launch)):
+            places = torch.randint(2 * self.crop + 1, (2, total), generator=generator)
+        parts = [each[part(len(each), rank, self._reducer.ranks)] for each in torch.arange(total).split(self.batch)]
+        sizes = [len(each) for each in parts if len(each)]
+        own = torch.cat(parts)
+        mirrored = None if mirrored is None else mirrored[own].to(device)
+        places = None if places is None else places[:, own].to(device)
+        launches = [sum(sizes[n : n + self.batches_per_launch]) for n in range(0, len(sizes), self.batches_per_launch)]
+        start = number = 0
+        for x, y in self.source.batches(order[own].split(launches)):
             now = slice(start, start := start + len(y))
             if places is not None:
                 x = random_crop(x, places[:, now], self.crop)
             if mirrored is not None:
                 x = torch.where(mirrored[now].view(-1, 1, 1, 1), x.flip(-1), x)
             x = x.float().mul_(self._scale).add_(self._shift)
-            yield from zip(x.split(self.batch), y.split(self.batch), strict=True)
+            now_sizes = sizes[number : (number := number + self.batches_per_launch)]
+            yield from zip(x.split(now_sizes), y.split(now_sizes), strict=True)
 
 
 def random_crop(x: Tensor, places: Tensor, padding: int) -> Tensor:
@@ -121,7 +153,8 @@ def random_crop(x: Tensor, places: Tensor, padding: int) -> Tensor:
     columns = places[1].view(-1, 1) + torch.arange(width, device=x.device)
     padded = F.pad(x, (padding,) * 4).movedim(1, -1)  # (batch, height, width, channels)
     which = torch.arange(len(x), device=x.device).view(-1, 1, 1)
-    return padded[which, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
+    # the run chooses the memory format: channels last would spread through a network, and some of its CPU kernels crash
+    return padded[which, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
 
 
 @dataclass(frozen=True)
