@@ -235,6 +235,33 @@ def test_heads_are_scored_removed_saved_and_loaded(name: str, attention: str, tm
     optimizer.step()
 
 
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_config_follows_where_it_can_state_the_widths(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make, module, _, count = WITH_HEADS[name]
+    net = make().double().eval()
+    neurons, inputs = hgnp.Neurons(net, tokens("full")), tokens("padded")
+    feed_forward = FEED_FORWARD[name][1]
+
+    def restored() -> nn.Module:
+        net.save_pretrained(tmp_path)
+        return type(net).from_pretrained(tmp_path, dtype=torch.double).eval()
+
+    neurons.remove({feed_forward: [1]})
+    assert net.config.intermediate_size == 3
+    assert torch.equal(restored()(**inputs).logits, net(**inputs).logits)
+    neurons.remove({module: [0]})
+    if name == "llama":
+        assert (net.config.num_attention_heads, net.config.num_key_value_heads, net.config.head_dim) == (4, 2, 2)
+        assert torch.equal(restored()(**inputs).logits, net(**inputs).logits)
+        assert "hgnp.save" not in str(neurons)
+    else:  # the width of its heads is the hidden size divided by their number
+        assert net.config.num_attention_heads == count
+        assert "hgnp.save" in str(neurons)
+    found = hgnp.sensitivity(net, neurons, [(inputs, torch.arange(4) % 3)], output=lambda o: o.logits)
+    assert found[module].shape == (count - 1,)
+
+
 def test_a_bert_is_pruned_on_batches_with_masks() -> None:
     torch.manual_seed(0)
     net = bert()

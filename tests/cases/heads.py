@@ -70,3 +70,21 @@ def fused_heads() -> nn.Module:
 @case("attn.proj", "out", in_heads=["attn.q", "attn.k", "attn.v"], example=lambda: tokens(6))
 def grouped_query_heads() -> nn.Module:
     return transformer(GroupedQueryHeads(6, kv_heads=3, head_dim=2, length=5))
+
+
+class FixedHeads(nn.Module):
+    """The number of heads is fixed, their width is not: queries and keys lose the same position of every head."""
+
+    def __init__(self, width: int, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, heads * head_dim) for _ in range(3))
+        self.proj, self._heads = nn.Linear(heads * head_dim, width), (heads, -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, self._heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.proj(((q @ k.mT * 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+@case("attn.v", "attn.proj", "out", example=lambda: tokens(6))
+def fixed_heads() -> nn.Module:
+    return transformer(FixedHeads(6, heads=2, head_dim=4))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hgnp.errors import InputError, InputTypeError, first_line
 from hgnp.io.atomic import atomic_path, check_file_path
+from hgnp.pruning.config import update_config
 from hgnp.pruning.graph import tensors_of
 from hgnp.pruning.surgery import Change, commit, replace_data, set_attributes
 from hgnp.pruning.validation import check_net
@@ -137,6 +138,7 @@ def load(path: str | os.PathLike[str], net: Net) -> Net:
     except ValueError as error:
         raise InputError(f"{file}: {error}") from None
     commit(changes)
+    update_config(net)
     return net
 
 

@@ -11,6 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from hgnp.errors import InputError, refuse_renamed
 from hgnp.pruning.branch_coupling import BranchCoupling, least_paper, tiers_of
+from hgnp.pruning.config import update_config
 from hgnp.pruning.gates import Gates, find_gates
 from hgnp.pruning.graph import tensors_of
 from hgnp.pruning.limits import limit_by_layer
@@ -97,36 +98,22 @@ class Neurons:
         self._approximate, self._outputs = approximate, as_outputs(net, outputs)
         self._parameters_at_start = sum(p.numel() for p in net.parameters())
         self._totals: dict[str, int] = {}
+        self._config_agrees = True
         self._caches: Mapping[str, Mapping[str, Any]] = {}
         self._analyse()
 
     def _analyse(self, traced: TracedForward | None = None) -> None:
         """Finds the slots and their coupling for the network as it is. `traced` is its trace, if there is one already."""
-        self._structure = Structure(
-            self.net,
-            self._inputs,
-            approximate=self._approximate,
-            outputs=self._outputs,
-            traced=traced,
-            caches=self._caches,
-        )
-        self._layer_slots = self._structure.neuron_slots()
-        layers = [name for name, module in self.net.named_modules() if isinstance(module, nn.Linear | _ConvNd)]
-        rows = self._structure.layer_rows()
-        self._single = [name for name in layers if name not in rows]
-        coupling = self._structure.coupling
-        for name, slots in [*rows.items(), *self._layer_slots.items()]:
-            if name in self._protected:
-                coupling.freeze(slots, "it is protected")
-        self._verifier = CutVerifier(self._structure)
-        everything = torch.cat([*self._layer_slots.values(), torch.zeros(0, dtype=torch.long)])
-        self._verifier.freeze_unprunable(everything)
+        self._find_neurons(traced)
         if (
             self._verifier.caches and not self._caches
         ):  # it keeps tensors of its present shapes: trace how they are made
             self._caches = self._verifier.caches
             self._analyse()
             return
+        self._look_inside_heads()
+        coupling = self._structure.coupling
+        everything = torch.cat([*self._layer_slots.values(), torch.zeros(0, dtype=torch.long)])
         if self._structure.stops and not bool(self._structure.frozen[everything].all()):
             self._try_on_data(everything)
         self._state = PruningState(self._structure, self._layer_slots, torch.ones(len(coupling), dtype=torch.bool))
@@ -136,6 +123,41 @@ class Neurons:
             n for n, slots in self._layer_slots.items() if not bool(self._structure.frozen[slots].all())
         )
         self.__dict__.pop("_branches", None)
+
+    def _find_neurons(self, traced: TracedForward | None, without_heads: frozenset[str] = frozenset()) -> None:
+        self._structure = Structure(
+            self.net,
+            self._inputs,
+            approximate=self._approximate,
+            outputs=self._outputs,
+            without_heads=without_heads,
+            traced=traced,
+            caches=self._caches,
+        )
+        self._layer_slots = self._structure.neuron_slots()
+        layers = [name for name, module in self.net.named_modules() if isinstance(module, nn.Linear | _ConvNd)]
+        rows = self._structure.layer_rows()
+        self._single = [name for name in layers if name not in rows]
+        for name, slots in [*rows.items(), *self._layer_slots.items()]:
+            if name in self._protected:
+                self._structure.coupling.freeze(slots, "it is protected")
+        self._verifier = CutVerifier(self._structure)
+        self._verifier.freeze_unprunable(torch.cat([*self._layer_slots.values(), torch.zeros(0, dtype=torch.long)]))
+
+    def _look_inside_heads(self) -> None:
+        """Where no head can be removed, tries the same position of every head, in one module first: others are like it."""
+        structure, modules = self._structure, dict(self.net.named_modules())
+        stuck = [name for name, slots in structure.heads().items() if bool(structure.frozen[slots].all())]
+        stuck = [name for name in stuck if name not in self._protected]
+        alike = [name for name in stuck if type(modules[name]) is type(modules[stuck[0]])]
+        for tried in (stuck[:1], alike if len(alike) > 1 else []):
+            if tried:
+                found = self._structure, self._layer_slots, self._verifier
+                self._find_neurons(structure.traced, frozenset(tried))
+                inside = [slots for name, slots in self._layer_slots.items() if name not in found[1]]
+                if all(bool(self._structure.frozen[slots].all()) for slots in inside):
+                    self._structure, self._layer_slots, self._verifier = found
+                    return
 
     def _try_on_data(self, neurons: Tensor) -> None:
         """Freezes everything if, behind the place where recording stops, removal does not equal masking."""
@@ -378,6 +400,7 @@ class Neurons:
         commits = [listener(removal) for listener in [*listeners_of(self.net), *self.listeners]]
         commit([*changes, *(Change(apply) for apply in commits)])
         self._state = left
+        self._config_agrees = all(update_config(each) for each in [self.net, *copies])
         self.version += 1
         if removed.coupling == "paper":  # different channels are combined now
             verifier = self._branches.verifier
@@ -466,4 +489,6 @@ class Neurons:
 
     def __str__(self) -> str:
         """A table with one line per layer, and one line per reason for frozen neurons."""
-        return table(self.layers, self.frozen, self.left_out, self.preview({}))
+        text = table(self.layers, self.frozen, self.left_out, self.preview({}))
+        hint = "\nits config cannot state these widths: save the network with hgnp.save, not with save_pretrained"
+        return text if self._config_agrees else text + hint
