@@ -208,7 +208,7 @@ def ranks_of(group: Any, net: nn.Module | None = None) -> Reducer:
 def device_of_rank(device: str | torch.device) -> torch.device:
     """`device`; "cuda" without a number is this process's own GPU of several."""
     found = torch.device(device)
-    if found.type != "cuda" or found.index is not None or world_size() == 1:
+    if str(found) != "cuda" or world_size() == 1:
         return found
     local = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
     if local >= torch.cuda.device_count():
