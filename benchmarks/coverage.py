@@ -3,7 +3,9 @@
     python benchmarks/coverage.py [names…] [--out benchmarks/coverage.md]
 
 Each network is measured with each tool in a process of its own, so that a crash is a row and not an end. Rows are appended to
-runs/coverage.jsonl; what is there already is not measured again. `coverage_report.py` turns them into the report.
+runs/coverage.jsonl with the commit of `src`; what is there for the present one is not measured again, so a run can be
+interrupted, continued and divided by names (`detect/ segment/`). With `--older`, rows of other commits count too.
+`coverage_report.py` turns them into the report.
 """
 
 import argparse
@@ -12,12 +14,13 @@ import json
 import math
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from oracles import flat, masked, run, worst_error
 
 OUTPUT = "it is the network's output"
-LIMIT_S = {"hgnp": 600, "torch-pruning": 120}
+LIMIT_S = {"hgnp": 1800, "torch-pruning": 300}
 Row = dict[str, Any]
 
 
@@ -83,9 +86,20 @@ def train_step(net: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer)
     net.eval()
 
 
-def output_of(net: nn.Module, inputs: Inputs) -> Tensor:
-    with torch.no_grad():
-        return flat(run(net.eval(), inputs))
+def output_of(net: nn.Module, inputs: Inputs, watched: tuple[str, ...] = ()) -> Tensor:
+    """All that the network and the watched modules return in evaluation mode."""
+    found: list[Any] = []
+    handles = [
+        net.get_submodule(name).register_forward_hook(lambda module, args, output: found.append(output))
+        for name in watched
+    ]
+    try:
+        with torch.no_grad():
+            found.append(run(net.eval(), inputs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return flat(found)
 
 
 class Removed:
@@ -107,11 +121,15 @@ class Removed:
         return {name: positions for name, positions in gone.items() if positions}
 
 
-def error_against_mask(small: nn.Module, net: nn.Module, removed: Removed, inputs: Inputs) -> tuple[float, float]:
+def error_against_mask(
+    small: nn.Module, net: nn.Module, removed: Removed, inputs: Inputs, watched: tuple[str, ...]
+) -> tuple[float, float]:
     """How far the pruned network is from the masked one, and the masked one from the whole one."""
     with torch.no_grad(), masked(net, removed.positions(), inputs):
-        want = output_of(net, inputs)
-    return worst_error(output_of(small, inputs), want), worst_error(output_of(net, inputs), want)
+        want = output_of(net, inputs, watched)
+    whole = output_of(net, inputs, watched)
+    change = worst_error(whole, want) if whole.shape == want.shape else math.inf  # another number of boxes
+    return worst_error(output_of(small, inputs, watched), want), change
 
 
 def check(row: Row, name: str, test: Callable[[], bool]) -> None:
@@ -132,7 +150,15 @@ def trains(net: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer) -> 
     return all(id(parameter) in held for parameter in net.parameters()) and any(moved)
 
 
-def exports(net: nn.Module, inputs: Inputs) -> bool:
+def exports(net: nn.Module, inputs: Inputs, name: str = "") -> bool:
+    """Whether the network, or the module of this name, can be exported, with the same outputs."""
+    given: list[Inputs] = []
+    part = net.get_submodule(name)
+    handle = part.register_forward_pre_hook(lambda module, args, kwargs: given.append((args, kwargs)), with_kwargs=True)
+    with torch.no_grad():
+        run(net.eval(), inputs)
+    handle.remove()
+    net, inputs = part, given[0]
     with torch.no_grad():
         program = torch.export.export(net.eval(), *inputs, strict=False)
         return worst_error(program.module()(*inputs[0], **inputs[1]), run(net, inputs)) < 1e-10
@@ -161,7 +187,7 @@ def measure_hgnp(case: Case) -> Row:
         gone = neurons.remove(selection, optimizer)
         row["remove_s"] = time.perf_counter() - start
         removed.note({name: positions for name, positions in gone.items() if name in rows})
-        error, change = error_against_mask(small, net, removed, inputs)
+        error, change = error_against_mask(small, net, removed, inputs, case.watched)
         errors.append(error)
         changed.append(change)
     row |= {"error": max(errors, key=lambda e: math.inf if math.isnan(e) else e), "changed": min(changed), "runs": True}
@@ -169,7 +195,7 @@ def measure_hgnp(case: Case) -> Row:
     del net
     check(row, "trains", lambda: trains(small, inputs, optimizer))
     check(row, "loads", lambda: _reloads(small, case, inputs))
-    check(row, "exports", lambda: exports(small, inputs))
+    check(row, "exports", lambda: exports(small, inputs, case.exported))
     return row
 
 
@@ -218,7 +244,7 @@ def _reloads(small: nn.Module, case: Case, inputs: Inputs) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         hgnp.save(small, folder)
         again = hgnp.load(folder, case.make().double().eval())
-    return torch.equal(output_of(again, inputs), output_of(small, inputs))
+    return torch.equal(*(output_of(each, inputs, case.watched) for each in (again, small)))
 
 
 def measure_torch_pruning(case: Case) -> Row:
@@ -252,16 +278,16 @@ def measure_torch_pruning(case: Case) -> Row:
         removed.note(selection)
     left = rows_of(small)
     row["removed"] = sum(count - left[name] for name, count in rows.items() if name not in outputs) / total
-    check(row, "runs", lambda: output_of(small, inputs) is not None)
+    check(row, "runs", lambda: output_of(small, inputs, case.watched) is not None)
     if row["runs"]:
         try:
-            row["error"], row["changed"] = error_against_mask(small, net, removed, inputs)
+            row["error"], row["changed"] = error_against_mask(small, net, removed, inputs, case.watched)
         except Exception as error:
             row["mask_error"] = f"{type(error).__name__}: {error}"
     del net
     check(row, "trains", lambda: trains(small, inputs, optimizer))
     check(row, "loads", lambda: not case.make().double().load_state_dict(small.state_dict()).missing_keys)
-    check(row, "exports", lambda: exports(small, inputs))
+    check(row, "exports", lambda: exports(small, inputs, case.exported))
     return row
 
 
@@ -275,7 +301,7 @@ def _child(name: str, tool: str, path: Path) -> None:
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
-    row: Row = {"model": name, "tool": tool, "kind": cases()[name].kind}
+    row: Row = {"model": name, "tool": tool, "kind": cases()[name].kind, "commit": commit()}
     try:
         row |= MEASURES[tool](cases()[name])
     except Exception as error:
@@ -288,9 +314,18 @@ def append(path: Path, row: Row) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def read(path: Path) -> dict[tuple[str, str], Row]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {(row["model"], row["tool"]): row for row in map(json.loads, lines)}
+@cache
+def commit() -> str:
+    """The last one that changed the library."""
+    command = ["git", "log", "-1", "--format=%h", "--", "src"]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent
+    ).stdout.strip()
+
+
+def read(path: Path, *, older: bool = False) -> dict[tuple[str, str], Row]:
+    rows = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    return {(row["model"], row["tool"]): row for row in rows if older or row.get("commit") == commit()}
 
 
 def measure(name: str, tool: str, path: Path) -> None:
@@ -305,7 +340,7 @@ def measure(name: str, tool: str, path: Path) -> None:
     if (name, tool) not in read(path):
         ended = time.perf_counter() - start > LIMIT_S[tool]
         why = f"not done after {LIMIT_S[tool]} s" if ended else f"killed (exit code {process.exitcode})"
-        append(path, {"model": name, "tool": tool, "kind": cases()[name].kind, "crash": why})
+        append(path, {"model": name, "tool": tool, "kind": cases()[name].kind, "commit": commit(), "crash": why})
     row = read(path)[name, tool]
     shown = {
         key: row[key]
@@ -321,17 +356,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the report here")
     parser.add_argument("--rows", type=Path, default=Path("runs/coverage.jsonl"), help="where measurements are kept")
     parser.add_argument("--tool", choices=MEASURES, action="append", help="only this tool")
+    parser.add_argument("--older", action="store_true", help="count rows of other commits of the library too")
     arguments = parser.parse_args()
     arguments.rows.parent.mkdir(parents=True, exist_ok=True)
     wanted = [name for name in cases() if not arguments.names or name.startswith(tuple(arguments.names))]
     torch.set_num_threads(1)
+    commit()  # before any fork: the library may change meanwhile
     exports(nn.Linear(1, 1).double(), ((torch.zeros(1, 1).double(),), {}))  # loads the exporter once, before any fork
     for tool in arguments.tool or MEASURES:
         for name in wanted:
-            if (name, tool) not in read(arguments.rows):
+            if (name, tool) not in read(arguments.rows, older=arguments.older):
                 measure(name, tool, arguments.rows)
     if arguments.out:
-        found = read(arguments.rows)
+        found = read(arguments.rows, older=arguments.older)
         arguments.out.write_text(
             render([row for name in cases() for tool in MEASURES if (row := found.get((name, tool)))], cases())
         )

@@ -10,7 +10,8 @@ from typing import Any
 
 Row = dict[str, Any]
 EXACT = 1e-10
-DATE = "2026-11-15"
+CONVOLUTIONAL = ("conv", "detector", "segmentation")
+DATE = "2026-11-18"
 
 INHERENT, TO_FOLLOW = "inherent", "still to be followed"
 KINDS: list[tuple[str, str, str, str]] = [
@@ -29,6 +30,9 @@ KINDS: list[tuple[str, str, str, str]] = [
      "A channel turned into shares is not zero afterwards, whatever it was before."),
     (r"bias of a layer over other dimensions", "a bias over other dimensions", INHERENT,
      "A layer that mixes places adds its bias to dead channels too, which then do not stay zero."),
+    (r"depends on its data .*(still in use|before it is used)", "behind a place that looks at data", INHERENT,
+     "A detector selects boxes by their scores: what it does with features and layers from there on depends on the data. "
+     "`outputs=` with a forward function that ends before it frees them."),
     (r"depends on its data", "a path chosen at random or by data", TO_FOLLOW,
      "Layers dropped at random in training (`if torch.rand([]) < p`): both paths could be recorded."),
     (r"multiplied with a tensor that cannot be cut \(mm in \S*cpb_mlp", "a layer applied to a table", TO_FOLLOW,
@@ -65,7 +69,7 @@ def render(rows: Sequence[Row], names: Iterable[str]) -> str:
     ours = {row["model"]: row for row in rows if row["tool"] == "hgnp"}
     theirs = {row["model"]: row for row in rows if row["tool"] == "torch-pruning"}
     parts = [
-        _head(),
+        _head({row.get("commit", "older ones") for row in rows}),
         _summary(ours, theirs),
         _table(ours, theirs),
         _frozen(ours),
@@ -75,22 +79,21 @@ def render(rows: Sequence[Row], names: Iterable[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _head() -> str:
-    packages = ("torch", "torchvision", "timm", "transformers", "torch-pruning")
+def _head(commits: Iterable[str]) -> str:
+    packages = ("torch", "torchvision", "timm", "transformers", "ultralytics", "torch-pruning")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     return (
         "# Coverage: what can be pruned, and whether it comes out right\n\n"
         f"Measured {DATE} with `python benchmarks/coverage.py --out benchmarks/coverage.md`, Python "
         f"{platform.python_version()}, {versions}. Random weights, float64, norms and biases drawn at random. One thread of a "
-        "two-core machine that was busy with other work: build times are clock times and up to five times too long. Rows are "
-        "kept between runs, and some are older than the latest changes to the library: delete runs/coverage.jsonl to measure "
-        "everything anew."
+        "two-core machine that was busy with other work: build times are clock times and up to ten times too long. The "
+        f"library as of commit {', '.join(sorted(commits))}."
     )
 
 
 def _summary(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
     done = {name: row for name, row in ours.items() if "total" in row}
-    conv = [row for row in done.values() if row["kind"] == "conv"]
+    conv = [row for row in done.values() if row["kind"] in CONVOLUTIONAL]
     enough = [row for row in conv if _share(row) >= 0.8]
     former = [row for row in ours.values() if row["kind"] == "transformer"]
     whole = [row for row in former if row.get("hidden") and not row["hidden_stuck"]]
@@ -100,9 +103,10 @@ def _summary(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
     exact = [row for row in theirs.values() if row.get("error", math.nan) < EXACT]
     run = [row for row in theirs.values() if row.get("runs")]
     lines = [
-        f"- Convolutional nets: {len(enough)} of {len(conv)} ({len(enough) / max(len(conv), 1):.0%}) have at least 80 % of "
-        f"their neurons prunable; of torchvision's alone {_most(conv, torchvision=True)}, of the others, chosen for unusual "
-        f"wiring, {_most(conv, torchvision=False)}.",
+        f"- Convolutional classifiers, detectors and segmentation nets: {len(enough)} of {len(conv)} "
+        f"({len(enough) / max(len(conv), 1):.0%}) have at least 80 % of their neurons prunable; of torchvision's classifiers "
+        f"alone {_most(conv, torchvision=True)}, of the others, chosen for unusual wiring, {_most(conv, torchvision=False)}.",
+        f"- Of these, detectors: {_enough(conv, 'detector')}; segmentation nets: {_enough(conv, 'segmentation')}.",
         f"- Transformers: every hidden unit of every MLP is prunable in {len(whole)} of {len(former)}.",
         f"- Wrong results: {len(wrong)}{' (' + ', '.join(wrong) + ')' if wrong else ''} of {len(pruned)} networks pruned; "
         f"worst error {max((row['error'] for row in pruned), default=0):.1e}.",
@@ -119,6 +123,11 @@ def _most(rows: Sequence[Row], *, torchvision: bool) -> str:
     """How many of torchvision's networks, or of the others, are prunable for the most part."""
     some = [_share(row) >= 0.8 for row in rows if ("/" not in row["model"]) == torchvision]
     return f"{sum(some)} of {len(some)} ({sum(some) / max(len(some), 1):.0%})"
+
+
+def _enough(rows: Sequence[Row], kind: str) -> str:
+    some = [_share(row) >= 0.8 for row in rows if row["kind"] == kind]
+    return f"{sum(some)} of {len(some)}"
 
 
 def _share(row: Row) -> float:

@@ -195,7 +195,7 @@ def q_gradient(
     v = dict(zip(state.penalized.block.parameters, state.penalized.vectors, strict=True))
     q = torch.autograd.grad(state.current.q, parameters, retain_graph=True, materialize_grads=True)
     c = torch.autograd.grad(state.current.loss, parameters, retain_graph=True, materialize_grads=True)
-    value = float(state.current.q)
+    value = float(state.current.q.detach())
     step.refresh(state, y)
     state.release()
     return value, list(q), list(c), v
@@ -280,7 +280,7 @@ def trained_facts(folder: Path, name: str, batches: Batches, data: str | None, d
     made = reload.experiment(folder, data, device)
     net = made.net.to(device).train()
     run, result = runs.read(folder), json.loads((folder / "result.json").read_text())
-    rows = [row for row in run.history if row["epoch"] > 0] or run.history
+    rows = [row for row in run.rows if row["epoch"] > 0] or list(run.rows)
     facts = {
         "metric": result["after"]["metric"],
         "training": sharpness(net, batches, True),
@@ -306,6 +306,8 @@ def study(given: argparse.Namespace, work: Path) -> None:
         "recipe.anneal": "run", "recipe.method": "hgnp", "recipe.flatness": "default", "recipe.bound": 0.0, "recipe.mu": 0.0,
         "recipe.refresh_every": None, "recipe.skip_inactive": False, "recipe.measure": "none", "recipe.round_to": 1,
     }  # fmt: skip
+    if "label_smoothing" in presets.preset(given.preset).loss_args:
+        base["loss_args.label_smoothing"] = 0.0  # curvature is measured of the plain loss
     base |= {path: yaml.safe_load(text) for path, _, text in (each.partition("=") for each in given.set)}
     methods = {name.replace("=", ""): {"set": changes} for name, changes in VARIANTS.items()}
     plan = {

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -10,14 +11,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# torchvision's Python code wants these, built or not; its classification models never call them
+# torchvision's Python code wants these, built or not; detectors call the first
 _operators = torch.library.Library("torchvision", "FRAGMENT")
+
+
+def _nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    """Boxes that overlap no better one by more than the threshold, best first."""
+    order = scores.argsort(descending=True, stable=True)
+    overlap = torchvision.ops.box_iou(boxes[order], boxes[order]).triu(1) > iou_threshold
+    kept = torch.ones(len(order), dtype=torch.bool)
+    for place in range(len(order)):
+        if kept[place]:
+            kept &= ~overlap[place]
+    return order[kept]
+
+
 for _name in ("nms", "qnms"):
     if not hasattr(torch.ops.torchvision, _name):
         _operators.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        if _name == "nms":
+            _operators.impl("nms", _nms, "CPU")
 import timm  # noqa: E402
 import torchvision  # noqa: E402
 import transformers as hf  # noqa: E402
+
+if not torchvision.extension._has_ops():  # what is missing is defined above, or has an implementation in Python
+    torchvision.ops.boxes._assert_has_ops = lambda: None
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -30,15 +49,27 @@ HIDDEN = re.compile(
 
 @dataclass(frozen=True)
 class Case:
-    """A network, its example input, and its kind: `conv`, `transformer`, or `other` for what is a bit of both."""
+    """A network, its example input, and its kind: `conv`, `detector`, `segmentation`, `transformer`, or `other` for what is a
+    bit of both."""
 
     make: Callable[[], nn.Module]
     inputs: Callable[[], Inputs]
     kind: str
+    watched: tuple[str, ...] = ()
+    """Modules whose outputs are compared beside the network's: what lies before non-maximum suppression."""
+    exported: str = ""
+    """The module that is exported: a detector that looks at its data has one before non-maximum suppression."""
 
 
 def cases() -> dict[str, Case]:
-    return {**_torchvision_cases(), **_timm_cases(), **_hugging_face_cases(), **_own_cases()}
+    return {
+        **_torchvision_cases(),
+        **_timm_cases(),
+        **_hugging_face_cases(),
+        **_detectors(),
+        **_segmentation_nets(),
+        **_own_cases(),
+    }
 
 
 def _images(side: int, channels: int = 3) -> Callable[[], Inputs]:
@@ -142,6 +173,60 @@ def _hugging_face_cases() -> dict[str, Case]:
     return {name: Case(*entry) for name, entry in made.items()}
 
 
+# Detectors. torchvision's take images and targets, return losses in training, and look at their data before they return boxes.
+
+
+def _images_and_targets() -> Inputs:
+    corners = torch.rand(2, 3, 2) * 24
+    boxes = torch.cat([corners, corners + 16 + 20 * torch.rand(2, 3, 2)], 2)
+    targets = [{"boxes": each.double(), "labels": torch.tensor([1, 2, 3])} for each in boxes]
+    return (torch.rand(2, 3, 64, 64), targets), {}
+
+
+SMALL_IMAGES = {"min_size": 64, "max_size": 64}
+FEW_BOXES = {f"rpn_{when}_nms_top_n_{mode}": 50 for when in ("pre", "post") for mode in ("train", "test")}
+FEW_BOXES["box_batch_size_per_image"] = 8
+TORCHVISION_DETECTORS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "fasterrcnn_resnet50_fpn": (("backbone", "rpn.head"), SMALL_IMAGES | FEW_BOXES),
+    "fasterrcnn_mobilenet_v3_large_320_fpn": (("backbone", "rpn.head"), SMALL_IMAGES | FEW_BOXES),
+    "retinanet_resnet50_fpn": (("backbone", "head"), SMALL_IMAGES),
+    "fcos_resnet50_fpn": (("backbone", "head"), SMALL_IMAGES),
+    "ssdlite320_mobilenet_v3_large": (("backbone", "head"), {}),
+    "ssd300_vgg16": (("backbone", "head"), {}),
+}
+ULTRALYTICS = ("yolov8n", "yolo11n", "yolov5n", "yolov9t", "yolov8n-seg")
+
+
+def _detectors() -> dict[str, Case]:
+    found = {}
+    for name, (watched, options) in TORCHVISION_DETECTORS.items():
+        plain = {"weights": None, "weights_backbone": None, "num_classes": 5, **options}
+        make = partial(torchvision.models.get_model, name, **plain)
+        found[f"detect/{name}"] = Case(make, _images_and_targets, "detector", watched, "backbone")
+    for name in ULTRALYTICS:
+        found[f"detect/{name}"] = Case(partial(yolo, name), _images(64), "detector")
+    return found
+
+
+def yolo(name: str) -> nn.Module:
+    """As ultralytics' own builder makes it."""
+    from ultralytics.nn import tasks
+
+    build = tasks.SegmentationModel if name.endswith("-seg") else tasks.DetectionModel
+    return build(f"{name}.yaml", verbose=False)  # type: ignore[no-any-return]
+
+
+SEGMENTATION = ("deeplabv3_resnet50", "deeplabv3_mobilenet_v3_large", "fcn_resnet50", "lraspp_mobilenet_v3_large")
+
+
+def _segmentation_nets() -> dict[str, Case]:
+    found = {}
+    for name in SEGMENTATION:
+        make = partial(torchvision.models.get_model, name, weights=None, weights_backbone=None, num_classes=5)
+        found[f"segment/{name}"] = Case(make, _images(64), "segmentation")
+    return found
+
+
 # Written here: what libraries of models lack
 
 
@@ -217,7 +302,7 @@ def pixel_shuffle_upscaler() -> nn.Module:
 
 def _own_cases() -> dict[str, Case]:
     return {
-        "own/unet": Case(UNet, _images(32), "conv"),
+        "own/unet": Case(UNet, _images(32), "segmentation"),
         "own/resnet56-padded": Case(resnet56, _images(32), "conv"),
         "own/vgg16-cifar": Case(vgg16_cifar, _images(32), "conv"),
         "own/upscaler": Case(pixel_shuffle_upscaler, _images(16), "conv"),

@@ -28,9 +28,8 @@ from hgnp.experiments.config import Config
 from hgnp.io.atomic import write
 
 METHOD = "torch-pruning"
-ROUNDS = 60
-"""Steps in which its pruner would go to `LAST` of the channels of every layer."""
-LAST = 0.95
+ROUNDS, LAST = 20, 0.95
+"""Steps in which its pruner would remove `LAST` of the channels: about 200 of VGG-16's 4,224 per round, as in the study."""
 
 
 def configuration(seed: int, data: str | None, device: str, settings: list[str]) -> Config:

@@ -59,7 +59,10 @@ def masked(net: nn.Module, selection: Mapping[str, Sequence[int]], inputs: Input
     modules = dict(net.named_modules())
     handles = []
     for name, positions in selection.items():
-        handles.append(modules[name].register_forward_hook(_mask_layer(list(positions))))
+        if hasattr(modules[name], "units"):  # heads, which are zero where the output projection reads them
+            handles.append(modules[name].proj.register_forward_pre_hook(_mask_heads(modules[name].units, positions)))
+        else:
+            handles.append(modules[name].register_forward_hook(_mask_layer(list(positions))))
     silenced: dict[tuple[nn.Module, int], dict[int, Tensor]] = {}
     try:
         _zero_channels(net, norms, inputs, silenced, already)
@@ -91,6 +94,15 @@ def _mask_layer(positions: list[int]) -> Any:
         mask = torch.ones(output.shape[dim], dtype=output.dtype, device=output.device)
         mask[positions] = 0
         return output * mask.reshape([-1 if d == dim else 1 for d in range(output.dim())])
+
+    return hook
+
+
+def _mask_heads(heads: int, positions: Sequence[int]) -> Any:
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        mask = torch.ones(heads, args[0].shape[-1] // heads, dtype=args[0].dtype, device=args[0].device)
+        mask[list(positions)] = 0
+        return (args[0] * mask.flatten(), *args[1:])
 
     return hook
 

@@ -1,14 +1,12 @@
-"""The examples in the docstrings of the public names run and print what they show."""
+"""The examples in the docstrings of the public names, and those in docs/ with prompts, run and print what they show."""
 
 import doctest
+import re
 from pathlib import Path
 
 import pytest
 
 import hgnp
-
-WITHOUT = {"Sharpness", "sensitivity", "sharpness"}
-"""Names whose docstring has no example in doctest's form."""
 
 
 @pytest.mark.parametrize("name", sorted(hgnp.__all__))
@@ -16,6 +14,18 @@ def test_the_docstring_examples_run(name: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     finder = doctest.DocTestFinder(exclude_empty=True)
     tests = [test for test in finder.find(getattr(hgnp, name), name, module=False, globs={}) if test.examples]
-    assert bool(tests) == (name not in WITHOUT)
+    assert tests
     for test in tests:
         assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed == 0
+
+
+def test_the_examples_with_prompts_in_the_pages_run() -> None:
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
+    examples = [
+        (page.name, example)
+        for page in sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+        for example in re.findall(r"```python\n(>>> .*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    ]
+    assert examples
+    for page, example in examples:
+        assert runner.run(parser.get_doctest(example, {}, page, page, 0)).failed == 0

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hgnp
 from hgnp.experiments.models.digits import DigitsNet
 
+NAME = "vgg16-cifar10-fast"
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -53,7 +54,7 @@ def test_the_table_of_results_is_that_of_the_runs() -> None:
     rows = []
     for method, seeds in (("hgnp", 3), ("taylor", 1)):
         runs = [
-            json.loads((ROOT / "results/paper/vgg16-cifar10-fast" / f"{method}-{seed}" / "result.json").read_text())
+            json.loads((ROOT / f"results/paper/{NAME}/{NAME}-{method}-{seed}/result.json").read_text())
             for seed in range(seeds)
         ]
         before = runs[0]["before"]

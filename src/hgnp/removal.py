@@ -31,12 +31,14 @@ class Removal:
     Selection(1 neurons; 0: 1)
     >>> average["0.bias"]
     tensor([1., 3.])
+
+    Attributes:
+        slices: Parameter or buffer name → dimension → the positions that remain. Tensors that keep their shape are not listed.
+        widths: Module name → attribute → its new value, for attributes that change.
     """
 
     slices: Mapping[str, Slices]
-    """Parameter or buffer name → dimension → the positions that remain. Tensors that keep their shape are not listed."""
     widths: Mapping[str, Mapping[str, Any]]
-    """Module name → attribute → its new value, for attributes that change."""
 
     def cut(self, name: str, tensor: Tensor) -> Tensor:
         """The remaining entries, as a copy, of a `tensor` with the shape of the parameter or buffer `name`."""

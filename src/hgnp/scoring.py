@@ -65,12 +65,15 @@ def sensitivity(
 ) -> Scores:
     """Importance scores: how much the loss changes when a neuron's output is attenuated (equation 6).
 
-    Example::
-
-        neurons = hgnp.Neurons(net, inputs[:2])
-        flat = hgnp.Flatness(net, mu=1e-3, bound=0.5)
-        scores = hgnp.sensitivity(net, neurons, [(inputs, target)], flatness=flat)
-        neurons.remove(neurons.least(scores, 50), optimizer=optimizer)
+    >>> import torch, hgnp
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    >>> x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
+    >>> neurons, flat = hgnp.Neurons(net, x[:2]), hgnp.Flatness(net, mu=1e-3, bound=0.5)
+    >>> scores = hgnp.sensitivity(net, neurons, [(x, y)], flatness=flat)
+    >>> {layer: tuple(values.shape) for layer, values in scores.items()}
+    {'0': (3,)}
+    >>> neurons.remove(neurons.least(scores, 1))
+    Selection(1 neurons; 0: 1)
 
     Args:
         net: The network, on the device of the batches.

@@ -76,9 +76,9 @@ def prune(
         val: A loader of validation batches. Without it there is no validation loss and no metric.
         recipe: How to train, prune and fine-tune: `hgnp.Recipe(keep=0.1)` keeps a tenth of the parameters.
         loss: loss(output, target) → a scalar, the mean over the batch.
-        metric: metric(outputs, targets) over the whole validation set, higher is better; or an object with update(output,
-            target), compute() and reset(), which is updated batch by batch. Default: accuracy for class labels, else minus the
-            validation loss.
+        metric: metric(outputs, targets) over the whole validation set, in any structure of tensors, higher is better; or an
+            object with update(output, target), compute() and reset(), such as those of torchmetrics, which is updated batch by
+            batch. Default: accuracy for class labels, else minus the validation loss.
         optimizer: An optimizer over the network's parameters, or a function that takes the parameters and returns one.
             Default: SGD with the recipe's settings.
         scheduler: A learning-rate scheduler of that optimizer, or a function that takes the optimizer and returns one. It is

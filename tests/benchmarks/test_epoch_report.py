@@ -53,8 +53,8 @@ def test_a_failure_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(epoch, "PICTURES", 64)
     bench = epoch.Bench(torch.device("cpu"), 16, 0.01, Report(tmp_path / "a.md", "# Head", FACTS))
     with bench.going_on("Naive", "vgg16", "100 %"):
-        bench._textbook(nn.Linear(3, 3))
-    assert "| vgg16 | 100 % | failed: " in (tmp_path / "a.md").read_text()
+        raise RuntimeError("out of memory")
+    assert "| vgg16 | 100 % | failed: out of memory" in (tmp_path / "a.md").read_text()
 
 
 @pytest.mark.parametrize("name", epoch.NETS)

@@ -1,6 +1,6 @@
 """A case of the zoo, its registration, and the building blocks of its networks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ class Case:
     example: Callable[[], Any]
     frozen: frozenset[str]
     approximate: bool
+    in_heads: frozenset[str]
+    """Layers whose rows all belong to heads of an attention module."""
 
     def net(self, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
@@ -35,12 +37,16 @@ class Case:
         return (example if isinstance(example, tuple) else (example,)), {}
 
 
-def case(*frozen: str, example: Callable[[], Any] | None = None, approximate: bool = False) -> Callable[[Any], Any]:
+def case(
+    *frozen: str, example: Callable[[], Any] | None = None, approximate: bool = False, in_heads: Sequence[str] = ()
+) -> Callable[[Any], Any]:
     """Registers a network's factory. `frozen`: layers that must be frozen; the rest must be prunable."""
 
     def register(make: Any) -> Any:
         name = make.__name__
-        CASES[name] = Case(name, make, example or (lambda: image()), frozenset(frozen), approximate)
+        CASES[name] = Case(
+            name, make, example or (lambda: image()), frozenset(frozen), approximate, frozenset(in_heads)
+        )
         return make
 
     return register

@@ -111,7 +111,7 @@ def lstm() -> nn.Module:
     )  # fmt: skip
 
 
-@case("attention.out_proj", "down", "out", example=lambda: tokens())
+@case("attention", "attention.out_proj", "down", "out", example=lambda: tokens())
 def attention() -> nn.Module:
     def forward(n: Any, x: Tensor) -> Tensor:
         x = x + n.attention(x, x, x, need_weights=False)[0]
@@ -123,14 +123,14 @@ def attention() -> nn.Module:
     )  # fmt: skip
 
 
-@case("0.self_attn.out_proj", "0.linear2", "1", example=lambda: tokens())
+@case("0.self_attn", "0.self_attn.out_proj", "0.linear2", "1", example=lambda: tokens())
 def transformer_encoder_layer() -> nn.Module:
     return nn.Sequential(
         nn.TransformerEncoderLayer(12, 3, dim_feedforward=10, dropout=0.0, batch_first=True), nn.Linear(12, 2)
     )
 
 
-@case("q", "k", "v", "out", example=lambda: tokens())
+@case("", "out", in_heads=["q", "k", "v"], example=lambda: tokens())
 def attention_by_hand() -> nn.Module:
     def forward(n: Any, x: Tensor) -> Tensor:
         b, t, c = x.shape

@@ -1,5 +1,7 @@
 """`hgnp study` with everything real: processes that are killed, interrupted, resumed, and compared at the end."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -46,6 +48,18 @@ def start(*arguments: str) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def finish(*arguments: str) -> tuple[int, str, str]:
+    """The command in this process, where nothing interrupts it: exit code, stdout, stderr."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+    ):
+        patch.setenv("OMP_NUM_THREADS", "1")  # of its runs
+        code = call("study", *arguments)
+    return code, out.getvalue(), errors.getvalue()
 
 
 def children(process: "subprocess.Popen[str]") -> list[int]:
@@ -112,9 +126,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert (out / "page.html").exists()  # of the other
     before = {name: times(out / name) for name in RUNS[1:]}
 
-    process = start(*command, "--json")
-    said, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
+    code, said, errors = finish(*command, "--json")
+    assert code == 0, errors
     assert "2 runs, 1 already finished, 1 to run" in errors
     assert json.loads((first / "result.json").read_text())["parts"] == 2
     assert before == {name: times(out / name) for name in RUNS[1:]}
@@ -149,9 +162,8 @@ def test_an_interrupted_study_resumes_and_a_failed_run_leaves_the_rest_compared(
     assert "hgnp: interrupted" in (out / "logs" / f"{RUNS[0]}.log").read_text()  # by itself, not killed
     assert not (first / "result.json").exists()
 
-    process = start(*command)
-    said, errors = process.communicate(timeout=300)
-    assert process.returncode == 1
+    code, said, errors = finish(*command)
+    assert code == 1
     assert rows(first) == rows(whole / RUNS[0])  # of two at once, killed elsewhere
     assert (first / "model.safetensors").read_bytes() == (whole / RUNS[0] / "model.safetensors").read_bytes()
     assert "demo-diverges-0: failed: " in said

@@ -246,7 +246,7 @@ def test_a_convolution_factor_is_that_of_its_patches(
     expected = (patches @ patches.mT).sum(0) / 4
     options = {"stride": stride, "padding": padding, "dilation": dilation}
     factor = Patches([a], [options], torch.Size([5, channels, *kernel]), 1, 4.0, bias)
-    assert factor._has_few_taps
+    assert factor.has_few_taps
     torch.testing.assert_close(factor.dense()[0], expected, rtol=1e-12, atol=1e-12)
 
 

@@ -2,6 +2,7 @@
 
 import builtins
 import copy
+import dataclasses
 import importlib.util
 import subprocess
 import sys
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 import hgnp
 from cases import CASES, conv
-from hgnp.io import export as export_module
 from hgnp.io.export import OPSET, Exported, export
 
 SUFFIXES = ("onnx", "pt2")
@@ -121,12 +121,6 @@ def test_the_network_is_left_as_found(suffix: str, tmp_path: Path) -> None:
         assert torch.equal(tensor, before[name])
 
 
-def test_a_constant_example_is_checked_with_other_numbers() -> None:
-    (drawn,), _ = export_module._drawn(((torch.zeros(1, 50),), {}), rows=1, n=1, device=torch.device("cpu"))
-    assert drawn.shape == (1, 50)
-    assert 0.5 < float(drawn.std()) < 1.5
-
-
 def test_the_example_is_left_as_found_by_a_network_that_writes_into_it(tmp_path: Path) -> None:
     example = -torch.ones(2, 4)
     export(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 2)), tmp_path / "net.pt2", example)
@@ -155,6 +149,87 @@ class Loose(nn.Linear):
 class Silent(nn.Linear):
     def forward(self, x: Tensor) -> int:
         return len(super().forward(x))
+
+
+def test_a_constant_example_is_checked_with_other_numbers(tmp_path: Path) -> None:
+    """On zeros, whatever is dropped, the output is zero."""
+    with pytest.raises(ValueError, match="differs from net by"):
+        export(Noisy(4, 50, bias=False), tmp_path / "net.pt2", torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_static_batch_on_request(suffix: str, tmp_path: Path) -> None:
+    """For a forward that fixes the number of rows, and for inputs through **keywords."""
+    net, x = Fixed(4), torch.randn(4, 4)
+    result = export(net, tmp_path / f"fixed.{suffix}", x, dynamic_batch=False)
+    inputs = torch.randn(4, 4)
+    torch.testing.assert_close(outputs(result, inputs)[0], net(inputs).detach())
+    with pytest.raises(Exception, match=r"index: 0|size\(\)\[0\] == 4"):
+        outputs(result, torch.randn(5, 4))
+    if suffix == "pt2":
+        assert export(Loose(4, 2), tmp_path / "loose.pt2", {"x": x}, dynamic_batch=False).error < 1e-6
+        with pytest.raises(ValueError, match="differs from net by"):
+            export(Noisy(4, 50), tmp_path / "noisy.pt2", x, dynamic_batch=False)
+    else:
+        shape = onnx.load(result.path).graph.input[0].type.tensor_type.shape.dim
+        assert [d.dim_param or d.dim_value for d in shape] == [4, 4]
+
+
+class Cache:
+    """As a key/value cache: torch.export does not know its type."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+@dataclasses.dataclass
+class Answer:
+    logits: Tensor
+    loss: Tensor | None
+    hidden: tuple[Tensor, ...]
+    cache: Cache
+
+
+class Detector(nn.Module):
+    """Several outputs in a class of its own, and anchors that it keeps as long as the input's shape does not change."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 3), kind
+        self.shape: torch.Size | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        if self.shape != x.shape:
+            self.shape, self.anchors = x.shape, torch.arange(3.0)
+        y = self.layer(x)
+        found = Answer(y + self.anchors, None, (y, x.mean(1)), Cache(y))
+        return (
+            found if self.kind == "dataclass" else (found.logits, {"hidden": list(found.hidden), "cache": found.cache})
+        )
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("dataclass", ["logits", "hidden_0", "hidden_1"]),
+        ("tuple", ["output_0", "output_1_hidden_0", "output_1_hidden_1"]),
+    ],
+)
+def test_several_outputs_have_names_and_caches_are_left_out(kind: str, names: list[str], tmp_path: Path) -> None:
+    net = Detector(kind)
+    result = export(net, tmp_path / "net.onnx", torch.randn(2, 4))
+    assert [output.name for output in onnx.load(result.path).graph.output] == names
+    x = torch.randn(5, 4)
+    y = net.layer(x).detach()
+    expected = [y + torch.arange(3.0), y, x.mean(1)][: len(names)]
+    for there, here in zip(outputs(result, x), expected, strict=True):
+        torch.testing.assert_close(there, here)
+    if kind == "dataclass":
+        loaded = torch.export.load(export(net, tmp_path / "net.pt2", torch.randn(2, 4)).path).module()(x)
+        assert list(loaded) == ["logits", "hidden"]
+        torch.testing.assert_close(loaded["hidden"][1], x.mean(1))
+        assert isinstance(net(x), Answer)  # the network itself is as it was
 
 
 WRONG: dict[str, tuple[nn.Module, Any, str]] = {

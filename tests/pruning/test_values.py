@@ -1,6 +1,7 @@
 """Code that looks at data: values that it reads, caches that it keeps, outputs that count and outputs that do not."""
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -265,3 +266,25 @@ def test_a_decision_that_changes_the_path_freezes_everything(choice: str) -> Non
     neurons = Neurons(two_layers(forward), VECTORS)
     assert neurons.count == 0
     assert "depends on its data in the network's own forward (_local_scalar_dense)" in neurons.frozen[0].reason
+
+
+@pytest.mark.parametrize("why", ["caught", "random"])
+def test_what_cannot_be_seen_before_a_stop_freezes_everything(why: str) -> None:
+    """An error of tracing that the network's own code catches, or a random number of Python's before the stop."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.a(x).tanh()
+        if why == "random" and random.random() > 2:
+            h = h.flip(1)
+        y = net.out(h)
+        try:
+            return y if y.sum() > 0 else -y  # type: ignore[no-any-return]
+        except Exception:
+            if why == "random":
+                raise
+            return y  # type: ignore[no-any-return]
+
+    neurons = Neurons(two_layers(forward), VECTORS)
+    assert neurons.count == 0
+    expected = "Python's or NumPy's random numbers" if why == "random" else "catches the error"
+    assert all(expected in entry.reason for entry in neurons.frozen)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import hgnp
@@ -182,3 +183,27 @@ def test_a_batch_whose_labels_are_all_ignored_is_named_as_the_cause_of_a_nan_los
         "the loss is nan in epoch 0, step 1; there is no checkpoint, as out is not set; all weights are finite; leave out "
         "batches in which every label is ignored (ignore_index=-100)"
     )
+
+
+@pytest.mark.parametrize("heading", ["An EMA copy", "Distillation"])
+def test_the_code_in_the_documentation_runs(heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs/training.md").read_text(encoding="utf-8")
+    code = text.split(f"### {heading}\n")[1].split("```python\n")[1].split("```")[0]
+    net, (train_loader, val_loader) = made(), loaders()
+    given = {"net": net, "train_loader": train_loader, "val_loader": val_loader, "recipe": recipe(bound=0.0)}
+    exec(code, given)  # noqa: S102  the repository's own text
+    assert sum(p.numel() for p in net.parameters()) <= 0.3 * 2323
+    if heading == "An EMA copy":
+        ema = hgnp.load(tmp_path / "ema", made(7))
+        assert shapes(ema) == shapes(net)
+        assert not torch.equal(ema.out.weight, net.out.weight)
+    else:
+        teacher: Any = given["teacher"]
+        assert shapes(teacher) == shapes(made())
+        x, y = stripes(12)
+        soft = F.softmax(teacher(x) / 4, 1)
+        loss: Any = given["distillation"]
+        torch.testing.assert_close(
+            loss(teacher(x), (y, soft)), 0.5 * F.cross_entropy(teacher(x), y)
+        )  # no divergence from itself

@@ -53,6 +53,11 @@ def unpack(batch: Any) -> Any:
     return batch, batch[1]
 
 
+def unpack_lists(batch: Any) -> Any:
+    """With an entry per image."""
+    return (list(batch[0]), batch[1]), batch[1]
+
+
 class Boxes:
     """How many boxes there are; what it sees is the output in evaluation mode."""
 
@@ -98,8 +103,8 @@ def test_scores_of_training_losses_equal_closing_gates_by_hand() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the first dimension of some tensor")
-@pytest.mark.parametrize("method", ["taylor", "hgnp"])
-def test_a_detector_is_trained_and_pruned_with_its_own_losses(method: Any, tmp_path: Any) -> None:
+@pytest.mark.parametrize(("method", "unpack"), [("taylor", unpack_lists), ("hgnp", unpack)])
+def test_a_detector_is_trained_and_pruned_with_its_own_losses(method: Any, unpack: Any, tmp_path: Any) -> None:
     net, metric = detector(), Boxes()
     recipe = hgnp.Recipe(
         keep=0.5, method=method, warmup_epochs=1, neurons_per_round=4, finetune_epochs=1, seed=0, measure="none"

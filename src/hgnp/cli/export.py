@@ -9,14 +9,15 @@ import typer
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Output file: *.onnx for ONNX, *.pt2 for torch.export.")],
+    batch: Annotated[int | None, typer.Option(min=1, help="Fix the batch size. Default: any batch size.")] = None,
 ) -> None:
-    """Export the pruned network to ONNX or torch.export. The batch size is dynamic, and the outputs are checked."""
+    """Export the pruned network to ONNX or torch.export. The outputs are checked."""
     import torch
 
     import hgnp
     from hgnp.experiments.reload import networks, sample
 
-    example = tuple(torch.stack([x, x]) for x in sample(run))
-    made = hgnp.export(networks(run)[1], file, example)
+    example = tuple(torch.stack([x] * (batch or 2)) for x in sample(run))
+    made = hgnp.export(networks(run)[1], file, example, dynamic_batch=batch is None)
     opset = "" if made.opset is None else f", opset {made.opset}"
     print(f"{made.path}  ({made.kind}{opset}, {made.bytes / 1024:.0f} KiB, max. relative error {made.error:.1g})")

@@ -219,14 +219,14 @@ class Patches:
 
     def _part(self, a: Tensor, x: Tensor, options: dict[str, Any]) -> Tensor:
         last = a.dim() == 4 and a.is_contiguous(memory_format=torch.channels_last)
-        ours = kernels("patches", a.dtype, a.device) if a.is_cuda and last and self._has_few_taps else None
+        ours = kernels("patches", a.dtype, a.device) if a.is_cuda and last and self.has_few_taps else None
         if ours is not None:
             made: Tensor = ours.product(a, x, self.kernel[2:], self.bias, self.count, options)
             return made
         side = self.kernel[1:].numel()
         filters = x[:, :side].reshape(self.groups, *self.kernel[1:])
         shift = x[:, side] if self.bias else None
-        r, grad = (_by_taps if self._has_few_taps else _by_convolution)(a, filters, shift, options)
+        r, grad = (product_by_taps if self.has_few_taps else product_by_convolution)(a, filters, shift, options)
         grad = grad.reshape(self.groups, side).to(x.dtype)
         if self.bias:
             sums = r.sum([d for d in range(r.dim()) if d != 1], dtype=x.dtype).unsqueeze(1)
@@ -234,7 +234,7 @@ class Patches:
         return grad / self.count
 
     @property
-    def _has_few_taps(self) -> bool:
+    def has_few_taps(self) -> bool:
         return self.groups == 1 and self.kernel[2:].numel() <= max(16, self.kernel[1])
 
     def dense(self) -> Tensor:
@@ -283,7 +283,9 @@ def _padded_matrices(factors: Sequence[Any], side: int) -> Tensor:
     return out
 
 
-def _by_convolution(a: Tensor, filters: Tensor, shift: Tensor | None, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def product_by_convolution(
+    a: Tensor, filters: Tensor, shift: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     """r = conv(a, filters) + shift, a filter for each group, and Σ r·patch."""
     conv = (options["stride"], options["padding"], options["dilation"])
     rest = (*conv, False, [0] * len(conv[0]), len(filters))
@@ -292,7 +294,7 @@ def _by_convolution(a: Tensor, filters: Tensor, shift: Tensor | None, options: d
     return r, torch.ops.aten.convolution_backward(r, a, taps, None, *rest, [False, True, False])[1]
 
 
-def _by_taps(a: Tensor, filters: Tensor, shift: Tensor | None, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def product_by_taps(a: Tensor, filters: Tensor, shift: Tensor | None, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The same for one group. Libraries compute one filter as slowly as many: here each tap of it meets the channels of all
     positions in a matrix product, and what belongs to an output lies on a diagonal of taps and positions."""
     kernel, space, padding = filters.shape[2:], a.shape[2:], options["padding"]

@@ -105,7 +105,8 @@ class NetworkDirection(Direction):
         old = self.pairs[network.name]
         parts = zip(network.parameters, _parts(old.vector, network), strict=True)
         vector = torch.cat([cut(part, slices.get(name, {})).flatten() for name, part in parts])
-        vector = torch.where((vector == 0).all(), arbitrary(len(vector), vector.dtype, vector.device)[0], vector)
+        if not bool(vector.any()):
+            vector = arbitrary(len(vector), vector.dtype, vector.device)[0]
         return {network.name: NetworkVector(vector / torch.linalg.vector_norm(vector), old.value, old.residual)}
 
     def state_dict(self) -> dict[str, Any]:

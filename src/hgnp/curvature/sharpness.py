@@ -34,6 +34,13 @@ MAX_BYTES = 8 << 30  # of the basis, which large networks fill before that
 class Sharpness:
     """The top of the Hessian's spectrum.
 
+    >>> import torch, hgnp
+    >>> x, y = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.zeros(2, 1)
+    >>> net = torch.nn.Linear(2, 1, bias=False)  # with MSE the Hessian is 2·mean(x xᵀ) = diag(4, 1)
+    >>> found = hgnp.sharpness(net, [(x, y)], loss=torch.nn.functional.mse_loss)
+    >>> round(found.eigenvalues[0], 3), found.converged
+    (4.0, True)
+
     Attributes:
         eigenvalues: The k algebraically largest eigenvalues, in descending order.
         residuals: ‖Hy − θy‖ of each; some eigenvalue of H lies at most that far from θ.
@@ -60,10 +67,12 @@ def sharpness(
 ) -> Sharpness:
     """The k largest eigenvalues of the Hessian of the mean loss over `data`, in evaluation mode, by Lanczos.
 
-    Example::
-
-        found = hgnp.sharpness(net, loader, k=3, max_seconds=60)
-        print(found.eigenvalues, found.converged)
+    >>> import torch, hgnp
+    >>> x, y = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.zeros(2, 1)
+    >>> net = torch.nn.Linear(2, 1, bias=False)  # with MSE the Hessian is 2·mean(x xᵀ) = diag(4, 1)
+    >>> found = hgnp.sharpness(net, [(x, y)], loss=torch.nn.functional.mse_loss, k=2)
+    >>> [round(value, 3) for value in found.eigenvalues]
+    [4.0, 1.0]
 
     Args:
         net: The network, on the device of the batches.

@@ -1,10 +1,12 @@
 """`export`: a network as one file that runs without its Python class, checked against the network before it is written.
 
-The batch size is dynamic in both formats. The batch is the first dimension of every input tensor that has as many rows as the
-first one.
+The batch size is dynamic in both formats, unless the example's own is wanted. The batch is the first dimension of every input
+tensor that has as many rows as the first one.
 """
 
 import copy
+import dataclasses
+import functools
 import importlib.util
 import inspect
 import io
@@ -12,7 +14,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map
 
 from hgnp.errors import InputError, MissingPackageError, brief
 from hgnp.io.atomic import atomic_path, check_file_path
@@ -36,7 +38,7 @@ TOLERANCE = 1e-4
 HALF_TOLERANCE = 1e-2
 FIXED = (
     "net must accept any batch size, got a forward that fixes the number of rows; "
-    "take sizes from the input (x.shape[0], x.flatten(1))"
+    "take sizes from the input (x.shape[0], x.flatten(1)), or set dynamic_batch=False"
 )
 
 
@@ -67,11 +69,15 @@ class Exported:
     bytes: int
 
 
-def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> Exported:
+def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any, *, dynamic_batch: bool = True) -> Exported:
     """Write `net`, in eval mode, to `path`: ONNX if it ends in .onnx, torch.export if in .pt2.
 
-    The file accepts any batch size. It is run on random inputs at two other batch sizes (by ONNX Runtime, or loaded back) and
-    compared with `net`.
+    The file accepts any batch size, or with ``dynamic_batch=False`` that of the example alone. It is run on random inputs, at
+    two other batch sizes if it accepts any (by ONNX Runtime, or loaded back), and compared with `net`.
+
+    A network may return several tensors: tuples, lists, dicts and dataclasses of them, such as the outputs of Transformers.
+    In ONNX an output is named by its keys and positions (`logits`, `hidden_states_0`; `output` for a single tensor). What is
+    not in such a structure, such as a key/value cache, is left out.
 
     >>> import torch, hgnp
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -82,6 +88,8 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
         net: The network; unchanged.
         path: The file. Parent folders are created.
         example_input: A tensor, a tuple of positional arguments or a dict of keyword arguments.
+        dynamic_batch: Whether the file accepts any batch size. False fixes that of the example, for networks and runtimes that
+            need it.
 
     Raises:
         InputError: If `net` cannot be exported, or if the relative difference is above 1e-4 (1e-2 in half precision). `path`
@@ -95,31 +103,44 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any) -> 
         raise InputError(f"path must end in {' or '.join(FORMATS)}, got {str(path)!r}")
     check_file_path(path)
     check_net(net)
-    inputs, arguments = _bound(net, as_inputs(example_input))
+    inputs, arguments = _bound(net, as_inputs(example_input), dynamic_batch)
     rows = _rows(inputs)
     to_onnx = path.suffix == ".onnx"
     if to_onnx:
         _need_onnx()
     subject = _duplicate(net, to_onnx)
     device = next((tensor.device for tensor in [*subject.parameters(), *subject.buffers()]), torch.device("cpu"))
-    traced = _drawn(inputs, rows, TRACED, device)
-    example = tree_map(lambda leaf: leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf, inputs)
-    if not _run(subject, example, "net cannot run on example_input"):  # a copy: some networks write into their input
+    example = _drawn(inputs, rows, None, device)
+    found = _call(
+        subject, example, "net cannot run on example_input"
+    )  # on a copy: some networks write into their input
+    if not _is_plain(found):
+        subject.forward = _with_plain_output(subject.forward)
+        found = _plain(found)
+    if not _tensors(found):
         raise InputError("net must return at least one tensor, got none")
-    _run(subject, traced, FIXED)
-    with atomic_path(path) as draft, _known_noise():
+    traced, shapes = _drawn(inputs, rows, None, device), None
+    if dynamic_batch:
+        traced = _drawn(inputs, rows, TRACED, device)
+        for n in (
+            TRACED,
+            1,
+        ):  # last at 1: a network that compares shapes with its last ones must not meet those of the trace
+            _run(subject, _drawn(inputs, rows, n, device), FIXED)
         batch = torch.export.Dim("batch")
         shapes = tree_map(lambda leaf: {0: batch} if _batched(leaf, rows) else None, arguments)
+    with atomic_path(path) as draft, _known_noise():
         program = _program(subject, traced, shapes)
         if to_onnx:
-            draft.write_bytes(_as_onnx(subject, program, traced, shapes))
+            draft.write_bytes(_as_onnx(subject, program, traced, shapes, _output_names(found)))
             session = onnx_session(draft)
             call: Callable[..., Any] = lambda *a, **k: run_onnx(session, _tensors((a, k)))  # noqa: E731
         else:
             torch.export.save(program, content := io.BytesIO())  # to a file, it ends the process when the disk is full
             draft.write_bytes(content.getvalue())
             call = torch.export.load(draft).module()
-        error, difference = _checked(subject, call, inputs, rows, device)
+        sizes = [n for n in CHECKED if n != rows][:2] if dynamic_batch else [rows, rows]
+        error, difference = _checked(subject, call, inputs, rows, device, sizes)
     return Exported(path, FORMATS[path.suffix], OPSET if to_onnx else None, error, difference, path.stat().st_size)
 
 
@@ -174,7 +195,7 @@ def _batched(leaf: Any, rows: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
 
 
-def _bound(net: nn.Module, inputs: Inputs) -> tuple[Inputs, dict[str, Any]]:
+def _bound(net: nn.Module, inputs: Inputs, dynamic_batch: bool) -> tuple[Inputs, dict[str, Any]]:
     """The inputs with keywords in the order of forward's signature, and the arguments by parameter of forward."""
     args, kwargs = inputs
     forward = f"{type(net).__name__}.forward"
@@ -184,22 +205,22 @@ def _bound(net: nn.Module, inputs: Inputs) -> tuple[Inputs, dict[str, Any]]:
     except TypeError as error:
         raise InputError(f"example_input must match the signature of {forward}, got another: {error}") from None
     for name in bound:
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+        if dynamic_batch and signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
             raise InputError(
                 f"{forward} must name its inputs, got {', '.join(bound[name])} through **{name}, for which torch.export has no "
-                "dynamic batch size; declare them as parameters"
+                "dynamic batch size; declare them as parameters, or set dynamic_batch=False"
             )
     return (args, {name: kwargs[name] for name in [*bound, *kwargs] if name in kwargs}), dict(bound)
 
 
-def _drawn(inputs: Inputs, rows: int, n: int, device: torch.device) -> Inputs:
-    """`inputs` at batch size n, each tensor's entries drawn from its own (normal ones where it is constant)."""
-    random = torch.Generator().manual_seed(n)
+def _drawn(inputs: Inputs, rows: int, n: int | None, device: torch.device, *, seed: int = 0) -> Inputs:
+    """`inputs` at batch size n, each tensor's entries drawn from its own (normal ones where it is constant). None: a copy."""
+    random = torch.Generator().manual_seed(seed)
 
     def draw(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if not _batched(leaf, rows):
+        if n is None or not _batched(leaf, rows):
             return leaf.detach().to(device, copy=True)
         shape, own = (n, *leaf.shape[1:]), leaf.detach().cpu().flatten()
         if leaf.is_floating_point() and bool((own == own[0]).all()):
@@ -209,17 +230,59 @@ def _drawn(inputs: Inputs, rows: int, n: int, device: torch.device) -> Inputs:
     return tree_map(draw, inputs)
 
 
-def _run(call: Callable[..., Any], inputs: Inputs, failure: str) -> list[Tensor]:
+def _call(call: Callable[..., Any], inputs: Inputs, failure: str) -> Any:
     try:
         with torch.no_grad():
-            output = call(*inputs[0], **inputs[1])
+            return call(*inputs[0], **inputs[1])
     except Exception as error:
         raise InputError(f"{failure}: {brief(error)}") from error
-    return _tensors(output)
+
+
+def _run(call: Callable[..., Any], inputs: Inputs, failure: str) -> list[Tensor]:
+    return _tensors(_call(call, inputs, failure))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+# Outputs
+
+
+def _is_plain(output: Any) -> bool:
+    """Whether torch.export knows the structure: it may have been told of others than tuples, lists and dicts."""
+    return all(leaf is None or isinstance(leaf, Tensor | bool | int | float | str) for leaf in tree_leaves(output))
+
+
+def _plain(output: Any) -> Any:
+    """The output as tuples, lists and dicts of tensors, without what is none of these."""
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        output = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    if isinstance(output, Mapping):
+        parts = {key: _plain(value) for key, value in output.items()}
+        return {key: part for key, part in parts.items() if part is not None}
+    if isinstance(output, tuple | list):
+        plain = [part for part in map(_plain, output) if part is not None]
+        return plain if isinstance(output, list) else tuple(plain)
+    return output if isinstance(output, Tensor) else None
+
+
+def _with_plain_output(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)  # with its signature, by which inputs are named
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        return _plain(forward(*args, **kwargs))
+
+    return plain
+
+
+def _output_names(output: Any) -> list[str]:
+    """A name for each tensor, in order: its keys and positions, such as "hidden_states_0"."""
+    names = []
+    for keys, leaf in tree_leaves_with_path(output):
+        parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in keys]
+        if isinstance(leaf, Tensor):
+            names.append("_".join(parts if parts and not parts[0].isdigit() else ["output", *parts]))
+    return names
 
 
 @contextmanager
@@ -238,8 +301,9 @@ def _known_noise() -> Iterator[None]:
             warnings.filterwarnings("ignore", "# ONNX model has different number of inputs", UserWarning)
             # … or where several inputs share it
             warnings.filterwarnings("ignore", "# The axis name: batch will not be used", UserWarning)
-            # recurrent layers keep a list of their own weights
-            warnings.filterwarnings("ignore", r"The tensor attributes? self\.\S*_flat_weights", UserWarning)
+            # recurrent layers keep a list of their own weights, detectors their anchors; the check sees if they matter
+            warnings.filterwarnings("ignore", r"The tensor attributes? self\.", UserWarning)
+            warnings.filterwarnings("ignore", "No complete tensor found in the group", UserWarning)
             # the older ONNX exporter; the check sees what its tracing got wrong
             warnings.filterwarnings("ignore", "You are using the legacy TorchScript-based ONNX", DeprecationWarning)
             warnings.filterwarnings("ignore", "The feature will be removed", DeprecationWarning, r"torch\.onnx\.")
@@ -250,10 +314,12 @@ def _known_noise() -> Iterator[None]:
         skipped.setLevel(level)
 
 
-def _program(net: nn.Module, traced: Inputs, shapes: dict[str, Any]) -> torch.export.ExportedProgram:
+def _program(net: nn.Module, traced: Inputs, shapes: dict[str, Any] | None) -> torch.export.ExportedProgram:
     try:
         return torch.export.export(net, *traced, dynamic_shapes=shapes, strict=False)
     except Exception as error:
+        if shapes is None:
+            raise InputError(f"net cannot be exported: {brief(error)}") from error
         try:
             torch.export.export(net, *traced, strict=False)
         except Exception as again:
@@ -261,9 +327,16 @@ def _program(net: nn.Module, traced: Inputs, shapes: dict[str, Any]) -> torch.ex
         raise InputError(f"{FIXED}: {brief(error)}") from error
 
 
-def _as_onnx(net: nn.Module, program: torch.export.ExportedProgram, traced: Inputs, shapes: dict[str, Any]) -> bytes:
+def _as_onnx(
+    net: nn.Module,
+    program: torch.export.ExportedProgram,
+    traced: Inputs,
+    shapes: dict[str, Any] | None,
+    output_names: Sequence[str],
+) -> bytes:
     """The content of an ONNX file."""
     options: dict[str, Any] = {"opset_version": OPSET, "external_data": False, "verbose": False}
+    options["output_names"] = list(output_names)
     try:
         made = torch.onnx.export(program, (), dynamo=True, dynamic_shapes=shapes, **options)  # names the free axis
         assert made is not None
@@ -273,7 +346,9 @@ def _as_onnx(net: nn.Module, program: torch.export.ExportedProgram, traced: Inpu
         # may hold for the traced batch alone; the check tells.
         names = [name for name in program.graph_signature.user_inputs if isinstance(name, str)]
         free = {
-            name: {0: "batch"} for name, leaf in zip(names, _tensors(traced), strict=True) if _batched(leaf, TRACED)
+            name: {0: "batch"}
+            for name, leaf in zip(names, _tensors(traced), strict=True)
+            if shapes is not None and _batched(leaf, TRACED)
         }
         content: Any = io.BytesIO()
         try:
@@ -286,13 +361,19 @@ def _as_onnx(net: nn.Module, program: torch.export.ExportedProgram, traced: Inpu
 
 
 def _checked(
-    net: nn.Module, call: Callable[..., Any], inputs: Inputs, rows: int, device: torch.device
+    net: nn.Module,
+    call: Callable[..., Any],
+    inputs: Inputs,
+    rows: int,
+    device: torch.device,
+    sizes: Sequence[int],
 ) -> tuple[float, float]:
-    """The largest relative and absolute difference between `call` and `net`; ValueError if there is too much."""
+    """The largest relative and absolute difference between `call` and `net` at these batch sizes; ValueError if there is too
+    much."""
     error = difference = 0.0
-    for n in [n for n in CHECKED if n != rows][:2]:
-        drawn = _drawn(inputs, rows, n, device)
-        expected = _run(net, drawn, f"net cannot run at batch size {n}")
+    for seed, n in enumerate(sizes, 1):
+        drawn = _drawn(inputs, rows, n, device, seed=seed)
+        expected = _run(net, _drawn(drawn, n, None, device), f"net cannot run at batch size {n}")
         got = _run(call, drawn, f"the exported network cannot run at batch size {n}")
         if [tuple(tensor.shape) for tensor in got] != [tuple(tensor.shape) for tensor in expected]:
             raise InputError(f"the exported network has other outputs than net at batch size {n}; not written")

@@ -77,6 +77,7 @@ def described(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "format": FORMAT,
         "class": type(net).__qualname__,
         "modules": {name: [type(m).__qualname__, _widths(m)] for name, m in net.named_modules()},
+        "counts": {name: found for name, m in net.named_modules() if (found := _counts(m))},
         "channels_last": sorted(name for name, tensor in tensors.items() if _is_channels_last(tensor)),
     }
     return tensors, about
@@ -151,7 +152,8 @@ def read_saved(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def changes_to_fit(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> list[Change]:
     """The changes that turn `net` into the network that `described` describes; InputError if there are none."""
     _fits(about, tensors, net)
-    return [*_tensor_changes(about, tensors, net), *_width_changes(about, tensors, net)]
+    changes = [*_tensor_changes(about, tensors, net), *_width_changes(about, tensors, net)]
+    return [*changes, *_count_changes(about, tensors, net)]
 
 
 def _file(path: str | os.PathLike[str]) -> Path:
@@ -179,6 +181,8 @@ def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict
         isinstance(about.get("class"), str)
         and isinstance(about.get("channels_last"), list)
         and isinstance(about.get("modules"), dict)
+        and isinstance(about.get("counts", {}), dict)
+        and all(isinstance(found, dict) for found in about.get("counts", {}).values())
         and all(
             isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and isinstance(entry[1], dict)
             for entry in about["modules"].values()
@@ -267,6 +271,26 @@ def _width_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net:
                 raise InputError(f"{name}.{key} has {shapes[key][0]} entries, but the layer is {width} wide")
         changes.append(set_attributes(module, stored))
     return changes
+
+
+def _count_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> list[Change]:
+    """Whole numbers that are smaller in the file, in modules whose tensors are smaller too: numbers of heads."""
+    shrunk = [name for name, tensor in tensors_of(net).items() if tensor.shape != tensors[name].shape]
+    changes = []
+    for name, module in net.named_modules():
+        stored, current = about.get("counts", {}).get(name, {}), _counts(module)
+        smaller = {key: stored[key] for key in current if key in stored and stored[key] != current[key]}
+        smaller = {key: value for key, value in smaller.items() if _shrunk(value, current[key])}
+        if smaller and any(tensor.startswith(f"{name}." if name else "") for tensor in shrunk):
+            changes.append(set_attributes(module, smaller))
+    return changes
+
+
+def _counts(module: nn.Module) -> dict[str, int]:
+    """The attributes of a module other than PyTorch's own that are whole numbers: code may state a number of heads in them."""
+    if type(module).__module__.startswith("torch.nn."):
+        return {}
+    return {key: value for key, value in vars(module).items() if type(value) is int}
 
 
 def _shrunk(stored: Any, current: Any) -> bool:

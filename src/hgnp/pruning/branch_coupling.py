@@ -33,10 +33,12 @@ class BranchCoupling:
             coupled.inputs,
             approximate=approximate,
             per_branch=True,
+            without_heads=coupled.without_heads,
             outputs=coupled.outputs,
             traced=coupled.traced,
             caches=coupled.caches,
         )
+        self.structure.head_attributes = coupled.head_attributes
         self.verifier = CutVerifier(self.structure, aligned=False)
 
     def branch_groups(self, units: Sequence[Unit], rows: Mapping[str, Tensor], alive: Tensor) -> list[list[list[Unit]]]:

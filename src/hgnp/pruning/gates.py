@@ -29,7 +29,7 @@ from hgnp.pruning.gated_forward import (
     gated_forward,
     select_relevant,
 )
-from hgnp.pruning.graph import FunctionCall, Inputs, OpCall
+from hgnp.pruning.graph import FunctionCall, Graph, Inputs, OpCall
 from hgnp.pruning.labels import LabelledTensor, keep_masks, varying_dims
 from hgnp.pruning.propagation import LabelPropagation
 from hgnp.pruning.rules import RESHAPES, elementwise, filler, op_name, rule_for
@@ -75,6 +75,8 @@ class Gates:
     units: GateUnits
     losses: bool = False
     """Whether the paths are those of training mode with norms and dropout in evaluation mode."""
+    ungated: frozenset[int] = frozenset()
+    """Roots of channels that are read where no gate can sit."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def to(self, device: torch.device) -> "Gates":
@@ -91,7 +93,9 @@ class Gates:
                 return forward()
             except PathError:
                 continue
-        path, _, ungated = _find_path(self.structure.propagate(inputs, losses=self.losses), self.units)
+        propagation = self.structure.propagate(inputs, losses=self.losses)
+        now = None if bool(self.units.alive.all()) else self.structure.trace_now(inputs, losses=self.losses)
+        path, _, ungated = _find_path(propagation, self.units, now)
         lost = {int(self.units.unit[root]) for root in ungated} - {self.count}
         for name, units in self.rows.items():
             if lost & set(units.tolist()):
@@ -109,10 +113,17 @@ def gated(gates: Gates, gamma: Tensor) -> AbstractContextManager[None]:
 
 
 def find_gates(
-    structure: Structure, rows: Mapping[str, Tensor], alive: Tensor, *, per_branch: bool, losses: bool = False
+    structure: Structure,
+    rows: Mapping[str, Tensor],
+    alive: Tensor,
+    *,
+    per_branch: bool,
+    losses: bool = False,
+    now: Graph | None = None,
 ) -> Gates:
     """The gates of the neurons in `rows`; with `per_branch`, layers that are added together have gates of their own. With
-    `losses`, gates are for training mode with norms and dropout in evaluation mode."""
+    `losses`, gates are for training mode with norms and dropout in evaluation mode. `now` is the traced forward pass of the
+    network as it is, if neurons were removed from it."""
     roots = torch.where(structure.frozen, FROZEN, structure.roots)
     remaining = {name: roots[slots[alive[slots]]] for name, slots in rows.items()}
     wanted = torch.unique(torch.cat([*remaining.values(), torch.tensor([FROZEN])]))[1:]  # FROZEN is the lowest
@@ -120,21 +131,24 @@ def find_gates(
     unit[wanted] = torch.arange(len(wanted))
     units = GateUnits(roots, unit, alive, per_branch)
     propagation = structure.propagate(structure.inputs, losses=True) if losses else structure.propagations[False]
-    path, gated_roots, ungated = _find_path(propagation, units)
+    path, gated_roots, ungated = _find_path(propagation, units, now)
     usable = {}
     for name, found in remaining.items():
         own = set(found.tolist()) - {FROZEN}
         if own and own <= gated_roots - ungated:
             usable[name] = unit[found]
-    return Gates(len(wanted), usable, [path], structure, units, losses)
+    return Gates(len(wanted), usable, [path], structure, units, losses, frozenset(ungated))
 
 
-def _find_path(propagation: LabelPropagation, units: GateUnits) -> tuple[GatedPath, set[int], set[int]]:
+def _find_path(
+    propagation: LabelPropagation, units: GateUnits, now: Graph | None
+) -> tuple[GatedPath, set[int], set[int]]:
     """The path of a forward pass; the roots that are gated on it, and those that are read where no call can be gated."""
+    function_calls = _as_now(propagation.graph.function_calls, now)
     reads, ungated = _gated_reads(propagation, units)
     calls: dict[Any, list[GatedCall]] = defaultdict(list)
     builder, history = _CallBuilder(propagation, units), 0
-    for number, function_call in enumerate(propagation.graph.function_calls):
+    for number, function_call in enumerate(function_calls):
         history = extend_history(history, function_call.module_call.module, function_call.name)
         placements = _placements(propagation, function_call, reads.get(number, {}), units)
         call = builder.build(function_call, placements, history)
@@ -142,6 +156,14 @@ def _find_path(propagation: LabelPropagation, units: GateUnits) -> tuple[GatedPa
             calls[function_call.module_call].append(call)
     gated_roots = {root for arguments in reads.values() for found in arguments.values() for root in found}
     return GatedPath({key: tuple(found) for key, found in calls.items()}, builder.weights), gated_roots, ungated
+
+
+def _as_now(function_calls: list[FunctionCall], now: Graph | None) -> list[FunctionCall]:
+    """The function calls with the sizes, split points and the like that the network passes as it is."""
+    calls = [] if now is None else now.function_calls
+    if [(call.name, call.module_call) for call in calls] != [(call.name, call.module_call) for call in function_calls]:
+        return function_calls
+    return [replace(was, non_tensors=call.non_tensors) for was, call in zip(function_calls, calls, strict=True)]
 
 
 # Where channels end

@@ -8,6 +8,7 @@ does not vary, so its shape tells the dimensions in which it does.
 `alive` is a mask over all slots: False for those that are removed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from hgnp.errors import InputError
 from hgnp.pruning.coupling import FROZEN
+
+NO_SLOTS = torch.zeros(0, dtype=torch.long)
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,9 @@ class LabelledTensor:
     """A secondary result, such as the statistics that a norm returns, whose size is not checked."""
     passed_through: bool = False
     """Its channels passed through a product over other dimensions: a bias added there is not theirs."""
+    nonzero: Tensor = NO_SLOTS
+    """Slots whose entries, once removed, are not known to read as zero: a softmax came before. They can be removed with all
+    that is computed from them up to a product with entries that do read as zero, as the values in attention do."""
 
     def distinct(self, dim: int) -> bool:
         """Whether the entries along `dim` differ, so that they must be cut with what they are combined with."""
@@ -41,6 +47,10 @@ class LabelledTensor:
     def resizable(self, dim: int) -> bool:
         """Whether the size along `dim` is arbitrary: one entry repeated, without a label."""
         return bool(self.expanded) and self.expanded[dim] and self.along(dim) is None
+
+    def reads_zero(self, label: Tensor) -> bool:
+        """Whether the entries of one of its labels, once removed, read as zero."""
+        return not self.weight and not bool(torch.isin(label, self.nonzero).any())
 
     def along(self, dim: int) -> Tensor | None:
         """The label that varies along `dim`, if there is one."""
@@ -57,6 +67,13 @@ class RuleResult:
     byproduct: bool = False
     passed_through: bool | None = None
     """None: True if one of the tensors that it was computed from, entry by entry, is."""
+    nonzero: Tensor | None = None
+    """None: the slots that are in one of the tensors that it was computed from."""
+
+
+def slots_in(labels: Sequence[Tensor]) -> Tensor:
+    """All slots of some labels."""
+    return torch.cat([NO_SLOTS, *(label.reshape(-1) for label in labels)]).unique()
 
 
 def compact(label: Tensor) -> Tensor:
@@ -82,6 +99,11 @@ def simplify(labels: list[Tensor]) -> tuple[Tensor, ...]:
 def varying_dims(label: Tensor) -> tuple[int, ...]:
     """The dimensions along which a compact label varies."""
     return tuple(dim for dim, size in enumerate(label.shape) if size > 1)
+
+
+def heads_dims(tensor: LabelledTensor) -> tuple[int, ...]:
+    """The leading dimensions, all but the two of a matrix, along which its labels vary."""
+    return tuple(dim for dim in range(len(tensor.shape) - 2) if tensor.along(dim) is not None)
 
 
 def vector_label(entries: Tensor, dim: int, ndim: int) -> Tensor:

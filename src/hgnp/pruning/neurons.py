@@ -112,9 +112,10 @@ class Neurons:
         )
         self._layer_slots = self._structure.neuron_slots()
         layers = [name for name, module in self.net.named_modules() if isinstance(module, nn.Linear | _ConvNd)]
-        self._single = [name for name in layers if name not in self._layer_slots]
+        rows = self._structure.layer_rows()
+        self._single = [name for name in layers if name not in rows]
         coupling = self._structure.coupling
-        for name, slots in self._layer_slots.items():
+        for name, slots in [*rows.items(), *self._layer_slots.items()]:
             if name in self._protected:
                 coupling.freeze(slots, "it is protected")
         self._verifier = CutVerifier(self._structure)
@@ -139,8 +140,14 @@ class Neurons:
     def _try_on_data(self, neurons: Tensor) -> None:
         """Freezes everything if, behind the place where recording stops, removal does not equal masking."""
         structure, stop = self._structure, self._structure.stops[0]
-        prunable = {name: slots for name, slots in self._layer_slots.items() if not bool(structure.frozen[slots].all())}
-        problem = disagreement(structure, prunable, self._verifier.sample_cut(neurons))
+        alive = torch.ones(len(structure.coupling), dtype=torch.bool)
+        gates = {}
+        for losses in (False, True):
+            gates[losses] = find_gates(structure, self._layer_slots, alive, per_branch=False, losses=losses)
+            roots = torch.tensor(sorted(gates[losses].ungated), dtype=torch.long)
+            structure.coupling.freeze(roots, f"{depends_on_data(stop)}, and it is read where no gate can be placed")
+        structure.update_roots()
+        problem = disagreement(structure, gates, self._verifier.sample_cut(neurons))
         if problem is not None:
             structure.coupling.freeze(neurons, f"{depends_on_data(stop)}, and {problem}")
             structure.update_roots()
@@ -331,7 +338,12 @@ class Neurons:
         self._check_shapes()
         structure = self._branches.structure if coupling == "paper" else self._structure
         slots = {name: self._layer_slots[name] for name in self._prunable}
-        return find_gates(structure, slots, self._state.alive, per_branch=coupling == "paper", losses=losses)
+        alive, verified = self._state.alive, self._verifier.verified
+        now = None
+        if not bool(alive.all()):
+            known = verified is not None and not losses and self._verifier.is_verified(alive)
+            now = verified[1].graphs[False] if known and verified else structure.trace_now(self._inputs, losses=losses)
+        return find_gates(structure, slots, alive, per_branch=coupling == "paper", losses=losses, now=now)
 
     # Removing
 

@@ -18,7 +18,9 @@ from hgnp.pruning.labels import (
     LabelledTensor,
     RuleResult,
     add_leading_dims,
+    heads_dims,
     simplify,
+    slots_in,
     varying_dims,
     vector_label,
 )
@@ -37,11 +39,21 @@ class LabelledCall:
 class LabelPropagation:
     """Propagates labels through one graph and records what it finds in a coupling.
 
-    With `per_branch`, additions leave the slots of their operands apart (`branch_coupling.py`).
+    With `per_branch`, additions leave the slots of their operands apart (`branch_coupling.py`). `representatives` (slot → slot)
+    stand for all slots of a head, so that labels do not vary inside it.
     """
 
-    def __init__(self, graph: Graph, coupling: Coupling, *, approximate: bool, per_branch: bool = False) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        coupling: Coupling,
+        *,
+        approximate: bool,
+        per_branch: bool = False,
+        representatives: Tensor | None = None,
+    ) -> None:
         self.graph, self.coupling, self.approximate, self.per_branch = graph, coupling, approximate, per_branch
+        self._representatives = representatives
         self.tensors = [self.initial(index) for index in range(len(graph.values))]
         """The labels of each value, as of the current operator call."""
         self.calls: list[LabelledCall] = []
@@ -49,6 +61,8 @@ class LabelPropagation:
         """Module → the labels of its output channels, one entry for each weight it convolves or multiplies with."""
         self.groups: dict[str, Tensor] = {}
         """Module → one label for each of its groups, where whole groups are removed."""
+        self.heads: dict[str, list[Tensor]] = {}
+        """Module → labels of the heads that it multiplies with each other: one row per head, with the slots inside it."""
         self.consumed: list[tuple[int, int, Tensor]] = []
         """(operator call, value, label): where channels of features end, in a product or a sum over them."""
         self._same_storage: dict[int, list[int]] = {}
@@ -60,11 +74,14 @@ class LabelPropagation:
         if value.name is not None:
             ndim = len(value.shape)
             labels = [
-                vector_label(self.coupling.slots[value.name, dim], dim, ndim)
+                vector_label(self._representative(self.coupling.slots[value.name, dim]), dim, ndim)
                 for dim in range(ndim)
                 if (value.name, dim) in self.coupling.slots
             ]
         return LabelledTensor(value.shape, tuple(labels), weight=value.name is not None, expanded=value.expanded)
+
+    def _representative(self, slots: Tensor) -> Tensor:
+        return slots if self._representatives is None else self._representatives[slots]
 
     def run(self) -> None:
         for index in range(len(self.graph.values)):
@@ -104,6 +121,7 @@ class LabelPropagation:
             passed_through=result.passed_through
             if result.passed_through is not None
             else inherits and any(read.passed_through for read in reads),
+            nonzero=slots_in([read.nonzero for read in reads]) if result.nonzero is None else result.nonzero,
         )
         if index in self.call.reads:  # written in place
             others = [other for other in self._same_storage[value.storage] if other != index]
@@ -123,8 +141,16 @@ class LabelPropagation:
         if not any(torch.equal(labels, rows) for rows in known):
             known.append(labels)
 
+    def add_heads(self, a: LabelledTensor, b: LabelledTensor) -> None:
+        """Notes that features are multiplied head by head, if channels of both vary along leading dimensions."""
+        if a.weight or b.weight or not set(heads_dims(a)) & set(heads_dims(b)):
+            return
+        for label in [label for operand in (a, b) for label in operand.labels if any(n > 1 for n in label.shape[:-2])]:
+            self.heads.setdefault(self.call.module, []).append(label.flatten(0, -3).flatten(1))
+
     def consume(self, operand: LabelledTensor, label: Tensor) -> None:
-        """Notes that the channels of an operand end here."""
+        """Notes that the channels of an operand end here: a sum over them is exact only if removed ones read as zero."""
+        self.freeze(label[torch.isin(label, operand.nonzero)], "a softmax makes it nonzero")
         index = next(index for index in self.call.reads if self.tensors[index] is operand)
         self.consumed.append((len(self.calls), index, label))
 

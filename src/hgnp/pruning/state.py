@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.rnn import pad_sequence
 
 from hgnp.errors import InputError, meant
 from hgnp.pruning.rules import op_name
@@ -82,7 +83,9 @@ class PruningState:
         return {layer: (~left.alive[self.remaining(layer)]).nonzero().squeeze(1).tolist() for layer in self.rows}
 
     def weights(self, layer: str) -> Tensor:
-        """The weights into a layer's remaining neurons, neurons first."""
+        """The weights into a layer's remaining neurons, neurons first; those of a head are all its rows, joined."""
+        if layer in self._heads:
+            return self._head_weights(layer)
         module = self.structure.net.get_submodule(layer)
         if isinstance(module, _ConvNd) and module.transposed:  # (inputs, outputs of a group, *kernel), already cut
             grouped = module.weight.detach().unflatten(0, (module.groups, -1))
@@ -97,8 +100,29 @@ class PruningState:
         position = torch.cumsum(self.alive[slots], 0) - 1  # slot → its current position
         return weight[position[rows[self.alive[rows]] - slots[0]].to(weight.device)]
 
+    @cached_property
+    def _heads(self) -> dict[str, Tensor]:
+        return self.structure.heads()
+
+    def _head_weights(self, layer: str) -> Tensor:
+        structure, parameters = self.structure, dict(self.structure.net.named_parameters())
+        rows = [label for found in structure.propagations[False].rows.values() for label in found]
+        firsts = {int(label[0]) for label in rows}
+        heads = structure.roots[self.remaining(layer)].tolist()
+        parts: dict[int, list[Tensor]] = {root: [] for root in heads}
+        for (name, dim), slots in structure.coupling.slots.items():
+            if name not in parameters or not any(int(slots[0]) <= first <= int(slots[-1]) for first in firsts):
+                continue
+            weight = parameters[name].detach().movedim(dim, 0)
+            roots = structure.roots[slots[self.alive[slots]]]
+            for root in heads:
+                parts[root].append(weight[(roots == root).to(weight.device)].flatten())
+        return pad_sequence([torch.cat(parts[root]) for root in heads], batch_first=True)
+
     def norm_scale(self, layer: str) -> Tensor | None:
-        """The scale γ of the norm that reads the layer's output, or None."""
+        """The scale γ of the norm that reads the layer's output, or None. Heads have none."""
+        if layer in self._heads:
+            return None
         propagation = self.structure.propagations[False]
         outputs = {
             index

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from hgnp.errors import InputError, first_line, is_too_few_values
-from hgnp.pruning.coupling import Coupling, NewCouplingError, ReadOnlyCoupling
+from hgnp.pruning.coupling import FROZEN, Coupling, NewCouplingError, ReadOnlyCoupling
 from hgnp.pruning.graph import Graph, Inputs, Outputs, Stop, spec_of, tensors_of
 from hgnp.pruning.labels import compact, shape_after, varying_dims
 from hgnp.pruning.propagation import LabelledCall, LabelPropagation
@@ -74,8 +74,9 @@ def depends_on_data(stop: Stop) -> str:
 
 class Structure:
     """`traced` is the trace of the network as it is, if there is one already. With `per_branch`, additions leave their operands
-    uncoupled. `caches` are attributes, by module, that the forward pass computes anew at other shapes: before a trace they are
-    set to these values, which are of other shapes, so that each trace computes them."""
+    uncoupled. `without_heads` names modules in which positions inside heads are removed from every head, not whole heads.
+    `caches` are attributes, by module, that the forward pass computes anew at other shapes: before a trace they are set to
+    these values, which are of other shapes, so that each trace computes them."""
 
     def __init__(
         self,
@@ -84,21 +85,28 @@ class Structure:
         *,
         approximate: bool,
         per_branch: bool = False,
+        without_heads: frozenset[str] = frozenset(),
         outputs: Outputs | None = None,
         traced: TracedForward | None = None,
         caches: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self.net, self.inputs, self.outputs = net, inputs, outputs
+        self.without_heads = without_heads
         self.caches = caches or {}
         self._undecidable = frozenset[str]() if traced is None else traced.undecidable
         self._approximate, self._per_branch = approximate, per_branch
         self.shapes: dict[str, Shape] = {name: tuple(t.shape) for name, t in tensors_of(net).items()}
         self._specs = {name: spec_of(tensor) for name, tensor in tensors_of(net).items()}  # the network may move later
-        self.coupling = Coupling(self.shapes)
         self._eval_norms = traced is not None and traced.eval_norms
+        graphs = {mode: self._trace(mode) if traced is None else traced.graphs[mode] for mode in (False, True)}
+        self._representatives = self._find_heads(graphs)
+        self.coupling = Coupling(self.shapes)
+        if self._representatives is not None:
+            self.coupling.union(torch.arange(len(self.coupling)), self._representatives, "it belongs to a head")
+        self.head_attributes: dict[str, dict[str, Tensor]] = {}
+        """Module → integer attribute → the slots that it counts, for attributes that must change with the number of heads."""
         self.propagations: dict[bool, LabelPropagation] = {}
-        for training in (False, True):
-            graph = self._trace(training) if traced is None else traced.graphs[training]
+        for training, graph in graphs.items():
             propagation = self.propagations[training] = self._propagation(graph, self.coupling)
             if graph.error is not None and graph.stop is None:
                 everything = torch.arange(len(self.coupling))
@@ -119,7 +127,36 @@ class Structure:
         self.frozen = self.coupling.frozen(self.roots)
 
     def _propagation(self, graph: Graph, coupling: Coupling) -> LabelPropagation:
-        return LabelPropagation(graph, coupling, approximate=self._approximate, per_branch=self._per_branch)
+        return LabelPropagation(
+            graph,
+            coupling,
+            approximate=self._approximate,
+            per_branch=self._per_branch,
+            representatives=self._representatives,
+        )
+
+    def _find_heads(self, graphs: Mapping[bool, Graph]) -> Tensor | None:
+        """Slot → the first slot of the same tensor that belongs to the same head; None without heads.
+
+        Channels that are split into heads could lose whole heads or the same position of every head. Where features are
+        multiplied head by head, whole heads are removed, which leaves the scale of attention and rotary embeddings as they are.
+        """
+        heads, self._representatives = Coupling(self.shapes), None
+        for graph in graphs.values():
+            if not any(op_name(call.op) in ("bmm", "baddbmm") for call in graph.op_calls):
+                continue
+            propagation = self._propagation(graph, Coupling(self.shapes))
+            propagation.run()
+            for name, labels in propagation.heads.items():
+                for label in labels if name not in self.without_heads else []:
+                    heads.union(label[:, :1], label, "it belongs to a head")
+        roots, result = heads.roots(), torch.arange(len(heads))
+        for slots in heads.slots.values():
+            found, where = torch.unique(roots[slots], return_inverse=True)
+            if 1 < len(found) < len(slots):
+                first = torch.full((len(found),), len(heads)).scatter_reduce(0, where, slots, "amin")
+                result[slots] = first[where]
+        return None if torch.equal(result, torch.arange(len(heads))) else result
 
     def _trace(self, training: bool) -> Graph:
         graph = self._trace_forward(self.inputs, training)
@@ -231,7 +268,65 @@ class Structure:
         return [p.graph.stop for p in self.propagations.values() if p.graph.stop is not None]
 
     def neuron_slots(self) -> dict[str, Tensor]:
-        """Layer → the slots of its neurons.
+        """Layer → the slots of its neurons: rows of weights, and a slot of each head under its attention module. Rows that
+        belong to heads are not neurons of their own."""
+        rows, heads = self.layer_rows(), self.heads()
+        none = torch.zeros(0, dtype=torch.long)
+        in_heads = torch.isin(self.roots, self.roots[torch.cat([*heads.values(), none])])
+        result = {}
+        for name, _ in self.net.named_modules():
+            own = rows.get(name, none)
+            slots = torch.cat([own[~in_heads[own]], heads.get(name, none)])
+            if len(slots):
+                result[name] = slots
+        return result
+
+    def heads(self) -> dict[str, Tensor]:
+        """Module that multiplies features head by head → a slot of each head. What is removed together is one head: a key/value
+        head and its queries, several rows of one weight at least."""
+        several = self._roots_with_several_rows()
+        result = {}
+        for name, _ in self.net.named_modules():
+            if name in self.without_heads:
+                continue
+            labels = [label for propagation in self.propagations.values() for label in propagation.heads.get(name, [])]
+            firsts = [slot for label in labels for slot in label[:, 0].tolist()]
+            by_root = {int(root): slot for root, slot in zip(self.roots[firsts].tolist(), firsts, strict=True)}
+            slots = [slot for root, slot in by_root.items() if root in several]
+            if slots:
+                result[name] = torch.tensor(slots)
+        return result
+
+    def counting_attributes(self, roots: Tensor) -> dict[str, dict[str, Tensor]]:
+        """Module → integer attribute → slots, where the attribute equals the number of these slots, which lie along a dimension
+        of a tensor with the heads in `roots`: the number of heads, the width of all heads. PyTorch's own modules have none."""
+        own = torch.isin(self.roots, roots)
+        modules = dict(self.net.named_modules())
+        result: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for labelled in [labelled for propagation in self.propagations.values() for labelled in propagation.calls]:
+            name = labelled.call.module
+            if type(modules[name]).__module__.startswith("torch.nn."):
+                continue
+            numbers = {key: value for key, value in vars(modules[name]).items() if type(value) is int and value > 1}
+            for label in [label for tensor in labelled.writes for label in tensor.labels if bool(own[label].any())]:
+                for dim in varying_dims(label):
+                    slots = label.movedim(dim, 0).reshape(label.shape[dim], -1)[:, 0]
+                    every_head = len(self.roots[slots].unique()) == len(self.roots[label].unique())
+                    for key, value in numbers.items():
+                        if value == len(slots) and every_head and not _repeats(slots):
+                            result[name].setdefault(key, slots)
+        return result
+
+    def _roots_with_several_rows(self) -> set[int]:
+        result: set[int] = set()
+        for propagation in self.propagations.values():
+            for rows in [rows for found in propagation.rows.values() for rows in found]:
+                roots, counts = self.roots[rows].unique(return_counts=True)
+                result |= set(roots[counts > 1].tolist())
+        return result - {FROZEN}
+
+    def layer_rows(self) -> dict[str, Tensor]:
+        """Layer → the slots of its rows.
 
         Layers are linear layers and convolutions, whether their own forward or a surrounding module's uses their weight, and
         any other module without children that multiplies with exactly one weight of its own.
@@ -263,7 +358,8 @@ class Structure:
         """Label propagation through another path. PathError if it couples or freezes more than the traced passes do."""
         if graph.error is not None and graph.stop is None:
             raise PathError(graph.error_module, first_line(graph.error)) from graph.error
-        coupling = ReadOnlyCoupling(self.coupling)
+        neurons = torch.cat([*self.neuron_slots().values(), torch.zeros(0, dtype=torch.long)])
+        coupling = ReadOnlyCoupling(self.coupling, set(self.roots[neurons].tolist()))
         propagation = self._propagation(graph, coupling)
         try:
             self._run(propagation)
@@ -272,6 +368,13 @@ class Structure:
             module = propagation.call.module if propagation.calls else ""
             raise PathError(module, f"it couples or freezes more neurons than the traced path: {error}") from error
         return propagation
+
+    def trace_now(self, inputs: Inputs, *, losses: bool) -> Graph:
+        """The forward pass of these inputs, as `propagate` traces it, through the network with the neurons that remain."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(self.net).items()}
+        return self._trace_forward(
+            inputs, losses, losses=losses, shapes=shapes, compute_inputs=inputs is not self.inputs
+        )
 
     def update_values(self) -> None:
         """Traces the network again if a value that its code reads has changed. PathError if more neurons are coupled or frozen
@@ -313,7 +416,8 @@ class Structure:
                 full = names[id(own[key])] if key in own else None
                 return None if full is None else after.get(full, self.shapes[full])
 
-            yield name, module, stated_widths(module, shape, first_inputs.get(name), groups.get(name))
+            counts = {key: int(alive[slots].sum()) for key, slots in self.head_attributes.get(name, {}).items()}
+            yield name, module, stated_widths(module, shape, first_inputs.get(name), groups.get(name)) | counts
 
     def removal(self, before: Tensor, after: Tensor) -> Removal:
         """What a removal changes, from one mask of remaining slots to the next, in positions before it."""
@@ -344,6 +448,12 @@ class Structure:
     def macs(self, alive: Tensor) -> int:
         """Multiply–accumulates of convolutions and matrix products in one evaluation-mode forward pass of the example input."""
         return sum(_macs(labelled, alive) for labelled in self.propagations[False].calls)
+
+
+def _repeats(slots: Tensor) -> bool:
+    """Whether all slots are repeated in the same order, as those of heads are for every sample of a batch."""
+    starts = (slots == slots[0]).nonzero().flatten().tolist()
+    return len(starts) > 1 and starts[1] > 1 and torch.equal(slots[: -starts[1]], slots[starts[1] :])
 
 
 def _make_rectangular(coupling: Coupling, *propagations: LabelPropagation) -> None:

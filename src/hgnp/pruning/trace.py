@@ -97,10 +97,13 @@ class _OperatorTracer(TorchDispatchMode):
         self._references: list[Tensor] = []  # keeps id() unique for the duration of the trace
         self._real = dict(real)
         self._calls: list[OpCall] = []
+        self._origin: dict[int, frozenset[str] | None] = {}
+        """Value → what it was computed from beside constants, "weight" or "input" or both; None if it is random or unknown."""
         self._producer: dict[int, int] = {}
         """Value → the call that computed it, among `_calls`: those that failed halfway are there too."""
         self._written: set[int] = set()
         self._inputs = {self.value(tensor, computed=False): data for tensor, data in inputs.values()}
+        self._origin |= dict.fromkeys(self._inputs, frozenset({"input"}))
         self._decisions, self._places = decisions, dict[str, None]()
         self._uniform: dict[int, tuple[float, float]] = {}
 
@@ -129,6 +132,8 @@ class _OperatorTracer(TorchDispatchMode):
                     constant=None if named else tensor.constant if isinstance(tensor, FakeTensor) else tensor,
                 )
             )
+            constant = not computed and not isinstance(tensor, FakeTensor)
+            self._origin[index] = frozenset({"weight"}) if named else frozenset() if constant else None
         return index
 
     def _evaluate_sure_comparison(self, op: OpOverload, args: tuple[Any, ...], result: Any) -> None:
@@ -183,12 +188,15 @@ class _OperatorTracer(TorchDispatchMode):
             refs = self._with_refs(args, kwargs)
             writes = tuple(self.value(tensor, computed=True) for tensor in computed)
             module = self.module_calls.current.module
+            origins = [self._origin[index] for index in reads]
+            random = None in origins or torch.Tag.nondeterministic_seeded in op.tags
             for index in writes:
+                self._origin[index] = None if random else frozenset(each for origin in origins for each in origin or ())
                 if index in reads:
                     self._written.add(self.graph.values[index].storage)
                 if op is torch.ops.aten.uniform_.default:
-                    low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
-                    self._uniform[index] = low, high
+                    bounds = [*args[1:], *(0.0, 1.0)[len(args) - 1 :]]
+                    self._uniform[index] = bounds[0], bounds[1]
                 self._producer[index] = len(self._calls)
             self._calls.append(OpCall(op, refs[0], refs[1], reads, writes, module))
             self.graph.op_calls.append(self._calls[-1])
@@ -241,35 +249,29 @@ class _OperatorTracer(TorchDispatchMode):
     def _evaluate(self, index: int, found: dict[int, Tensor], sources: set[int], *, inputs: bool = False) -> bool:
         """Whether a value depends on parameters, buffers and constants alone (or on inputs and constants), which no operator
         has written; then it is added to `found`, and those that it depends on to `sources`."""
-        if index in found:
-            return True
-        value = self.graph.values[index]
-        if value.storage in self._written or (index in self._inputs and not inputs):
-            return False
-        if index in self._inputs:
-            found[index] = self._inputs[index]
-            return True
-        if value.name is not None:
-            if inputs or value.shape != self._real[value.name].shape:  # a cut may have changed it
+        allowed = {"input"} if inputs else {"weight"}
+        needed, pending = set[int](), [index]
+        while pending:
+            current = pending.pop()
+            if current in found or current in needed:
+                continue
+            origin, value = self._origin[current], self.graph.values[current]
+            if origin is None or not origin <= allowed or value.storage in self._written:
                 return False
-            found[index] = self._real[value.name]
-            sources.add(index)
-            return True
-        if value.constant is not None and not value.computed and not isinstance(value.constant, FakeTensor):
-            found[index] = value.constant
-            sources.add(index)
-            return True
-        if index not in self._producer:
-            return False
-        call = self._calls[self._producer[index]]
-        if torch.Tag.nondeterministic_seeded in call.op.tags:
-            return False
-        if not all(self._evaluate(read, found, sources, inputs=inputs) for read in call.reads):
-            return False
-        results = [
-            leaf for leaf in tree_leaves(_call(call.op, call.args, call.kwargs, found)) if isinstance(leaf, Tensor)
-        ]
-        found |= dict(zip(call.writes, results, strict=True))
+            needed.add(current)
+            if current in self._producer:
+                pending += self._calls[self._producer[current]].reads
+                continue
+            data = self._inputs.get(current) if value.name is None else self._real[value.name]
+            found[current] = data if data is not None else value.constant  # type: ignore[assignment]
+            if found[current].shape != value.shape:  # of a cut that has changed it
+                return False
+            if current not in self._inputs:
+                sources.add(current)
+        for number in sorted({self._producer[each] for each in needed if each in self._producer}):
+            call = self._calls[number]
+            results = tree_leaves(_call(call.op, call.args, call.kwargs, found))
+            found |= zip(call.writes, [leaf for leaf in results if isinstance(leaf, Tensor)], strict=True)
         return True
 
     def _held(self) -> frozenset[int]:
@@ -277,7 +279,7 @@ class _OperatorTracer(TorchDispatchMode):
         return frozenset(
             self._index[id(tensor)]
             for tensor in self._references
-            if sys.getrefcount(tensor) > HELD_BY_TRACER + _HELD_IN_CPP * (tensor._use_count() > 1)
+            if sys.getrefcount(tensor) > HELD_BY_TRACER + _HELD_IN_CPP * (tensor._use_count() > 1)  # type: ignore[attr-defined]
         )
 
 
@@ -326,10 +328,10 @@ def _as_fake(tensor: Tensor, args: Any) -> Tensor:
 
 
 def _as_zeros(leaf: Any) -> Any:
-    """A fake tensor as a real one of its shape: fake ones end with their trace."""
+    """A fake tensor as a real one of its shape, which takes no memory: fake ones end with their trace."""
     if not isinstance(leaf, FakeTensor):
         return leaf
-    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+    return torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
 
 
 def _only_changes_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -461,8 +463,8 @@ def _trace(
         if outputs is not None and outputs.replaces_forward:
             net.__dict__["forward"] = partial(outputs.function, *(() if outputs.is_method else (net,)))
         attributes = {name: dict(module.__dict__) for name, module in net.named_modules()}
+        before = python_rng_state()
         try:
-            before = python_rng_state()
             # without the mode, operators that read no weight compute data; a weight is fake and brings its mode with it
             fake = nullcontext() if compute_inputs else fake_mode
             with torch.enable_grad(), fake, tracer, _FunctionTracer(tracer):
@@ -474,13 +476,14 @@ def _trace(
             graph.outputs = tuple(tracer.value(tensor, computed=False) for tensor in tensors_in_output(output))
             graph.left_out = tuple(index for index in returned if index not in graph.outputs)
             if graph.stop is not None:
-                raise UntraceableError(f"it catches the error of {graph.stop.op} on data that is not known")
-            if python_rng_state() != before:
-                raise UntraceableError("it uses Python's or NumPy's random numbers")
+                graph.stop = None
+                raise UntraceableError("it catches the error of an operator whose data is not known")
             if not graph.outputs:
                 raise InputTypeError(f"the network must return tensors, got {type(output).__name__}")
         except Exception as error:
             graph.error, graph.error_module = error, module_that_raised(net, error)
+        if python_rng_state() != before and (graph.error is None or isinstance(graph.error, UNTRACEABLE)):
+            graph.error, graph.stop = UntraceableError("it uses Python's or NumPy's random numbers"), None
         for name, module in net.named_modules():
             graph.written[name] = {
                 key: tree_map(_as_zeros, value)
@@ -535,7 +538,8 @@ def _fake_weights(
         else:
             with fake_mode:
                 fake = torch.empty([shape[dim] for dim in spec.dim_order], dtype=spec.dtype, device=spec.device)
-                fake = fake.permute([spec.dim_order.index(dim) for dim in range(len(spec.dim_order))])
+                if spec.dim_order != tuple(range(len(shape))):
+                    fake = fake.permute([spec.dim_order.index(dim) for dim in range(len(shape))])
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, tensor.requires_grad)
         if spec.counter is not None:

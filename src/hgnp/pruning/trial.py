@@ -9,6 +9,7 @@ import copy
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,20 +19,21 @@ from torch.utils._pytree import tree_map
 
 from hgnp.errors import first_line
 from hgnp.pruning.gated_forward import gated_forward
-from hgnp.pruning.gates import find_gates
+from hgnp.pruning.gates import Gates
 from hgnp.pruning.graph import Inputs
 from hgnp.pruning.structure import Structure
 from hgnp.pruning.surgery import changes_to_net, commit
 from hgnp.pruning.trace import tensors_in_output
 from hgnp.state_guards import evaluating, preserve_state
 
-TOLERANCE = 1e-8
-Fingerprint = tuple[tuple[int, ...], float, float]
-"""Shape, norm and a random projection of a tensor."""
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+Fingerprint = tuple[bool, tuple[int, ...], float, float]
+"""Whether the network itself returns it; shape, norm and a projection of a tensor."""
 
 
-def disagreement(structure: Structure, rows: Mapping[str, Tensor], alive: Tensor) -> str | None:
-    """How the copies differ if the slots that are not `alive` are removed, or None."""
+def disagreement(structure: Structure, gates_by_mode: Mapping[bool, Gates], alive: Tensor) -> str | None:
+    """How the copies differ if the slots that are not `alive` are removed, or None. `gates_by_mode`: the gates in evaluation
+    mode (False) and in training mode (True)."""
     try:
         whole = copy.deepcopy(structure.net).double()
         inputs = tree_map(_as_double, structure.inputs)
@@ -43,15 +45,14 @@ def disagreement(structure: Structure, rows: Mapping[str, Tensor], alive: Tensor
         cut = copy.deepcopy(whole)
         commit(changes_to_net(cut, structure.removal(torch.ones_like(alive), alive)))
         removed = torch.unique(structure.roots[~alive])
-        dtype = max((p.dtype for p in whole.parameters()), key=lambda dtype: dtype == torch.float64)
-        for losses in (False, True):
-            gates = find_gates(structure, rows, torch.ones_like(alive), per_branch=False, losses=losses)
+        dtype = torch.float64 if all(p.dtype == torch.float64 for p in whole.parameters()) else torch.float32
+        for losses, gates in gates_by_mode.items():
             closed = torch.ones(1, gates.count + 1, dtype=dtype)
             closed[:, gates.units.unit[removed]] = 0
             with_gates = gated_forward(whole, gates.paths[0], closed[:, :-1])
             expected = list(_fingerprints(whole, inputs, losses, with_gates))
             found = list(_fingerprints(cut, inputs, losses, nullcontext()))
-            if len(found) != len(expected) or not all(map(_agree, found, expected)):
+            if len(found) != len(expected) or not all(map(partial(_agree, TOLERANCE[dtype]), found, expected)):
                 return f"a trial on the example input differs in {'training' if losses else 'evaluation'} mode"
     except Exception as error:
         return f"a trial on the example input fails: {first_line(error)}"
@@ -70,7 +71,7 @@ def _fingerprints(
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         with torch._C.DisableTorchFunction():
-            found.extend(_fingerprint(tensor) for tensor in tensors_in_output(output))
+            found.extend((module is net, *_fingerprint(tensor)) for tensor in tensors_in_output(output))
 
     with torch.no_grad(), evaluating(net, losses=losses), preserve_state(net):
         handles = [module.register_forward_hook(note) for module in net.modules()]
@@ -86,13 +87,14 @@ def _fingerprints(
     return iter(found)
 
 
-def _fingerprint(tensor: Tensor) -> Fingerprint:
+def _fingerprint(tensor: Tensor) -> tuple[tuple[int, ...], float, float]:
     values = tensor.detach().double().flatten().cpu()
     return tuple(tensor.shape), float(values.norm()), float((values * torch.arange(len(values)).cos()).sum())
 
 
-def _agree(found: Fingerprint, expected: Fingerprint) -> bool:
-    """Tensors of other shapes have lost channels: what is computed from them is compared."""
-    if found[0] != expected[0]:
-        return len(found[0]) == len(expected[0])
-    return abs(found[1] - expected[1]) + abs(found[2] - expected[2]) <= TOLERANCE * (expected[1] + 1e-30)
+def _agree(tolerance: float, found: Fingerprint, expected: Fingerprint) -> bool:
+    """Tensors of other shapes inside the network have lost channels: what is computed from them is compared."""
+    returned, shape, norm, projection = expected
+    if found[1] != shape:
+        return not returned and len(found[1]) == len(shape)
+    return abs(found[2] - norm) + abs(found[3] - projection) <= tolerance * (norm + 1e-30)

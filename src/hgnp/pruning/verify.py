@@ -4,9 +4,11 @@ Every operator call must be the one it was, with the same constants, and its res
 entries, in the old order. A hard-coded `view`, a fixed split point or a constant that depends on the width is caught here.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, combinations, islice
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ TAKES_SIZES = (
 """Operators among whose arguments are sizes, which may change with the width."""
 LAYOUT = ("clone", "contiguous", "alias", "detach", "mm", "bmm", "addmm", "baddbmm", "mv", "add", "add_")
 """Operators that PyTorch adds, drops or merges depending on the memory layout."""
+MAX_ATTRIBUTE_TRIALS = 24
 Root = int
 RootClass = tuple[Root, ...]
 """Roots whose slots lie in the same dimensions of the same tensors: a cut that works for one works for all."""
@@ -60,6 +63,7 @@ class CutVerifier:
 
     def __init__(self, structure: Structure, *, aligned: bool = True) -> None:
         self._structure, self._aligned = structure, aligned
+        self._adapted: set[type] = set()
         self.verified: tuple[Tensor, TracedForward] | None = None
         """The last cut that was found to work, and its trace."""
         self.caches: dict[str, dict[str, Any]] = {}
@@ -132,8 +136,11 @@ class CutVerifier:
                 break
             roots = set(structure.roots[problem.slots].tolist())
             blamed = [found for found in tried if roots & set(found)] or tried
-            suspects += blamed
-            classes = [found for found in classes if found not in blamed]
+            frozen = self._adapt_attributes(blamed, classes)
+            if frozen is None:
+                continue
+            suspects += [found for found in blamed if found not in frozen]
+            classes = [found for found in classes if found not in (*blamed, *frozen)]
         for suspect in suspects:
             alive, tried = self._sample([suspect])
             problem = self.misfit(alive) if tried else None
@@ -144,6 +151,45 @@ class CutVerifier:
     def sample_cut(self, neurons: Tensor) -> Tensor:
         """A cut of every class of groups that contains a neuron; groups that would empty a tensor together are left out."""
         return self._sample(self._root_classes(neurons))[0]
+
+    def _adapt_attributes(self, blamed: list[RootClass], classes: list[RootClass]) -> list[RootClass] | None:
+        """Finds the fewest integer attributes, such as a number of heads, with which a cut of heads works that fails without
+        them; from then on they change with the heads in every module of the same class.
+
+        None if such attributes were found; otherwise the classes that are frozen, as no attributes help: modules of one class
+        fail alike.
+        """
+        structure = self._structure
+        modules, heads = dict(structure.net.named_modules()), structure.heads()
+        module_of = {root: name for name, slots in heads.items() for root in structure.roots[slots].tolist()}
+        mine = [found for found in blamed if found[0] in module_of]
+        if not mine:
+            return []
+        kind = type(modules[module_of[mine[0][0]]])
+        alike = [found for found in classes if found[0] in module_of and type(modules[module_of[found[0]]]) is kind]
+        alive, tried = self._sample([mine[0]])
+        if not tried or kind in self._adapted:
+            return []
+        self._adapted.add(kind)
+        counting = structure.counting_attributes(torch.tensor([root for found in alike for root in found]))
+        own = structure.counting_attributes(torch.tensor(mine[0]))
+        names = sorted({(type(modules[name]).__qualname__, key) for name in own for key in own[name]})
+        before, first = structure.head_attributes, None
+        for chosen in islice(_subsets(names), MAX_ATTRIBUTE_TRIALS):
+            structure.head_attributes = before | {
+                name: {key: slots for key, slots in found.items() if (type(modules[name]).__qualname__, key) in chosen}
+                for name, found in counting.items()
+            }
+            problem = self.misfit(alive)
+            if problem is None:
+                return None
+            first = first or problem
+        structure.head_attributes = before
+        assert first is not None
+        for found in alike:
+            reason = first.reason.replace(f" in {module_of[mine[0][0]]})", f" in {module_of[found[0]]})")
+            structure.coupling.freeze(torch.tensor(found), reason)
+        return alike
 
     def _freeze_single_groups(self) -> None:
         """Freezes groups that are all of a tensor's dimension: removing one would leave nothing of the tensor."""
@@ -185,6 +231,11 @@ class CutVerifier:
             emptying = set(structure.roots[torch.cat(emptied)].tolist())
             # classes that empty a tensor together are tried one by one
             tried = [roots for roots in tried if not emptying & set(roots)]
+
+
+def _subsets(names: list[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], ...]]:
+    """The subsets of some names, small ones first."""
+    return chain.from_iterable(combinations(names, size) for size in range(len(names) + 1))
 
 
 def _compare(before: LabelPropagation, graph: Graph, alive: Tensor, aligned: bool) -> Misfit | None:
@@ -273,7 +324,10 @@ def _misplaced(labelled: LabelledCall, call: OpCall, graph: Graph, alive: Tensor
     source, rearranged = labelled.reads[0], rearrangement(call.op)
     assert rearranged is not None
     masks = keep_masks(source, alive)
-    for label in source.labels:
+    labels = list(source.labels)
+    if any(label.numel() > len(label.unique()) for label in labels):  # entries of a head share a label: number them
+        labels.append(torch.arange(math.prod(source.shape)).reshape(source.shape))
+    for label in labels:
         cut = keep(label, [mask if label.shape[dim] > 1 else None for dim, mask in enumerate(masks)])
         smaller = rearranged(cut.expand(graph.values[call.reads[0]].shape), call.args[1:], call.kwargs)
         larger = rearranged(label.expand(source.shape), labelled.call.args[1:], labelled.call.kwargs)

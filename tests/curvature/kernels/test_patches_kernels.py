@@ -46,7 +46,7 @@ def given(name: str, dtype: torch.dtype, *, bias: bool = True, last: bool = True
 def by_convolution(psi: Patches, x: Tensor) -> Tensor:
     """In float64, by a convolution and its gradient."""
     a, filters = psi.inputs[0].double(), x.double()[:, : psi.kernel[1:].numel()].reshape(1, *psi.kernel[1:])
-    r, grad = factors._by_convolution(a, filters, x.double()[:, -1] if psi.bias else None, psi.options[0])
+    r, grad = factors.product_by_convolution(a, filters, x.double()[:, -1] if psi.bias else None, psi.options[0])
     total = torch.cat([grad.reshape(1, -1), r.sum().view(1, 1)], 1) if psi.bias else grad.reshape(1, -1)
     return total / psi.count
 

@@ -83,9 +83,10 @@ def test_an_epoch_is_a_function_of_the_global_state_at_its_start(options: dict[s
 
 def test_batches_made_together_are_those_made_one_by_one() -> None:
     epochs = []
-    for at_once in (1, 3, 16):
+    for together in (1, 3, 16):
         loader = make(shuffle=True, flip=True, crop=2)
-        loader._at_once = at_once
+        assert loader.batches_per_launch == 1
+        loader.batches_per_launch = together
         torch.manual_seed(3)
         epochs.append(list(loader))
     for other in epochs[1:]:

@@ -222,7 +222,7 @@ class BatchNormDual(torch.autograd.Function):
         else:
             y, (mean, inv) = None, known
         ds, ours = _laid_out_as(s, ds), _kernels(s)
-        dy, sum_ds, sum_dsx = (_tangent if ours is None else ours.tangent)(ds, s, weight, mean, inv)
+        dy, sum_ds, sum_dsx = (batch_norm_tangent if ours is None else ours.tangent)(ds, s, weight, mean, inv)
         ctx.save_for_backward(s, ds, weight, mean, inv, sum_ds, sum_dsx)
         ctx.set_materialize_grads(False)
         return y, dy
@@ -236,7 +236,7 @@ class BatchNormDual(torch.autograd.Function):
         grad_ds: Tensor | None = None
         if Z is not None:
             ours = _kernels(s)
-            adjoints = _adjoints if ours is None else ours.adjoints
+            adjoints = batch_norm_adjoints if ours is None else ours.adjoints
             grad_s, grad_ds, grad_weight, sum_Y = adjoints(Y, Z, s, ds, weight, mean, inv, sum_ds, sum_dsx)
         elif Y is not None:  # C alone: no tangent is touched
             sum_Y, sum_Yx = _sums(Y, s, mean, inv)
@@ -253,7 +253,9 @@ def _kernels(s: Tensor) -> Any:
     return kernels("batch_norm", s.dtype, s.device) if s.is_cuda and _in_rows(s) else None
 
 
-def _tangent(ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def batch_norm_tangent(
+    ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """γ·inv·P(ṡ), Σṡ and Σṡ(s − mean)."""
     sum_ds, sum_dsx = _sums(ds, s, mean, inv)
     return _spread(ds, s, weight, mean, inv, sum_ds, sum_dsx), sum_ds, sum_dsx
@@ -263,7 +265,7 @@ Adjoints = tuple[Tensor, Tensor, Tensor, Tensor]
 """Of s, ṡ, γ and β."""
 
 
-def _adjoints(
+def batch_norm_adjoints(
     Y: Tensor | None, Z: Tensor, s: Tensor, ds: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, sum_ds: Tensor,
     sum_dsx: Tensor,
 ) -> Adjoints:  # fmt: skip

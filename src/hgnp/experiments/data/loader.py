@@ -55,7 +55,7 @@ class Loader:
 
     A shuffled epoch drops a last batch of a single sample (unless `batch` is 1), which BatchNorm cannot process; which
     sample that is changes from epoch to epoch. `drop_last` drops every incomplete batch. `samples` is the number of samples
-    per epoch.
+    per epoch; `batches_per_launch` batches are built together, which changes none of them.
 
     `for_rank` is the part of a rank: order and augmentation are drawn for all samples, from rank 0's number.
     """
@@ -80,7 +80,7 @@ class Loader:
         self.shuffle, self.flip, self.crop = shuffle, flip, crop
         deviation = torch.tensor(std, device=device).view(-1, 1, 1)
         self._scale, self._shift = 1 / deviation, -torch.tensor(mean, device=device).view(-1, 1, 1) / deviation
-        self._batches_per_launch = (
+        self.batches_per_launch = (
             BATCHES_PER_LAUNCH if isinstance(source, InMemorySource) and device.type == "cuda" else 1
         )
         self._drop_last, self._reducer, self._every_sample = drop_last, LOCAL, True
@@ -133,9 +133,7 @@ class Loader:
         own = torch.cat(parts)
         mirrored = None if mirrored is None else mirrored[own].to(device)
         places = None if places is None else places[:, own].to(device)
-        launches = [
-            sum(sizes[n : n + self._batches_per_launch]) for n in range(0, len(sizes), self._batches_per_launch)
-        ]
+        launches = [sum(sizes[n : n + self.batches_per_launch]) for n in range(0, len(sizes), self.batches_per_launch)]
         start = number = 0
         for x, y in self.source.batches(order[own].split(launches)):
             now = slice(start, start := start + len(y))
@@ -144,7 +142,7 @@ class Loader:
             if mirrored is not None:
                 x = torch.where(mirrored[now].view(-1, 1, 1, 1), x.flip(-1), x)
             x = x.float().mul_(self._scale).add_(self._shift)
-            now_sizes = sizes[number : (number := number + self._batches_per_launch)]
+            now_sizes = sizes[number : (number := number + self.batches_per_launch)]
             yield from zip(x.split(now_sizes), y.split(now_sizes), strict=True)
 
 
@@ -155,7 +153,8 @@ def random_crop(x: Tensor, places: Tensor, padding: int) -> Tensor:
     columns = places[1].view(-1, 1) + torch.arange(width, device=x.device)
     padded = F.pad(x, (padding,) * 4).movedim(1, -1)  # (batch, height, width, channels)
     which = torch.arange(len(x), device=x.device).view(-1, 1, 1)
-    return padded[which, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
+    # the run chooses the memory format: channels last would spread through a network, and some of its CPU kernels crash
+    return padded[which, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from hgnp.pruning.labels import LabelledTensor, RuleResult, add_leading_dims, varying_dims
+from hgnp.pruning.labels import LabelledTensor, RuleResult, add_leading_dims, slots_in, varying_dims
 from hgnp.pruning.rules.registry import op_name, rule, tensor_arguments
 
 if TYPE_CHECKING:
@@ -31,7 +32,17 @@ def elementwise(p: "LabelPropagation", *args: Any, **kwargs: Any) -> RuleResult:
     ):
         numbers = [LabelledTensor(())] if any(isinstance(arg, int | float) and arg for arg in args) else []
         freeze_offset_channels(p, combined, [*operands, *numbers])
-    return RuleResult(combined)
+    multiplies = op_name(p.call.op).removesuffix("_") == "mul"
+    return RuleResult(combined, nonzero=nonzero_in_product(operands, combined) if multiplies else None)
+
+
+def nonzero_in_product(factors: list[LabelledTensor], labels: list[Tensor]) -> Tensor:
+    """The slots that may be nonzero in a product with these labels: one factor that reads as zero is enough."""
+    ndim = max(len(factor.shape) for factor in factors)
+    zero = [add_leading_dims(own, ndim) for factor in factors for own in factor.labels if factor.reads_zero(own)]
+    zero_dims = {dim for own in zero for dim in varying_dims(own)}
+    nonzero = slots_in([factor.nonzero for factor in factors])
+    return nonzero[~torch.isin(nonzero, slots_in([label for label in labels if zero_dims & set(varying_dims(label))]))]
 
 
 def freeze_offset_channels(p: "LabelPropagation", labels: list[Tensor], operands: list[LabelledTensor]) -> None:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hgnp.pruning.labels import LabelledTensor, RuleResult, varying_dims, vector_label
-from hgnp.pruning.rules.elementwise import freeze_offset_channels
+from hgnp.pruning.labels import LabelledTensor, RuleResult, heads_dims, slots_in, varying_dims, vector_label
+from hgnp.pruning.rules.elementwise import freeze_offset_channels, nonzero_in_product
 from hgnp.pruning.rules.registry import rule
 
 if TYPE_CHECKING:
@@ -23,10 +23,9 @@ def _contract(p: "LabelPropagation", a: LabelledTensor, a_dim: int, b: LabelledT
     """Σ over a's dimension and b's: its entries are coupled; a removed one adds nothing, unless both operands are weights."""
     one, other = _label_along(p, a, a_dim), _label_along(p, b, b_dim)
     weights = a.weight and b.weight
-    for operand, label in ((a, one), (b, other)):
-        if label is not None and not operand.weight:
-            p.consume(operand, label)  # channels that both factors have are the same, and end once
-            break
+    ends = [(operand, label) for operand, label in ((a, one), (b, other)) if label is not None and not operand.weight]
+    if ends:  # channels that both factors have are the same, and end once, where they read as zero
+        p.consume(*max(ends, key=lambda end: end[0].reads_zero(end[1])))
     if one is not None and other is not None and not weights:
         p.union(one, other)
         return
@@ -35,9 +34,10 @@ def _contract(p: "LabelPropagation", a: LabelledTensor, a_dim: int, b: LabelledT
             p.freeze(label, "it is multiplied with a tensor that cannot be cut")
 
 
-def _product(p: "LabelPropagation", a: LabelledTensor, b: LabelledTensor) -> list[Tensor]:
-    """(…, m, k) by (…, k, n), both with the same number of dimensions."""
+def _product(p: "LabelPropagation", a: LabelledTensor, b: LabelledTensor) -> tuple[list[Tensor], Tensor]:
+    """The labels of (…, m, k) by (…, k, n), both with the same number of dimensions, and which slots may be nonzero."""
     ndim = len(a.shape)
+    p.add_heads(a, b)
     _contract(p, a, ndim - 1, b, ndim - 2)
     left = replace(
         a, shape=(*a.shape[:-1], 1), labels=tuple(label for label in a.labels if label.shape[-1] == 1), expanded=()
@@ -53,13 +53,13 @@ def _product(p: "LabelPropagation", a: LabelledTensor, b: LabelledTensor) -> lis
     rows = b.along(ndim - 1) if b.weight else a.along(ndim - 2) if a.weight else None
     if rows is not None:
         p.add_rows(rows.reshape(-1))
-    return combined
+    return combined, nonzero_in_product([left, right], combined)
 
 
 @rule("mm", "bmm")
 def mm(p: "LabelPropagation", a: LabelledTensor, b: LabelledTensor, *args: Any) -> RuleResult:
-    combined = _product(p, a, b)
-    return RuleResult(combined, passed_through=bool(_passed_through(a, b, combined)))
+    combined, nonzero = _product(p, a, b)
+    return RuleResult(combined, passed_through=bool(_passed_through(a, b, combined)), nonzero=nonzero)
 
 
 @rule("addmm", "baddbmm")
@@ -67,18 +67,24 @@ def addmm(
     p: "LabelPropagation", bias: LabelledTensor, a: LabelledTensor, b: LabelledTensor, **kwargs: Any
 ) -> RuleResult:
     shape = (*a.shape[:-1], b.shape[-1])
-    product = _product(p, a, b)
+    product, nonzero = _product(p, a, b)
     passed_through = _passed_through(a, b, product)
     freeze_offset_channels(p, passed_through, [bias])
     return RuleResult(
-        p.broadcast([LabelledTensor(shape, tuple(product)), bias], len(shape)), passed_through=bool(passed_through)
+        p.broadcast([LabelledTensor(shape, tuple(product)), bias], len(shape)),
+        passed_through=bool(passed_through),
+        nonzero=slots_in([bias.nonzero, nonzero]),
     )
 
 
 def _passed_through(a: LabelledTensor, b: LabelledTensor, combined: list[Tensor]) -> list[Tensor]:
-    """Labels of features, not of weights, that pass through a product over another dimension."""
+    """Labels of features, not of weights, that pass through a product over another dimension. Heads do not: both factors have
+    them."""
     own = [label for operand in (a, b) if not operand.weight for label in operand.labels]
-    return [label for label in combined if any(label is other for other in own)]
+    shared = set(heads_dims(a)) & set(heads_dims(b))
+    return [
+        label for label in combined if any(label is other for other in own) and not shared & set(varying_dims(label))
+    ]
 
 
 @rule("mv")

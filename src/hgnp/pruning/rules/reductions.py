@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hgnp.pruning.labels import LabelledTensor, RuleResult, varying_dims, vector_label
+from hgnp.pruning.labels import LabelledTensor, RuleResult, slots_in, varying_dims, vector_label
 from hgnp.pruning.rules.elementwise import elementwise
 from hgnp.pruning.rules.registry import Rule, normalise_dims, rule, tensor_arguments
 
@@ -77,11 +77,15 @@ def maximum(p: "LabelPropagation", x: LabelledTensor, dim: Any = None, keepdim: 
 
 
 @rule("_softmax", "_log_softmax", "_safe_softmax")
-def softmax(p: "LabelPropagation", x: LabelledTensor, *args: Any, **kwargs: Any) -> RuleResult:
-    """The outputs of a softmax, over any dimension, are never zero, so a removed channel would not read as zero after it."""
+def softmax(p: "LabelPropagation", x: LabelledTensor, dim: int, *args: Any, **kwargs: Any) -> RuleResult:
+    """The outputs of a softmax are never zero: over channels, one that is removed changes the others; over other dimensions, it
+    no longer reads as zero."""
+    dim %= max(len(x.shape), 1)
     for label in x.labels:
-        p.freeze(label, "a softmax makes it nonzero")
-    return RuleResult([])
+        if x.shape and label.shape[dim] > 1:
+            p.freeze(label, "a softmax makes it nonzero")
+    labels = [label for label in x.labels if x.shape and label.shape[dim] == 1]
+    return RuleResult(labels, nonzero=slots_in(labels))
 
 
 @rule("cumsum", "cumprod", "logcumsumexp", "sort")

@@ -43,6 +43,7 @@ CHOICES = {
     "fisher_type": {"mc": "labels sampled from the network"},
     "ranking": {"empirical": "blocks ranked by their own Fisher matrix"},
     "gamma_from": {"loss": "Γ from C (from L it would depend on itself)"},
+    "direction_over": {"network": "v over the whole network"},
 }
 
 

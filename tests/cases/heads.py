@@ -1,0 +1,72 @@
+"""Attention whose heads can be removed: its code follows the number of heads."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cases.case import Net, case, tokens
+
+
+class FusedHeads(nn.Module):
+    """One projection for queries, keys and values; attributes state how many heads there are and how wide they all are."""
+
+    def __init__(self, width: int, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.attn_dim = num_heads, head_dim, num_heads * head_dim
+        self.width, self.units = width, num_heads
+        self.qkv, self.proj = nn.Linear(width, 3 * self.attn_dim), nn.Linear(self.attn_dim, width)
+        self.q_norm = nn.LayerNorm(head_dim)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        x = F.scaled_dot_product_attention(self.q_norm(q), k, v, attn_mask=mask)
+        return self.proj(x.transpose(1, 2).reshape(b, n, self.attn_dim))  # type: ignore[no-any-return]
+
+
+class GroupedQueryHeads(nn.Module):
+    """Two heads of queries to each of keys and values, rotary embeddings and a learned bias of each head."""
+
+    rotation: Tensor
+
+    def __init__(self, width: int, kv_heads: int, head_dim: int, length: int) -> None:
+        super().__init__()
+        self.head_dim, self.scale, self.units = head_dim, head_dim**-0.5, kv_heads
+        self.q, self.proj = nn.Linear(width, 2 * kv_heads * head_dim), nn.Linear(2 * kv_heads * head_dim, width)
+        self.k, self.v = nn.Linear(width, kv_heads * head_dim, bias=False), nn.Linear(width, kv_heads * head_dim)
+        self.bias = nn.Parameter(torch.zeros(2 * kv_heads, length, length))
+        self.register_buffer("rotation", torch.randn(length, head_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k = q * self.rotation.cos() + q.flip(-1) * self.rotation.sin(), k * self.rotation.cos()
+        k, v = k.repeat_interleave(2, 1), v[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2)
+        attention = F.dropout((q @ k.mT * self.scale + self.bias).softmax(-1), 0.0, self.training)
+        return self.proj((attention @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def transformer(attention: nn.Module) -> nn.Module:
+    def forward(n: Any, x: Tensor, *mask: Tensor) -> Tensor:
+        x = x + n.attn(n.norm(x), *mask)
+        return n.out(x.mean(1))  # type: ignore[no-any-return]
+
+    return Net(forward, norm=nn.LayerNorm(6), attn=attention, out=nn.Linear(6, 3))
+
+
+def padded() -> tuple[Tensor, Tensor]:
+    """Tokens, and which of them attention may read."""
+    mask = torch.ones(3, 1, 1, 5, dtype=torch.bool)
+    mask[1, ..., 3:] = False
+    return tokens(6), mask
+
+
+@case("attn.proj", "out", in_heads=["attn.qkv"], example=padded)
+def fused_heads() -> nn.Module:
+    return transformer(FusedHeads(6, num_heads=4, head_dim=2))
+
+
+@case("attn.proj", "out", in_heads=["attn.q", "attn.k", "attn.v"], example=lambda: tokens(6))
+def grouped_query_heads() -> nn.Module:
+    return transformer(GroupedQueryHeads(6, kv_heads=3, head_dim=2, length=5))
