@@ -96,10 +96,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "default": {"refresh_every": 2, "skip_inactive": True},
     "paper": {"flatness": "paper", "prune_unit": "steps", "prune_every": 3},
     "sam": {"method": "sam", "rho": 0.1},
-    "taylor": {"method": "taylor", "score_batches": 2, "snapshots": (0.9,)},
+    "taylor": {"method": "taylor", "score_batches": 2, "snapshots": (0.9,), "accumulate": 2},
     "norm": {"norm": True, "method": "hybrid", "threshold": 0.8},
 }
-"""Case → its own settings of RECIPE; `norm` is not the recipe's."""
+"""Case → its own settings of RECIPE; `norm` and `accumulate` are not the recipe's."""
 NAMES = {2: list(RUNS), 3: [name for name in RUNS if name != "norm"]}
 """Ranks → cases."""
 
@@ -122,6 +122,7 @@ def run_case(name: str, ranks: int, *, batch: int = GLOBAL, wrap: Any = None, **
     """A whole run. `ranks`: those that one process stands for."""
     settings = RECIPE | RUNS[name]
     net: nn.Module = network(ranks, norm=settings.pop("norm", False))
+    given["accumulate"] = settings.pop("accumulate", 1)
     train = DataLoader(data(SAMPLES, 1), batch_size=batch, shuffle=True)
     val = DataLoader(data(HELD_OUT, 2), batch_size=batch)
     result = hgnp.prune(
