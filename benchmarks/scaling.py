@@ -37,7 +37,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "paper": {"flatness": "paper"},
     "SAM": {},
 }
-STEPS, BATCH = 8, 4
+BATCH = 4
 
 
 class CountingReducer(ProcessGroupReducer):
@@ -75,19 +75,20 @@ def counted(choice: str) -> dict[str, float]:
     torch.manual_seed(0)
     reducer = CountingReducer()
     eager = Eager(*made(choice, net := ResNet18(), reducer))
-    refreshes, of_refreshes, first = 0, 0, 0
-    for number, (x, y) in enumerate(batches(STEPS + 1)):
-        before, first = reducer.calls, reducer.size if number == 1 else first
+    steps = CHOICES[choice].get("refresh_every", 2)
+    refreshes, of_refreshes = 0, 0
+    for number, (x, y) in enumerate(batches(steps + 1)):
+        before = reducer.calls
         net.zero_grad()
         eager.backward(x, y)
         if number == 0:
-            start = reducer.calls
+            reducer.calls = reducer.size = 0
         elif eager.state.plan.refresh:
             refreshes, of_refreshes = refreshes + 1, of_refreshes + reducer.calls - before
     return {
-        "calls": (reducer.calls - start) / STEPS,
+        "calls": reducer.calls / steps,
         "per refresh": of_refreshes / refreshes if refreshes else 0.0,
-        "bytes": (reducer.size - first) / STEPS,
+        "bytes": reducer.size / steps,
     }
 
 
@@ -172,7 +173,10 @@ def main() -> None:
     print(
         f"`python benchmarks/scaling.py > benchmarks/scaling.md`, {date.today()}, torch {torch.__version__}, gloo, ResNet-18"
     )
-    print(f"(11.2 million parameters), {STEPS} steps after the first. A single process sends nothing.\n")
+    print(
+        "(11.2 million parameters), all steps between two refreshes. A single process sends nothing. A refresh is counted"
+    )
+    print("with the sums of the step that it is in: n and w, C and q, gradients.\n")
     print("| choice | processes | collectives per step | per refresh | MB per step and rank | beside DDP |")
     print("|---|---|---|---|---|---|")
     for ranks in (1, 2, 4):

@@ -28,7 +28,7 @@ from hgnp.training.split import part
 
 GLOBAL = 12
 """Samples in a global batch, whatever the ranks."""
-SAMPLES, HELD_OUT = 29, 13  # the last batch has 5 samples, and 1
+SAMPLES, HELD_OUT = 17, 13  # the last batch has 5 samples, and 1
 PATIENCE = 8.0  # seconds
 
 
@@ -40,7 +40,7 @@ class GhostNorm(nn.BatchNorm2d):
         self.ranks = ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
+        if not self.training or len(x) < self.ranks:
             return super().forward(x)
         parts = [x[part(len(x), rank, self.ranks)] for rank in range(self.ranks)]
         found = [F.batch_norm(each, None, None, self.weight, self.bias, True, 0.0, self.eps) for each in parts]
@@ -96,10 +96,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "default": {"refresh_every": 2, "skip_inactive": True},
     "paper": {"flatness": "paper", "prune_unit": "steps", "prune_every": 3},
     "sam": {"method": "sam", "rho": 0.1},
-    "taylor": {"method": "taylor", "score_batches": 2, "snapshots": (0.8,)},
+    "taylor": {"method": "taylor", "score_batches": 2, "snapshots": (0.9,)},
     "norm": {"norm": True, "method": "hybrid", "threshold": 0.8},
 }
 """Case → its own settings of RECIPE; `norm` is not the recipe's."""
+NAMES = {2: list(RUNS), 3: [name for name in RUNS if name != "norm"]}
+"""Ranks → cases."""
 
 
 def seen(result: hgnp.Result) -> dict[str, Any]:
@@ -159,7 +161,7 @@ def own_loop(batch: int = GLOBAL, group: Any = None) -> dict[str, Any]:
 def equal_runs(folder: Path) -> dict[str, Any]:
     ranks = dist.get_world_size()
     found: dict[str, Any] = {}
-    for name in RUNS:
+    for name in NAMES[ranks]:
         out = folder / f"{name}-{ranks}" if name == "taylor" else None
         wrap = nn.parallel.DistributedDataParallel if name == "sam" else None
         found[name] = run_case(name, 1, batch=GLOBAL // ranks, out=out, wrap=wrap)
@@ -243,12 +245,32 @@ def details(folder: Path) -> dict[str, Any]:
 
 
 def command(folder: Path) -> dict[str, Any]:
-    """`hgnp run` as torchrun would start it: a run and a bad argument."""
+    """`hgnp run` as torchrun would start it, with arguments that are refused."""
+    lines = [["run", "nonsense"], ["run", "demo", "--out", str(folder / "taylor-2")]]
+    return commands(lines)
+
+
+def command_run(folder: Path) -> dict[str, Any]:
+    file = folder / "tiny.yaml"
+    if dist.get_rank() == 0:
+        recipe = "{keep: 0.9, warmup_epochs: 0, finetune_epochs: 0, measure: none, method: taylor}"
+        file.write_text(f"model: process_cases:tiny\ndata: process_cases:both\nrecipe: {recipe}\n")
+    dist.barrier()
+    return commands([["run", str(file), "--out", str(folder / "tiny"), "--device", "cpu"]])
+
+
+def tiny() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+
+
+def both() -> tuple[Any, Any]:
+    return DataLoader(data(SAMPLES, 1), batch_size=4, shuffle=True), DataLoader(data(HELD_OUT, 2), batch_size=4)
+
+
+def commands(lines: list[list[str]]) -> dict[str, Any]:
+    """Exit code, stdout and stderr of each."""
     from hgnp.cli import app
 
-    small = ["recipe.keep=0.9", "recipe.warmup_epochs=0", "recipe.finetune_epochs=0", "recipe.measure=none"]
-    lines = [["run", "demo", "--out", str(folder / "demo"), *(f"--set={each}" for each in small)], ["run", "nonsense"]]
-    lines.append(["run", "demo", "--out", str(folder / "demo")])
     found = []
     for line in lines:
         out, errors = io.StringIO(), io.StringIO()
@@ -311,7 +333,8 @@ def on_one_gpu(folder: Path) -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    function.__name__: function for function in (equal_runs, refusals, details, command, failures, resumed, on_one_gpu)
+    function.__name__: function
+    for function in (equal_runs, refusals, details, command, command_run, failures, resumed, on_one_gpu)
 }
 
 
@@ -319,36 +342,29 @@ def write(folder: Path, rank: int, name: str, found: dict[str, Any]) -> None:
     torch.save(found, folder / f"{name}-{dist.get_world_size()}-{rank}.pt")
 
 
-def launch(ranks: int, folder: Path, names: Sequence[str]) -> list[dict[str, Any]]:
-    """What each rank saw in each case, from processes that are started as torchrun starts them."""
+def launch(ranks: int, folder: Path, names: Sequence[str], *, torchrun: bool = False) -> list[dict[str, Any]]:
+    """What each rank saw in each case. Without `torchrun` processes are started as it would start them, but outlive each
+    other."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = os.environ | {
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
+        port = str(probe.getsockname()[1])
     tests = Path(__file__).parent
+    path = {"PYTHONPATH": f"{tests.parent / 'src'}:{tests}", "OMP_NUM_THREADS": "1"}
+    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} | group for rank in range(ranks)]
+    starter = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if torchrun else []
     processes = [
         subprocess.Popen(
-            [sys.executable, "-W", "error::UserWarning:hgnp", __file__, str(folder), *names], stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": f"{tests.parent / 'src'}:{tests}"},
+            [sys.executable, *starter, __file__, str(folder), *names], env=os.environ | path | extra,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for rank in range(ranks)
+        for extra in ([{}] if torchrun else own)
     ]  # fmt: skip
-    texts = [process.communicate(timeout=300)[0] for process in processes]
-    found: list[dict[str, Any]] = []
-    for rank, text in enumerate(texts):
-        found.append({"text": text, "code": processes[rank].returncode})
-        for name in names:
-            file = folder / f"{name}-{ranks}-{rank}.pt"
-            if not file.exists():
-                raise AssertionError("\n".join(texts))
-            found[rank][name] = torch.load(file)
-    return found
+    texts = [process.communicate(timeout=500)[0] for process in processes]
+    files = [{name: folder / f"{name}-{ranks}-{rank}.pt" for name in names} for rank in range(ranks)]
+    assert all(file.exists() for each in files for file in each.values()), "\n".join(texts)
+    codes = [process.returncode for process in processes]
+    return [{name: torch.load(file) for name, file in each.items()} | {"codes": codes} for each in files]
 
 
 def main(folder: Path, names: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
-"""The examples in the docstrings of the public names run and print what they show."""
+"""The examples in the docstrings of the public names, and those in docs/ with prompts, run and print what they show."""
 
 import doctest
+import re
 from pathlib import Path
 
 import pytest
@@ -16,3 +17,15 @@ def test_the_docstring_examples_run(name: str, tmp_path: Path, monkeypatch: pyte
     assert tests
     for test in tests:
         assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed == 0
+
+
+def test_the_examples_with_prompts_in_the_pages_run() -> None:
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
+    examples = [
+        (page.name, example)
+        for page in sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+        for example in re.findall(r"```python\n(>>> .*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    ]
+    assert examples
+    for page, example in examples:
+        assert runner.run(parser.get_doctest(example, {}, page, page, 0)).failed == 0

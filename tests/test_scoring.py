@@ -86,10 +86,37 @@ class Residual(Gated):
         return self.out(self.gate("a", x.mean((2, 3))))
 
 
+class Heads(nn.Module):
+    heads = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(4, 18), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, 2)).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.proj(gate((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Attention(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.out = Heads(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(x + self.attn(x, lambda context: self.gate("attn", context))).mean(1))
+
+
+def width_of(net: nn.Module, layer: str) -> int:
+    module = net.get_submodule(layer)
+    return module.heads if isinstance(module, Heads) else len(module.weight)
+
+
 NETS: dict[str, tuple[Callable[[], Gated], tuple[int, ...], dict[str, str]]] = {
     "mlp": (MLP, (6,), {"a": "a", "b": "b"}),
     "cnn": (CNN, (2, 6, 6), {"a": "a", "b": "b", "c": "c"}),
     "residual": (Residual, (2, 5, 5), {"a": "a", "b": "b", "c": "a"}),
+    "attention": (Attention, (3, 4), {"attn": "attn"}),
 }
 
 
@@ -133,7 +160,7 @@ def brute_force(
     """mean_i |N·∂L/∂γ_i| by central differences, layer by layer."""
     scores = {}
     for layer, gate in gate_of.items():
-        width = net.get_submodule(layer).weight.shape[0]
+        width = width_of(net, layer)
         delta = torch.zeros(samples, width, dtype=torch.double)
         for i in range(samples):
             for j in range(width):
@@ -182,7 +209,7 @@ def test_scores_rank_neurons_as_attenuating_them_does(name: str) -> None:
     before = F.cross_entropy(net(x), y)
     changes = {}
     for layer, gate in gate_of.items():
-        width = net.get_submodule(layer).weight.shape[0]
+        width = width_of(net, layer)
         changes[layer] = torch.zeros(width, dtype=torch.double)
         for j in range(width):
             net.gates = {gate: torch.ones(1, width, dtype=torch.double)}

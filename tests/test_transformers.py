@@ -1,5 +1,6 @@
 """Hugging Face's classifiers with the attention masks that tokenizers make, against gates put in by hand."""
 
+import copy
 import sys
 import warnings
 from collections.abc import Iterator
@@ -132,6 +133,106 @@ def test_scores_with_masks_are_those_of_gates_by_hand(
         inputs = tokens(kind, length=8)
         found = hgnp.sensitivity(net, neurons, [(inputs, y)], output=lambda o: o.logits)
         torch.testing.assert_close(found[layer], by_hand(net, reader, inputs, y), rtol=1e-9, atol=1e-12)
+
+
+def vit(**how: Any) -> nn.Module:
+    sizes = {"image_size": 4, "patch_size": 2, "num_channels": 1, "num_labels": 3}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, **HEADS, **how))
+
+
+HEADS = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 6, "intermediate_size": 4}
+WITH_HEADS = {
+    "bert": (
+        lambda **how: transformers.BertForSequenceClassification(
+            transformers.BertConfig(pad_token_id=PAD, **SIZES, **HEADS, **how)
+        ),
+        "bert.encoder.layer.0.attention.self",
+        "bert.encoder.layer.0.attention.output.dense",
+        6,
+    ),
+    "gpt2": (
+        lambda **how: transformers.GPT2ForSequenceClassification(
+            transformers.GPT2Config(
+                vocab_size=40, num_labels=3, n_positions=16, n_embd=12, n_layer=1, n_head=6, n_inner=4, pad_token_id=PAD,
+                bos_token_id=0, eos_token_id=0, use_cache=False, **how,
+            )
+        ),
+        "transformer.h.0.attn",
+        "transformer.h.0.attn.c_proj",
+        6,
+    ),
+    "llama": (
+        lambda **how: transformers.LlamaForSequenceClassification(
+            transformers.LlamaConfig(
+                pad_token_id=PAD, num_key_value_heads=3, use_cache=False, **SIZES, **HEADS, **how
+            )
+        ),
+        "model.layers.0.self_attn",
+        "model.layers.0.self_attn.o_proj",
+        3,
+    ),
+    "vit": (vit, "vit.layers.0.attention", "vit.layers.0.attention.o_proj", 6),
+}  # fmt: skip
+"""Network → how it is made, its attention, the layer that reads it, and how many heads can be removed: of keys, in Llama."""
+
+
+def gate_heads(net: nn.Module, reader: str, gate: Tensor) -> Any:
+    """Multiplies what the output projection reads by a gate for each head, by a hook."""
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0] * gate.repeat_interleave(args[0].shape[-1] // gate.shape[-1], -1), *args[1:])
+
+    return net.get_submodule(reader).register_forward_pre_hook(hook)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", WITH_HEADS)
+def test_heads_are_scored_removed_saved_and_loaded(name: str, attention: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make, module, reader, count = WITH_HEADS[name]
+    net = make(attn_implementation=attention).double()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    net.apply(lambda part: part.__dict__.update(p=0.0) if isinstance(part, nn.Dropout) else None)
+
+    def inputs(kind: str) -> Inputs:
+        return {"pixel_values": torch.randn(4, 1, 4, 4).double()} if name == "vit" else tokens(kind, length=8)
+
+    neurons, whole, y = hgnp.Neurons(net, inputs("full")), copy.deepcopy(net), torch.arange(4) % 3
+    assert {layer.name: layer.alive for layer in neurons.layers}[module] == count
+
+    batch = inputs("padded")
+    gate = torch.ones(4, 1, count, dtype=torch.double, requires_grad=True)
+    handle = gate_heads(net.eval(), reader, gate)
+    (slope,) = torch.autograd.grad(F.cross_entropy(net(**batch).logits, y), gate)
+    handle.remove()
+    raw = slope.abs().sum((0, 1))
+    found = hgnp.sensitivity(net, neurons, [(batch, y)], output=lambda o: o.logits)
+    torch.testing.assert_close(found[module], raw / raw.norm(), rtol=1e-9, atol=1e-12)
+
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    F.cross_entropy(net(**batch).logits, y).backward()
+    optimizer.step()
+    whole.load_state_dict(net.state_dict())
+    before, width = neurons.count, net.get_submodule(reader).weight.numel()
+    assert neurons.remove({module: [count - 1]}, optimizer).taken == 1
+    neurons.remove(neurons.least({module: torch.arange(count - 1.0)}, 1), optimizer)
+    assert neurons.count == before - 2
+    assert net.get_submodule(reader).weight.numel() == width * (count - 2) // count
+    mask = torch.ones(count).double()
+    mask[[0, count - 1]] = 0
+    gate_heads(whole, reader, mask)
+    small = hgnp.load(hgnp.save(net, tmp_path), make(attn_implementation=attention).double())
+    for mode, kind in ((False, "full"), (False, "padded"), (True, "padded"), (True, "without")):
+        batch = inputs(kind)
+        expected, got = whole.train(mode)(**batch).logits, net.train(mode)(**batch).logits
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+        if not mode:
+            assert torch.equal(small.eval()(**batch).logits, got)
+    assert hgnp.sensitivity(net, neurons, [(batch, y)], output=lambda o: o.logits)[module].shape == (count - 2,)
+    F.cross_entropy(net(**batch).logits, y).backward()
+    optimizer.step()
 
 
 def test_a_bert_is_pruned_on_batches_with_masks() -> None:

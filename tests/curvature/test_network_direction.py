@@ -165,7 +165,7 @@ def test_the_loss_to_be_differentiated_by_others_is_that_of_backward() -> None:
         {"gamma_from": "penalized_loss"},
         {"loss": lambda output, target: F.cross_entropy(output, target)},
     ],
-    ids=str,
+    ids=lambda given: ", ".join(given),
 )
 def test_choices_that_do_not_combine_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"^direction_over='network' must come with \w+='\w+', got '\w+': .+$"):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hgnp.curvature.autodiff.forward import autocast_off
 from hgnp.curvature.collector import FactorCollector
 from hgnp.curvature.device import HostScalar, SideStreams, upcast
-from hgnp.curvature.eigen import Eigenpair, arbitrary, top_of_each
+from hgnp.curvature.eigen import Eigenpair, arbitrary, top_of_each, top_of_lists
 from hgnp.curvature.factors import Block, WholeNetwork, find_blocks, unit
 from hgnp.errors import InputError
 from hgnp.reducer import LOCAL, Reducer
@@ -188,18 +188,27 @@ class Direction:
             collector.include(block)
         starts = [self._start(block) for block in blocks]
         like = blocks[0].weight
+        psi: list[Eigenpair] = []
         gamma: list[Eigenpair] = []
         known: list[int] = []
         with side.fork(), torch.no_grad(), autocast_off(like):
             sides = [collector.psi[block.name].factor() for block in blocks]
-            psi = top_of_each(sides, [start for start, _ in starts], cold=cold, reducer=reducer)
+            first = sides, [start for start, _ in starts]
+            if reducer.ranks == 1:
+                psi.extend(top_of_each(*first, cold=cold))
 
         def solve() -> None:
             differentiated = [(n, bool(collector.gamma[block.name].positions)) for n, block in enumerate(blocks)]
             known.extend(_of_any_rank(differentiated, device, reducer))
             with torch.no_grad(), autocast_off(like):
-                others = [collector.gamma[blocks[n].name].factor() for n in known]
-                gamma.extend(top_of_each(others, [starts[n][1] for n in known], cold=cold, reducer=reducer))
+                others = [collector.gamma[blocks[n].name].factor() for n in known], [starts[n][1] for n in known]
+                if reducer.ranks == 1:
+                    gamma.extend(top_of_each(*others, cold=cold))
+                else:  # Ψ and Γ at once: half as many sums
+                    for found, pairs in zip(
+                        (psi, gamma), top_of_lists([first, others], cold=cold, reducer=reducer), strict=True
+                    ):
+                        found.extend(pairs)
 
         # while the backward pass still has something to do; with several ranks not in the middle of it
         collector.when_complete = solve if reducer.ranks == 1 else None

@@ -55,12 +55,22 @@ def top_of_each(
     With several ranks, each passes its own share of every factor, and each round of products is one `reducer.sum`. An overflow
     keeps the start; a product that vanishes (a dead layer, or a start in the factor's null space) gives way to an arbitrary
     direction, or the pair would never come back."""
-    groups = list(_groups(factors, starts))
-    solvers = [_solver([factors[n] for n in group], [starts[n] for n in group], cold) for group in groups]
-    found: dict[int, Eigenpair] = {}
-    for group, pairs in zip(groups, _solved(solvers, reducer), strict=True):
-        found |= zip(group, pairs, strict=True)
-    return [found[number] for number in range(len(factors))]
+    return top_of_lists([(factors, starts)], cold=cold, reducer=reducer)[0]
+
+
+def top_of_lists(
+    problems: Sequence[tuple[Sequence[Factor], Sequence[Tensor]]], *, cold: bool, reducer: Reducer
+) -> list[list[Eigenpair]]:
+    """`top_of_each` of several lists of factors and starts. With several ranks their rounds share their sums."""
+    groups = [(which, group) for which, each in enumerate(problems) for group in _groups(*each)]
+    solvers = []
+    for which, group in groups:
+        factors, starts = problems[which]
+        solvers.append(_solver([factors[n] for n in group], [starts[n] for n in group], cold))
+    found: list[dict[int, Eigenpair]] = [{} for _ in problems]
+    for (which, group), pairs in zip(groups, _solved(solvers, reducer), strict=True):
+        found[which] |= zip(group, pairs, strict=True)
+    return [[each[n] for n in range(len(factors))] for each, (factors, _) in zip(found, problems, strict=True)]
 
 
 def _solved(solvers: Sequence[Solver[T]], reducer: Reducer) -> list[T]:

@@ -6,7 +6,7 @@ Label propagation (`propagation.py`) unites slots in a disjoint-set forest and f
 reason. A *group* is one set of the forest; its *root* is the slot that represents it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -97,15 +97,22 @@ class NewCouplingError(Exception):
 
 
 class ReadOnlyCoupling(Coupling):
-    """An existing coupling that must not change: a new union or frozen slot raises NewCouplingError."""
+    """An existing coupling that must not change for slots with these roots, those of neurons: a new union or frozen slot raises
+    NewCouplingError. Others, such as entries of a table of positions, are never removed."""
 
-    def __init__(self, coupling: Coupling) -> None:
+    def __init__(self, coupling: Coupling, roots: Collection[int]) -> None:
         self.slots, self._parent, self._reason = coupling.slots, coupling._parent, coupling._reason
+        self._roots = roots
+
+    def roots_of(self, slots: Tensor) -> Tensor:
+        found = super().roots_of(slots)
+        return torch.where(torch.isin(found, torch.tensor(sorted(self._roots))), found, FROZEN)
 
     def _join(self, one: int, other: int, reason: str) -> None:
-        if one not in self._reason or other not in self._reason:
+        if any(root in self._roots and root not in self._reason for root in (one, other)):
             raise NewCouplingError(self._reason.get(one) or self._reason.get(other) or reason)
 
     def _freeze(self, slot: int, reason: str) -> None:
-        if slot != FROZEN and self.find(slot) not in self._reason:
+        root = self.find(slot)
+        if root in self._roots and root not in self._reason:
             raise NewCouplingError(reason)

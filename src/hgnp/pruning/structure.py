@@ -370,7 +370,8 @@ class Structure:
         """Label propagation through another path. PathError if it couples or freezes more than the traced passes do."""
         if graph.error is not None and graph.stop is None:
             raise PathError(graph.error_module, first_line(graph.error)) from graph.error
-        coupling = ReadOnlyCoupling(self.coupling)
+        neurons = torch.cat([*self.neuron_slots().values(), torch.zeros(0, dtype=torch.long)])
+        coupling = ReadOnlyCoupling(self.coupling, set(self.roots[neurons].tolist()))
         propagation = self._propagation(graph, coupling)
         try:
             self._run(propagation)

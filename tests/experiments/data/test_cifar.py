@@ -90,6 +90,7 @@ def test_images_and_labels_are_those_of_the_files(layout: str, tmp_path: Path) -
 def test_options_reach_the_training_loader(tmp_path: Path) -> None:
     data = cifar10(write(tmp_path, "bin"), batch=8, crop=4, flip=False, limit=20, drop_last=True)
     assert (data.train.crop, data.train.flip, data.train.samples, data.train_samples) == (4, False, 16, 20)
+    assert next(iter(data.train))[0].is_contiguous()  # the run chooses the memory format
     assert not data.val.shuffle
     assert data.val.samples == 10
 

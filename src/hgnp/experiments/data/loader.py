@@ -153,7 +153,8 @@ def random_crop(x: Tensor, places: Tensor, padding: int) -> Tensor:
     columns = places[1].view(-1, 1) + torch.arange(width, device=x.device)
     padded = F.pad(x, (padding,) * 4).movedim(1, -1)  # (batch, height, width, channels)
     which = torch.arange(len(x), device=x.device).view(-1, 1, 1)
-    return padded[which, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
+    # the run chooses the memory format: channels last would spread through a network, and some of its CPU kernels crash
+    return padded[which, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
 
 
 @dataclass(frozen=True)
