@@ -62,17 +62,35 @@ def raw(returned: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("used", [False, True], ids=["fresh", "cached"])
-def test_a_head_that_reads_a_constant_and_keeps_a_grid_is_pruned_exactly(used: bool) -> None:
+@pytest.mark.parametrize("used", ["before", "after"])
+def test_a_head_that_reads_a_constant_and_keeps_a_grid_is_pruned_exactly(used: str) -> None:
+    """Whether it keeps the grid since before or after it was traced."""
     net = detector()
-    if used:
+    if used == "before":
         net(IMAGES)
     whole, neurons = copy.deepcopy(net), Neurons(net, IMAGES)
+    if used == "after":
+        net(IMAGES)
     assert {entry.name for entry in neurons.frozen} == {"first.0", "second.0", "heads.0.1", "heads.1.1"}
     removed = neurons.remove(neurons.least(random_scores(neurons), 6))
     assert removed.taken == 6
     assert_pruned_equals_masked(net, whole, removed, INPUTS)
     assert neurons.left_out == ()
+
+
+def test_a_dictionary_of_grids_that_was_filled_after_tracing_changes_nothing() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        if len(x) not in net.cache:
+            net.cache[len(x)] = torch.arange(len(x), dtype=x.dtype)[:, None]
+        return net.out(net.a(x).tanh()) + net.cache[len(x)]  # type: ignore[no-any-return]
+
+    net = two_layers(forward)
+    net.cache = {}  # type: ignore[assignment]
+    neurons = Neurons(net, VECTORS)
+    for _ in range(2):
+        net(VECTORS)
+        assert neurons.remove(neurons.least(random_scores(neurons), 3)).taken == 3
+    assert list(net.cache) == [len(VECTORS)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "cached"])

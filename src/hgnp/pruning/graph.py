@@ -95,6 +95,9 @@ class FunctionCall:
     non_tensors: tuple[NonTensorArgument, ...]
 
 
+ABSENT = object()
+
+
 class ReadValue(NamedTuple):
     """The value of a tensor that the network's code has read."""
 
@@ -128,6 +131,8 @@ class Graph:
     """Tensors whose values the network's code reads: by name, if they are parameters or buffers."""
     written: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Module → the attributes that its code has set in the forward pass, such as caches; tensors in them are zero."""
+    overwritten: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The values of these attributes before the forward pass; `ABSENT` if there were none."""
     decisions: tuple[str, ...] = ()
     """Places in the code that read a truth value of the inputs, or a random number."""
     stop: Stop | None = None

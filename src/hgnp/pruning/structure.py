@@ -5,6 +5,7 @@ propagates labels through both. It also says which shapes, widths and multiplyâ€
 network at the smaller shapes; `verify.py` checks those traces.
 """
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from hgnp.errors import InputError, first_line, is_too_few_values
 from hgnp.pruning.coupling import FROZEN, Coupling, NewCouplingError, ReadOnlyCoupling
-from hgnp.pruning.graph import Graph, Inputs, Outputs, Stop, spec_of, tensors_of
+from hgnp.pruning.graph import ABSENT, Graph, Inputs, Outputs, Stop, spec_of, tensors_of
 from hgnp.pruning.labels import compact, shape_after, varying_dims
 from hgnp.pruning.propagation import LabelledCall, LabelPropagation
 from hgnp.pruning.rules import op_name
@@ -98,7 +99,13 @@ class Structure:
         self.shapes: dict[str, Shape] = {name: tuple(t.shape) for name, t in tensors_of(net).items()}
         self._specs = {name: spec_of(tensor) for name, tensor in tensors_of(net).items()}  # the network may move later
         self._eval_norms = traced is not None and traced.eval_norms
+        self._initial: dict[str, dict[str, Any]] = defaultdict(dict)
+        """Module â†’ attributes that the forward pass sets as the first trace found them; every later trace finds them so too."""
         graphs = {mode: self._trace(mode) if traced is None else traced.graphs[mode] for mode in (False, True)}
+        for graph in graphs.values():
+            for name, before in graph.overwritten.items():
+                found = {key: value for key, value in before.items() if key not in self.caches.get(name, ())}
+                self._initial[name] = found | self._initial[name]
         self._representatives = self._find_heads(graphs)
         self.coupling = Coupling(self.shapes)
         if self._representatives is not None:
@@ -198,6 +205,11 @@ class Structure:
 
         def trace(caches: Mapping[str, Mapping[str, Any]]) -> Graph:
             def adjust() -> None:
+                for name, before in self._initial.items():
+                    for key, value in before.items():
+                        modules[name].__dict__.pop(key, None)
+                        if value is not ABSENT:
+                            modules[name].__dict__[key] = copy.copy(value) if isinstance(value, dict | list) else value
                 for module, values in [*((modules[name], values) for name, values in caches.items()), *attributes]:
                     module.__dict__.update(values)
                 if self._eval_norms:

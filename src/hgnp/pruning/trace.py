@@ -9,6 +9,7 @@ noted in `Graph.read_values`. At any other value (a threshold, non-maximum suppr
 which tensors the code still held there.
 """
 
+import copy
 import gc
 import logging
 import math
@@ -18,6 +19,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -41,6 +43,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from hgnp.errors import InputTypeError
 from hgnp.pruning.graph import (
+    ABSENT,
     FunctionCall,
     Graph,
     Inputs,
@@ -334,6 +337,19 @@ def _as_zeros(leaf: Any) -> Any:
     return torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
 
 
+_CONTAINERS = (dict, OrderedDict, list)
+_MODULE_STATE = frozenset(nn.Module().__dict__)
+"""Attributes of every module, `training` and the parameters among them."""
+
+
+def _same(value: Any, before: Any) -> bool:
+    """Whether an attribute is the same object as before or, as a container, holds the same objects."""
+    if type(value) not in _CONTAINERS or type(value) is not type(before):
+        return value is before
+    now, then = ([*each, *each.values()] if isinstance(each, dict) else each for each in (value, before))
+    return len(now) == len(then) and all(one is other for one, other in zip(now, then, strict=True))
+
+
 def _only_changes_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether all entries keep their positions: pooling to one position gives its result channels-last strides in this way."""
     if op is not torch.ops.aten.as_strided_.default or kwargs or len(args) != 3:
@@ -462,7 +478,12 @@ def _trace(
                 own.update({key: fakes[id(tensor)] for key, tensor in own.items() if tensor is not None})
         if outputs is not None and outputs.replaces_forward:
             net.__dict__["forward"] = partial(outputs.function, *(() if outputs.is_method else (net,)))
-        attributes = {name: dict(module.__dict__) for name, module in net.named_modules()}
+        attributes = {
+            name: {
+                key: copy.copy(value) if type(value) in _CONTAINERS else value for key, value in module.__dict__.items()
+            }
+            for name, module in net.named_modules()
+        }
         before = python_rng_state()
         try:
             # without the mode, operators that read no weight compute data; a weight is fake and brings its mode with it
@@ -485,11 +506,10 @@ def _trace(
         if python_rng_state() != before and (graph.error is None or isinstance(graph.error, UNTRACEABLE)):
             graph.error, graph.stop = UntraceableError("it uses Python's or NumPy's random numbers"), None
         for name, module in net.named_modules():
-            graph.written[name] = {
-                key: tree_map(_as_zeros, value)
-                for key, value in module.__dict__.items()
-                if key not in ("_parameters", "_buffers", "training") and value is not attributes[name].get(key, module)
-            }
+            own = {key: value for key, value in module.__dict__.items() if key not in _MODULE_STATE}
+            changed = {key: value for key, value in own.items() if not _same(value, attributes[name].get(key, ABSENT))}
+            graph.written[name] = {key: tree_map(_as_zeros, value) for key, value in changed.items()}
+            graph.overwritten[name] = {key: attributes[name].get(key, ABSENT) for key in changed}
     return graph, tracer.computed()
 
 
