@@ -204,5 +204,5 @@ def test_removal_equals_masking_on_random_networks(part: int, record_property: C
 
     check()
     record_property("made", dict(made))
-    assert all(made[name] for name in ["sums", "concatenations", "splits", "norms", "reshapes", "shared layers"])
+    assert {"sums", "concatenations", "splits", "norms", "reshapes", "shared layers"} <= made.keys(), made
     assert made["neurons removed"] > 0.6 * made["networks"]
