@@ -10,7 +10,14 @@ from torch import Tensor, nn
 import hgnp
 from cases import Net, conv
 from hgnp import Neurons
-from pruning_cases import IMAGES, VECTORS, assert_pruned_equals_masked, assert_removal_equals_masking, random_scores
+from pruning_cases import (
+    IMAGES,
+    VECTORS,
+    assert_pruned_equals_masked,
+    assert_removal_equals_masking,
+    random_scores,
+    two_layers,
+)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -161,6 +168,16 @@ def test_pooling_to_one_position_prunes_in_every_memory_format(coupling: str) ->
         assert [entry.name for entry in neurons.frozen] == ["6"]
         assert neurons.count == left
     assert_removal_equals_masking(copy.deepcopy(net), x, {"0": [1], "3": [0, 4]})
+
+
+def test_a_tensor_without_entries_has_no_channels() -> None:
+    """No channels of a layer's output; and none of its rows, which leaves a width that cannot be followed."""
+
+    def without_entries(dim: int) -> nn.Module:
+        return two_layers(lambda n, x: (n.out(h := n.a(x).tanh()), h.narrow(dim, 0, 0).sum())[0])
+
+    assert_removal_equals_masking(without_entries(1), VECTORS, {"a": [1, 4]})
+    assert "fixes a size: expected shape (0, 12)" in Neurons(without_entries(0), VECTORS).frozen[0].reason
 
 
 def linear_attention(n: Any, x: Tensor) -> Tensor:

@@ -87,11 +87,11 @@ def compact(label: Tensor) -> Tensor:
 
 
 def simplify(labels: list[Tensor]) -> tuple[Tensor, ...]:
-    """Compact labels, without those that are frozen throughout."""
+    """Compact labels, without those that are frozen throughout or of tensors without entries."""
     result = []
     for label in labels:
         label = compact(label)
-        if label.numel() > 1 or int(label.reshape(-1)[0]) != FROZEN:
+        if label.numel() > 1 or (label.numel() and int(label.reshape(-1)[0]) != FROZEN):
             result.append(label)
     return tuple(result)
 
