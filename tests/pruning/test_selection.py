@@ -111,6 +111,24 @@ def test_invalid_limits_are_refused(limits: dict[str, Any], message: str) -> Non
         neurons.least({}, 1, **limits)
 
 
+def test_least_empties_no_tensor_of_a_layer_with_several() -> None:
+    """Heads of queries and keys are mixed into heads of values: one module has both, in tensors of their own."""
+
+    def forward(n: Any, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (n.q, n.k, n.v))
+        attention = n.mix((q @ k.mT).movedim(1, -1)).movedim(-1, 1).softmax(-1)
+        return n.out((attention @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    layers = {name: nn.Linear(5, width) for name, width in {"q": 6, "k": 6, "v": 8}.items()}
+    attention = Net(forward, mix=nn.Linear(3, 4), out=nn.Linear(8, 2), **layers)
+    neurons = Neurons(nn.Sequential(attention), torch.zeros(2, 3, 5))
+    assert [(layer.name, layer.alive) for layer in neurons.layers] == [("0", 7)]
+    chosen = neurons.least({"0": torch.tensor([0.1, 0.3, 0.2, 0.9, 0.8, 0.7, 0.6])}, 6)
+    assert chosen == {"0": [0, 2, 4, 5, 6]}
+    neurons.remove(chosen)
+    assert attention(torch.zeros(2, 3, 5)).shape == (2, 3, 2)
+
+
 def test_least_skips_layers_without_scores() -> None:
     neurons = Neurons(mlp(3, 4, 5, 2), torch.zeros(1, 3))
     assert set(neurons.least({"2": torch.rand(5)}, 100)) == {"2"}

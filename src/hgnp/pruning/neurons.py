@@ -293,7 +293,8 @@ class Neurons:
         confirm: bool,
     ) -> Selection:
         """Some cuts do not work although a smaller one of the same layers does: then these layers keep one neuron (or
-        `round_to`) more, once each, or else the units involved are left out."""
+        `round_to`) more, once each, or else the units involved are left out. Of units that are all of a tensor, the most
+        important one is left out."""
         verifier = self._verifier_of(coupling)  # first: it may analyse the network again
         units, original_floors = dict(self._state.units), floors
         while True:
@@ -302,6 +303,10 @@ class Neurons:
                 chosen = self._least_per_branch(candidates, values, n, alive, room, multiples)
             else:
                 chosen = least_coupled(rounded_groups(candidates, values, alive, multiples), n, room)
+            emptying = self._emptying(chosen, units, coupling)
+            if emptying:
+                del units[max(emptying, key=lambda root: (units[root].importance(values), root))]
+                continue
             cut = self._as_selection(chosen, n, coupling)
             if not cut or not confirm:
                 return cut
@@ -320,6 +325,19 @@ class Neurons:
                 units = dict(self._state.units)
             elif not blamed:
                 return self._as_selection([], n, coupling)
+
+    def _emptying(self, chosen: Iterable[Unit], units: Mapping[int, Unit], coupling: CouplingMode) -> set[int]:
+        """The roots of units that would, together, leave nothing of a tensor. One layer's neurons may lie in several tensors:
+        talking heads that queries and keys have and those that values have."""
+        if coupling == "paper":
+            return set()
+        roots, members = self._structure.roots, {member for unit in chosen for member in unit.members}
+        removed = {root for root, unit in units.items() if unit.members[0] in members}
+        alive = self._state.alive & ~torch.isin(roots, torch.tensor(sorted(removed), dtype=torch.long))
+        for slots in self._structure.coupling.slots.values():
+            if not bool(alive[slots].any()):
+                return set(roots[slots].tolist()) & removed
+        return set()
 
     def _least_per_branch(
         self,
