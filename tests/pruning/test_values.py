@@ -274,6 +274,23 @@ def test_a_trial_on_data_freezes_what_differs_behind_the_stop() -> None:
     assert "a trial on the example input" in {entry.name: entry.reason for entry in neurons.frozen}["a"]
 
 
+@pytest.mark.parametrize("behind", ["layer", "weight", "width", "check"])
+def test_a_trial_on_data_takes_both_outcomes_of_a_decision(behind: str) -> None:
+    """Behind an outcome that the example does not have, a recorded layer is used by its width; a check refuses its outcome."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.out(net.a(x).tanh())
+        if y.sum() > 1e9:
+            if behind == "check":
+                raise ValueError("too large")
+            values = {"layer": net.a(x), "weight": net.a.weight, "width": torch.full((1,), 1.0 / net.a.out_features)}
+            y = y + values[behind].mean()
+        return y  # type: ignore[no-any-return]
+
+    neurons = Neurons(two_layers(forward), VECTORS)
+    assert neurons.count == (12 if behind == "check" else 0)
+
+
 @pytest.mark.parametrize("choice", ["inputs", "random"])
 def test_a_decision_that_changes_the_path_freezes_everything(choice: str) -> None:
     def forward(net: Any, x: Tensor) -> Tensor:

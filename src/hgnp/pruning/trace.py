@@ -229,7 +229,7 @@ class _OperatorTracer(TorchDispatchMode):
     def _decided(self, op: OpOverload, reads: tuple[int, ...]) -> Any:
         """One of the two outcomes of a decision by the inputs or by a random number, or None where there are more."""
         scalar, index = op is torch.ops.aten._local_scalar_dense.default, reads[0] if reads else -1
-        place, found = _place(), dict[int, Tensor]()
+        place, found = place_in_code(), dict[int, Tensor]()
         if scalar and index in self._uniform:
             low, high = self._uniform[index]
             outcomes: tuple[Any, Any] = low, math.nextafter(high, low)
@@ -294,7 +294,7 @@ class Decisions(NamedTuple):
     undecidable: frozenset[str] = frozenset()
 
 
-def _place() -> str:
+def place_in_code() -> str:
     """The line of code, outside of PyTorch and hgnp, that is running."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):

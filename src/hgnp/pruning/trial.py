@@ -2,12 +2,13 @@
 
 A sample of the neurons is removed from one copy of the network and masked, by closed gates, in another. Both copies run on the
 example input from the same random state: in evaluation mode, and in training mode with norms and dropout in evaluation mode.
-What they return must agree, and so must whatever their modules return in the same shape.
+What they return must agree, and so must whatever their modules return in the same shape. Where the code reads the truth of a
+tensor, as in `if x.mean() > 0:`, they run again with the other outcome, unless the code refuses it.
 """
 
 import copy
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,15 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from hgnp.errors import first_line
 from hgnp.pruning.gated_forward import gated_forward
 from hgnp.pruning.gates import Gates
 from hgnp.pruning.graph import Inputs
-from hgnp.pruning.structure import Structure
+from hgnp.pruning.structure import PathError, Structure
 from hgnp.pruning.surgery import changes_to_net, commit
-from hgnp.pruning.trace import tensors_in_output
+from hgnp.pruning.trace import place_in_code, tensors_in_output
 from hgnp.state_guards import evaluating, preserve_state
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -49,14 +51,45 @@ def disagreement(structure: Structure, gates_by_mode: Mapping[bool, Gates], aliv
         for losses, gates in gates_by_mode.items():
             closed = torch.ones(1, gates.count + 1, dtype=dtype)
             closed[:, gates.units.unit[removed]] = 0
-            with_gates = gated_forward(whole, gates.paths[0], closed[:, :-1])
-            expected = list(_fingerprints(whole, inputs, losses, with_gates))
-            found = list(_fingerprints(cut, inputs, losses, nullcontext()))
-            if len(found) != len(expected) or not all(map(partial(_agree, TOLERANCE[dtype]), found, expected)):
-                return f"a trial on the example input differs in {'training' if losses else 'evaluation'} mode"
+            with_gates = partial(gated_forward, whole, gates.paths[0], closed[:, :-1])
+            pending: list[str | None] = [None]
+            while pending:
+                decisions = _Decisions(pending.pop())
+                try:
+                    expected = _fingerprints(whole, inputs, losses, with_gates, decisions)
+                except Exception as error:
+                    if decisions.other is None or isinstance(error, PathError):
+                        raise
+                    continue  # a check: the code refuses this outcome
+                found = _fingerprints(cut, inputs, losses, nullcontext, _Decisions(decisions.other))
+                if len(found) != len(expected) or not all(map(partial(_agree, TOLERANCE[dtype]), found, expected)):
+                    other = "" if decisions.other is None else f" with the other outcome at {decisions.other}"
+                    return (
+                        f"a trial on the example input differs in {'training' if losses else 'evaluation'} mode{other}"
+                    )
+                if decisions.other is None:
+                    pending += decisions.places
     except Exception as error:
         return f"a trial on the example input fails: {first_line(error)}"
     return None
+
+
+class _Decisions(TorchFunctionMode):
+    """Notes the places in the code where the truth of a tensor is read; at the first such read at `other` it has the other
+    outcome."""
+
+    def __init__(self, other: str | None) -> None:
+        super().__init__()
+        self.other, self.places = other, dict[str, None]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not Tensor.__bool__:
+            return result
+        place = place_in_code()
+        first = place not in self.places
+        self.places[place] = None
+        return result != (first and place == self.other)
 
 
 def _as_double(leaf: Any) -> Any:
@@ -64,8 +97,12 @@ def _as_double(leaf: Any) -> Any:
 
 
 def _fingerprints(
-    net: nn.Module, inputs: Inputs, losses: bool, within: AbstractContextManager[None]
-) -> Iterator[Fingerprint]:
+    net: nn.Module,
+    inputs: Inputs,
+    losses: bool,
+    within: Callable[[], AbstractContextManager[None]],
+    decisions: _Decisions,
+) -> list[Fingerprint]:
     """Those of all that the network's modules return, and in the end of its outputs."""
     found: list[Fingerprint] = []
 
@@ -79,12 +116,12 @@ def _fingerprints(
         np.random.seed(0)
         torch.manual_seed(0)
         try:
-            with within:
+            with decisions, within():
                 net(*inputs[0], **inputs[1])
         finally:
             for handle in handles:
                 handle.remove()
-    return iter(found)
+    return found
 
 
 def _fingerprint(tensor: Tensor) -> tuple[tuple[int, ...], float, float]:
