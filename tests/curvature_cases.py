@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -240,3 +241,15 @@ LOSSES = {
     ),
     "ignored": functools.partial(F.cross_entropy, ignore_index=1),
 }
+
+
+class Twice(torch.autograd.Function):
+    """2x, which PyTorch does not show to a mode."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * grads[0]

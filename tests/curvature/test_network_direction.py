@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hgnp
-from curvature_cases import LOSSES, Residual, central, convnet, flat_direction, images, loss_of_block, shaken
+from curvature_cases import LOSSES, Residual, Twice, central, convnet, flat_direction, images, loss_of_block, shaken
 from hgnp import Flatness
 from hgnp.errors import InputError
 
@@ -172,25 +172,15 @@ def test_choices_that_do_not_combine_are_refused(options: dict[str, Any]) -> Non
         Flatness(convnet(), direction_over="network", **options)
 
 
-class Hidden(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return 2 * grads[0]
-
-
 class Custom(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return Hidden.apply(x)  # type: ignore[no-any-return]
+        return Twice.apply(x)  # type: ignore[no-any-return]
 
 
 def test_an_operation_that_hides_a_tangent_is_refused() -> None:
     net = nn.Sequential(nn.Linear(4, 4), Custom(), nn.Linear(4, 3)).double()
     x, y = torch.randn(6, 4).double(), torch.arange(6) % 3
-    with pytest.raises(InputError, match=r"^direction_over must be 'block' for this network, .*HiddenBackward"):
+    with pytest.raises(InputError, match=r"^direction_over must be 'block' for this network, .*TwiceBackward"):
         Flatness(net, **NETWORK).backward(x, y)
 
 

@@ -11,20 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from curvature_cases import begin_step, finish_step, gradients
+from curvature_cases import Twice, begin_step, finish_step, gradients
 from hgnp import Flatness
 from hgnp.curvature.autodiff.tape import Tape
 from hgnp.flatness import step_and_state
-
-
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return 2 * grads[0]
 
 
 class Net(nn.Module):
