@@ -459,9 +459,11 @@ def _holdout(groups: Sequence[Group]) -> list[str]:
     here = [group for group in groups if group.study == "holdout"]
     if not here:
         return []
-    return ["## Choices between settings", "", "Trained on 45,000 images. Accuracy on 5,000 held-out training images, not on the "
-            "test set; the folder under `results/holdout` in brackets.", "",
-            *_table(HEAD, [_row(group) for group in here])]  # fmt: skip
+    about = (
+        "Trained on 45,000 images. Accuracy on 5,000 held-out training images, not on the test set; the folder under "
+        "`results/holdout` in brackets."
+    )
+    return ["## Choices between settings", "", about, "", *_table(HEAD, [_row(group) for group in here])]
 
 
 def _chart(groups: Sequence[Group], against: str) -> charts.Chart:
