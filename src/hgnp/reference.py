@@ -347,7 +347,7 @@ def chain(net: nn.Sequential) -> dict[str, Layer]:
             layers[name] = module
         elif type(module) not in CHANNELWISE and not (isinstance(module, Norm) and module.track_running_stats):
             raise ValueError(
-                "net must be an nn.Sequential of Linear, Conv2d, BatchNorm with running statistics, elementwise activations, pooling "
-                f"and Flatten, each layer once, got {name or 'net'}: {type(module).__name__}; use hgnp.prune"
+                "net must be an nn.Sequential of Linear, Conv2d, BatchNorm with running statistics, elementwise activations, "
+                f"pooling and Flatten, each layer once, got {name or 'net'}: {type(module).__name__}; use hgnp.prune"
             )
     return layers
