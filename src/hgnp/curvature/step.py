@@ -51,7 +51,7 @@ from hgnp.curvature.autodiff.passes import Pass, Passes
 from hgnp.curvature.autodiff.rng import preserve_rng
 from hgnp.curvature.choices import Choices, choose
 from hgnp.curvature.collector import FactorCollector
-from hgnp.curvature.device import HostScalar, capturing
+from hgnp.curvature.device import HostScalar
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.factors import Block, WholeNetwork, find_blocks
@@ -110,6 +110,22 @@ class Statistics:
     def residual(self) -> Tensor:
         """‖(Ψ ⊗ Γ)v − λv‖/λ, computed on access."""
         return kronecker_residual(*self.penalized.residuals.unbind())
+
+
+@dataclass(frozen=True)
+class Objective:
+    """w·L of a batch in its parts."""
+
+    loss: Tensor
+    """w·C"""
+    term: Tensor | None = None
+    """μ·(q − B) as this rank has it; None where L is C alone."""
+    active: Tensor | None = None
+    """Whether q of all ranks is above B."""
+
+    def value(self) -> Tensor:
+        """w·L, to be differentiated. Waits for the device: an inactive term is left out, as its derivative may be infinite."""
+        return self.loss if self.term is None or not self.active else self.loss + self.term
 
 
 @dataclass(eq=False)
@@ -408,19 +424,17 @@ class Step:
         mu: float,
         direction: Direction | None,
         within: AbstractContextManager[Any] | None = None,
-    ) -> Tensor:
+    ) -> "Objective":
         """w·L of a batch, to be differentiated, along this v, in the network's present mode; None: C alone. `within` is entered
-        around the forward pass. It has no side effects: buffers and random state stay as they are."""
+        around the forward pass. It has no side effects: buffers and random state stay as they are. `share` comes first."""
         with preserve_rng(*self.net.parameters()):
             if direction is None:
                 output = self.passes.run(inputs, self.norms_mode(), within=within, side_effect_free=True)
-                return weighted(self.loss(output, target), state.weight)
+                return Objective(weighted(self.loss(output, target), state.weight))
             found, _ = self._penalized_pass(direction, state, inputs, target, side_effect_free=True, within=within)
         assert found.q is not None
         (q,) = self.reducer.sum([found.q.detach()])
-        if capturing():  # a graph cannot ask the host
-            return found.loss + mu * torch.where(q > state.bound, found.q - state.bound, 0.0)
-        return found.loss + mu * (found.q - state.bound) if bool(q > state.bound) else found.loss
+        return Objective(found.loss, mu * (found.q - state.bound), q > state.bound)
 
     # What the stages are made of
 
