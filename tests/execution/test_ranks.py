@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hgnp
-from graphed_cases import stand_in
+from graphed_cases import Stand, stand_in
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.execution.eager import Eager
+from hgnp.execution.executor import Executor
 from hgnp.execution.graphed import Graphed
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.scoring import scored
@@ -51,10 +52,10 @@ def made(norm: bool) -> Net:
     return Net(norm).double()
 
 
-def batches(kind: str, samples: int) -> list[tuple[Tensor, Tensor]]:
+def batches(kind: str, samples: int, steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
     draws = torch.Generator().manual_seed(1)
     found = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         x = torch.randn(samples, 2, 5, 5, generator=draws, dtype=torch.double)
         y = torch.randint(0, 3, (samples,), generator=draws)
         if kind == "ignored":
@@ -69,17 +70,18 @@ def trained(
     make: Callable[..., tuple[Step, State]],
     mu: float | None,
     reducer: Reducer = LOCAL,
+    execute: Callable[[Step, State], Executor] = Eager,
 ) -> dict[str, Any]:
     """What a rank sees of all steps, and scores at the end."""
     net = copy.deepcopy(net)
     neurons = hgnp.Neurons(net, torch.zeros(2, 2, 5, 5, dtype=torch.double))
     step, state = make(net, reducer=reducer)
-    eager = Eager(step, state)
+    executor = execute(step, state)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     found: dict[str, Any] = {name: [] for name in ("losses", "plans", "q", "radius", "blocks", "gradients", "weights")}
     for x, y in data:
         optimizer.zero_grad()
-        found["losses"].append(eager.backward(x, y))
+        found["losses"].append(executor.backward(x, y))
         found["plans"].append(state.plan)
         if state.statistics is not None:
             found["q"].append(state.statistics.curvature)
@@ -103,13 +105,18 @@ def compare(norm: bool, kind: str, shares: tuple[int, ...], make: Callable[..., 
     split = [list(zip(x.split(list(shares)), y.split(list(shares)), strict=True)) for x, y in joint]
     have = run_ranks(len(shares), lambda rank, reducer: trained(net, [each[rank] for each in split], make, mu, reducer))
     want = trained(net, joint, make, mu)
+    assert_same(have, want)
+    return want
+
+
+def assert_same(have: list[dict[str, Any]], want: dict[str, Any]) -> None:
+    """Each rank saw what one process saw."""
     assert all(torch.isfinite(loss) for loss in want["losses"])
     for own in have:
         assert own["plans"] == want["plans"]
         assert own["blocks"] == want["blocks"]
         for name in ("losses", "q", "radius", "gradients", "weights", "scores"):
             torch.testing.assert_close(own[name], want[name], **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
-    return want
 
 
 CHOICES: dict[str, dict[str, Any]] = {
@@ -199,20 +206,43 @@ def test_a_rank_none_of_whose_labels_count(choices: str) -> None:
     compare(True, "ignored", (1, 1, 6), partial(own, loss=LOSSES["ignored"]), 0.0 if choices == "SAM" else None)
 
 
-def test_a_step_whose_ranks_sum_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+GRAPHED: dict[str, Callable[..., tuple[Step, State]]] = {
+    name: partial(make_step, **{"mu": 0.1, "bound": 0.0} | choices) for name, choices in CHOICES.items()
+} | {
+    "mu=0": partial(make_step, mu=0.0),
+    "bound": partial(make_step, mu=0.1, bound=0.45, refresh_every=2),
+    "skips": partial(make_step, mu=0.1, bound=0.45, refresh_every=2, skip_inactive=True),
+    "network": partial(make_step, mu=0.1, bound=0.0, direction_over="network", refresh_every=2),
+    "SAM": sam,
+}
+
+
+@pytest.mark.parametrize("name", GRAPHED)
+def test_ranks_whose_steps_come_from_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank meets a new shape while the others have graphs of theirs, and one never captures: they sum all the same."""
     stand_in(monkeypatch)
-    net, (x, y) = made(norm=True), batches("labels", 8)[0]
+    net, joint = made(norm=True), batches("labels", 9, steps=12)
+    shares = [(4, 3, 2) if number % 4 else (4, 2, 3) for number in range(len(joint))]
+    split = [list(zip(x.split(each), y.split(each), strict=True)) for (x, y), each in zip(joint, shares, strict=True)]
+    graphs: dict[int, Graphed] = {}
 
-    def steps(rank: int, reducer: Reducer) -> tuple[str | None, list[Tensor]]:
-        graphed = Graphed(*make_step(copy.deepcopy(net), mu=0.1, bound=0.0, reducer=reducer))
-        part = slice(0, 5) if rank == 0 else slice(5, 8)
-        return graphed.refused, [graphed.backward(x[part], y[part]) for _ in range(4)]
+    def rank_steps(rank: int, reducer: Reducer) -> dict[str, Any]:
+        def execute(step: Step, state: State) -> Executor:
+            Stand.graphed = graphs[rank] = Graphed(step, state)
+            return graphs[rank] if rank < 2 else Eager(step, state)
 
-    eager = Eager(*make_step(copy.deepcopy(net), mu=0.1, bound=0.0))
-    want = [eager.backward(x, y) for _ in range(4)]
-    for refused, losses in run_ranks(2, steps):
-        assert refused == "ranks sum within a step"
-        torch.testing.assert_close(losses, want, **CLOSE)
+        mine = [each[rank] for each in split]
+        return trained(net, mine, GRAPHED[name], None if state_has_mu(name) else 0.0, reducer, execute)
+
+    have = run_ranks(3, rank_steps)
+    want = trained(net, joint, GRAPHED[name], None if state_has_mu(name) else 0.0)
+    assert_same(have, want)
+    assert [graphs[rank].refused for rank in (0, 1)] == [None, None]
+    assert len(graphs[0]._graphs) >= (1 if name in ("mu=0", "SAM") else 2)
+
+
+def state_has_mu(name: str) -> bool:
+    return name not in ("mu=0", "SAM")
 
 
 class Skips(nn.Module):
