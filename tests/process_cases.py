@@ -10,12 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,7 +24,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 import hgnp
+from graphed_cases import Stand, stand_in
 from hgnp.errors import HgnpError
+from hgnp.execution.graphed import Graphed
+from hgnp.execution.graphs import Graphs
 from hgnp.training.split import part
 
 GLOBAL = 12
@@ -118,12 +122,21 @@ def seen(result: hgnp.Result) -> dict[str, Any]:
     }
 
 
-def run_case(name: str, ranks: int, *, batch: int = GLOBAL, wrap: Any = None, **given: Any) -> dict[str, Any]:
+def run_case(
+    name: str,
+    ranks: int,
+    *,
+    batch: int = GLOBAL,
+    samples: int = SAMPLES,
+    execution: str = "auto",
+    wrap: Any = None,
+    **given: Any,
+) -> dict[str, Any]:
     """A whole run. `ranks`: those that one process stands for."""
-    settings = RECIPE | RUNS[name]
+    settings = RECIPE | RUNS[name] | {"execution": execution}
     net: nn.Module = network(ranks, norm=settings.pop("norm", False))
     given["accumulate"] = settings.pop("accumulate", 1)
-    train = DataLoader(data(SAMPLES, 1), batch_size=batch, shuffle=True)
+    train = DataLoader(data(samples, 1), batch_size=batch, shuffle=True)
     val = DataLoader(data(HELD_OUT, 2), batch_size=batch)
     result = hgnp.prune(
         net if wrap is None else wrap(net), train, val, recipe=hgnp.Recipe(**settings), metric=in_order,
@@ -323,19 +336,54 @@ def resumed(folder: Path) -> dict[str, Any]:
     return run_case("default", 1, batch=GLOBAL // 2, out=folder / "resumed", resume=True)
 
 
+FOR_GRAPHS = 9 * GLOBAL + 5
+"""Samples of an epoch in which most steps are replays."""
+
+
 def on_one_gpu(folder: Path) -> dict[str, Any]:
     """Both ranks on the first GPU, in a gloo group: nccl wants a GPU for each."""
-    gloo = dist.new_group(backend="gloo")
+    ranks, found = dist.get_world_size(), {}
+    for name in NAMES[2]:
+        with counted_replays() as replays:
+            found[name] = run_case(name, 1, batch=GLOBAL // ranks, samples=FOR_GRAPHS, device="cuda:0")
+        found[f"{name}: replays"] = len(replays)
+    return found
 
-    def wrap(net: nn.Module) -> nn.Module:
-        return nn.parallel.DistributedDataParallel(net.to("cuda:0"), process_group=gloo)
 
-    return run_case("default", 1, batch=GLOBAL // 2, wrap=wrap, device="cuda:0")
+@contextlib.contextmanager
+def counted_replays() -> Iterator[list[object]]:
+    """Collects the graphs that are replayed within."""
+    found: list[object] = []
+    replay = Graphs.replay
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Graphs, "replay", lambda graphs: (found.append(graphs), replay(graphs))[1])
+        yield found
+
+
+def stood_in_run(folder: Path | None = None) -> dict[str, Any]:
+    """Whole runs whose steps come from what stands in for CUDA graphs on a CPU."""
+
+    class Stood(Graphed):
+        uses_graphs = False  # but for steps
+
+    def executor(step: Any, state: Any, precision: Any, *, graphs: bool) -> Graphed:
+        Stand.graphed = Stood(step, state, precision)
+        return Stand.graphed
+
+    ranks, found = dist.get_world_size() if dist.is_initialized() else 1, {}
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch)
+        patch.setattr("hgnp.training.trainer.make_executor", executor)
+        for name in ("default", "paper", "sam"):
+            found[name] = run_case(name, 1, batch=GLOBAL // ranks, samples=FOR_GRAPHS)
+            assert Stand.graphed.refused is None
+            found[f"{name}: graphs"] = len(Stand.graphed._graphs)
+    return found
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     function.__name__: function
-    for function in (equal_runs, refusals, details, command, command_run, failures, resumed, on_one_gpu)
+    for function in (equal_runs, stood_in_run, refusals, details, command, command_run, failures, resumed, on_one_gpu)
 }
 
 
@@ -372,7 +420,10 @@ def main(folder: Path, names: Sequence[str]) -> None:
     torch.set_num_threads(1)
     from hgnp.execution.process_group import initialise
 
-    initialise()
+    if "on_one_gpu" in names:
+        dist.init_process_group("gloo")
+    else:
+        initialise()
     for name in names:
         write(folder, dist.get_rank(), name, CASES[name](folder))
 

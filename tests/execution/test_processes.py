@@ -11,10 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hgnp
-from hgnp.curvature.step import make_step
-from hgnp.execution.eager import Eager
-from hgnp.execution.process_group import ProcessGroupReducer
-from process_cases import NAMES, launch, network, own_loop, run_case
+from process_cases import FOR_GRAPHS, NAMES, launch, own_loop, run_case
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -27,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
     """What two processes saw. In the end one of them dies."""
-    return launch(2, folder, ["equal_runs", "refusals", "details", "command", "failures"])
+    return launch(2, folder, ["equal_runs", "stood_in_run", "refusals", "details", "command", "failures"])
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +52,14 @@ def test_a_run_is_that_of_the_joint_batch(
         torch.testing.assert_close(rank["equal_runs"][name], want, **CLOSE)
         if name == "taylor":  # read back from the folder of the finished run
             torch.testing.assert_close(rank["equal_runs"]["loaded"]["weights"], want["weights"], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["default", "paper", "sam"])
+def test_a_run_from_graphs_is_that_of_the_joint_batch(name: str, two: list[Any]) -> None:
+    want = run_case(name, 1, samples=FOR_GRAPHS)
+    for rank in two:
+        torch.testing.assert_close(rank["stood_in_run"][name], want, **CLOSE)
+        assert rank["stood_in_run"][f"{name}: graphs"] > 0
 
 
 def test_a_loop_of_ones_own_is_that_of_the_joint_batch(two: list[Any], three: list[Any]) -> None:
@@ -180,44 +185,3 @@ def test_torchrun_starts_the_command(three: list[Any], folder: Path) -> None:
     assert "page.html" in first[1]
     assert json.loads((folder / "tiny" / "run.json").read_text())["ranks"] == 3
     assert (folder / "tiny" / "page.html").exists()
-
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-class ForcedReducer(ProcessGroupReducer):
-    """A rank that sums as one of several: its sums are its own numbers, but they go through the group."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ranks = 2
-
-
-@needs_cuda
-@pytest.mark.parametrize("backend", ["nccl", "gloo", "cpu:gloo,cuda:nccl"])
-def test_a_group_of_one_rank_changes_nothing_on_a_gpu(backend: str) -> None:
-    x, y = torch.randn(8, 1, 6, 6, dtype=torch.double).cuda(), torch.arange(8).cuda() % 3
-    grads = []
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        reducer = ProcessGroupReducer()
-        assert reducer.broadcast(b"abc") == b"abc"
-        assert reducer.gather(b"") == [b""]
-        for options in ({}, {"reducer": ForcedReducer()}):
-            net = network(1).cuda()
-            executor = Eager(*make_step(net, mu=0.1, bound=0.0, refresh_every=2, **options))
-            for _ in range(4):
-                net.zero_grad()
-                executor.backward(x, y)
-            grads.append([p.grad for p in net.parameters()])
-    finally:
-        dist.destroy_process_group()
-    torch.testing.assert_close(*grads, **CLOSE)
-
-
-@needs_cuda
-def test_two_gloo_ranks_share_a_gpu(tmp_path: Path) -> None:
-    found = launch(2, tmp_path, ["on_one_gpu"])
-    want = run_case("default", 1, device="cuda:0")
-    for rank in found:
-        torch.testing.assert_close(rank["on_one_gpu"], want, **CLOSE, check_device=False)

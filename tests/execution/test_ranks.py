@@ -1,6 +1,7 @@
 """Steps of several ranks, each with its share of a batch, are the steps of one process with all of it."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hgnp
-from graphed_cases import Stand, stand_in
+from graphed_cases import Again, Stand, stand_in
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.execution.eager import Eager
 from hgnp.execution.executor import Executor
 from hgnp.execution.graphed import Graphed
+from hgnp.execution.graphs import CaptureError
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.scoring import scored
 from ranks import run_ranks
@@ -217,11 +219,10 @@ GRAPHED: dict[str, Callable[..., tuple[Step, State]]] = {
 }
 
 
-@pytest.mark.parametrize("name", GRAPHED)
-def test_ranks_whose_steps_come_from_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank meets a new shape while the others have graphs of theirs, and one never captures: they sum all the same."""
-    stand_in(monkeypatch)
-    net, joint = made(norm=True), batches("labels", 9, steps=12)
+def compare_graphed(name: str) -> list[Graphed]:
+    """Steps of three ranks from graphs with those of one process. One rank meets a new shape while the first has graphs of its
+    own, and one never captures: they sum all the same."""
+    net, joint, mu = made(norm=True), batches("labels", 9, steps=12), 0.0 if name in ("mu=0", "SAM") else None
     shares = [(4, 3, 2) if number % 4 else (4, 2, 3) for number in range(len(joint))]
     split = [list(zip(x.split(each), y.split(each), strict=True)) for (x, y), each in zip(joint, shares, strict=True)]
     graphs: dict[int, Graphed] = {}
@@ -231,18 +232,36 @@ def test_ranks_whose_steps_come_from_graphs(name: str, monkeypatch: pytest.Monke
             Stand.graphed = graphs[rank] = Graphed(step, state)
             return graphs[rank] if rank < 2 else Eager(step, state)
 
-        mine = [each[rank] for each in split]
-        return trained(net, mine, GRAPHED[name], None if state_has_mu(name) else 0.0, reducer, execute)
+        return trained(net, [each[rank] for each in split], GRAPHED[name], mu, reducer, execute)
 
-    have = run_ranks(3, rank_steps)
-    want = trained(net, joint, GRAPHED[name], None if state_has_mu(name) else 0.0)
-    assert_same(have, want)
-    assert [graphs[rank].refused for rank in (0, 1)] == [None, None]
-    assert len(graphs[0]._graphs) >= (1 if name in ("mu=0", "SAM") else 2)
+    assert_same(run_ranks(3, rank_steps), trained(net, joint, GRAPHED[name], mu))
+    return [graphs[0], graphs[1]]
 
 
-def state_has_mu(name: str) -> bool:
-    return name not in ("mu=0", "SAM")
+@pytest.mark.parametrize("name", GRAPHED)
+def test_ranks_whose_steps_come_from_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    for graphed in compare_graphed(name):
+        assert graphed.refused is None
+        assert graphed._graphs
+
+
+@pytest.mark.parametrize("capture", [1, 2, 3])
+@pytest.mark.parametrize("name", ["default", "paper", "mu=0"])
+def test_a_rank_that_cannot_capture_goes_on_with_the_others(
+    name: str, capture: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unable(Stand):
+        def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
+            number = vars(self).setdefault("number", itertools.count(1))
+            if self.graphed.step.reducer.rank == 0 and next(number) == capture:
+                raise CaptureError("it cannot")
+            return super().capture(work)
+
+    stand_in(monkeypatch, Unable)
+    first, second = compare_graphed(name)
+    assert first.refused == ("it cannot" if capture == 1 or name != "mu=0" else None)
+    assert second.refused is None
 
 
 class Skips(nn.Module):

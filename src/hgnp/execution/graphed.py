@@ -152,7 +152,8 @@ class Graphed:
         if self.step.reducer.ranks == 1:
             return
         summed = self.step.summed_gradients()
-        if self._graph_grads is None:
+        if self._graph_grads is None or not self._grads:  # some piece ran eagerly, or graphs are gone since
+            self._graph_grads = None
             for p, grad in summed:
                 p.grad = grad
             return
