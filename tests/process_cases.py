@@ -298,11 +298,15 @@ def commands(lines: list[list[str]]) -> dict[str, Any]:
 
 
 def failures(folder: Path) -> dict[str, Any]:
-    """A rank with an error of its own, one that hangs, and in the end one that dies."""
+    """A rank with an error of its own, one that diverges, one that hangs, and in the end one that dies."""
     rank, found = dist.get_rank(), {}
     x, y = data(SAMPLES, 1).tensors
     bad = torch.where(torch.arange(SAMPLES) % 8 == 7, 7, y)  # in rank 1's part of every batch
     train = DataLoader(TensorDataset(x, bad), batch_size=4)
+
+    def diverge(state: Any) -> None:
+        if rank == 1 and state.epoch == 2:
+            state.net.out.bias.data.fill_(torch.nan)
 
     def hang(state: Any) -> None:
         if rank == 1 and state.epoch == 1:
@@ -321,6 +325,9 @@ def failures(folder: Path) -> dict[str, Any]:
     start = time.monotonic()
     found["error"] = said(lambda: hgnp.prune(one, train, recipe=hgnp.Recipe(**RECIPE), verbose=False))
     dist.barrier()
+    run = partial(run_case, "default", 1, batch=GLOBAL // 2, out=folder / "diverged")
+    found["diverged"] = said(lambda: run(on_step=diverge))
+    found["after divergence"] = run(resume=True)
     found["hang"] = said(lambda: run_case("default", 1, batch=GLOBAL // 2, wrap=lambda net: other, on_step=hang))
     dist.barrier()
     found["seconds"] = time.monotonic() - start

@@ -155,6 +155,16 @@ def test_a_rank_that_fails_hangs_or_dies_ends_the_others(two: list[Any], folder:
     assert (folder / "resumed" / "checkpoint.safetensors").exists()
 
 
+def test_a_loss_that_diverges_on_one_rank_ends_all(two: list[Any], joint: dict[Any, Any]) -> None:
+    want = joint.get(("default", 0)) or run_case("default", 1)
+    for rank in two:
+        line = rank["failures"]["diverged"]
+        assert line.startswith("DivergedError: the loss is nan in epoch 2, step 1; the last good checkpoint is ")
+        assert len(line.splitlines()) == 1
+        torch.testing.assert_close(rank["failures"]["after divergence"], want, **CLOSE)
+    assert two[0]["failures"]["seconds"] < 60
+
+
 def test_a_run_resumes_with_another_number_of_ranks(three: list[Any], joint: dict[Any, Any], folder: Path) -> None:
     want = joint.get(("default", 0)) or run_case("default", 1)
     for rank in three:
