@@ -264,13 +264,15 @@ def command(folder: Path) -> dict[str, Any]:
     return commands(lines)
 
 
-def command_run(folder: Path) -> dict[str, Any]:
+def torchrun_command(folder: Path, ranks: int) -> "subprocess.CompletedProcess[str]":
+    """`torchrun --nproc-per-node N -m hgnp run …` as a user types it."""
     file = folder / "tiny.yaml"
-    if dist.get_rank() == 0:
-        recipe = "{keep: 0.9, warmup_epochs: 0, finetune_epochs: 0, measure: none, method: taylor}"
-        file.write_text(f"model: process_cases:tiny\ndata: process_cases:both\nrecipe: {recipe}\n")
-    dist.barrier()
-    return commands([["run", str(file), "--out", str(folder / "tiny"), "--device", "cpu"]])
+    recipe = "{keep: 0.9, warmup_epochs: 0, finetune_epochs: 0, measure: none, method: taylor}"
+    file.write_text(f"model: process_cases:tiny\ndata: process_cases:both\nrecipe: {recipe}\n")
+    line = ["-m", "hgnp", "run", str(file), "--out", str(folder / "tiny"), "--device", "cpu"]
+    return subprocess.run(
+        [*TORCHRUN, f"--nproc-per-node={ranks}", *line], env=environment(), capture_output=True, text=True, timeout=100
+    )
 
 
 def tiny() -> nn.Module:
@@ -390,12 +392,21 @@ def stood_in_run(folder: Path | None = None) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     function.__name__: function
-    for function in (equal_runs, stood_in_run, refusals, details, command, command_run, failures, resumed, on_one_gpu)
+    for function in (equal_runs, stood_in_run, refusals, details, command, failures, resumed, on_one_gpu)
 }
 
 
 def write(folder: Path, rank: int, name: str, found: dict[str, Any]) -> None:
     torch.save(found, folder / f"{name}-{dist.get_world_size()}-{rank}.pt")
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def environment() -> dict[str, str]:
+    """Of processes that find hgnp and the tests' own modules."""
+    tests = Path(__file__).parent
+    return os.environ | {"PYTHONPATH": f"{tests.parent / 'src'}:{tests}", "OMP_NUM_THREADS": "1"}
 
 
 def launch(ranks: int, folder: Path, names: Sequence[str], *, torchrun: bool = False) -> list[dict[str, Any]]:
@@ -404,14 +415,12 @@ def launch(ranks: int, folder: Path, names: Sequence[str], *, torchrun: bool = F
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    tests = Path(__file__).parent
-    path = {"PYTHONPATH": f"{tests.parent / 'src'}:{tests}", "OMP_NUM_THREADS": "1"}
     group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} | group for rank in range(ranks)]
-    starter = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if torchrun else []
+    starter = [*TORCHRUN, f"--nproc-per-node={ranks}"] if torchrun else [sys.executable]
     processes = [
         subprocess.Popen(
-            [sys.executable, *starter, __file__, str(folder), *names], env=os.environ | path | extra,
+            [*starter, __file__, str(folder), *names], env=environment() | extra,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for extra in ([{}] if torchrun else own)

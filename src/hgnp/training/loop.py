@@ -385,6 +385,8 @@ class TrainingLoop:
     # Checkpoints
 
     def _last_checkpoint(self) -> str:
+        if self.task.reducer.rank > 0:
+            return "rank 0 names the last good checkpoint"
         if self.folder is None:
             return "there is no checkpoint, as out is not set"
         return f"the last good checkpoint is {self.folder.checkpoint}, after {self.run_state.epoch} epochs"
