@@ -6,6 +6,7 @@ Run as a script, with the environment that torchrun sets, each process goes thro
 import contextlib
 import io
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -258,6 +259,16 @@ def details(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def documented(folder: Path) -> dict[str, Any]:
+    """The script of docs/distributed.md, on a CPU."""
+    page = (Path(__file__).parents[1] / "docs" / "distributed.md").read_text(encoding="utf-8")
+    script = re.findall(r"```python\n(# train.py.*?)```", page, re.DOTALL)[0].replace('"cuda"', '"cpu"')
+    names: dict[str, Any] = {}
+    with contextlib.chdir(folder):
+        exec(script, names)  # noqa: S102  the repository's own text
+    return {"reached": names["result"].reached, "weights": dict(names["net"].state_dict())}
+
+
 def command(folder: Path) -> dict[str, Any]:
     """`hgnp run` as torchrun would start it, with arguments that are refused."""
     lines = [["run", "nonsense"], ["run", "demo", "--out", str(folder / "taylor-2")]]
@@ -392,7 +403,7 @@ def stood_in_run(folder: Path | None = None) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     function.__name__: function
-    for function in (equal_runs, stood_in_run, refusals, details, command, failures, resumed, on_one_gpu)
+    for function in (equal_runs, stood_in_run, documented, refusals, details, command, failures, resumed, on_one_gpu)
 }
 
 

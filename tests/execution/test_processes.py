@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
     """What two processes saw. In the end one of them dies."""
-    return launch(2, folder, ["equal_runs", "stood_in_run", "refusals", "details", "command", "failures"])
+    return launch(2, folder, ["equal_runs", "stood_in_run", "documented", "refusals", "details", "command", "failures"])
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,14 @@ def test_ranks_differ_where_they_should_and_nowhere_else(two: list[Any]) -> None
     assert second["lines"] == ""  # rank 0 shows progress
     assert first["strides"][0] == first["strides"][1]
     torch.testing.assert_close(first["summed"], first["own"] + second["own"])
+
+
+def test_the_script_of_the_docs_runs_on_two_ranks(two: list[Any], folder: Path) -> None:
+    first, second = (rank["documented"] for rank in two)
+    assert first["reached"]
+    torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0)
+    assert (folder / "small").exists()
+    assert json.loads((folder / "runs" / "digits" / "run.json").read_text())["ranks"] == 2
 
 
 def test_the_command_refuses_with_one_voice(two: list[Any]) -> None:
