@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import hgnp
-from process_cases import FOR_GRAPHS, NAMES, launch, own_loop, run_case, torchrun_command
+from hgnp.reducer import Reducer
+from process_cases import FOR_GRAPHS, NAMES, launch, network, own_loop, run_case, torchrun_command
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -98,14 +100,18 @@ def test_what_ranks_cannot_do_is_refused_on_all_of_them(two: list[Any]) -> None:
         assert rank["refusals"].keys() == REFUSED.keys()
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 def test_sharded_networks_are_refused_by_name() -> None:
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         with pytest.raises(hgnp.HgnpError, match="net must be a plain module, got FSDPModule; pass the network before"):
             hgnp.Flatness(fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh))
+        whole = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+        with pytest.raises(hgnp.HgnpError, match="net must be a plain module, got FullyShardedDataParallel; pass the"):
+            hgnp.Flatness(whole)
         split = nn.Sequential(nn.Linear(2, 2))
         dist.tensor.parallel.parallelize_module(split, mesh, {"0": dist.tensor.parallel.ColwiseParallel()})
         with pytest.raises(
@@ -180,6 +186,24 @@ def test_a_run_resumes_with_another_number_of_ranks(three: list[Any], joint: dic
     torch.testing.assert_close(
         run_case("default", 1, out=folder / "resumed", resume=True)["weights"], want["weights"], **CLOSE
     )
+
+
+class OtherSelection(Reducer):
+    """One of two ranks, of which the other would remove other neurons."""
+
+    ranks = 2
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data, bytes(32) if len(data) == 32 else data]  # a hash
+
+
+def test_nothing_is_cut_if_ranks_would_remove_different_neurons(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = network(1)
+    monkeypatch.setattr("hgnp.train.join_ranks", lambda net: (net, OtherSelection()))
+    monkeypatch.setattr("hgnp.train.failures_announced", lambda _: nullcontext())
+    with pytest.raises(hgnp.HgnpError, match="ranks must remove the same neurons from the same network"):
+        run_case("default", 1, wrap=lambda _: net)
+    assert [p.shape for p in net.parameters()] == [p.shape for p in network(1).parameters()]
 
 
 @pytest.mark.parametrize("size", ["1", "", "many"])
