@@ -152,6 +152,8 @@ def entries(root: Path) -> list[Entry]:
         ]
         name = str(run.info.get("name") or run.info.get("model"))
         study = file.parent.parent.name
+        if study == "holdout":  # settings that are compared have one name and seed
+            name = f"{name} ({file.parent.name})"
         found.append(Entry(study, name, method, run.seed or 0, tuple(points), full))
     return found
 
@@ -282,14 +284,15 @@ PROTOCOL = (
 def page(root: Path, out: Path, command: str) -> tuple[str, list[charts.Chart]]:
     found = grouped(entries(root))
     own = [group for group in found if group.study in ("cifar10-best", "cifar10-rivals")]
-    drawn = [_chart(found, "kept"), _chart(found, "macs")]
+    tested = [group for group in found if group.study != "holdout"]
+    drawn = [_chart(tested, "kept"), _chart(tested, "macs")]
     lines = [
         "# Results", "",
         f"`{command}`, {datetime.date.today()}, from the runs under `{root.name}/`. Accuracy on CIFAR-10's test images.", "",
         *PROTOCOL, "",
         *_endpoints(own), *_field(own), *_groups("Our recipes", "cifar10-best", own),
         *_groups("Methods at one schedule", "cifar10-rivals", own),
-        *_equal_macs(own), *_robustness(root), *_term(root), *_paper(found),
+        *_equal_macs(own), *_robustness(root), *_term(root), *_paper(tested), *_holdout(found),
         "## Figures", "",
         *(f"![{chart.alt}]({out.stem}/{chart.key}.png)" for chart in drawn), "",
         "## How it is computed", "", *((__doc__ or "").split("The rules:")[1].strip().splitlines()), "",
@@ -450,6 +453,17 @@ def _paper(groups: Sequence[Group]) -> list[str]:
         return []
     return ["## The paper's schedule", "", "`hgnp paper results/paper` compares these with the paper's own numbers.", "",
             *_table(HEAD, [_row(group) for group in here])]  # fmt: skip
+
+
+def _holdout(groups: Sequence[Group]) -> list[str]:
+    here = [group for group in groups if group.study == "holdout"]
+    if not here:
+        return []
+    about = (
+        "Trained on 45,000 images. Accuracy on 5,000 held-out training images, not on the test set; the folder under "
+        "`results/holdout` in brackets."
+    )
+    return ["## Choices between settings", "", about, "", *_table(HEAD, [_row(group) for group in here])]
 
 
 def _chart(groups: Sequence[Group], against: str) -> charts.Chart:

@@ -89,7 +89,7 @@ def data(n: int, seed: int) -> TensorDataset:
 def in_order(outputs: Tensor, targets: Tensor) -> float:
     """A metric that depends on the order of the samples."""
     right = (outputs.softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)).double()
-    return float((right * torch.arange(1, len(right) + 1)).sum())
+    return float((right * torch.arange(1, len(right) + 1, device=right.device)).sum())
 
 
 RECIPE: dict[str, Any] = {

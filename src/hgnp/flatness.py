@@ -26,6 +26,7 @@ from hgnp.curvature.choices import (
 )
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.step import State, Step, make_step
+from hgnp.curvature.validation import check_bound, check_mu
 from hgnp.errors import refuse_renamed
 from hgnp.execution.eager import Eager
 from hgnp.execution.process_group import ranks_of
@@ -163,6 +164,7 @@ class Flatness:
 
     @mu.setter
     def mu(self, value: float) -> None:
+        check_mu(value)
         self._state.mu = value
 
     @property
@@ -172,6 +174,7 @@ class Flatness:
 
     @bound.setter
     def bound(self, value: float) -> None:
+        check_bound(value)
         self._state.bound = value
 
     @property

@@ -81,3 +81,14 @@ def test_the_page_has_each_seed_and_names_what_is_missing(tmp_path: Path) -> Non
     assert "Not run yet: `python benchmarks/robustness.py" in text
     assert "Not run yet: `hgnp study cifar10-best" not in text
     assert {series.label for series in drawn[0].series} >= {"VGG-16, others", "ResNet-18, others"}
+
+
+def test_held_out_accuracies_are_not_among_those_of_the_test_set(tmp_path: Path) -> None:
+    for setting in ("long", "short"):
+        write_run(tmp_path / "results" / "holdout" / setting, name=results.VGG, method="taylor", keep=0.05)
+    text, drawn = results.page(tmp_path / "results", tmp_path / "results.md", "python benchmarks/results.py")
+    before, after = text.split("## Choices between settings")
+    for setting in ("long", "short"):
+        assert f"| {results.VGG} ({setting}), taylor, κ 5 % |" in after
+        assert f"({setting})" not in before
+    assert {series.label for series in drawn[0].series} == {"VGG-16, others", "ResNet-18, others"}

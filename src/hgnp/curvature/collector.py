@@ -25,7 +25,7 @@ class _Probe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, s: Tensor, anchor: Tensor, sink: Any) -> Tensor:
         ctx.sink = sink
-        ctx.mark_dirty(s)
+        ctx.mark_dirty(s)  # s itself is returned: a copy of every layer's output would cost more than the probe
         return s
 
     @staticmethod

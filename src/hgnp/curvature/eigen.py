@@ -128,20 +128,20 @@ def _solver(factors: Sequence[Factor], starts: Sequence[Tensor], cold: bool) -> 
     """The top eigenpairs of one group of factors."""
     start = _padded(starts)
     parts = list(merged(factors, start.shape[1]))
-    everything = _arbitrary(tuple((factor.entries, factor.side) for factor in factors), start.dtype, start.device)
+    fallback = _arbitrary(tuple((factor.entries, factor.side) for factor in factors), start.dtype, start.device)
     # an eigenvector that is no longer the top one would never leave its place
-    begin = unit(start + MIXED_IN * everything) if cold else start
+    begin = unit(start + MIXED_IN * fallback) if cold else start
     if isinstance(factors[0], Patches) or factors[0].side > SMALL:
         found = yield from _ritz(partial(_product, parts), begin, COLD if cold else factors[0].warm, cold)
     else:
         matrix = yield _dense(parts, start)
-        begin = Dense(_raised(matrix, COLD_POWER if cold else POWER)).product(begin)
+        begin = Dense(_matrix_power(matrix, COLD_POWER if cold else POWER)).product(begin)
         found = _alone(_ritz(Dense(matrix).product, begin, 2, cold))
     v, value, residual = found
     good = (value > 0) & (value < torch.inf)
-    v = torch.where(good.unsqueeze(1), v, torch.where((value <= 0).unsqueeze(1), everything, start))
+    v = torch.where(good.unsqueeze(1), v, torch.where((value <= 0).unsqueeze(1), fallback, start))
     # here, not by the caller: memory of a side stream must not be read on another stream and then released
-    return list(_apart(factors, v, value, torch.where(good, residual, torch.inf)))
+    return list(_split(factors, v, value, torch.where(good, residual, torch.inf)))
 
 
 def _product(parts: Sequence[Factor], x: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def _ritz(product: Callable[[Tensor], Tensor], start: Tensor, products: int, col
             images.append((yield product(basis[:, k])))
         image = torch.stack(images, 1)
         # no eigh: it waits for the device, and cannot be captured
-        weights = _raised(basis @ image.mT, COLD_POWER if cold else RITZ_POWER)[:, :1]
+        weights = _matrix_power(basis @ image.mT, COLD_POWER if cold else RITZ_POWER)[:, :1]
         v, image = (weights @ basis).squeeze(1), (weights @ image).squeeze(1)
         length = torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
         v, image = v / length, image / length
@@ -204,7 +204,7 @@ def _ritz(product: Callable[[Tensor], Tensor], start: Tensor, products: int, col
     return v, value, torch.linalg.vector_norm(image / value.unsqueeze(1) - v, dim=1)
 
 
-def _raised(K: Tensor, power: int) -> Tensor:
+def _matrix_power(K: Tensor, power: int) -> Tensor:
     """K to a power of two, by squaring: six small products stand for 64 powers. Scaled."""
     for squaring in range(power.bit_length() - 1):
         if squaring % 4 == 0:  # K¹⁶ of a matrix of norm 1 is in range, K²⁵⁶ is not
@@ -231,7 +231,7 @@ def _padded(vectors: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def _apart(factors: Sequence[Factor], v: Tensor, value: Tensor, residual: Tensor) -> Iterator[Eigenpair]:
+def _split(factors: Sequence[Factor], v: Tensor, value: Tensor, residual: Tensor) -> Iterator[Eigenpair]:
     entry = 0
     for factor in factors:
         mine = slice(entry, entry := entry + factor.entries)

@@ -58,7 +58,7 @@ from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.factors import Block, WholeNetwork, find_blocks
 from hgnp.curvature.losses import Loss, Rows, loss_curvature, normaliser, weighted
 from hgnp.curvature.network_direction import COLD, NetworkDirection
-from hgnp.curvature.validation import check_functions, check_network, finite, has_gradient_hooks
+from hgnp.curvature.validation import check_bound, check_functions, check_mu, check_network, has_gradient_hooks
 from hgnp.errors import InputError, one_line, refuse_renamed
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import Removal, listen
@@ -587,10 +587,8 @@ def make_step(
 ) -> tuple[Step, State]:
     """A step and the state it begins with, from the arguments of `Flatness`."""
     check_functions(loss=loss, output=output)
-    if not (finite(mu) and mu >= 0):
-        raise InputError(f"mu must be a finite number ≥ 0, got {mu!r}")
-    if not finite(bound):
-        raise InputError(f"bound must be a finite number, got {bound!r}")
+    check_mu(mu)
+    check_bound(bound)
     if loss_curvature(loss) is None:
         if curvature == "ggn" or choices.get("fisher_type") == "mc":
             raise InputError(

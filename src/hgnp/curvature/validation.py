@@ -31,6 +31,16 @@ def finite(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
+def check_mu(mu: Any) -> None:
+    if not (finite(mu) and mu >= 0):
+        raise InputError(f"mu must be a finite number ≥ 0, got {mu!r}")
+
+
+def check_bound(bound: Any) -> None:
+    if not finite(bound):
+        raise InputError(f"bound must be a finite number, got {bound!r}")
+
+
 def check_network(net: nn.Module, *, flatten: bool) -> None:
     """That PyTorch shows the network's operations and, with `flatten`, that there is a block to flatten."""
     if not isinstance(net, nn.Module):
