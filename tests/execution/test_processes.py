@@ -197,6 +197,9 @@ class OtherSelection(Reducer):
         return [data, bytes(32) if len(data) == 32 else data]  # a hash
 
 
+@pytest.mark.filterwarnings(
+    "ignore:the first dimension of some tensor is not the sample"
+)  # the other rank does not say
 def test_nothing_is_cut_if_ranks_would_remove_different_neurons(monkeypatch: pytest.MonkeyPatch) -> None:
     net = network(1)
     monkeypatch.setattr("hgnp.train.join_ranks", lambda net: (net, OtherSelection()))
