@@ -15,7 +15,7 @@ from hgnp.execution.eager import Eager
 def test_the_next_batch_is_fetched_before_the_host_waits_for_q(
     direction_from: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not under the step's autocast: a transform would compute in half precision."""
+    """q is on its way by then, and the step's autocast is off: a transform would compute in half precision."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
@@ -23,7 +23,14 @@ def test_the_next_batch_is_fetched_before_the_host_waits_for_q(
     order: list[Any] = []
     q = Statistics.q.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(Statistics, "q", property(lambda statistics: order.append("q") or q(statistics)))
-    eager.fetch = lambda: order.append(("fetch", torch.is_autocast_enabled("cpu")))
+
+    def fetch() -> None:
+        assert not torch.is_autocast_enabled("cpu")
+        assert eager.state.statistics is not None
+        assert eager.state.statistics.sent is not None
+        order.append("fetch")
+
+    eager.fetch = fetch
     for _ in range(2):
         eager.backward(torch.randn(8, 4), torch.arange(8) % 3)
-    assert order == [("fetch", False), "q"] * 2
+    assert order == ["fetch", "q"] * 2

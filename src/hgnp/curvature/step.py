@@ -112,7 +112,11 @@ class Statistics:
     curvature: Tensor
     """q, of all ranks."""
     sent: HostScalar | None = None
-    """q on its way to the host, if it was sent there at once."""
+    """q on its way to the host, if it was sent there."""
+
+    def sending(self) -> "Statistics":
+        """The same, with q on its way."""
+        return self if self.sent is not None else dataclasses.replace(self, sent=HostScalar.of(self.curvature))
 
     @property
     def q(self) -> float:

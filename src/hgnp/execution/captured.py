@@ -32,8 +32,7 @@ GRADIENTS: dict[PieceName, Literal["replace", "add", "none"]] = {
     "q": "none",
     "term": "add",
 }
-"""Piece → what it does to the gradients that are there, if it has any of its own. Pieces that replace them are the first of a
-step to have some; the others follow one of the same step, and read the same batch."""
+"""Piece → what it does to the gradients that are there. "q" and "term" follow "loss" in the same step, and read its batch."""
 
 
 class GraphKey(NamedTuple):

@@ -1,9 +1,10 @@
 """The stages of a step from CUDA graphs.
 
-What a step does depends on the host in two points, the block that is penalised and whether the penalty is active. For each
-block that was chosen and each shape of a batch there is a graph of forward and decide, which gives q, and two of backward. In
-the paper's order a step is three graphs: C forward and backward, which gives v; then, once the host knows the block, q along
-it; then, if the penalty is active, the gradient of the term. A removal drops all graphs.
+A step is captured in pieces, as it depends on the host in two points: the block that is penalised and whether the penalty is
+active. For each block that was chosen and each shape of a batch there is a graph of forward, which gives q, and two of
+backward. In the paper's order a step is three graphs: C forward and backward, which gives v; then, once the host knows the
+block, q along it; then, if the penalty is active, the gradient of the term. A piece runs eagerly the first time and is captured
+the second (`captured` lists the pieces). A removal drops all graphs.
 
 A graph computes what the stages compute, from the same parameters, buffers and eigenvectors in place. The optimizer's step
 stays outside, so that any optimizer and schedule is possible; it has a graph of its own where it can (`optimizer`).
@@ -114,6 +115,7 @@ class Graphed:
             self._built = built
 
     def _step(self, shape: Any, batch: Any) -> Tensor:
+        """A step on a batch of a shape that had an eager step."""
         step, state = self.step, self.state
         plan = step.plan(state)
         step.share(state, *batch)
@@ -251,9 +253,9 @@ class Graphed:
 
     def _in_papers_order(self, shape: Any, batch: Any) -> None:
         state = self.state
-        first = self._key("loss", shape)
-        loss = self._run(first, self._loss, batch)
-        captured = self._graphs.get(first)
+        loss_key = self._key("loss", shape)
+        loss = self._run(loss_key, self._loss, batch)
+        captured = self._graphs.get(loss_key)
         if captured is not None:  # a replay does not run the stage's own code
             batch, state.loss_differentiated = captured.batch, True
         ahead = self._graphs.get(self._key("q", shape, self._block))
@@ -338,11 +340,12 @@ class Graphed:
             return piece(*batch)
 
     def _capture(self, key: GraphKey, piece: Piece, batch: Any) -> Captured:
+        """The graph of a piece, which reads this copy of a batch. Nothing is computed yet."""
         state, parameters = self.state, list(self.net.parameters())
         put = torch._foreach_add_ if GRADIENTS[key.piece] == "add" else torch._foreach_copy_
+        self._sync_eigenpairs()  # before memory is added: it may drop all there is
         missing = [p for p in parameters if p.requires_grad and p not in self._grads]
         self._grads |= {p: torch.empty_like(p) for p in missing}
-        self._sync_eigenpairs()
         with _gradients_set_aside(parameters), state.recording():
             statistics, choice, under_way = state.statistics, state.direction.choice, state.current
 
@@ -378,6 +381,7 @@ class Graphed:
         return self._kept.setdefault(parameters, [(p, self._grads[p]) for p in parameters])
 
     def _attach_grads(self, grads: Gradients) -> None:
+        """Makes `.grad` the memory that graphs leave gradients in, unless it is already."""
         if self._graph_grads is not grads or any(parameter.grad is not grad for parameter, grad in grads):
             self._drop_grads()
             self._graph_grads = grads
