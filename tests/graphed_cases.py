@@ -48,7 +48,7 @@ class Again:
             Stand.makers.add(self)
 
     def _memory(self) -> list[Tensor]:
-        return [*self.graphed.net.buffers(), *self.graphed._memory.tensors, *self.graphed._grads.values()]
+        return [*self.graphed.net.buffers(), *self.graphed._memory.tensors, *self.graphed._grad_memory.values()]
 
     def _under_way(self) -> tuple[Any, ...]:
         state = self.graphed.state

@@ -29,7 +29,7 @@ import hgnp
 from graphed_cases import Stand, stand_in
 from hgnp.errors import HgnpError
 from hgnp.execution.graphed import Graphed
-from hgnp.execution.graphs import Graphs
+from hgnp.execution.graphs import GraphSequence
 from hgnp.training.split import part
 
 GLOBAL = 12
@@ -375,9 +375,9 @@ def on_one_gpu(folder: Path) -> dict[str, Any]:
 def counted_replays() -> Iterator[list[object]]:
     """Collects the graphs that are replayed within."""
     found: list[object] = []
-    replay = Graphs.replay
+    replay = GraphSequence.replay
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Graphs, "replay", lambda graphs: (found.append(graphs), replay(graphs))[1])
+        patch.setattr(GraphSequence, "replay", lambda graphs: (found.append(graphs), replay(graphs))[1])
         yield found
 
 

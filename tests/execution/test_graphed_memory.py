@@ -181,7 +181,7 @@ def test_frozen_parameters_have_no_memory_for_gradients(monkeypatch: pytest.Monk
     for _ in range(3):
         graphed.backward(*batch())
     assert graphed._graphs
-    assert set(graphed._grads) == {p for p in net.parameters() if p.requires_grad}
+    assert set(graphed._grad_memory) == {p for p in net.parameters() if p.requires_grad}
 
 
 def test_constants_that_graphs_read_are_kept() -> None:

@@ -84,7 +84,7 @@ class FactorCollector:
         def sink(g: Tensor) -> None:
             if self._factor is None:
                 return
-            self.join()  # of the derivative before
+            self.join()  # the side stream of the previous derivative
             self._missing -= 1
             with self._side.fork():
                 self.gamma[block.name].add(g, self._factor)

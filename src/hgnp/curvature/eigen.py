@@ -32,7 +32,7 @@ from hgnp.reducer import LOCAL, Reducer
 
 SMALL = 128  # side of a factor that is formed
 POWER, COLD_POWER = 64, 2**16  # of a small factor
-COLD = 60  # products
+COLD_PRODUCTS = 60
 SPACE = 20  # largest dimension of a Krylov space
 RITZ_POWER = 1024  # of F in the space: two Ritz values that it leaves mixed differ by less than a thousandth
 MIXED_IN = 0.1
@@ -134,7 +134,7 @@ def _solver(factors: Sequence[Factor], starts: Sequence[Tensor], cold: bool) -> 
     fallback = _arbitrary(tuple((factor.entries, factor.side) for factor in factors), start.dtype, start.device)
     begin = unit(start + MIXED_IN * fallback) if cold else start
     if isinstance(factors[0], Patches) or factors[0].side > SMALL:
-        ritz = yield from _ritz(partial(_product, parts), begin, COLD if cold else factors[0].warm, cold)
+        ritz = yield from _ritz(partial(_product, parts), begin, COLD_PRODUCTS if cold else factors[0].warm, cold)
     else:
         matrix = yield _dense(parts, start)
         begin = Dense(_matrix_power(matrix, COLD_POWER if cold else POWER)).product(begin)

@@ -25,7 +25,7 @@ from hgnp.errors import InputError
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import cut
 
-COLD = 20
+COLD_PRODUCTS = 20
 """Products from an arbitrary start, and for the scores' own v."""
 
 

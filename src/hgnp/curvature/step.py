@@ -34,11 +34,12 @@ In the paper's order (direction_from="this_batch") v comes from the batch that i
 
     plan, share, prepare, forward, backward_loss_and_refresh, tangents, decide, backward_term, advance
 
-A step without a penalty and a refresh, and one of SAM (`hgnp.curvature.sam`):
+A step with neither penalty nor refresh, and one of SAM (`hgnp.curvature.sam`):
 
     plan, share, plain, decide, advance
 
-`refresh` is called by itself only for `Flatness.loss`, whose caller runs the backward pass.
+`refresh` stands alone where no backward pass of C gives Γ: for `Flatness.loss`, whose caller runs the backward pass, for hooks
+on parameters, which get the gradient once and whole, and for v over the network.
 
 A boundary between stages is a data dependency, not a barrier. The stages say what is computed; `hgnp.execution` says how: one
 after the other, or from CUDA graphs. Executors hold a `Step`, which holds options and what it has learnt of the network, and a
@@ -66,7 +67,7 @@ from hgnp.curvature.direction import BlockChoice, Direction
 from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.factors import Block, WholeNetwork, find_blocks
 from hgnp.curvature.losses import Loss, Rows, loss_curvature, target_normaliser, weighted
-from hgnp.curvature.network_direction import COLD, AnyDirection, NetworkDirection
+from hgnp.curvature.network_direction import COLD_PRODUCTS, AnyDirection, NetworkDirection
 from hgnp.curvature.validation import check_bound, check_functions, check_mu, check_network, has_gradient_hooks
 from hgnp.errors import InputError, one_line, refuse_renamed
 from hgnp.reducer import LOCAL, Reducer
@@ -90,7 +91,7 @@ PLAIN = Plan(penalty=False, refresh=False)
 
 
 @dataclass(frozen=True)
-class BlockDirection:
+class PenalizedDirection:
     """v as a step penalises it: one block, or the network, and its eigenpair."""
 
     block: Block | WholeNetwork
@@ -108,7 +109,7 @@ class BlockDirection:
 class Statistics:
     """What a step penalised. Its numbers are still on the device."""
 
-    penalized: BlockDirection
+    penalized: PenalizedDirection
     curvature: Tensor
     """q, of all ranks."""
     sent: HostScalar | None = None
@@ -175,7 +176,7 @@ class State:
     """The forward pass that is still to be differentiated."""
     collector: FactorCollector | None = None
     """Collects its Kronecker factors, where v is refreshed."""
-    penalized: BlockDirection | None = None
+    penalized: PenalizedDirection | None = None
     """The direction of its q."""
     loss_differentiated: bool = False
     """Whether C's gradient is in `.grad` already (paper's order)."""
@@ -497,7 +498,7 @@ class Step:
 
     def _penalized_pass(
         self, direction: AnyDirection, state: State, inputs: Any, target: Any, **how: Any
-    ) -> tuple[Pass, BlockDirection]:
+    ) -> tuple[Pass, PenalizedDirection]:
         """C and q along this v, and the block and eigenpair that it is."""
         block: Any = direction.block()
         assert block is not None
@@ -506,7 +507,7 @@ class Step:
         current = self.passes.with_curvature(block, tangents, inputs, target, state.weight, **how)
         vectors = [part.detach() for _, part in tangents]
         radius = pair.value.clone()  # graphs write eigenpairs in place
-        return current, BlockDirection(block, list(block.parameters), vectors, radius, pair.residuals)
+        return current, PenalizedDirection(block, list(block.parameters), vectors, radius, pair.residuals)
 
     def _collector(self, state: State, inputs: Any) -> FactorCollector:
         return FactorCollector(
@@ -556,7 +557,7 @@ class Step:
             if direction.block() is None:
                 start = NetworkDirection.arbitrary(self.net)
                 direction.pairs, direction.choice = start.pairs, start.choice
-            for _ in range(COLD):
+            for _ in range(COLD_PRODUCTS):
                 with preserve_rng(*self.net.parameters()):
                     current, _ = self._penalized_pass(direction, state, inputs, target, side_effect_free=True)
                 direction.iterate(current, self.reducer, scale)

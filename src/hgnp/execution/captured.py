@@ -14,7 +14,7 @@ from hgnp.curvature.device import HostScalar
 from hgnp.curvature.direction import BlockChoice, KroneckerEigenpair
 from hgnp.curvature.network_direction import AnyDirection, NetworkVector
 from hgnp.curvature.step import Plan, State, Statistics
-from hgnp.execution.graphs import Graphs, refill
+from hgnp.execution.graphs import GraphSequence, refill
 from hgnp.execution.optimizer import Gradients
 
 Pair = KroneckerEigenpair | NetworkVector
@@ -53,7 +53,7 @@ class Captured:
     """One piece: where it reads its batch from and where it leaves its results."""
 
     key: GraphKey
-    graph: Graphs
+    graph: GraphSequence
     batch: Any
     loss: Tensor | None
     grads: Gradients

@@ -35,7 +35,7 @@ class Executor(Protocol):
         """Before `backward`."""
 
     def backward(self, inputs: Any, target: Any, *, scale: Number = 1.0) -> Tensor:
-        """Leaves scale·∇L in `.grad` and returns C, which is not scaled."""
+        """Leaves scale·∇L in `.grad`, after `zero_grad`, and returns C, which is not scaled."""
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Steps on the gradients of the last `backward`."""

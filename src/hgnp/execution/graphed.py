@@ -48,8 +48,8 @@ class Graphed:
         self.device = next(self.net.parameters()).device
         self.refused = self._never_captured()
         """Why steps run eagerly, if they do."""
-        self._capture_at = Capture(self.device)
-        self._optimizer = GraphedOptimizer(self._capture_at)
+        self._capture_context = Capture(self.device)
+        self._optimizer = GraphedOptimizer(self._capture_context)
         dtype = torch.promote_types(torch.float32, next(self.net.parameters()).dtype)
         self._mu = torch.zeros((), dtype=dtype, device=self.device)
         self._known_mu: float | None = None
@@ -61,10 +61,11 @@ class Graphed:
         self._shapes: set[Any] = set()
         """Of batches that had an eager step."""
         self._memory = EigenpairMemory()
-        self._grads: dict[nn.Parameter, Tensor] = {}
+        self._grad_memory: dict[nn.Parameter, Tensor] = {}
         """Where all graphs leave the gradients."""
-        self._kept: dict[tuple[nn.Parameter, ...], Gradients] = {}
-        self._graph_grads: Gradients | None = None
+        self._grad_lists: dict[tuple[nn.Parameter, ...], Gradients] = {}
+        """Parameters → their memory, as one list for each set of parameters that has gradients."""
+        self._attached: Gradients | None = None
         """The gradients of the last step, if they came from graphs."""
         self._block: str | None = None
         """The block of the last step in the paper's order."""
@@ -78,7 +79,7 @@ class Graphed:
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Around the steps of an epoch: all of them on one stream."""
-        return self._capture_at.running()
+        return self._capture_context.running()
 
     def backward(self, inputs: Any, target: Any, *, scale: Number = 1.0) -> Tensor:
         """As `Eager.backward`, but replaces `.grad` instead of adding to it."""
@@ -103,11 +104,11 @@ class Graphed:
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Steps on the gradients of the last `backward`."""
-        self._optimizer.step(optimizer, self._graph_grads)
+        self._optimizer.step(optimizer, self._attached)
 
     def begin_epoch(self) -> None:
         """Network, gradients and optimizer may have changed since the last step."""
-        self._graph_grads = None
+        self._attached = None
         self._optimizer.forget()
         built = fingerprint(self.net, self.step.loss), has_gradient_hooks(self.net), self.step.captured_numbers()
         if self._built != built:
@@ -161,14 +162,14 @@ class Graphed:
         if self.step.reducer.ranks == 1:
             return
         summed = self.step.summed_gradients()
-        if self._graph_grads is None or not self._grads:  # some piece ran eagerly, or graphs are gone since
-            self._graph_grads = None
+        if self._attached is None or not self._grad_memory:  # some piece ran eagerly, or graphs are gone since
+            self._attached = None
             for p, grad in summed:
                 p.grad = grad
             return
         known = [(p, grad) for p, grad in summed if grad is not None]
-        torch._foreach_copy_([self._grads[p] for p, _ in known], [grad for _, grad in known])
-        self._attach_grads(self._gradients(tuple(p for p, _ in known)))
+        torch._foreach_copy_([self._grad_memory[p] for p, _ in known], [grad for _, grad in known])
+        self._attach_grads(self._grad_list(tuple(p for p, _ in known)))
 
     # Pieces of a step: what one graph holds
 
@@ -344,8 +345,8 @@ class Graphed:
         state, parameters = self.state, list(self.net.parameters())
         put = torch._foreach_add_ if GRADIENTS[key.piece] == "add" else torch._foreach_copy_
         self._sync_eigenpairs()  # before memory is added: it may drop all there is
-        missing = [p for p in parameters if p.requires_grad and p not in self._grads]
-        self._grads |= {p: torch.empty_like(p) for p in missing}
+        missing = [p for p in parameters if p.requires_grad and p not in self._grad_memory]
+        self._grad_memory |= {p: torch.empty_like(p) for p in missing}
         with _gradients_set_aside(parameters), state.recording():
             statistics, choice, under_way = state.statistics, state.direction.choice, state.current
 
@@ -353,16 +354,16 @@ class Graphed:
                 loss = self._run_eager(piece, batch)
                 if state.direction.choice is not choice:  # v was refreshed
                     self._memory.write(state.direction.pairs)
-                fresh = [(self._grads[p], p.grad) for p in parameters if p.grad is not None]
+                fresh = [(self._grad_memory[p], p.grad) for p in parameters if p.grad is not None]
                 if fresh:  # all graphs leave their gradients in the same memory
                     put([kept for kept, _ in fresh], [grad for _, grad in fresh])
                 return loss
 
-            graph, loss = self._capture_at.capture(work)
+            graph, loss = self._capture_context.capture(work)
             current = state.current
             return Captured(
                 key, graph, batch, loss,
-                grads=self._gradients(tuple(p for p in parameters if p.grad is not None)),
+                grads=self._grad_list(tuple(p for p in parameters if p.grad is not None)),
                 statistics=None if state.statistics is statistics else state.statistics,
                 choice=None if state.direction.choice is choice else state.direction.choice,
                 taped=current if under_way is None and current is not None and current.in_cuda_graph else None,
@@ -376,21 +377,21 @@ class Graphed:
             self._attach_grads(captured.grads)
         return loss
 
-    def _gradients(self, parameters: tuple[nn.Parameter, ...]) -> Gradients:
+    def _grad_list(self, parameters: tuple[nn.Parameter, ...]) -> Gradients:
         """Where graphs leave the gradients of these, the same list for the same parameters."""
-        return self._kept.setdefault(parameters, [(p, self._grads[p]) for p in parameters])
+        return self._grad_lists.setdefault(parameters, [(p, self._grad_memory[p]) for p in parameters])
 
     def _attach_grads(self, grads: Gradients) -> None:
         """Makes `.grad` the memory that graphs leave gradients in, unless it is already."""
-        if self._graph_grads is not grads or any(parameter.grad is not grad for parameter, grad in grads):
+        if self._attached is not grads or any(parameter.grad is not grad for parameter, grad in grads):
             self._drop_grads()
-            self._graph_grads = grads
+            self._attached = grads
             for parameter, grad in grads:
                 parameter.grad = grad
 
     def _drop_grads(self) -> None:
         self.net.zero_grad(set_to_none=True)
-        self._graph_grads = None
+        self._attached = None
 
     def _sync_eigenpairs(self) -> None:
         """The eigenpairs in the memory that graphs read and write."""
@@ -407,15 +408,15 @@ class Graphed:
 
     def _refuse(self, reason: str) -> None:
         """Steps run eagerly from now on, until the network changes."""
-        self.refused, self._graph_grads = reason, None
+        self.refused, self._attached = reason, None
         self._forget()
 
     def _forget(self) -> None:
         """Drops all graphs."""
         self._graphs.clear()
-        self._memory, self._grads, self._kept = EigenpairMemory(), {}, {}
+        self._memory, self._grad_memory, self._grad_lists = EigenpairMemory(), {}, {}
         self._optimizer.forget()
-        self._capture_at.forget()
+        self._capture_context.forget()
 
     def neurons_removed(self, removal: Removal) -> Callable[[], None]:
         return self._restart

@@ -30,7 +30,7 @@ class CaptureError(Exception):
     """Work that cannot be captured."""
 
 
-class Graphs:
+class GraphSequence:
     """What a capture makes: a CUDA graph, or several with the work between them that no graph can hold."""
 
     def __init__(self, first: torch.cuda.CUDAGraph) -> None:
@@ -84,9 +84,9 @@ class Capture:
         finally:
             current.wait_stream(self.stream)
 
-    def capture(self, work: Callable[[], T]) -> tuple[Graphs, T]:
-        """Graphs of the work, and what it returns: tensors that a replay fills. Nothing is computed yet."""
-        graphs = Graphs(torch.cuda.CUDAGraph())
+    def capture(self, work: Callable[[], T]) -> tuple[GraphSequence, T]:
+        """The graphs of the work, and what it returns: tensors that a replay fills. Nothing is computed yet."""
+        graphs = GraphSequence(torch.cuda.CUDAGraph())
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         context = torch.cuda.graph(graphs.last, pool=self._pool, stream=self.stream, capture_error_mode=ERROR_MODE)
         torch.clear_autocast_cache()  # it may be gone when the graph runs
@@ -114,7 +114,7 @@ class Capture:
         return graphs, made
 
     @contextlib.contextmanager
-    def _splitting(self, context: torch.cuda.graph, graphs: Graphs) -> Iterator[None]:
+    def _splitting(self, context: torch.cuda.graph, graphs: GraphSequence) -> Iterator[None]:
         """`between_graphs` splits this capture. The context ends the graph that it finds last."""
 
         def split(work: Callable[[], object]) -> None:
@@ -202,7 +202,7 @@ class GraphedFunction:
     def __init__(self, function: Callable[[Any], Any], net: nn.Module, capture: Capture) -> None:
         self._function, self._net, self._capture = function, net, capture
         self._warmed_up: set[Any] = set()
-        self._graphs: dict[Any, tuple[Graphs, Any, Any]] = {}
+        self._graphs: dict[Any, tuple[GraphSequence, Any, Any]] = {}
         self.refused: str | None = None
         """Why it runs eagerly, if it does."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from hgnp.execution.graphs import Capture, CaptureError, Graphs
+from hgnp.execution.graphs import Capture, CaptureError, GraphSequence
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 """Parameters, and the memory that graphs leave their gradients in."""
@@ -25,29 +25,29 @@ class GraphedOptimizer:
 
     def forget(self) -> None:
         """Parameters, gradients or the optimizer's tensors may lie elsewhere from now on."""
-        self._graph: Graphs | None = None
-        self._of: tuple[Any, ...] | None = None
+        self._graph: GraphSequence | None = None
+        self._captured_for: tuple[Any, ...] | None = None
         """What the graph is of: an optimizer, the gradients, its groups."""
         self._rates: list[Tensor] = []
         self._known: list[float] = []
-        self._able: bool | None = None
+        self._capturable: bool | None = None
 
     def step(self, optimizer: torch.optim.Optimizer, graph_grads: Gradients | None) -> None:
         """As `optimizer.step()`. `graph_grads`: the gradients that all come from graphs, if they do."""
-        self._able = _fits(optimizer) if self._able is None else self._able
-        if graph_grads is None or not self._able:
+        self._capturable = _fits(optimizer) if self._capturable is None else self._capturable
+        if graph_grads is None or not self._capturable:
             optimizer.step()
             return
-        if self._of is None or not self._is_of(optimizer, graph_grads):
+        if self._captured_for is None or not self._is_of(optimizer, graph_grads):
             groups = [group | {"params": list(group["params"])} for group in optimizer.param_groups]
-            self._graph, self._of = None, (optimizer, graph_grads, groups)
+            self._graph, self._captured_for = None, (optimizer, graph_grads, groups)
             optimizer.step()  # its own tensors are made in the first
             return
         if self._graph is None:
             try:
                 self._graph = self._captured(optimizer)
             except CaptureError:
-                self._able = False
+                self._capturable = False
                 optimizer.step()
                 return
         for number, (rate, group) in enumerate(zip(self._rates, optimizer.param_groups, strict=True)):
@@ -58,13 +58,13 @@ class GraphedOptimizer:
 
     def _is_of(self, optimizer: torch.optim.Optimizer, graph_grads: Gradients) -> bool:
         """Whether nothing but learning rates has changed."""
-        assert self._of is not None
-        known, its, groups = self._of
-        if known is not optimizer or its is not graph_grads or len(groups) != len(optimizer.param_groups):
+        assert self._captured_for is not None
+        known, known_grads, groups = self._captured_for
+        if known is not optimizer or known_grads is not graph_grads or len(groups) != len(optimizer.param_groups):
             return False
         return all(map(_differ_in_rate_alone, groups, optimizer.param_groups))
 
-    def _captured(self, optimizer: torch.optim.Optimizer) -> Graphs:
+    def _captured(self, optimizer: torch.optim.Optimizer) -> GraphSequence:
         groups = optimizer.param_groups
         self._known = [group["lr"] for group in groups]
         self._rates = [torch.tensor(rate, dtype=torch.float32, device=self._capture.device) for rate in self._known]
