@@ -3,7 +3,7 @@
     python benchmarks/epoch.py --out benchmarks/epoch.md [--nets resnet18 vgg16] [--kept 100 50 10 5]
                                [--only epochs memory naive] [--seconds 3] [--batch 128] [--device cuda]
 
-Steps are those of a run (`hgnp.training.trainer`), with its precision, its loader and its flips, on random pictures of
+Steps are those of a run (`hgnp.training.trainer`), with its precision, its loader and its flips, on random images of
 CIFAR-10's shape and number; the report says how they are counted. It is written anew after every measurement. A CPU runs
 steps eagerly.
 """

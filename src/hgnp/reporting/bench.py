@@ -1,7 +1,7 @@
 """Inference times of full, weight-pruned and neuron-pruned networks.
 
 Weight-pruned means, as in the paper: the full-size network with random weights, all but a fraction κ of them zero, on ordinary
-dense kernels. Every network is timed in every variant (eager, compiled, half precision …), all in turns within one process
+dense kernels. Every network is timed in every variant (eager, compiled, half precision …), all alternately within one process
 under the same conditions.
 """
 

@@ -33,7 +33,7 @@ FEATURES = (
 )
 PAPERS_CHOICE = ("classes", "train_samples")
 IDENTITY = ("train_samples", "classes", "conv_layers", "linear_layers", "kernels")
-"""The features that tell datasets and networks apart, whatever the size of pictures and the choice of validation data."""
+"""The features that tell datasets and networks apart, whatever the size of images and the choice of validation data."""
 SMALLEST = 1e-2  # where the Lasso's path ends, as a fraction of the penalty at which it is empty
 
 
