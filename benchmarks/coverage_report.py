@@ -30,7 +30,7 @@ KINDS: list[tuple[str, str, str, str]] = [
      "The outputs of a softmax are never zero."),
     (r"bias of a layer over other dimensions", "a bias over other dimensions", INHERENT,
      "A layer that mixes positions adds its bias to masked channels too, which are then not zero."),
-    (r"depends on its data .*(still in use|before it is used)", "behind code that looks at data", INHERENT,
+    (r"depends on its data .*(still in use|before it is used)", "after data-dependent code", INHERENT,
      "A detector selects boxes by their scores: what it does with features and layers from there on depends on the data. "
      "`outputs=` with a forward function that ends before it frees them."),
     (r"depends on its data", "a path chosen at random or by data", TO_FOLLOW,

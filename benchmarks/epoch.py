@@ -1,4 +1,4 @@
-"""Seconds of a training epoch: plain, Taylor, HGNP in several readings and SAM, on a GPU, at several sizes of the network.
+"""Seconds of a training epoch: plain, Taylor, HGNP with several choices and SAM, on a GPU, at several sizes of the network.
 
     python benchmarks/epoch.py --out benchmarks/epoch.md [--nets resnet18 vgg16] [--kept 100 50 10 5]
                                [--only epochs memory naive] [--seconds 3] [--batch 128] [--device cuda]

@@ -58,7 +58,7 @@ def test_a_failure_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", epoch.NETS)
-def test_the_presets_reading_is_the_presets(name: str) -> None:
+def test_the_presets_penalty_is_the_presets(name: str) -> None:
     recipe = preset(epoch.NETS[name][1]).recipe
     found = epoch.options(name, "HGNP, preset")
     assert (found["mu"], found["refresh_every"]) == (recipe["mu"], recipe.get("refresh_every", 1))

@@ -156,7 +156,7 @@ def _run(group: PaperGroup, run: Any) -> list[str]:
         run.title,
         group.experiment.title,
         name,
-        group.reading or "–",
+        group.penalty or "–",
         f"{group.schedule} schedule",
         seed,
         kept,

@@ -11,7 +11,7 @@ from hgnp.io.runs import Run
 from hgnp.reporting.compare import configured
 from hgnp.reporting.paper.reported import LEAVES_OPEN, METHODS, PaperExperiment
 
-ASPECTS = ("data", "start", "reading", "schedule", "hardware", "seeds")
+ASPECTS = ("data", "start", "penalty", "schedule", "hardware", "seeds")
 FAST = choose("default", kfac_approx="expand")
 SCHEDULE = ("warmup_epochs", "prune_every", "prune_unit", "neurons_per_round", "finetune_epochs")
 LABELS = {
@@ -64,7 +64,7 @@ def deviations(experiment: PaperExperiment, runs: Sequence[Run]) -> tuple[Deviat
     found = [
         *_data(experiment, run, config),
         *_start(experiment, run),
-        *_reading(run),
+        *_penalty(run),
         *_schedule(experiment, run, config),
         *_hardware(experiment, runs),
     ]
@@ -82,7 +82,7 @@ def variant(run: Run) -> str:
     return "no training term" if training == 0 else "no scoring term" if scoring == 0 else "hgnp"
 
 
-def reading(run: Run) -> str:
+def penalty(run: Run) -> str:
     """ "literal", "fast" (as the presets of that name have it) or "other"; "" for a method without the term."""
     if not _has_term(run):
         return ""
@@ -169,8 +169,8 @@ def _start(experiment: PaperExperiment, run: Run) -> list[Deviation]:
     return [Deviation("start", short, f"{start}; the paper: {stated}")]
 
 
-def _reading(run: Run) -> list[Deviation]:
-    name = reading(run)
+def _penalty(run: Run) -> list[Deviation]:
+    name = penalty(run)
     if not name:
         return []
     chosen, literal = _choices(run), BUNDLES["paper"]
@@ -184,8 +184,8 @@ def _reading(run: Run) -> list[Deviation]:
         words.append(f"v refreshed every {every} steps")
     if skip:
         words.append("skipped while the penalty is inactive")
-    text = f"{name} reading of the penalty: {', '.join(words)}"
-    return [Deviation("reading", f"{name} reading", text, open=name == "literal" and chosen == literal)]
+    text = f"{name} penalty: {', '.join(words)}"
+    return [Deviation("penalty", f"{name} penalty", text, open=name == "literal" and chosen == literal)]
 
 
 def _schedule(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) -> list[Deviation]:

@@ -33,7 +33,7 @@ class PaperGroup:
 
     experiment: PaperExperiment
     variant: str
-    reading: str
+    penalty: str
     schedule: str
     runs: tuple[Run, ...]
     """The finished runs; all runs if none is finished."""
@@ -52,7 +52,7 @@ class PaperGroup:
 
     @property
     def label(self) -> str:
-        parts = [NAMES.get(self.variant, self.variant), f"{self.reading} reading" if self.reading else ""]
+        parts = [NAMES.get(self.variant, self.variant), f"{self.penalty} penalty" if self.penalty else ""]
         parts += ["" if self.schedule == "the paper's" else f"{self.schedule} schedule"]
         return ", ".join(part for part in parts if part)
 
@@ -65,7 +65,7 @@ class PaperGroup:
     @property
     def short(self) -> tuple[str, ...]:
         """Deviations for table cells, without those in the title."""
-        named = ("reading", "seeds")
+        named = ("penalty", "seeds")
         shorts = [each.short for each in self.deviations if each.aspect not in named and each.short not in self.label]
         return tuple(dict.fromkeys(shorts))
 
@@ -198,7 +198,7 @@ def _group(experiment: PaperExperiment, members: Sequence[Run]) -> PaperGroup:
     return PaperGroup(
         experiment,
         deviate.variant(used[0]),
-        deviate.reading(used[0]),
+        deviate.penalty(used[0]),
         deviate.schedule(experiment, used[0]),
         used,
         tuple(run for run in members if run.result is None),
