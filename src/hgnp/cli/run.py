@@ -191,7 +191,7 @@ def was_interrupted(error: BaseException) -> bool:
 def write_page(folder: Path) -> None:
     """Write the run's HTML page."""
     from hgnp.io import runs
-    from hgnp.reporting.page import write_report
+    from hgnp.reporting.page.run_page import write_report
 
     write_report([runs.read(folder)], folder / "page.html")
 

@@ -1,10 +1,12 @@
-"""The content of the page of `hgnp paper`."""
+"""The page of `hgnp paper`."""
 
 import os
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from hgnp.reporting.charts import Chart, MissingChart
+from hgnp.reporting.page import write_page
 from hgnp.reporting.page.plots import figure_view
 from hgnp.reporting.paper import figures
 from hgnp.reporting.paper.deviations import ASPECTS
@@ -30,6 +32,11 @@ NOTES = {
     "equal": "The paper has 92 % at κ = 14.4 % from its own neuron-pruned VGG-16, and at κ = 3 % from weight pruning by SNIP "
     "(Lee et al.); it times both.",
 }
+
+
+def write_paper(report: PaperReport, path: str | os.PathLike[str]) -> Path:
+    """A page with the paper's numbers next to ours, the deviations of the runs, and verdicts."""
+    return write_page("paper.html", paper_view(report), path)
 
 
 def paper_view(report: PaperReport) -> dict[str, Any]:
