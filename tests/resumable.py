@@ -17,7 +17,7 @@ import hgnp
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
-        return 96
+        return 48
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         torch_noise = torch.randn(1, 8, 8)
@@ -69,7 +69,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def recipe(name: str) -> hgnp.Recipe:
-    quick = {"neurons_per_round": 4, "warmup_epochs": 2, "finetune_epochs": 2, "lr": 0.05, "measure": "none"}
+    quick = {"neurons_per_round": 6, "warmup_epochs": 2, "finetune_epochs": 2, "lr": 0.05, "measure": "none"}
     return hgnp.Recipe(keep=0.3, seed=7, **(quick | RECIPES[name]))
 
 
