@@ -1,6 +1,7 @@
 """A stand-in for CUDA graphs in tests of `Graphed`: work that is done again at every replay."""
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -32,7 +33,11 @@ class Again:
         self.work, self.choice = work, state.direction.choice
         given = state.current
         kept = [tensor.clone() for tensor in self._memory()]
-        self.result = self._work()
+        Stand.recording = True
+        try:
+            self.result = self._work()
+        finally:
+            Stand.recording = False
         self.left, self.captured = self._under_way(), state.current
         self.reads = _maker(given, again=state.current is not given)
         self.statistics, self.next = state.statistics, state.direction.choice
@@ -104,16 +109,51 @@ def _maker(given: Pass | None, *, again: bool) -> Again | None:
     raise AssertionError("a pass that no graph has made cannot be read by one")
 
 
-class Stand:
+class PerThread(type):
+    """Ranks may be threads: each has its own of what follows."""
+
+    _own = threading.local()
+
+    @property
+    def graphed(cls) -> Graphed:
+        graphed: Graphed = cls._own.graphed
+        return graphed
+
+    @graphed.setter
+    def graphed(cls, graphed: Graphed) -> None:
+        cls._own.graphed = graphed
+
+    @property
+    def capturing(cls) -> bool:
+        """Whether what runs now stands for a graph."""
+        return getattr(cls._own, "capturing", False)
+
+    @capturing.setter
+    def capturing(cls, now: bool) -> None:
+        cls._own.capturing = now
+
+    @property
+    def recording(cls) -> bool:
+        """Whether it is captured now, so that ranks must not sum."""
+        return getattr(cls._own, "recording", False)
+
+    @recording.setter
+    def recording(cls, now: bool) -> None:
+        cls._own.recording = now
+
+
+class Stand(metaclass=PerThread):
     """In place of `Capture`."""
 
-    graphed: Graphed
-    capturing = False
     makers: ClassVar["weakref.WeakSet[Again]"] = weakref.WeakSet()
     """Those that a pass is the memory of."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    @property
+    def graphed(self) -> Graphed:
+        return Stand.graphed
 
     def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
         made = Again(work)
@@ -130,6 +170,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, stand: type[Stand] = Stand) -> Non
     """Steps of a `Graphed` on the CPU come from such graphs."""
     monkeypatch.setattr(graphed_module, "Capture", stand)
     monkeypatch.setattr("hgnp.curvature.autodiff.passes.capturing", lambda: Stand.capturing)
+    monkeypatch.setattr("hgnp.execution.process_group.between_graphs", lambda work: None if Stand.recording else work())
 
 
 class Net(nn.Module):

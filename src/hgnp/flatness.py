@@ -145,7 +145,7 @@ class Flatness:
         state = dataclasses.replace(self._state)
         self._step.share(state, inputs, target)
         v = self._step.direction_of(state, inputs, target) if state.mu else None
-        return self._step.objective(state, inputs, target, mu=state.mu, direction=v)
+        return self._step.objective(state, inputs, target, mu=state.mu, direction=v).value()
 
     @property
     def net(self) -> nn.Module:

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointError
 from hgnp.curvature.autodiff.forward import Output, run
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
+from hgnp.curvature.device import capturing
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.factors import Block, WholeNetwork
 from hgnp.curvature.losses import Loss, loss_curvature
@@ -243,11 +244,17 @@ def _sum(
     v = None if block is None else state.direction.along(block, pair)
     x = next(tensors_in(inputs))
     gamma = _ones(x, x.shape[0] if per_sample else 1, gates)
-    value = gates.run(
+    objective = gates.run(
         as_inputs(inputs),
         lambda: step.objective(state, inputs, target, mu=mu, direction=v, within=gated(gates, gamma)),
     )
-    delta = _slope(value, gamma) * state.samples  # summed over the batch this is N times its mean
+    if objective.term is None or not capturing():
+        slope = _slope(objective.value(), gamma)
+    else:  # a graph cannot ask the host; masked after the derivative, which may be infinite: 0·∞ is NaN
+        slope, term = _slope(objective.loss, gamma, retain_graph=True), _slope(objective.term, gamma)
+        assert objective.active is not None
+        slope = slope + torch.where(objective.active, term, 0.0)
+    delta = slope * state.samples  # summed over the batch this is N times its mean
     if not per_sample:  # of the batch as a whole, whose absolute value is each rank's equal part of the sum over ranks
         delta = step.reducer.sum([delta])[0] / step.reducer.ranks
     return (delta if signed else delta.abs()).sum(0)
@@ -304,9 +311,9 @@ def _ones(x: Tensor, samples: int, gates: Gates) -> Tensor:
     return torch.ones(samples, gates.count, dtype=dtype, device=x.device, requires_grad=True)
 
 
-def _slope(value: Tensor, gamma: Tensor) -> Tensor:
+def _slope(value: Tensor, gamma: Tensor, *, retain_graph: bool = False) -> Tensor:
     try:
-        (slope,) = torch.autograd.grad(value, gamma, materialize_grads=True)
+        (slope,) = torch.autograd.grad(value, gamma, retain_graph=retain_graph, materialize_grads=True)
     except CheckpointError as error:
         raise InputError(
             "net must run without activation checkpointing in evaluation mode, got a checkpointed part, which would run again "

@@ -41,6 +41,7 @@ def test_the_best_presets_stand_beside_a_dense_and_a_narrow_network_trained_alik
     assert recipes[1] == recipes[2]
     assert recipes[1].keep == 1
     assert recipes[0].round_to == 8
+    assert recipes[1].floor == recipes[1].round_to == 1
     rounds = recipes[1].finetune_epochs - recipes[0].warmup_epochs - recipes[0].finetune_epochs
     assert 25 <= rounds <= 35
     shared = {"lr", "nesterov", "weight_decay", "momentum", "schedule", "method"}

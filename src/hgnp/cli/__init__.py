@@ -8,6 +8,7 @@ import errno
 import io
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,6 +77,8 @@ def app(arguments: Sequence[str] | None = None) -> None:
         code, line = found
         if speaks_for_all(error):
             print(f"hgnp: {line}", file=sys.stderr)
+        else:
+            time.sleep(0.5)  # torchrun stops all ranks once one has ended: another one must have printed by then
     sys.exit(code or 0)
 
 

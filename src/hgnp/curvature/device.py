@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -34,6 +34,14 @@ def capturing() -> bool:
 def upcast(x: Tensor) -> Tensor:
     """Half precision as float32, in which it is summed."""
     return x.float() if x.dtype in HALF else x
+
+
+def as_numbers(flags: Sequence[bool], like: Tensor) -> Tensor:
+    """1 or 0 for each flag, (flags,), by kernels: the host would wait for a copy, and a CUDA graph cannot hold one."""
+    numbers = like.new_ones(len(flags))
+    for n in (n for n, flag in enumerate(flags) if not flag):
+        numbers[n].zero_()
+    return numbers
 
 
 def upcast_bmm(x: Tensor, y: Tensor) -> Tensor:

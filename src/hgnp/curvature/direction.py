@@ -8,22 +8,25 @@ v is that of the block with the largest λ_l and zero everywhere else. `refresh`
 the last batch left them, and chooses the block.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.forward import autocast_off
 from hgnp.curvature.collector import FactorCollector
-from hgnp.curvature.device import HostScalar, SideStreams, upcast
+from hgnp.curvature.device import HostScalar, SideStreams, as_numbers, capturing, upcast
 from hgnp.curvature.eigen import Eigenpair, arbitrary, top_of_each, top_of_lists
 from hgnp.curvature.factors import Block, WholeNetwork, find_blocks, unit
 from hgnp.errors import InputError
 from hgnp.reducer import LOCAL, Reducer
 
-T = TypeVar("T")
+NO_BLOCK = (
+    "net must call a Linear or convolution layer in a way that PyTorch shows, got none; pass a scripted or compiled network as "
+    "the plain module"
+)
 
 
 @dataclass(frozen=True)
@@ -175,17 +178,13 @@ class Direction:
         overlap    work of the step that needs nothing of the new v; it runs beside the solver where that is possible
         empirical  ranks blocks by the quotient of their own Fisher matrix along v_l instead of λ_l
         """
+        if reducer.ranks > 1:
+            self._refresh_ranks(collector, collect, cold, empirical, overlap, reducer)
+            return
         side = SideStreams()
-        device = next(self.net.parameters()).device
-        called = [(block, block.name in collector.psi) for block in find_blocks(self.net)]
-        blocks = _of_any_rank(called, device, reducer)
+        blocks = [block for block in find_blocks(self.net) if block.name in collector.psi]
         if not blocks:
-            raise InputError(
-                "net must call a Linear or convolution layer in a way that PyTorch shows, got none; pass a scripted or "
-                "compiled network as the plain module"
-            )
-        for block in blocks:
-            collector.include(block)
+            raise InputError(NO_BLOCK)
         starts = [self._start(block) for block in blocks]
         like = blocks[0].weight
         psi: list[Eigenpair] = []
@@ -193,25 +192,15 @@ class Direction:
         known: list[int] = []
         with side.fork(), torch.no_grad(), autocast_off(like):
             sides = [collector.psi[block.name].factor() for block in blocks]
-            first = sides, [start for start, _ in starts]
-            if reducer.ranks == 1:
-                psi.extend(top_of_each(*first, cold=cold))
+            psi.extend(top_of_each(sides, [start for start, _ in starts], cold=cold))
 
         def solve() -> None:
-            differentiated = [(n, bool(collector.gamma[block.name].positions)) for n, block in enumerate(blocks)]
-            known.extend(_of_any_rank(differentiated, device, reducer))
+            known.extend(n for n, block in enumerate(blocks) if collector.gamma[block.name].positions)
             with torch.no_grad(), autocast_off(like):
-                others = [collector.gamma[blocks[n].name].factor() for n in known], [starts[n][1] for n in known]
-                if reducer.ranks == 1:
-                    gamma.extend(top_of_each(*others, cold=cold))
-                else:  # Ψ and Γ at once: half as many sums
-                    for found, pairs in zip(
-                        (psi, gamma), top_of_lists([first, others], cold=cold, reducer=reducer), strict=True
-                    ):
-                        found.extend(pairs)
+                factors = [collector.gamma[blocks[n].name].factor() for n in known]
+                gamma.extend(top_of_each(factors, [starts[n][1] for n in known], cold=cold))
 
-        # while the backward pass still has something to do; with several ranks not in the middle of it
-        collector.when_complete = solve if reducer.ranks == 1 else None
+        collector.when_complete = solve  # while the backward pass still has something to do
         try:
             collect()
         finally:
@@ -225,17 +214,67 @@ class Direction:
         collector.join()
         side.join()
         with torch.no_grad(), autocast_off(like):
-            chosen = [blocks[n] for n in known]
-            scores = _scores(collector, chosen, [psi[n] for n in known], gamma, empirical, reducer)
-            self._choose(chosen, [psi[n] for n in known], gamma, scores, reducer)
+            chosen, psi = [blocks[n] for n in known], [psi[n] for n in known]
+            scores = _scores(collector, chosen, psi, gamma, empirical, reducer)
+            self._choose(chosen, psi, gamma, scores, torch.isfinite(scores), reducer)
+
+    def _refresh_ranks(
+        self,
+        collector: FactorCollector,
+        collect: Callable[[], None],
+        cold: bool,
+        empirical: bool,
+        overlap: Callable[[], None] | None,
+        reducer: Reducer,
+    ) -> None:
+        """`refresh` of several ranks, which may have called different layers but sum in the same places: all blocks are solved
+        for, and those that no rank has differentiated keep their pairs. The host does not ask which these are, so that CUDA
+        graphs can hold what is between the sums."""
+        collect()
+        collector.join()
+        blocks = find_blocks(self.net)
+        if not blocks:
+            raise InputError(NO_BLOCK)
+        starts = [self._start(block) for block in blocks]
+        like = blocks[0].weight
+        own = [block.name in collector.gamma and collector.gamma[block.name].positions > 0 for block in blocks]
+        with torch.no_grad(), autocast_off(like):
+            met = reducer.sum([as_numbers(own, upcast(like.detach()))])[0] > 0
+            if not any(own) and not capturing() and not bool(met.any()):
+                raise InputError(NO_BLOCK)
+            for block in blocks:
+                collector.include(block)
+            sides = (
+                [collector.psi[block.name].factor() for block in blocks],
+                [collector.gamma[block.name].factor() for block in blocks],
+            )
+            problems = list(zip(sides, zip(*starts, strict=True), strict=True))
+            psi, gamma = top_of_lists(problems, cold=cold, reducer=reducer)  # at once: half as many sums
+            for n in (n for n, known in enumerate(own) if not known):
+                old = self.pairs.get(blocks[n].name)
+                kept = (old.psi, old.gamma) if old is not None and old.fits(blocks[n]) else map(_unknown, starts[n])
+                psi[n], gamma[n] = (_where(met[n], *each) for each in zip((psi[n], gamma[n]), kept, strict=True))
+        if overlap is not None:
+            overlap()
+        with torch.no_grad(), autocast_off(like):
+            scores = _scores(collector, blocks, psi, gamma, empirical, reducer)
+            finite = torch.isfinite(scores)
+            if not all(own):
+                finite = finite & torch.cat([met[n].expand(block.groups) for n, block in enumerate(blocks)])
+            self._choose(blocks, psi, gamma, scores, finite, reducer)
 
     def _choose(
-        self, blocks: list[Block], psi: list[Eigenpair], gamma: list[Eigenpair], scores: Tensor, reducer: Reducer
+        self,
+        blocks: list[Block],
+        psi: list[Eigenpair],
+        gamma: list[Eigenpair],
+        scores: Tensor,
+        finite: Tensor,
+        reducer: Reducer,
     ) -> None:
         """The blocks' pairs, and the block with the largest score, which rank 0 chooses for all. An overflow of half
         precision is no curvature: where no score of a block is finite its group stays, and where none is at all so does the
         block."""
-        finite = torch.isfinite(scores)
         scores = torch.where(finite, scores, -1.0)
         first = torch.zeros((), dtype=torch.long, device=scores.device)
         groups, best = [first] * len(blocks), scores
@@ -322,9 +361,14 @@ def _scores(
     return torch.cat([pair.value for pair in psi]) * torch.cat([pair.value for pair in gamma])
 
 
-def _of_any_rank(met: Sequence[tuple[T, bool]], device: torch.device, reducer: Reducer) -> list[T]:
-    """What this rank or, of several, any rank has met. Ranks would otherwise sum different factors, or wait for each other."""
-    if reducer.ranks > 1:
-        (counts,) = reducer.sum([torch.tensor([float(own) for _, own in met], device=device)])
-        met = [(each, count > 0) for (each, _), count in zip(met, counts.tolist(), strict=True)]
-    return [each for each, own in met if own]
+def _unknown(start: Tensor) -> Eigenpair:
+    """A pair of which nothing is known but where the solver starts, (groups, side)."""
+    return Eigenpair(start.new_zeros(len(start)), start, start.new_full((len(start),), torch.inf))
+
+
+def _where(condition: Tensor, one: Eigenpair, other: Eigenpair) -> Eigenpair:
+    return Eigenpair(
+        torch.where(condition, one.value, other.value),
+        torch.where(condition, one.vector, other.vector),
+        torch.where(condition, one.residual, other.residual),
+    )

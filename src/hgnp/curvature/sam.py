@@ -54,7 +54,6 @@ class SAMStep(Step):
             without_tensor_hooks(parameters),
         ):  # hooks get the gradient that is left in .grad
             self.forward(state, inputs, target)
-            self.decide(state)
             assert state.current is not None
             found = torch.autograd.grad(state.current.loss, parameters, materialize_grads=True)
         before = self._perturb(parameters, found)

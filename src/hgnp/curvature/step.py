@@ -19,7 +19,8 @@ eigenvector of the whole network's Gauss–Newton matrix instead: a refresh is t
                                                                                     blocks in one buffer; the block is rank 0's
     advance        plan → age of v, whether steps skip the penalty                  –
 
-`reduced_gradients`, around a step, sums what it adds to `.grad` over the ranks. The score stage is in `hgnp.scoring`: it runs
+`reduced_gradients`, around a step, sums what it adds to `.grad` over the ranks. How often ranks sum depends on the plan, the
+layers and the options alone: one may run a step eagerly that another replays. The score stage is in `hgnp.scoring`: it runs
 `direction_of` and `objective` under gates, and sums |δ| over samples and ranks before any division.
 
 With lagged v (direction_from="last_batch"):
@@ -51,7 +52,7 @@ from hgnp.curvature.autodiff.passes import Pass, Passes
 from hgnp.curvature.autodiff.rng import preserve_rng
 from hgnp.curvature.choices import Choices, choose
 from hgnp.curvature.collector import FactorCollector
-from hgnp.curvature.device import HostScalar, capturing
+from hgnp.curvature.device import HostScalar, as_numbers
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.factors import Block, WholeNetwork, find_blocks
@@ -112,6 +113,22 @@ class Statistics:
         return kronecker_residual(*self.penalized.residuals.unbind())
 
 
+@dataclass(frozen=True)
+class Objective:
+    """w·L of a batch in its parts."""
+
+    loss: Tensor
+    """w·C"""
+    term: Tensor | None = None
+    """μ·(q − B) as this rank has it; None where L is C alone."""
+    active: Tensor | None = None
+    """Whether q of all ranks is above B."""
+
+    def value(self) -> Tensor:
+        """w·L, to be differentiated. Waits for the device: an inactive term is left out, as its derivative may be infinite."""
+        return self.loss if self.term is None or not self.active else self.loss + self.term
+
+
 @dataclass(eq=False)
 class State:
     """What steps pass on to each other, and the intermediate results of the current step."""
@@ -134,6 +151,8 @@ class State:
     """n of this rank's batch."""
     counts: Tensor | None = None
     """n of each rank's batch, on the device; None: there is one rank."""
+    known_samples: int | None = None
+    """n of all ranks, once the host knows it."""
     weight: Tensor | None = None
     """w, this rank's share of the loss; None: all of it."""
     current: Pass | None = None
@@ -145,14 +164,16 @@ class State:
     loss_differentiated: bool = False
     """Whether C's gradient is in `.grad` already (paper's order)."""
     loss: Tensor | None = None
-    """C of all ranks, detached."""
+    """w·C, detached; from `decide` on that of all ranks."""
     statistics: Statistics | None = None
-    """Of the last step with a penalty."""
+    """Of the last step with a penalty; its q is that of all ranks from `decide` on."""
 
     @property
     def samples(self) -> int:
         """n of all ranks, for which the host waits if there are several."""
-        return self.own_samples if self.counts is None else int(self.counts.sum())
+        if self.known_samples is None:
+            self.known_samples = self.own_samples if self.counts is None else int(self.counts.sum())
+        return self.known_samples
 
     def active(self) -> bool:
         """Whether the penalty is active. Waits for q."""
@@ -217,7 +238,7 @@ class Step:
         samples = samples_in(inputs)
         if not samples:
             raise InputError("inputs must hold at least one sample, got an empty batch")
-        state.own_samples, state.counts, state.weight = samples, None, None
+        state.own_samples, state.counts, state.known_samples, state.weight = samples, None, None, None
         if self.reducer.ranks > 1:
             own = normaliser(self.loss, target, target) if isinstance(target, Tensor) else None
             device = next(self.net.parameters()).device
@@ -237,16 +258,15 @@ class Step:
     # The stages of a step
 
     def plain(self, state: State, inputs: Any, target: Any, *, scale: Scale = 1.0) -> None:
-        """A whole plain PyTorch step, forward and backward."""
+        """A whole plain PyTorch step, forward and backward, but for `decide`: nothing depends on it."""
         self.forward(state, inputs, target)
-        self.decide(state)
         self.backward(state, target, mu=0.0, scale=scale)
 
     def forward(self, state: State, inputs: Any, target: Any) -> None:
         """C, and q along the lagged v if the plan has a penalty. In the paper's order C alone, recorded for `tangents`."""
         plan = state.plan
         state.collector = self._collector(state, inputs) if plan.refresh and not self.over_network else None
-        if not plan.penalty and not (plan.refresh and self.over_network):
+        if not self._takes_q(plan):
             state.current = self.passes.primal(inputs, target, state.weight, state.collector)
         elif self.lagged:
             state.current, state.penalized = self._penalized_pass(
@@ -255,25 +275,29 @@ class Step:
         else:
             assert state.collector is not None
             state.current = self.passes.taped(inputs, target, state.weight, state.collector)
+        self._record(state)
 
     def tangents(self, state: State, inputs: Any, target: Any) -> None:
         """q along the v of this batch, in the paper's order: the operations behind the block run again, along v."""
         assert state.current is not None
         found, state.penalized = self._penalized_pass(state.direction, state, inputs, target, primal=state.current)
         state.current = dataclasses.replace(state.current, q=found.q)  # still the pass that its tape is of
+        self._record(state)
 
     def decide(self, state: State) -> None:
         """C and q of all ranks. The penalty is active if q > B, which the host decides (`State.active`): to multiply an
         inactive one by zero on the device would turn a derivative of q that is not finite, 0·∞, into NaN gradients."""
-        current = state.current
-        assert current is not None
-        numbers = [current.loss.detach()] if current.q is None else [current.loss.detach(), current.q.detach()]
-        if self.reducer.ranks > 1:
-            numbers = list(self.reducer.sum([torch.stack([x.double() for x in numbers])])[0])
-        state.loss = numbers[0]
-        if current.q is not None:
-            assert state.penalized is not None
-            state.statistics = Statistics(state.penalized, numbers[1])
+        if self.reducer.ranks == 1:
+            return
+        assert state.loss is not None
+        own = [state.loss]
+        if self._takes_q(state.plan):
+            assert state.statistics is not None
+            own.append(state.statistics.curvature)
+        state.loss, *q = self.reducer.sum([torch.stack([x.double() for x in own])])[0]
+        if q:
+            assert state.statistics is not None
+            state.statistics = Statistics(state.statistics.penalized, q[0], HostScalar.of(q[0]))
 
     def backward(
         self,
@@ -373,22 +397,22 @@ class Step:
             p.grad = None
         try:
             yield
-            met = [p.grad is not None for p in parameters]
-            own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            ranks = torch.ones(len(met), dtype=own[0].dtype, device=own[0].device)  # that have met each of them
-            for n in (n for n, known in enumerate(met) if not known):
-                ranks[n].zero_()  # a kernel; the host would wait for a copy
-            *grads, ranks = self.reducer.sum([*own, ranks])
-            if not all(
-                met
-            ):  # parameters that no rank has met keep no gradient; the host waits only where there may be some
-                met = ranks.bool().tolist()
-            for p, grad, known in zip(parameters, grads, met, strict=True):
-                p.grad = grad if known else None
+            for p, grad in self.summed_gradients():
+                p.grad = grad
         finally:
             for p, earlier in zip(parameters, before, strict=True):
                 if earlier is not None:
                     p.grad = earlier if p.grad is None else earlier.add_(p.grad)
+
+    def summed_gradients(self) -> list[tuple[nn.Parameter, Tensor | None]]:
+        """The trained parameters, each with its `.grad` summed over the ranks, in one buffer; None where no rank has any."""
+        parameters = [p for p in self.net.parameters() if p.requires_grad]
+        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        met = [p.grad is not None for p in parameters]
+        *grads, ranks = self.reducer.sum([*own, as_numbers(met, own[0])])
+        if not all(met):  # the host waits only where there may be parameters that no rank has met
+            met = ranks.bool().tolist()
+        return [(p, grad if known else None) for p, grad, known in zip(parameters, grads, met, strict=True)]
 
     # Scores
 
@@ -408,21 +432,32 @@ class Step:
         mu: float,
         direction: Direction | None,
         within: AbstractContextManager[Any] | None = None,
-    ) -> Tensor:
+    ) -> "Objective":
         """w·L of a batch, to be differentiated, along this v, in the network's present mode; None: C alone. `within` is entered
-        around the forward pass. It has no side effects: buffers and random state stay as they are."""
+        around the forward pass. It has no side effects: buffers and random state stay as they are. `share` comes first."""
         with preserve_rng(*self.net.parameters()):
             if direction is None:
                 output = self.passes.run(inputs, self.norms_mode(), within=within, side_effect_free=True)
-                return weighted(self.loss(output, target), state.weight)
+                return Objective(weighted(self.loss(output, target), state.weight))
             found, _ = self._penalized_pass(direction, state, inputs, target, side_effect_free=True, within=within)
         assert found.q is not None
         (q,) = self.reducer.sum([found.q.detach()])
-        if capturing():  # a graph cannot ask the host
-            return found.loss + mu * torch.where(q > state.bound, found.q - state.bound, 0.0)
-        return found.loss + mu * (found.q - state.bound) if bool(q > state.bound) else found.loss
+        return Objective(found.loss, mu * (found.q - state.bound), q > state.bound)
 
     # What the stages are made of
+
+    def _takes_q(self, plan: Plan) -> bool:
+        """Whether a step has a q: the network's refresh takes one too."""
+        return plan.penalty or (plan.refresh and self.over_network)
+
+    def _record(self, state: State) -> None:
+        """C and q of the current pass, as this rank has them."""
+        current = state.current
+        assert current is not None
+        state.loss = current.loss.detach()
+        if current.q is not None:
+            assert state.penalized is not None
+            state.statistics = Statistics(state.penalized, current.q.detach())
 
     def _penalized_pass(
         self, direction: Direction, state: State, inputs: Any, target: Any, **how: Any
@@ -433,7 +468,8 @@ class Step:
         pair: Any = direction.pairs[block.name]
         tangents = pair.tangents(block, scale_invariant=self.choices.scaling == "scale_invariant")
         found = self.passes.with_curvature(block, tangents, inputs, target, state.weight, **how)
-        return found, BlockDirection(block, [part.detach() for _, part in tangents], pair.value, pair.residuals)
+        radius = pair.value.clone()  # graphs write eigenpairs in place
+        return found, BlockDirection(block, [part.detach() for _, part in tangents], radius, pair.residuals)
 
     def _collector(self, state: State, inputs: Any) -> FactorCollector:
         return FactorCollector(

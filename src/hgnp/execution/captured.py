@@ -14,6 +14,7 @@ from hgnp.curvature.device import HostScalar
 from hgnp.curvature.direction import BlockChoice, KroneckerEigenpair
 from hgnp.curvature.network_direction import NetworkVector
 from hgnp.curvature.step import BlockDirection, Statistics
+from hgnp.execution.graphs import Graphs
 from hgnp.execution.optimizer import Gradients
 
 Pair = KroneckerEigenpair | NetworkVector
@@ -21,9 +22,9 @@ Pair = KroneckerEigenpair | NetworkVector
 
 @dataclass(frozen=True)
 class Captured:
-    """One graph: where it reads its batch from and where it leaves its results."""
+    """One piece: where it reads its batch from and where it leaves its results."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: Graphs
     batch: Any
     loss: Tensor | None
     grads: Gradients
@@ -41,11 +42,11 @@ class Captured:
     def leaves(self) -> list[Tensor]:
         return tree_flatten(self.batch)[0]
 
-    def copy_statistics(self) -> Statistics:
-        """Other graphs share their memory. q is sent to the host before that; numbers are copied by one kernel."""
+    def copy_statistics(self, *, send: bool) -> Statistics:
+        """Other graphs share their memory. With `send` q is sent to the host before that; numbers are copied by one kernel."""
         assert self.statistics is not None
         penalized, curvature = self.statistics.penalized, self.statistics.curvature
-        sent = HostScalar.of(curvature)
+        sent = HostScalar.of(curvature) if send else None
         radius, residuals, q = torch._foreach_mul((penalized.radius, penalized.residuals, curvature), 1)
         vectors = [part.clone() for part in penalized.vectors]
         return Statistics(BlockDirection(penalized.block, vectors, radius, residuals), q, sent)

@@ -41,15 +41,21 @@ class Eager:
 
     def backward(self, inputs: Any, target: Any, *, scale: Scale = 1.0) -> Tensor:
         """Adds scale·∇L to `.grad` and returns C, which is not scaled."""
-        step, state = self.step, self.state
-        scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
-        plan = step.plan(state)
+        self.step.plan(self.state)
         check_gradients()
-        step.share(state, inputs, target)
+        self.step.share(self.state, inputs, target)
+        return self.run_stages(inputs, target, scale=scale)
+
+    def run_stages(self, inputs: Any, target: Any, *, scale: Scale = 1.0) -> Tensor:
+        """`backward` after `plan` and `share`."""
+        step, state = self.step, self.state
+        plan = state.plan
+        scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
         try:
             with self._precision(), step.reduced_gradients():
                 if plan == PLAIN:
                     step.plain(state, inputs, target, scale=scale)
+                    step.decide(state)
                 elif step.lagged:
                     step.prepare(state, inputs, target, scale=scale)
                     step.forward(state, inputs, target)  # C, and q along the v of the last batch

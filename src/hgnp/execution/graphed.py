@@ -7,6 +7,10 @@ it; then, if the penalty is active, the gradient of the term. A removal drops al
 
 A graph computes what the stages compute, from the same parameters, buffers and eigenvectors in place. The optimizer's step
 stays outside, so that any optimizer and schedule is possible; it has a graph of its own where it can (`optimizer`).
+
+Ranks sum between graphs: n and w before a step, C and q after its forward pass, gradients at its end. Pieces that refresh v
+have sums within, at which their capture is split (`graphs.between_graphs`). A capture itself sums nothing, and a step sums as
+often as `Eager`'s, so that ranks may capture at different times, or not at all.
 """
 
 import contextlib
@@ -20,7 +24,7 @@ from torch import Tensor, nn
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.direction import BlockChoice
-from hgnp.curvature.step import PLAIN, Plan, State, Step
+from hgnp.curvature.step import PLAIN, State, Step
 from hgnp.curvature.validation import has_gradient_hooks, has_module_hooks
 from hgnp.execution.captured import Captured, Versions, copied, copy_into, tensors_of
 from hgnp.execution.eager import AutocastFactory, Eager
@@ -45,13 +49,13 @@ class Graphed:
         """Why steps run eagerly, if they do."""
         if step.choices.fisher_type == "mc":
             self.refused = "its labels are drawn"  # a graph would draw the same at every replay
-        elif step.reducer.ranks > 1:
-            self.refused = "ranks sum within a step"
         self._capture_at = Capture(self.device)
         self._optimizer = GraphedOptimizer(self._capture_at)
         dtype = torch.promote_types(torch.float32, next(self.net.parameters()).dtype)
         self._mu = torch.zeros((), dtype=dtype, device=self.device)
         self._known_mu: float | None = None
+        self._weight = torch.zeros((), dtype=torch.double, device=self.device)
+        """w, where graphs read it."""
         self._graphs: dict[Any, Captured] = {}
         self._warmed_up: set[Any] = set()
         self._static: dict[str, Any] = {}
@@ -110,20 +114,52 @@ class Graphed:
         step, state = self.step, self.state
         plan = step.plan(state)
         step.share(state, *batch)
+        if state.weight is not None:
+            state.weight = self._weight.copy_(state.weight)
+        shape = self._with_samples(shape)
         if self._known_mu != state.mu:
             self._known_mu = state.mu
             self._mu.fill_(state.mu)
         self._sync_eigenpairs()  # before a graph is looked up: a layer that no batch called before drops all graphs
         try:
             if plan == PLAIN:
-                loss = self._run(("plain", shape), self._plain, batch)
-                step.advance(state)
+                state.loss = self._run(("plain", shape), self._plain, batch)
+                step.decide(state)
+            elif not step.lagged:
+                self._in_papers_order(shape, batch)
             else:
-                loss = self._lagged(plan, shape, batch) if step.lagged else self._in_papers_order(shape, batch)
+                key = plan, state.direction.name() if plan.penalty else None, shape
+                known = key in self._graphs or ("forward", key) in self._graphs
+                if not known and state.direction.block() is None:  # nothing is known of v yet
+                    self._drop_grads()
+                    return self._run_eager(self._eager.run_stages, batch)
+                self._lagged(key, batch)
+            self._sum_gradients()
+            step.advance(state)
         finally:
             state.release()
-        assert loss is not None
-        return loss
+        assert state.loss is not None
+        return state.loss
+
+    def _with_samples(self, shape: Any) -> Any:
+        """What graphs of the current step depend on: with ranks, where v is refreshed, the samples of all of them too, a number
+        by which factors are divided."""
+        state = self.state
+        return (shape, state.samples) if state.plan.refresh and state.weight is not None else shape
+
+    def _sum_gradients(self) -> None:
+        """Over the ranks, in the memory that graphs leave them in."""
+        if self.step.reducer.ranks == 1:
+            return
+        summed = self.step.summed_gradients()
+        if self._graph_grads is None or not self._grads:  # some piece ran eagerly, or graphs are gone since
+            self._graph_grads = None
+            for p, grad in summed:
+                p.grad = grad
+            return
+        known = [(p, grad) for p, grad in summed if grad is not None]
+        torch._foreach_copy_([self._grads[p] for p, _ in known], [grad for _, grad in known])
+        self._attach_grads(self._gradients(tuple(p for p, _ in known)))
 
     # Pieces of a step: what one graph holds
 
@@ -134,14 +170,14 @@ class Graphed:
 
     def _forward(self, inputs: Any, target: Any) -> Tensor | None:
         self.step.forward(self.state, inputs, target)
-        self.step.decide(self.state)
         return self.state.loss
 
     def _backward(self, active: bool, retain_graph: bool, inputs: Any, target: Any) -> None:
         self.step.backward(self.state, target, mu=self._mu, active=active, retain_graph=retain_graph)
 
     def _without_penalty(self, inputs: Any, target: Any) -> Tensor | None:
-        self._forward(inputs, target)
+        self.step.forward(self.state, inputs, target)
+        self.step.decide(self.state)
         self._backward(False, False, inputs, target)
         self.state.release()
         return self.state.loss
@@ -156,7 +192,6 @@ class Graphed:
 
     def _tangents(self, inputs: Any, target: Any) -> None:
         self.step.tangents(self.state, inputs, target)
-        self.step.decide(self.state)
 
     def _term(self, inputs: Any, target: Any) -> None:
         assert self.state.current is not None
@@ -166,37 +201,29 @@ class Graphed:
 
     # A step, piece by piece
 
-    def _lagged(self, plan: Plan, shape: Any, batch: Any) -> Tensor | None:
-        direction = self.state.direction
-        key = plan, direction.name() if plan.penalty else None, shape
-        if not {key, ("forward", key)} & self._graphs.keys() and direction.block() is None:  # nothing is known of v yet
-            self._drop_grads()
-            return self._run_eager(self._eager.backward, batch)
-        if plan.penalty:
-            loss: Tensor | None = self._forward_then_backward(key, batch)
-        else:
-            loss = self._run(key, self._without_penalty, batch)
-        self.step.advance(self.state)
-        return loss
-
-    def _forward_then_backward(self, key: Any, batch: Any) -> Tensor | None:
-        """A step in two graphs: forward, and backward with the term or without once the host knows q."""
+    def _lagged(self, key: Any, batch: Any) -> None:
+        """Without a penalty a step is one piece. With one it is two: forward, and backward with the term or without once the
+        host knows q."""
+        if not self.state.plan.penalty:
+            self.state.loss = self._run(key, self._without_penalty, batch)
+            return
         if ("forward", key) not in self._graphs:
             self._drop_grads()
             batch = copied_batch(batch, self.net)
             if self.refused is not None or self._is_first(key) or not self._capture_all_three(key, batch):
-                return self._run_eager(self._uncaptured, batch)
+                self._run_eager(self._uncaptured, batch)
+                return
         forward = self._graphs["forward", key]
-        loss = self._replay(forward, batch)
+        self.state.loss = self._replay(forward, batch)
+        self.step.decide(self.state)
         self._prefetch()
         self._replay(self._graphs["active" if self.state.active() else "inactive", key], forward.batch)
-        return loss
 
-    def _uncaptured(self, inputs: Any, target: Any) -> Tensor | None:
+    def _uncaptured(self, inputs: Any, target: Any) -> None:
         """The same stages, not captured."""
-        loss = self._forward(inputs, target)
+        self.step.forward(self.state, inputs, target)
+        self.step.decide(self.state)
         self._backward(self.state.active(), False, inputs, target)
-        return loss
 
     def _capture_all_three(self, key: Any, batch: Any) -> bool:
         """Captures the graphs of forward and of both backward passes, or none."""
@@ -211,10 +238,9 @@ class Graphed:
         self._graphs |= {("forward", key): forward, ("active", key): active, ("inactive", key): inactive}
         return True
 
-    def _in_papers_order(self, shape: Any, batch: Any) -> Tensor:
+    def _in_papers_order(self, shape: Any, batch: Any) -> None:
         state = self.state
         loss = self._run(("loss", shape), self._loss, batch)
-        assert loss is not None
         captured = self._graphs.get(("loss", shape))
         if captured is not None:  # a replay does not run the stage's own code
             batch, state.loss_differentiated = captured.batch, True
@@ -226,15 +252,16 @@ class Graphed:
         q, term = ("q", block, shape), ("term", block, shape)
         if ahead is None or block != self._block:
             self._run(q, self._tangents, batch, after=True)
-        self._block = block
+        self._block, state.loss = block, loss
+        self.step.decide(state)
         if state.active():
+            decided = state.loss, state.statistics
             captured_now = term in self._warmed_up and term not in self._graphs
             if captured_now:  # it differentiates a q that was captured just before it
                 self._graphs.pop(q, None)
                 self._run(q, self._tangents, batch, after=True)
             self._run(term, self._term, batch, after=True)
-        self.step.advance(state)
-        return loss
+            state.loss, state.statistics = decided  # q may have been computed again, as this rank has it
 
     def _prefetch(self) -> None:
         """Fetches the next batch before the host waits for the device."""
@@ -264,8 +291,9 @@ class Graphed:
         elif plan == PLAIN:
             self._warmed_up.add(("plain", shape))
         elif step.lagged:
-            self._warmed_up.add((plan, block if plan.penalty else None, shape))
+            self._warmed_up.add((plan, block if plan.penalty else None, self._with_samples(shape)))
         else:
+            shape = self._with_samples(shape)
             self._warmed_up |= {("loss", shape), ("q", block, shape)} | (
                 {("term", block, shape)} if state.active() else set()
             )
@@ -359,7 +387,7 @@ class Graphed:
         if captured.choice is not None:
             state.direction.choice = BlockChoice.of(captured.choice.index.number, captured.choice.blocks)
         if captured.statistics is not None:
-            state.statistics = captured.copy_statistics()
+            state.statistics = captured.copy_statistics(send=self.step.reducer.ranks == 1)
         return None if captured.loss is None else captured.loss.clone()
 
     def _gradients(self, parameters: tuple[nn.Parameter, ...]) -> Gradients:

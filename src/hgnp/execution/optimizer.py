@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from hgnp.execution.graphs import Capture, CaptureError
+from hgnp.execution.graphs import Capture, CaptureError, Graphs
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 """Parameters, and the memory that graphs leave their gradients in."""
@@ -24,7 +24,7 @@ class GraphedOptimizer:
 
     def forget(self) -> None:
         """Parameters, gradients or the optimizer's tensors may lie elsewhere from now on."""
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Graphs | None = None
         self._of: tuple[Any, ...] | None = None
         """What the graph is of: an optimizer, the gradients, its groups."""
         self._rates: list[Tensor] = []
@@ -64,7 +64,7 @@ class GraphedOptimizer:
             then |= {"params": now["params"], "lr": now["lr"]}
         return bool(groups == optimizer.param_groups)
 
-    def _captured(self, optimizer: torch.optim.Optimizer) -> torch.cuda.CUDAGraph:
+    def _captured(self, optimizer: torch.optim.Optimizer) -> Graphs:
         groups = optimizer.param_groups
         self._known = [group["lr"] for group in groups]
         self._rates = [torch.tensor(rate, dtype=torch.float32, device=self._capture.device) for rate in self._known]

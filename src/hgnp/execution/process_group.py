@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hgnp.curvature.device import upcast
 from hgnp.curvature.validation import check_not_parallel
 from hgnp.errors import InputError, InputTypeError, RankError, one_line
+from hgnp.execution.graphs import between_graphs
 from hgnp.reducer import LOCAL, Reducer
 
 TIMEOUT = timedelta(minutes=10)
@@ -68,9 +69,16 @@ class ProcessGroupReducer(Reducer):
         return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def _all_reduced(self, flat: Tensor) -> Tensor:
-        sent = flat.to(self._route(flat.device))
-        self._collective(lambda: dist.all_reduce(sent, group=self.group))
-        return sent.to(flat.device)
+        """In place."""
+
+        def reduce() -> None:
+            sent = flat.to(self._route(flat.device))
+            self._collective(lambda: dist.all_reduce(sent, group=self.group))
+            if sent is not flat:
+                flat.copy_(sent)
+
+        between_graphs(reduce)
+        return flat
 
     def _bytes_of_first(self, data: Tensor) -> Tensor:
         sent = data.to(self._route(data.device))
@@ -211,10 +219,13 @@ def device_of_rank(device: str | torch.device) -> torch.device:
     if str(found) != "cuda" or world_size() == 1:
         return found
     local = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
-    if local >= torch.cuda.device_count():
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
+    if (
+        processes > torch.cuda.device_count()
+    ):  # on every rank of this machine: one that went on would wait for the others
         raise InputError(
-            f"device must be a GPU for each process, got {torch.cuda.device_count()} of them for local rank {local}; start "
-            "fewer processes (--nproc-per-node), or use device cpu"
+            f"device must be a GPU for each process, got {torch.cuda.device_count()} for {processes} processes; start fewer "
+            "(--nproc-per-node), or use device cpu"
         )
     return torch.device("cuda", local)
 

@@ -162,7 +162,7 @@ class TrainingLoop:
     def train(self, on_step: Callback | None = None, on_epoch: Callback | None = None) -> None:
         run = self.run_state
         self.progress.start(self._info() | {"epochs_done": run.epoch, "out": self.folder and str(self.folder.path)})
-        for note in (self._format_note, self.measurements.note, self._ranks_note()):
+        for note in (self._format_note, self.measurements.note):
             self._note_once(note)
         with self.trainer.running(), in_memory_format(self.net, self.optimizer, self.memory_format, self._contiguous):
             while self._unfinished():
@@ -363,12 +363,6 @@ class TrainingLoop:
         full, pruned, latency = json.loads(self.task.reducer.on_first(encoded))
         return Facts(**full), Facts(**pruned), latency
 
-    def _ranks_note(self) -> str | None:
-        ranks, auto = self.task.reducer.ranks, self.recipe.execution != "eager"
-        if ranks == 1 or self.task.train.device.type != "cuda" or not auto:
-            return None
-        return f"steps run operation by operation on {ranks} ranks: CUDA graphs hold no sums over ranks"
-
     def _info(self) -> dict[str, Any]:
         start, device = self.pruner.at_start, self.task.train.device
         return {
@@ -392,6 +386,8 @@ class TrainingLoop:
     # Checkpoints
 
     def _last_checkpoint(self) -> str:
+        if self.task.reducer.rank > 0:
+            return "rank 0 names the last good checkpoint"
         if self.folder is None:
             return "there is no checkpoint, as out is not set"
         return f"the last good checkpoint is {self.folder.checkpoint}, after {self.run_state.epoch} epochs"

@@ -119,7 +119,6 @@ class Trainer:
         self.net, self.state, self.optimizer, self.recipe, self.device = step.net, state, optimizer, recipe, device
         self.precision = precision_on(recipe, device)
         graphs = device.type == "cuda" and recipe.execution != "eager" and self.precision != "fp16"
-        graphs = graphs and step.reducer.ranks == 1  # collectives stay outside CUDA graphs
         self.executor = make_executor(step, state, self._precision, graphs=graphs)
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         """The learning rates that a schedule scales."""
