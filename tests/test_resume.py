@@ -1,19 +1,16 @@
 """A run that is killed at any moment and resumed ends as if nothing had happened, to the bit."""
 
 import json
-import multiprocessing
-import os
 import random
-import signal
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
 import torch
 
 import hgnp
+from forked import Forked
 from resumable import RECIPES, Net, recipe, run
 from train_cases import StopError
 
@@ -34,27 +31,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return of
 
 
-class Forked:
-    """A run in a process of its own, with its workers in one group, to be killed. Forking saves the imports."""
-
-    def __init__(self, out: Path, name: str) -> None:
-        self.process = multiprocessing.get_context("fork").Process(target=self._run, args=(str(out), name))
-        self.process.start()
-
-    @staticmethod
-    def _run(out: str, name: str) -> None:
-        os.setsid()
-        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
-            run(out, name)
-
-    def kill_once(self, condition: Callable[[], bool], wait: float = 0.0) -> None:
-        while self.process.is_alive() and not condition():
-            time.sleep(0.005)
-        time.sleep(wait)
-        assert self.process.is_alive(), "the run ended before it could be killed"
-        os.killpg(self.process.pid or 0, signal.SIGKILL)
-        self.process.join()
-        self.process.close()
+def kill_once(condition: Callable[[], bool], out: Path, name: str, wait: float = 0.0) -> None:
+    """Start a run and kill it with its workers, so many seconds after the condition holds."""
+    process = Forked(run, str(out), name)
+    while process.alive and not condition():
+        time.sleep(0.005)
+    time.sleep(wait)
+    assert process.alive, "the run ended before it could be killed"
+    process.kill()
 
 
 def tensors(out: Path) -> dict[str, torch.Tensor]:
@@ -102,7 +86,7 @@ def test_killed_at_random_moments_ends_the_same(whole: Whole, tmp_path: Path) ->
     moments = random.Random(5)
     done = [0]
     for _ in range(2):
-        Forked(killed, "hgnp").kill_once(lambda: epochs(killed) > done[-1], wait=moments.uniform(0, 0.1))
+        kill_once(lambda: epochs(killed) > done[-1], killed, "hgnp", wait=moments.uniform(0, 0.1))
         done.append(epochs(killed))
     run(str(killed), "hgnp")
     assert 0 < done[1] < done[-1] < len(rows(whole("hgnp")))
@@ -113,7 +97,7 @@ def test_killed_while_a_snapshot_is_fine_tuned_ends_the_same(whole: Whole, tmp_p
     killed, complete = tmp_path / "killed", whole("snapshots")
     first, second = ("snapshots/0.8", "snapshots/0.6")
     taken = json.loads((complete / "result.json").read_text())["snapshots"][1]["epoch"]
-    Forked(killed, "snapshots").kill_once(lambda: epochs(killed / second) > taken + 1)
+    kill_once(lambda: epochs(killed / second) > taken + 1, killed, "snapshots")
     assert not (killed / "result.json").exists()
     run(str(killed), "snapshots")
     for part in (".", first, second):

@@ -3,8 +3,8 @@
 import builtins
 import copy
 import dataclasses
+import errno
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import hgnp
 from cases import CASES, conv
+from forked import Forked, limit_file_size
 from hgnp.io.export import OPSET, Exported, export
 
 SUFFIXES = ("onnx", "pt2")
@@ -268,20 +269,15 @@ def test_what_cannot_be_exported_leaves_no_file(name: str, suffix: str, tmp_path
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_full_disk_is_said_to_be_full(suffix: str, tmp_path: Path) -> None:
-    """A limit on the size of files stands in for the disk: the same error from the same system call, whoever writes."""
-    code = f"""
-import errno, resource, signal, torch, hgnp
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-try:
-    hgnp.export(torch.nn.Linear(90, 9), "net.{suffix}", torch.zeros(2, 90))
-except OSError as error:
-    assert error.errno == errno.EFBIG, error
-else:
-    raise AssertionError
-"""
-    done = subprocess.run([sys.executable, "-B", "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    def write() -> None:
+        sys.dont_write_bytecode = True
+        limit_file_size()
+        with pytest.raises(OSError, match="too large") as raised:
+            export(nn.Linear(90, 9), tmp_path / f"net.{suffix}", torch.zeros(2, 90))
+        assert raised.value.errno == errno.EFBIG
+
+    code, _, err = Forked(write).wait()
+    assert code == 0, err
     assert list(tmp_path.iterdir()) == []
 
 
