@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ def names() -> dict[str, Any]:
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images[:256], dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels[:256])
     loader = DataLoader(TensorDataset(x, y), batch_size=64)
-    net = DigitsNet()
+    my_net = partial(DigitsNet, width=24)
+    net = my_net()
     return {
-        "hgnp": hgnp, "net": net, "MyNet": DigitsNet, "train_loader": loader, "val_loader": loader,
+        "hgnp": hgnp, "net": net, "MyNet": my_net, "train_loader": loader, "val_loader": loader,
         "example_input": x[:2], "batch": (x, y), "epochs": 7, "optimizer": torch.optim.SGD(net.parameters(), lr=0.01),
     }  # fmt: skip
 

@@ -266,8 +266,8 @@ def test_a_run_is_resumed_only_with_what_it_started_with(cut_short: Path) -> Non
     groups = lambda parameters: torch.optim.SGD([{"params": [p]} for p in parameters], lr=0.1)  # noqa: E731
     resumed("resume: parameter groups must be 1 .*, got 12", cut_short, optimizer=groups)
     resumed("resume: protect must be", cut_short, protect=["a"])
-    resumed("resume: batches per epoch must be 6 .*, got 12", cut_short, train=loaders(batch=8)[0])
-    other = DataLoader(TensorDataset(*stripes()), batch_size=16, generator=torch.Generator())
+    resumed("resume: batches per epoch must be 4 .*, got 12", cut_short, train=loaders(batch=8)[0])
+    other = DataLoader(TensorDataset(*stripes()), batch_size=24, generator=torch.Generator())
     resumed("train and val must have the generators and states of the resumed run's loaders", cut_short, train=other)
     resumed("state must be of this network at its original size", cut_short, net=made(outputs=4))
 

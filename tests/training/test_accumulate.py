@@ -130,7 +130,7 @@ def test_steps_are_those_of_the_optimizer(tmp_path: Path) -> None:
     def run(net: nn.Module, accumulate: int = 4, **given: Any) -> hgnp.Result:
         cycle = partial(OneCycleLR, max_lr=0.1, total_steps=40)
         return hgnp.prune(
-            net, *loaders(), recipe=r, accumulate=accumulate, scheduler=cycle, verbose=False, **given
+            net, *loaders(16), recipe=r, accumulate=accumulate, scheduler=cycle, verbose=False, **given
         )  # fmt: skip
 
     result = run(made(), on_step=watch)

@@ -150,7 +150,7 @@ def test_saved_and_held_networks_have_the_metric_that_is_reported(saved: Runs, h
 
 def test_values_reached_by_one_round_are_each_met_to_the_neuron(tmp_path: Path) -> None:
     wanted = recipe(keep=0.2, neurons_per_round=8, snapshots=(0.5, 0.6, 0.9))
-    run = hgnp.prune(made(), *loaders(), recipe=wanted, out=tmp_path / "run")
+    run = hgnp.prune(made(), *loaders(16), recipe=wanted, out=tmp_path / "run")
     _, middle, small = run.snapshots
     assert middle.epoch == small.epoch
     assert run.history[small.epoch]["kept"] < 0.45  # the run's own round goes further
