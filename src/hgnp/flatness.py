@@ -180,34 +180,34 @@ class Flatness:
     @property
     def radius(self) -> float:
         """λ of the eigenpair that the last step penalised; NaN before the first. Waits for the device."""
-        found = self._state.statistics
-        return math.nan if found is None else found.penalized.radius.item()
+        last = self._state.statistics
+        return math.nan if last is None else last.penalized.radius.item()
 
     @property
     def curvature(self) -> float:
         """q = vᵀHv of the last step. Waits for the device."""
-        found = self._state.statistics
-        return math.nan if found is None else found.q
+        last = self._state.statistics
+        return math.nan if last is None else last.q
 
     @property
     def residual(self) -> float:
         """‖(Ψ ⊗ Γ)v − λv‖/λ of that eigenpair; over the network ‖Fv − qv‖/q of the last product. Waits for the device."""
-        found = self._state.statistics
-        return math.nan if found is None else found.residual.item()
+        last = self._state.statistics
+        return math.nan if last is None else last.residual.item()
 
     @property
     def block(self) -> str | None:
         """Name of the layer that the last step penalised; "network" with direction_over="network"."""
-        found = self._state.statistics
-        return None if found is None else found.penalized.block.name
+        last = self._state.statistics
+        return None if last is None else last.penalized.block.name
 
     @property
     def direction(self) -> dict[str, Tensor]:
         """v of the last step (V = diag(n)·v in the scale-invariant metric) by parameter name; zero elsewhere."""
-        found = self._state.statistics
-        if found is None:
+        last = self._state.statistics
+        if last is None:
             return {}
-        return dict(zip(found.penalized.block.parameters, found.penalized.vectors, strict=False))
+        return dict(zip(last.penalized.block.parameters, last.penalized.vectors, strict=False))
 
     @property
     def routes(self) -> dict[str, str]:

@@ -72,10 +72,10 @@ def train(
     net.train()
     for x, y in batches:
         optimizer.zero_grad()
-        found = penalized_loss(net, x, y, starts=eigenvectors, **penalty)
-        found.objective.backward()
+        step = penalized_loss(net, x, y, starts=eigenvectors, **penalty)
+        step.objective.backward()
         optimizer.step()
-        eigenvectors.update(found.eigenvectors)
+        eigenvectors.update(step.eigenvectors)
 
 
 def penalized_loss(

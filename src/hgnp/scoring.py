@@ -180,8 +180,8 @@ def _find_losses(step: Step, batches: Iterable[Any]) -> tuple[Iterable[Any], boo
     first = next(pairs, None)
     if first is None:
         return (), False
-    found = loss_in_training_only(step.net, step.loss, step.output, *first[:2])
-    return itertools.chain([first[:2]], (pair[:2] for pair in pairs)), found
+    in_training = loss_in_training_only(step.net, step.loss, step.output, *first[:2])
+    return itertools.chain([first[:2]], (pair[:2] for pair in pairs)), in_training
 
 
 def normalised(scores: Scores) -> Scores:

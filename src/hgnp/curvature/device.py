@@ -96,17 +96,17 @@ def constant(make: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(make)
     def get(*args: P.args, **kwargs: P.kwargs) -> R:
         key = (*args, *sorted(kwargs.items()))
-        captured, found = capturing(), made.get(key)
-        if found is None:
-            found = make(*args, **kwargs)
+        captured, value = capturing(), made.get(key)
+        if value is None:
+            value = make(*args, **kwargs)
             if not captured:
-                made[key] = found
+                made[key] = value
                 if len(made) > CONSTANTS:  # sizes change with every removal
                     made.popitem(last=False)
         elif captured:
             for kept in list(_holders.values()):  # those of captures in other threads too, which does no harm
-                kept.append(found)
-        return found
+                kept.append(value)
+        return value
 
     return get
 

@@ -67,10 +67,10 @@ def top_of_lists(
     for which, group in groups:
         factors, starts = problems[which]
         solvers.append(_solver([factors[n] for n in group], [starts[n] for n in group], cold))
-    found: list[dict[int, Eigenpair]] = [{} for _ in problems]
+    solved: list[dict[int, Eigenpair]] = [{} for _ in problems]
     for (which, group), pairs in zip(groups, _solved(solvers, reducer), strict=True):
-        found[which] |= zip(group, pairs, strict=True)
-    return [[each[n] for n in range(len(factors))] for each, (factors, _) in zip(found, problems, strict=True)]
+        solved[which] |= zip(group, pairs, strict=True)
+    return [[each[n] for n in range(len(factors))] for each, (factors, _) in zip(solved, problems, strict=True)]
 
 
 def _solved(solvers: Sequence[Solver[T]], reducer: Reducer) -> list[T]:
@@ -83,15 +83,15 @@ def _solved(solvers: Sequence[Solver[T]], reducer: Reducer) -> list[T]:
         side.join()
         return results
     shares = {number: next(solver) for number, solver in enumerate(solvers)}
-    found: dict[int, T] = {}
+    ended: dict[int, T] = {}
     while shares:
         for number, total in zip(list(shares), reducer.sum(list(shares.values())), strict=True):
             try:
                 shares[number] = solvers[number].send(total)
             except StopIteration as end:
-                found[number] = end.value
+                ended[number] = end.value
                 del shares[number]
-    return [found[number] for number in range(len(solvers))]
+    return [ended[number] for number in range(len(solvers))]
 
 
 def _alone(solver: Solver[T]) -> T:
@@ -132,12 +132,12 @@ def _solver(factors: Sequence[Factor], starts: Sequence[Tensor], cold: bool) -> 
     # an eigenvector that is no longer the top one would never leave its place
     begin = unit(start + MIXED_IN * fallback) if cold else start
     if isinstance(factors[0], Patches) or factors[0].side > SMALL:
-        found = yield from _ritz(partial(_product, parts), begin, COLD if cold else factors[0].warm, cold)
+        solution = yield from _ritz(partial(_product, parts), begin, COLD if cold else factors[0].warm, cold)
     else:
         matrix = yield _dense(parts, start)
         begin = Dense(_matrix_power(matrix, COLD_POWER if cold else POWER)).product(begin)
-        found = _alone(_ritz(Dense(matrix).product, begin, 2, cold))
-    v, value, residual = found
+        solution = _alone(_ritz(Dense(matrix).product, begin, 2, cold))
+    v, value, residual = solution
     good = (value > 0) & (value < torch.inf)
     v = torch.where(good.unsqueeze(1), v, torch.where((value <= 0).unsqueeze(1), fallback, start))
     # here, not by the caller: memory of a side stream must not be read on another stream and then released

@@ -90,11 +90,11 @@ class NetworkDirection(Direction):
             length, quotient = torch.linalg.vector_norm(product), old.vector @ product
             residual = torch.linalg.vector_norm(product - quotient * old.vector) / quotient
             fits = torch.isfinite(length) & (length > 0)
-            found = [
+            updated = [
                 torch.where(fits, new, before)
                 for new, before in ((product / length, old.vector), (length, old.value), (residual, old.residual))
             ]
-        self.pairs = {network.name: NetworkVector(*found)}
+        self.pairs = {network.name: NetworkVector(*updated)}
         self.choice = BlockChoice.known(network)
 
     def sliced(self, slices: Mapping[str, Mapping[int, Tensor]]) -> dict[str, NetworkVector]:  # type: ignore[override]

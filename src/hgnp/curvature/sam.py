@@ -55,8 +55,8 @@ class SAMStep(Step):
         ):  # hooks get the gradient that is left in .grad
             self.forward(state, inputs, target)
             assert state.current is not None
-            found = torch.autograd.grad(state.current.loss, parameters, materialize_grads=True)
-        before = self._perturb(parameters, found)
+            gradients = torch.autograd.grad(state.current.loss, parameters, materialize_grads=True)
+        before = self._perturb(parameters, gradients)
         torch.clear_autocast_cache()  # which holds half-precision copies of the parameters as they were
         try:
             output = self.passes.run(inputs, self.norms_mode(), side_effect_free=True)

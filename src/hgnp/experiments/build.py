@@ -107,7 +107,7 @@ def find(key: str, path: str) -> Any:
     if not colon or not module_name or not name or module_name.startswith("."):
         raise InputError(f"{key} must be an import path such as package.module:name, got {path!r}")
     try:
-        found = importlib.import_module(module_name)
+        value = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise InputError(f"{key}: {module_name} needs the module {error.name}, which is not installed") from error
@@ -116,13 +116,13 @@ def find(key: str, path: str) -> Any:
     except SyntaxError as error:
         raise InputError(f"{key}: {error.filename} line {error.lineno} is not Python: {error.msg}") from error
     for part in name.split("."):
-        if not hasattr(found, part):
-            known = [each for each in dir(found) if not each.startswith("_")]
+        if not hasattr(value, part):
+            known = [each for each in dir(value) if not each.startswith("_")]
             raise InputError(f"{key}: {module_name} has no {name!r}{meant(part, known) if known else ''}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise InputError(f"{key} must be callable, got {path}, a {type(found).__name__}")
-    return found
+        value = getattr(value, part)
+    if not callable(value):
+        raise InputError(f"{key} must be callable, got {path}, a {type(value).__name__}")
+    return value
 
 
 def _named(key: str, name: str, built_in: Mapping[str, str]) -> Any:

@@ -111,13 +111,13 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any, *, 
     subject = _duplicate(net, to_onnx)
     device = next((tensor.device for tensor in [*subject.parameters(), *subject.buffers()]), torch.device("cpu"))
     example = _drawn(inputs, rows, None, device)
-    found = _call(
+    output = _call(
         subject, example, "net cannot run on example_input"
     )  # on a copy: some networks write into their input
-    if not _is_plain(found):
+    if not _is_plain(output):
         subject.forward = _with_plain_output(subject.forward)
-        found = _plain(found)
-    if not _tensors(found):
+        output = _plain(output)
+    if not _tensors(output):
         raise InputError("net must return at least one tensor, got none")
     traced, shapes = _drawn(inputs, rows, None, device), None
     if dynamic_batch:
@@ -132,7 +132,7 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any, *, 
     with atomic_path(path) as draft, _known_noise():
         program = _program(subject, traced, shapes)
         if to_onnx:
-            draft.write_bytes(_as_onnx(subject, program, traced, shapes, _output_names(found)))
+            draft.write_bytes(_as_onnx(subject, program, traced, shapes, _output_names(output)))
             session = onnx_session(draft)
             call: Callable[..., Any] = lambda *a, **k: run_onnx(session, _tensors((a, k)))  # noqa: E731
         else:

@@ -78,7 +78,7 @@ def described(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "format": FORMAT,
         "class": type(net).__qualname__,
         "modules": {name: [type(m).__qualname__, _widths(m)] for name, m in net.named_modules()},
-        "counts": {name: found for name, m in net.named_modules() if (found := _counts(m))},
+        "counts": {name: counts for name, m in net.named_modules() if (counts := _counts(m))},
         "channels_last": sorted(name for name, tensor in tensors.items() if _is_channels_last(tensor)),
     }
     return tensors, about
@@ -184,7 +184,7 @@ def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict
         and isinstance(about.get("channels_last"), list)
         and isinstance(about.get("modules"), dict)
         and isinstance(about.get("counts", {}), dict)
-        and all(isinstance(found, dict) for found in about.get("counts", {}).values())
+        and all(isinstance(counts, dict) for counts in about.get("counts", {}).values())
         and all(
             isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and isinstance(entry[1], dict)
             for entry in about["modules"].values()

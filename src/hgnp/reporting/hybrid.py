@@ -279,18 +279,18 @@ def recommend(features: Mapping[str, Any], model: Model | None = None) -> Recomm
     """Taylor or HGNP, at which κ, for data and a network with `features` (as in run.json); by default as the Lasso says."""
     model = fit() if model is None else model
     below = [sample.threshold for sample in model.samples]
-    seen = f"In the {len(below)} experiments known, HGNP was ahead below κ of {min(below):.0%} to {max(below):.0%}."
+    known = f"In the {len(below)} experiments known, HGNP was ahead below κ of {min(below):.0%} to {max(below):.0%}."
     try:
         threshold = model.predict(features)
     except ValueError as error:
         advice = (
             f"Below κ = {min(below):.0%} HGNP is the better guess, above {max(below):.0%} Taylor; in between run both."
         )
-        return Recommendation(None, str(error), (f"No threshold is predicted: {error}.", seen, advice))
+        return Recommendation(None, str(error), (f"No threshold is predicted: {error}.", known, advice))
     sentences = [
         f"Use Taylor above κ = {threshold:.0%} and HGNP below it.",
         f"Take it as {threshold:.0%} ± {100 * model.error:.0f} points: near it, run both and compare.",
-        seen,
+        known,
     ]
     if not model.surrounded(features):
         sentences.append(

@@ -108,11 +108,13 @@ def _figure(figure: Chart | MissingChart, key: str) -> dict[str, Any]:
 
 def _by_experiment(rows: list[Row]) -> list[tuple[str, str, list[dict[str, Any]]]]:
     """Title, the study's command if it gives rows that are not run, and the rows."""
-    found = []
+    entries = []
     for experiment, each in groupby(rows, key=lambda row: row.claim.experiment):
         mine, command = list(each), study_command(experiment)
-        found.append((experiment.title, command if any(row.command == command for row in mine) else "", _by_what(mine)))
-    return found
+        entries.append(
+            (experiment.title, command if any(row.command == command for row in mine) else "", _by_what(mine))
+        )
+    return entries
 
 
 def _by_what(rows: list[Row]) -> list[dict[str, Any]]:

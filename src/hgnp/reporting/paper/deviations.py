@@ -61,7 +61,7 @@ def deviations(experiment: PaperExperiment, runs: Sequence[Run]) -> tuple[Deviat
     """The deviations of runs that differ only in the seed."""
     run = runs[0]
     config = configured(run)
-    found = [
+    deviations = [
         *_data(experiment, run, config),
         *_start(experiment, run),
         *_penalty(run),
@@ -69,7 +69,7 @@ def deviations(experiment: PaperExperiment, runs: Sequence[Run]) -> tuple[Deviat
         *_hardware(experiment, runs),
     ]
     count = f"{len(runs)} seed{'s' * (len(runs) > 1)}"
-    return (*found, Deviation("seeds", count, f"{count} (the paper does not say how many)", open=True))
+    return (*deviations, Deviation("seeds", count, f"{count} (the paper does not say how many)", open=True))
 
 
 def variant(run: Run) -> str:
@@ -123,12 +123,12 @@ def _choices(run: Run) -> Choices:
 
 
 def _data(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) -> list[Deviation]:
-    found = []
+    deviations = []
     features = run.info.get("features") or {}
     for name, stated in experiment.features.items():
         if (ours := features.get(name)) is not None and ours != stated:
             words = name.replace("_", " ").replace("val ", "validation ").replace("train ", "training ")
-            found.append(Deviation("data", f"{ours:,} {words}", f"{words}: {ours:,} instead of {stated:,}"))
+            deviations.append(Deviation("data", f"{ours:,} {words}", f"{words}: {ours:,} instead of {stated:,}"))
     changed = {
         "flip": ("random flips", "no random flips"),
         "resize": ("images resized", "images cropped"),
@@ -139,14 +139,14 @@ def _data(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) -> l
         if ours == stated:
             continue
         if name == "batch":
-            found.append(Deviation("data", f"batch {ours}", f"mini-batches of {ours} instead of {stated}"))
+            deviations.append(Deviation("data", f"batch {ours}", f"mini-batches of {ours} instead of {stated}"))
         else:
             words = changed[name][0 if ours else 1]
-            found.append(Deviation("data", words, f"{words}, which the paper does not state"))
+            deviations.append(Deviation("data", words, f"{words}, which the paper does not state"))
     if experiment.picture and not config.get("data_args.resize"):
         text = experiment.picture.format(side=features.get("image_side") or experiment.features["image_side"])
-        found.append(Deviation("data", "", text, open=True))
-    return found
+        deviations.append(Deviation("data", "", text, open=True))
+    return deviations
 
 
 def _start(experiment: PaperExperiment, run: Run) -> list[Deviation]:
@@ -190,7 +190,7 @@ def _penalty(run: Run) -> list[Deviation]:
 
 def _schedule(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) -> list[Deviation]:
     stated, name = experiment.recipe(run.method), schedule(experiment, run)
-    found, rounds = [], []
+    deviations, rounds = [], []
     for key, paper in stated.items():
         ours = run.recipe.get(key, paper)
         if (
@@ -206,26 +206,26 @@ def _schedule(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) 
                 if key == "schedule"
                 else ""
             )
-            found.append(
+            deviations.append(
                 Deviation("schedule", "", f"{label}: {_shown(key, ours)}{how} (left open by the paper)", open=True)
             )
         elif key in SCHEDULE:
             rounds.append(f"{label} {_shown(key, ours)} instead of {_shown(key, paper)}")
         else:
             text = f"{label} {_shown(key, ours)} instead of {_shown(key, paper)}"
-            found.append(Deviation("schedule", f"{label} {_shown(key, ours)}", text))
+            deviations.append(Deviation("schedule", f"{label} {_shown(key, ours)}", text))
     if rounds:
         short = "HGNP's schedule" if name == "HGNP's" else "other schedule"
-        found.insert(0, Deviation("schedule", short, f"{short}: {', '.join(rounds)}"))
+        deviations.insert(0, Deviation("schedule", short, f"{short}: {', '.join(rounds)}"))
     own = [key for key in ("optimizer", "scheduler", "loss", "protect") if config.get(key)]
-    return [*found, *(Deviation("schedule", f"own {key}", f"{key} {config[key]}, not the paper's") for key in own)]
+    return [*deviations, *(Deviation("schedule", f"own {key}", f"{key} {config[key]}, not the paper's") for key in own)]
 
 
 def _hardware(experiment: PaperExperiment, runs: Sequence[Run]) -> list[Deviation]:
     ours = "; ".join(sorted({run.hardware for run in runs}))
     method = "taylor" if runs[0].method == "taylor" else "hgnp"
     theirs = f"{experiment.training.gpus[method]} × {experiment.training.hardware} for {METHODS[method]}"
-    found = [Deviation("hardware", ours, f"{ours}; the paper: {theirs}")]
+    deviations = [Deviation("hardware", ours, f"{ours}; the paper: {theirs}")]
     if any(run.info.get("device") != "cpu" for run in runs) and runs[0].recipe.get("precision") in (
         "auto",
         "bf16",
@@ -234,8 +234,10 @@ def _hardware(experiment: PaperExperiment, runs: Sequence[Run]) -> list[Deviatio
         precision = {"auto": "bfloat16 where the GPU has it"}.get(
             runs[0].recipe["precision"], runs[0].recipe["precision"]
         )
-        found.append(Deviation("hardware", "", f"mixed precision: {precision} (not mentioned in the paper)", open=True))
-    return found
+        deviations.append(
+            Deviation("hardware", "", f"mixed precision: {precision} (not mentioned in the paper)", open=True)
+        )
+    return deviations
 
 
 def _shown(key: str, value: Any) -> str:

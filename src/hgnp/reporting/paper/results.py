@@ -77,11 +77,11 @@ class PaperGroup:
 
     def finetuned(self) -> dict[float, list[float]]:
         """Mean κ → accuracies over seeds, for the final networks and the snapshots."""
-        found: dict[float, list[tuple[float, float]]] = {}
+        by_value: dict[float, list[tuple[float, float]]] = {}
         for run in self.runs:
             for asked, kept, metric in finetuned(run):
-                found.setdefault(asked, []).append((kept, metric))
-        return {statistics.mean(kept for kept, _ in each): [metric for _, metric in each] for each in found.values()}
+                by_value.setdefault(asked, []).append((kept, metric))
+        return {statistics.mean(kept for kept, _ in each): [metric for _, metric in each] for each in by_value.values()}
 
     def finetuned_at(self, kept: float) -> list[float] | None:
         """Accuracies over seeds of the fine-tuned networks nearest to κ; None if none is within NEAR."""
@@ -214,14 +214,14 @@ def _distance(group: PaperGroup) -> tuple[int, int, bool, int, int]:
 
 def _timings(file: Path, read: Sequence[Run]) -> Iterator[BenchTiming]:
     """A bench file belongs to the run whose folder holds it, or else to the experiment with the same number of parameters."""
-    found = read_json(file)
+    content = read_json(file)
     if (
-        not isinstance(found, dict)
-        or not isinstance(found.get("rows"), list)
-        or not isinstance(found.get("devices"), dict)
+        not isinstance(content, dict)
+        or not isinstance(content.get("rows"), list)
+        or not isinstance(content.get("devices"), dict)
     ):
         raise InputError(f"{file} must be written by hgnp bench, got another file; rename it, or move it away")
-    rows = found["rows"]
+    rows = content["rows"]
     for row in rows:
         if (
             not isinstance(row, dict)
@@ -238,5 +238,5 @@ def _timings(file: Path, read: Sequence[Run]) -> Iterator[BenchTiming]:
         experiment = EXPERIMENTS[known.index(count)] if count in known else None
     if experiment is not None:
         for row in rows:
-            hardware = str(found["devices"].get(row["device"], row["device"]))
-            yield BenchTiming(experiment, file, str(found.get("date", "")), hardware, row)
+            hardware = str(content["devices"].get(row["device"], row["device"]))
+            yield BenchTiming(experiment, file, str(content.get("date", "")), hardware, row)
