@@ -284,7 +284,7 @@ def test_a_damaged_run_is_refused(cut_short: Path, tmp_path: Path) -> None:
             ),
             ("checkpoint.safetensors", content[:5000], "not a readable safetensors file"),
             ("run.json", b"[]", "run.json: damaged"),
-            ("run.json", json.dumps(info | {"format": 2}).encode(), "run.json: written in format 2 by another hgnp"),
+            ("run.json", json.dumps(info | {"format": 2}).encode(), "run.json: format must be 1, got 2"),
         ]
     ):
         out = tmp_path / str(number)
@@ -295,7 +295,9 @@ def test_a_damaged_run_is_refused(cut_short: Path, tmp_path: Path) -> None:
     resumed("with metrics.jsonl and no run.json", out, FileExistsError)
     shutil.copytree(cut_short, tmp_path / "gone")
     (tmp_path / "gone/checkpoint.safetensors").unlink()
-    resumed("checkpoint.safetensors is missing, so the run cannot be resumed", tmp_path / "gone", FileNotFoundError)
+    resumed(
+        "checkpoint.safetensors must exist to resume the run, got no such file", tmp_path / "gone", FileNotFoundError
+    )
 
 
 def test_a_finished_run_needs_no_checkpoint_but_a_whole_result(tmp_path: Path) -> None:

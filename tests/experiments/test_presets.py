@@ -139,7 +139,7 @@ def test_an_unknown_preset_is_refused_with_a_suggestion() -> None:
 
 @pytest.mark.parametrize("name", [name for name in presets.names() if name != "demo"])
 def test_a_preset_that_needs_data_says_how_to_give_them(name: str) -> None:
-    with pytest.raises(ValueError, match=r"data_args: .* needs 'folder'; pass --data DIR"):
+    with pytest.raises(ValueError, match=r"data_args must have 'folder' for .*; pass --data DIR"):
         prepare(presets.preset(name))
 
 

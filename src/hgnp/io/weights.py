@@ -261,16 +261,18 @@ def _width_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net:
         own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
         stored, current = about["modules"][name][1], _widths(module)
         if stored.keys() != current.keys() or not all(_shrunk(stored[key], current[key]) for key in current):
-            raise InputError(f"layer {name!r} cannot have {stored}: it has {current}")
+            raise InputError(f"layer {name!r} must have at least the widths of the file, {stored}, got {current}")
         shapes = {key: tuple(tensors[names[id(tensor)]].shape) for key, tensor in own.items()}
         stored = {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
         due = stated_widths(module, shapes.get, None, stored.get("groups", stored.get("num_groups")))
         if any(stored[key] != value for key, value in due.items()):
-            raise InputError(f"layer {name!r} has {stored}, but its tensors say {due}")
+            raise InputError(f"layer {name!r} of the file must have the widths of its tensors, {due}, got {stored}")
         width = next((stored[out] for out in OUTPUTS if out in stored), None)
         for key in PER_OUTPUT if width is not None else ():
             if len(shapes.get(key, ())) == 1 and shapes[key] != (width,):
-                raise InputError(f"{name}.{key} has {shapes[key][0]} entries, but the layer is {width} wide")
+                raise InputError(
+                    f"{name}.{key} must have {width} entries, the width of its layer, got {shapes[key][0]}"
+                )
         changes.append(set_attributes(module, stored))
     return changes
 

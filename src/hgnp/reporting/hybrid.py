@@ -161,7 +161,7 @@ def fit(
         raise InputError(f"samples must be at least 3 experiments, got {len(samples)}")
     for sample in (*samples, *left_out):
         if (reason := usable(sample)) is not None:
-            raise InputError(f"sample {sample.name!r}: {reason}")
+            raise InputError(f"sample {sample.name!r} must have every feature, got {reason}")
     names = FEATURES if features is None else tuple(features)
     inputs, thresholds = _arrays(samples, names)
     intercept, slopes, penalty = (_lasso if features is None else _least_squares)(inputs, thresholds)

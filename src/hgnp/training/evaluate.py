@@ -210,8 +210,8 @@ def check_metric(
                 raise
             except Exception as error:
                 raise InputError(
-                    "metric must take all outputs and targets and return one number, or have update, compute and reset; "
-                    f"it failed on the validation data: {brief(error)}"
+                    "metric must take all outputs and targets and return one number, or have update, compute and reset, "
+                    f"but failed on the validation data: {brief(error)}"
                 ) from error
 
 

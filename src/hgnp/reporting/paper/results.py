@@ -228,7 +228,8 @@ def _timings(file: Path, read: Sequence[Run]) -> Iterator[BenchTiming]:
             or not {"network", "variant", "device", "batch", "median_ms", "kept", "parameters"} <= row.keys()
         ):
             raise InputError(
-                f"{file}: a row must have network, variant, device, batch, median_ms, kept, parameters; it is damaged"
+                f"{file}: a row must have network, variant, device, batch, median_ms, kept, parameters, got one that "
+                "does not; run hgnp bench again"
             )
     home = next((run for run in read if file.resolve().is_relative_to(run.folder)), None)
     experiment = experiment_of(home) if home else None
