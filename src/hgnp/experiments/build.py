@@ -111,7 +111,7 @@ def find(key: str, path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise InputError(
-                f"{key}: {module_name} needs the module {error.name}, got none of that name; install it"
+                f"{key}: {module_name} needs the module {error.name}, which is not installed; install it"
             ) from error
         raise InputError(f"{key} must be the import path of an existing module, got {path!r} without a module {error.name} in "
                          "the current folder, beside the configuration and among installed packages") from error  # fmt: skip
