@@ -48,7 +48,7 @@ class Again:
             Stand.makers.add(self)
 
     def _memory(self) -> list[Tensor]:
-        return [*self.graphed.net.buffers(), *self.graphed._memory, *self.graphed._grads.values()]
+        return [*self.graphed.net.buffers(), *self.graphed._memory.tensors, *self.graphed._grads.values()]
 
     def _under_way(self) -> tuple[Any, ...]:
         state = self.graphed.state
@@ -66,7 +66,7 @@ class Again:
         direction = state.direction
         held = state.statistics, direction.choice, state.loss, self._under_way()
         grads = [p.grad for p in net.parameters()]
-        direction.choice, direction.pairs = self.choice, self.graphed._static
+        direction.choice, direction.pairs = self.choice, self.graphed._memory.pairs
         state.current, state.collector, state.penalized, state.loss_differentiated = (
             (None, None, None, False) if self.reads is None else self.reads.left
         )
@@ -85,7 +85,7 @@ class Again:
                     tensor.copy_(value)
         if direction.choice is not self.choice:
             self.next.index.number.copy_(direction.choice.index.number)  # type: ignore[union-attr]
-        direction.pairs = self.graphed._static
+        direction.pairs = self.graphed._memory.pairs
         state.statistics, direction.choice, state.loss, under_way = held
         state.current, state.collector, state.penalized, state.loss_differentiated = under_way
         for parameter, grad in zip(net.parameters(), grads, strict=True):

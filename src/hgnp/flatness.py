@@ -180,34 +180,34 @@ class Flatness:
     @property
     def radius(self) -> float:
         """λ of the eigenpair that the last step penalised; NaN before the first. Waits for the device."""
-        last = self._state.statistics
-        return math.nan if last is None else last.penalized.radius.item()
+        statistics = self._state.statistics
+        return math.nan if statistics is None else statistics.penalized.radius.item()
 
     @property
     def curvature(self) -> float:
         """q = vᵀHv of the last step. Waits for the device."""
-        last = self._state.statistics
-        return math.nan if last is None else last.q
+        statistics = self._state.statistics
+        return math.nan if statistics is None else statistics.q
 
     @property
     def residual(self) -> float:
         """‖(Ψ ⊗ Γ)v − λv‖/λ of that eigenpair; over the network ‖Fv − qv‖/q of the last product. Waits for the device."""
-        last = self._state.statistics
-        return math.nan if last is None else last.residual.item()
+        statistics = self._state.statistics
+        return math.nan if statistics is None else statistics.residual.item()
 
     @property
     def block(self) -> str | None:
         """Name of the layer that the last step penalised; "network" with direction_over="network"."""
-        last = self._state.statistics
-        return None if last is None else last.penalized.block.name
+        statistics = self._state.statistics
+        return None if statistics is None else statistics.penalized.block.name
 
     @property
     def direction(self) -> dict[str, Tensor]:
         """v of the last step (V = diag(n)·v in the scale-invariant metric) by parameter name; zero elsewhere."""
-        last = self._state.statistics
-        if last is None:
+        statistics = self._state.statistics
+        if statistics is None:
             return {}
-        return dict(zip(last.penalized.block.parameters, last.penalized.vectors, strict=False))
+        return dict(zip(statistics.penalized.names, statistics.penalized.vectors, strict=True))
 
     @property
     def routes(self) -> dict[str, str]:

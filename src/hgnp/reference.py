@@ -72,10 +72,10 @@ def train(
     net.train()
     for x, y in batches:
         optimizer.zero_grad()
-        step = penalized_loss(net, x, y, starts=eigenvectors, **penalty)
-        step.objective.backward()
+        penalized = penalized_loss(net, x, y, starts=eigenvectors, **penalty)
+        penalized.objective.backward()
         optimizer.step()
-        eigenvectors.update(step.eigenvectors)
+        eigenvectors.update(penalized.eigenvectors)
 
 
 def penalized_loss(

@@ -27,9 +27,9 @@ from hgnp.curvature.autodiff.forward import Output, run
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.device import capturing
-from hgnp.curvature.direction import Direction
 from hgnp.curvature.factors import Block, WholeNetwork
 from hgnp.curvature.losses import Loss, loss_curvature
+from hgnp.curvature.network_direction import AnyDirection
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.errors import InputError, InputTypeError
 from hgnp.execution.graphs import Capture, GraphedFunction
@@ -137,9 +137,8 @@ def scored(
     if losses is None:
         batches, losses = _find_losses(step, batches)
     gates = neurons.gates(coupling, losses=losses)
-    capture = (
-        _capture(net) if graphs and not losses and reducer.ranks == 1 else None
-    )  # a graph holds no sums over ranks
+    # a graph holds no sums over ranks
+    capture = _capture(net) if graphs and not losses and reducer.ranks == 1 else None
     with evaluating(net, losses=losses), torch.enable_grad(), RandomState(*net.parameters()):
         raw = _means(step, state, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture)
     has_gate = {layer: (indices < gates.count) for layer, indices in gates.rows.items()}
@@ -180,8 +179,8 @@ def _find_losses(step: Step, batches: Iterable[Any]) -> tuple[Iterable[Any], boo
     first = next(pairs, None)
     if first is None:
         return (), False
-    in_training = loss_in_training_only(step.net, step.loss, step.output, *first[:2])
-    return itertools.chain([first[:2]], (pair[:2] for pair in pairs)), in_training
+    losses = loss_in_training_only(step.net, step.loss, step.output, *first[:2])
+    return itertools.chain([first[:2]], (pair[:2] for pair in pairs)), losses
 
 
 def normalised(scores: Scores) -> Scores:
@@ -267,7 +266,7 @@ class _Sums:
     def __init__(
         self,
         work: Callable[[Block | WholeNetwork | None, Any], Tensor],
-        direction_of: Callable[[Any, Any], Direction] | None,
+        direction_of: Callable[[Any, Any], AnyDirection] | None,
         net: nn.Module,
         capture: Capture | None,
     ) -> None:

@@ -8,7 +8,7 @@ v is that of the block with the largest λ_l and zero everywhere else. `refresh`
 the last batch left them, and chooses the block.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,10 +56,8 @@ class KroneckerEigenpair:
         if len(gamma) > 1:
             gamma = gamma * torch.zeros_like(self.psi.value).scatter(0, self.group.view(1), 1.0).unsqueeze(1)
         if scale_invariant:
-            psi, gamma = (
-                psi.clone(),
-                gamma.clone(),
-            )  # autograd keeps them, and a refresh may write them in place meanwhile
+            # autograd keeps them, and a refresh may write them in place meanwhile
+            psi, gamma = psi.clone(), gamma.clone()
             gamma = gamma * block.filter_norms().view(gamma.shape)
         weight, bias = block.spread(psi.to(gamma.dtype), gamma)
         tangents = [(block.weight, weight.to(block.weight.dtype))]
@@ -117,49 +115,47 @@ class BlockChoice:
     """The block with the largest λ, an index that may still be on its way from the device."""
 
     index: HostScalar  # into `blocks`
-    blocks: list[Any]
-    """Of type Block, or the one WholeNetwork."""
+    blocks: Sequence[Block | WholeNetwork]
 
     @classmethod
-    def of(cls, index: Tensor, blocks: list[Any]) -> "BlockChoice":
+    def of(cls, index: Tensor, blocks: Sequence[Block | WholeNetwork]) -> "BlockChoice":
         return cls(HostScalar.of(index), blocks)
 
     @classmethod
     def known(cls, block: Block | WholeNetwork) -> "BlockChoice":
         return cls(HostScalar.of(torch.tensor(0)), [block])
 
-    def block(self) -> Any:
+    def block(self) -> Block | WholeNetwork:
         """Waits for the index."""
         return self.blocks[int(self.index.item())]
 
 
 @dataclass
 class Direction:
-    """v of the batches so far."""
+    """v of the batches so far, in one block. `network_direction.NetworkDirection` is v over all trained parameters."""
 
     net: nn.Module
-    pairs: dict[str, Any] = field(default_factory=dict)
+    pairs: dict[str, KroneckerEigenpair] = field(default_factory=dict)
     """Block → its eigenpair."""
     choice: BlockChoice | None = None
 
     def copy(self) -> "Direction":
-        """One to refresh from these eigenpairs while this one stays as it is; no block is chosen yet."""
+        """One to refresh from these eigenpairs while this one stays as it is. Its refresh chooses the block: none is yet."""
         return Direction(self.net, dict(self.pairs))
 
-    def along(self, block: Any, pair: Mapping[str, Tensor]) -> "Direction":
+    def along(self, block: Block | WholeNetwork, pair: Mapping[str, Tensor]) -> "Direction":
         """One along this pair of a block, given as its `state()`."""
         return Direction(self.net, {block.name: KroneckerEigenpair.of_state(pair)}, BlockChoice.known(block))
 
     def name(self) -> str | None:
         """Of the block that v lies in. Waits for the last choice."""
-        name: str | None = None if self.choice is None else self.choice.block().name
-        return name
+        return None if self.choice is None else self.choice.block().name
 
     def block(self) -> Block | None:
         """The block that v lies in, unless it is gone, frozen or of another shape by now."""
         name = self.name()
-        found = next((block for block in find_blocks(self.net) if block.name == name), None)
-        return found if found is not None and self.pairs[found.name].fits(found) else None
+        block = next((block for block in find_blocks(self.net) if block.name == name), None)
+        return block if block is not None and self.pairs[block.name].fits(block) else None
 
     def refresh(
         self,
@@ -175,13 +171,14 @@ class Direction:
         layers.
 
         collect    a backward pass, in which the collector gets the derivatives of C
+        cold       as many products as without eigenpairs to start from; `eigen` has the numbers
         overlap    work of the step that needs nothing of the new v; it runs beside the solver where that is possible
         empirical  ranks blocks by the quotient of their own Fisher matrix along v_l instead of λ_l
         """
         if reducer.ranks > 1:
             self._refresh_ranks(collector, collect, cold, empirical, overlap, reducer)
             return
-        side = SideStreams()
+        streams = SideStreams()
         blocks = [block for block in find_blocks(self.net) if block.name in collector.psi]
         if not blocks:
             raise InputError(NO_BLOCK)
@@ -190,15 +187,15 @@ class Direction:
         psi: list[Eigenpair] = []
         gamma: list[Eigenpair] = []
         known: list[int] = []
-        with side.fork(), torch.no_grad(), autocast_off(like):
-            sides = [collector.psi[block.name].factor() for block in blocks]
-            psi.extend(top_of_each(sides, [start for start, _ in starts], cold=cold))
+        with streams.fork(), torch.no_grad(), autocast_off(like):
+            psi_factors = [collector.psi[block.name].factor() for block in blocks]
+            psi.extend(top_of_each(psi_factors, [start for start, _ in starts], cold=cold))
 
         def solve() -> None:
             known.extend(n for n, block in enumerate(blocks) if collector.gamma[block.name].positions)
             with torch.no_grad(), autocast_off(like):
-                factors = [collector.gamma[blocks[n].name].factor() for n in known]
-                gamma.extend(top_of_each(factors, [starts[n][1] for n in known], cold=cold))
+                gamma_factors = [collector.gamma[blocks[n].name].factor() for n in known]
+                gamma.extend(top_of_each(gamma_factors, [starts[n][1] for n in known], cold=cold))
 
         collector.when_complete = solve  # while the backward pass still has something to do
         try:
@@ -207,12 +204,12 @@ class Direction:
             collector.when_complete = None  # a reference cycle
         if not gamma:  # some layers got no derivative
             collector.join()
-            with side.fork():
+            with streams.fork():
                 solve()
         if overlap is not None:
             overlap()
         collector.join()
-        side.join()
+        streams.join()
         with torch.no_grad(), autocast_off(like):
             chosen, psi = [blocks[n] for n in known], [psi[n] for n in known]
             scores = _scores(collector, chosen, psi, gamma, empirical, reducer)
@@ -244,12 +241,10 @@ class Direction:
                 raise InputError(NO_BLOCK)
             for block in blocks:
                 collector.include(block)
-            sides = (
-                [collector.psi[block.name].factor() for block in blocks],
-                [collector.gamma[block.name].factor() for block in blocks],
-            )
-            problems = list(zip(sides, zip(*starts, strict=True), strict=True))
-            psi, gamma = top_of_lists(problems, cold=cold, reducer=reducer)  # at once: half as many sums
+            psi_problem = [collector.psi[block.name].factor() for block in blocks], [start for start, _ in starts]
+            gamma_problem = [collector.gamma[block.name].factor() for block in blocks], [start for _, start in starts]
+            # at once: half as many sums
+            psi, gamma = top_of_lists([psi_problem, gamma_problem], cold=cold, reducer=reducer)
             for n in (n for n, known in enumerate(own) if not known):
                 old = self.pairs.get(blocks[n].name)
                 kept = (old.psi, old.gamma) if old is not None and old.fits(blocks[n]) else map(_unknown, starts[n])
@@ -276,8 +271,8 @@ class Direction:
         precision is no curvature: where no score of a block is finite its group stays, and where none is at all so does the
         block."""
         scores = torch.where(finite, scores, -1.0)
-        first = torch.zeros((), dtype=torch.long, device=scores.device)
-        groups, best = [first] * len(blocks), scores
+        zero = torch.zeros((), dtype=torch.long, device=scores.device)
+        groups, best = [zero] * len(blocks), scores
         if any(block.groups > 1 for block in blocks):
             sizes = [block.groups for block in blocks]
             tops = [part.max(0) for part in scores.split(sizes)]
@@ -285,16 +280,16 @@ class Direction:
             for n, (block, top, known) in enumerate(zip(blocks, tops, finite.split(sizes), strict=True)):
                 old = self.pairs.get(block.name)
                 groups[n] = torch.where(
-                    known.any(), top.indices, old.group if old is not None and old.fits(block) else first
+                    known.any(), top.indices, old.group if old is not None and old.fits(block) else zero
                 )
         name = self.name()  # the host knows it: this step or the last one has used it
         last = next((n for n, block in enumerate(blocks) if block.name == name), 0)
-        index = torch.where(finite.any(), best.argmax(), torch.full_like(first, last))
+        index = torch.where(finite.any(), best.argmax(), torch.full_like(zero, last))
         if reducer.ranks > 1:
             (chosen,) = reducer.of_first([torch.stack([index, *groups])])
             index, *groups = chosen.unbind()
-        found = zip(blocks, psi, gamma, groups, strict=True)
-        self.pairs = self.pairs | {b.name: KroneckerEigenpair(p, g, group) for b, p, g, group in found}
+        solved = zip(blocks, psi, gamma, groups, strict=True)
+        self.pairs = self.pairs | {b.name: KroneckerEigenpair(p, g, group) for b, p, g, group in solved}
         self.choice = BlockChoice.of(index, blocks)
 
     def _start(self, block: Block) -> tuple[Tensor, Tensor]:
@@ -304,7 +299,7 @@ class Direction:
             return pair.psi.vector, pair.gamma.vector
         like = upcast(block.weight.detach()[:0])
         shapes = (block.psi_shape, block.gamma_shape)
-        psi, gamma = (arbitrary(side, like.dtype, like.device).expand(groups, side) for groups, side in shapes)
+        psi, gamma = (arbitrary(length, like.dtype, like.device).expand(groups, length) for groups, length in shapes)
         return psi, gamma
 
     def sliced(self, slices: Mapping[str, Mapping[int, Tensor]]) -> dict[str, KroneckerEigenpair]:
@@ -362,7 +357,7 @@ def _scores(
 
 
 def _unknown(start: Tensor) -> Eigenpair:
-    """A pair of which nothing is known but where the solver starts, (groups, side)."""
+    """A pair of which nothing is known but where the solver starts, (groups, length)."""
     return Eigenpair(start.new_zeros(len(start)), start, start.new_full((len(start),), torch.inf))
 
 

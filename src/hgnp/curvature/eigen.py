@@ -1,4 +1,4 @@
-"""Top eigenpairs of Kronecker factors: Ritz pairs of a Krylov space, from a warm or a cold start.
+"""Top eigenpairs of Kronecker factors: Ritz pairs of a Krylov space, from a start.
 
 Every solve ends in a Ritz pair with its own residual: v is the best vector of the space of x, Fx, F²x, …, and λ = vᵀFv and
 ‖Fv − λv‖/λ are measured at that very v: what is reported is what is used. The error of λ is at most the residual squared over
@@ -7,6 +7,9 @@ the relative gap, or the residual itself.
     factor                       before the Ritz pair                 warm           cold
     side ≤ 128, Rows or Dense    formed once, F^p x by squaring       p = 64         p = 65536
     any other                    products with F alone                `factor.warm`  60, restarted every 20
+
+Warm: the start is the eigenvector of the last refresh, which is close. Cold: it may be far off. Then there are many products,
+and a tenth of an arbitrary vector is mixed in, or an eigenvector that is no longer the top one would never leave its place.
 
 The number of products is that of the table: by the layer's shape alone, never by the device, the rows of a batch or the ranks.
 Over several ranks F is the sum of the ranks' factors. A solver is a generator that yields what this rank contributes to a sum,
@@ -76,22 +79,22 @@ def top_of_lists(
 def _solved(solvers: Sequence[Solver[T]], reducer: Reducer) -> list[T]:
     """In a single process each solver runs separately, on a side stream of its own; over several ranks all advance together."""
     if reducer.ranks == 1:
-        side, results = SideStreams(), []
+        streams, alone = SideStreams(), []
         for solver in solvers:
-            with side.fork():
-                results.append(_alone(solver))
-        side.join()
-        return results
+            with streams.fork():
+                alone.append(_alone(solver))
+        streams.join()
+        return alone
     shares = {number: next(solver) for number, solver in enumerate(solvers)}
-    ended: dict[int, T] = {}
+    results: dict[int, T] = {}
     while shares:
         for number, total in zip(list(shares), reducer.sum(list(shares.values())), strict=True):
             try:
                 shares[number] = solvers[number].send(total)
             except StopIteration as end:
-                ended[number] = end.value
+                results[number] = end.value
                 del shares[number]
-    return [ended[number] for number in range(len(solvers))]
+    return [results[number] for number in range(len(solvers))]
 
 
 def _alone(solver: Solver[T]) -> T:
@@ -129,15 +132,14 @@ def _solver(factors: Sequence[Factor], starts: Sequence[Tensor], cold: bool) -> 
     start = _padded(starts)
     parts = list(merged(factors, start.shape[1]))
     fallback = _arbitrary(tuple((factor.entries, factor.side) for factor in factors), start.dtype, start.device)
-    # an eigenvector that is no longer the top one would never leave its place
     begin = unit(start + MIXED_IN * fallback) if cold else start
     if isinstance(factors[0], Patches) or factors[0].side > SMALL:
-        solution = yield from _ritz(partial(_product, parts), begin, COLD if cold else factors[0].warm, cold)
+        ritz = yield from _ritz(partial(_product, parts), begin, COLD if cold else factors[0].warm, cold)
     else:
         matrix = yield _dense(parts, start)
         begin = Dense(_matrix_power(matrix, COLD_POWER if cold else POWER)).product(begin)
-        solution = _alone(_ritz(Dense(matrix).product, begin, 2, cold))
-    v, value, residual = solution
+        ritz = _alone(_ritz(Dense(matrix).product, begin, 2, cold))
+    v, value, residual = ritz
     good = (value > 0) & (value < torch.inf)
     v = torch.where(good.unsqueeze(1), v, torch.where((value <= 0).unsqueeze(1), fallback, start))
     # here, not by the caller: memory of a side stream must not be read on another stream and then released
@@ -149,12 +151,12 @@ def _product(parts: Sequence[Factor], x: Tensor) -> Tensor:
     if len(parts) == 1:
         return parts[0].product(x)
     y = torch.zeros_like(x)
-    side, entry = SideStreams(), 0
+    streams, entry = SideStreams(), 0
     for part in parts:
         mine = slice(entry, entry := entry + part.entries), slice(part.side)
-        with side.fork():  # a copy: other side streams may get a product's own memory once it is released
+        with streams.fork():  # a copy: other side streams may get a product's own memory once it is released
             y[mine] = part.product(x[mine].contiguous())
-    side.join()
+    streams.join()
     return y
 
 
@@ -163,12 +165,12 @@ def _dense(parts: Sequence[Factor], like: Tensor) -> Tensor:
     if len(parts) == 1:
         return parts[0].dense()
     out = like.new_zeros(*like.shape, like.shape[1])
-    side, entry = SideStreams(), 0
+    streams, entry = SideStreams(), 0
     for part in parts:
-        with side.fork():
+        with streams.fork():
             out[entry : entry + part.entries, : part.side, : part.side] = part.dense()
         entry += part.entries
-    side.join()
+    streams.join()
     return out
 
 

@@ -37,8 +37,8 @@ class Sharpness:
     >>> import torch, hgnp
     >>> x, y = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.zeros(2, 1)
     >>> net = torch.nn.Linear(2, 1, bias=False)  # with MSE the Hessian is 2·mean(x xᵀ) = diag(4, 1)
-    >>> result = hgnp.sharpness(net, [(x, y)], loss=torch.nn.functional.mse_loss)
-    >>> round(result.eigenvalues[0], 3), result.converged
+    >>> top = hgnp.sharpness(net, [(x, y)], loss=torch.nn.functional.mse_loss)
+    >>> round(top.eigenvalues[0], 3), top.converged
     (4.0, True)
 
     Attributes:
@@ -70,8 +70,8 @@ def sharpness(
     >>> import torch, hgnp
     >>> x, y = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.zeros(2, 1)
     >>> net = torch.nn.Linear(2, 1, bias=False)  # with MSE the Hessian is 2·mean(x xᵀ) = diag(4, 1)
-    >>> result = hgnp.sharpness(net, [(x, y)], loss=torch.nn.functional.mse_loss, k=2)
-    >>> [round(value, 3) for value in result.eigenvalues]
+    >>> top = hgnp.sharpness(net, [(x, y)], loss=torch.nn.functional.mse_loss, k=2)
+    >>> [round(value, 3) for value in top.eigenvalues]
     [4.0, 1.0]
 
     Args:

@@ -5,6 +5,7 @@ step waits for the device (the paper's order) the device then waits for the host
 its learning rates, which it reads from the device.
 """
 
+import operator
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ class GraphedOptimizer:
             optimizer.step()
             return
         if self._of is None or not self._is_of(optimizer, graph_grads):
-            self._graph, self._of = None, (optimizer, graph_grads, [dict(group) for group in optimizer.param_groups])
+            groups = [group | {"params": list(group["params"])} for group in optimizer.param_groups]
+            self._graph, self._of = None, (optimizer, graph_grads, groups)
             optimizer.step()  # its own tensors are made in the first
             return
         if self._graph is None:
@@ -60,9 +62,7 @@ class GraphedOptimizer:
         known, its, groups = self._of
         if known is not optimizer or its is not graph_grads or len(groups) != len(optimizer.param_groups):
             return False
-        for then, now in zip(groups, optimizer.param_groups, strict=True):
-            then |= {"params": now["params"], "lr": now["lr"]}
-        return bool(groups == optimizer.param_groups)
+        return all(map(_differ_in_rate_alone, groups, optimizer.param_groups))
 
     def _captured(self, optimizer: torch.optim.Optimizer) -> Graphs:
         groups = optimizer.param_groups
@@ -75,6 +75,13 @@ class GraphedOptimizer:
         finally:
             for group, known in zip(groups, self._known, strict=True):
                 group["lr"] = known
+
+
+def _differ_in_rate_alone(group: dict[str, Any], other: dict[str, Any]) -> bool:
+    if group.keys() != other.keys() or len(group["params"]) != len(other["params"]):
+        return False
+    same_parameters = all(map(operator.is_, group["params"], other["params"]))
+    return same_parameters and all(group[name] == other[name] for name in group if name not in ("params", "lr"))
 
 
 def _fits(optimizer: torch.optim.Optimizer) -> bool:

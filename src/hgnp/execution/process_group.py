@@ -49,12 +49,12 @@ class ProcessGroupReducer(Reducer):
         kinds: dict[torch.dtype, list[int]] = defaultdict(list)
         for n, x in enumerate(tensors):
             kinds[torch.uint8 if x.dtype == torch.bool else upcast(x[:0] if x.dim() else x).dtype].append(n)
-        found: dict[int, Tensor] = {}
+        sums: dict[int, Tensor] = {}
         for dtype, numbers in kinds.items():
             flat = torch.cat([tensors[n].detach().reshape(-1).to(dtype) for n in numbers])
             parts = self._all_reduced(flat).split([tensors[n].numel() for n in numbers])
-            found |= {n: _shaped_like(tensors[n], part) for n, part in zip(numbers, parts, strict=True)}
-        return [found[n] for n in range(len(tensors))]
+            sums |= {n: _shaped_like(tensors[n], part) for n, part in zip(numbers, parts, strict=True)}
+        return [sums[n] for n in range(len(tensors))]
 
     def broadcast(self, data: bytes) -> bytes:
         (size,) = self._bytes_of_first(torch.tensor([len(data)])).tolist()
@@ -113,10 +113,8 @@ class ProcessGroupReducer(Reducer):
 
 def _shaped_like(x: Tensor, flat: Tensor) -> Tensor:
     """With the dtype and strides of x too: a fused optimizer reads a gradient in the memory order of its parameter."""
-    found = flat.view(x.shape)
-    if x.dtype != flat.dtype or not x.is_contiguous():
-        found = torch.empty_like(x).copy_(found)
-    return found
+    shaped = flat.view(x.shape)
+    return shaped if x.dtype == flat.dtype and x.is_contiguous() else torch.empty_like(x).copy_(shaped)
 
 
 def _as_tensor(data: bytes) -> Tensor:
@@ -215,14 +213,13 @@ def ranks_of(group: Any, net: nn.Module | None = None) -> Reducer:
 
 def device_of_rank(device: str | torch.device) -> torch.device:
     """`device`; "cuda" without a number is this process's own GPU of several."""
-    found = torch.device(device)
-    if str(found) != "cuda" or world_size() == 1:
-        return found
+    given = torch.device(device)
+    if str(given) != "cuda" or world_size() == 1:
+        return given
     local = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
-    if (
-        processes > torch.cuda.device_count()
-    ):  # on every rank of this machine: one that went on would wait for the others
+    # on every rank of this machine: one that went on would wait for the others
+    if processes > torch.cuda.device_count():
         raise InputError(
             f"device must be a GPU for each process, got {torch.cuda.device_count()} for {processes} processes; start fewer "
             "(--nproc-per-node), or use device cpu"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.forward import samples_in
-from hgnp.curvature.losses import Loss, normaliser
+from hgnp.curvature.losses import Loss, target_normaliser
 from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.errors import DivergedError, InputError, is_too_few_values
@@ -84,7 +84,7 @@ class GradientMean:
 
     def add(self, inputs: Any, target: Any) -> None:
         """Add what this micro-batch left in `.grad`."""
-        weight = normaliser(self._loss, target, target) if isinstance(target, Tensor) else None
+        weight = target_normaliser(self._loss, target)
         if weight is None:
             device = next(self._net.parameters()).device
             weight = torch.full((), samples_in(inputs), dtype=torch.double, device=device)
