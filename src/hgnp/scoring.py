@@ -138,7 +138,7 @@ def scored(
         batches, losses = _find_losses(step, batches)
     gates = neurons.gates(coupling, losses=losses)
     # a graph holds no sums over ranks
-    capture = _capture(net) if graphs and not losses and reducer.ranks == 1 else None
+    capture = make_capture(net) if graphs and not losses and reducer.ranks == 1 else None
     with evaluating(net, losses=losses), torch.enable_grad(), RandomState(*net.parameters()):
         raw = _means(step, state, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture)
     has_gate = {layer: (indices < gates.count) for layer, indices in gates.rows.items()}
@@ -287,7 +287,7 @@ class _Sums:
         return function if self._capture is None else GraphedFunction(function, self._net, self._capture)
 
 
-def _capture(net: nn.Module) -> Capture | None:
+def make_capture(net: nn.Module) -> Capture | None:
     """For a network on a GPU."""
     device = next(net.parameters()).device
     return Capture(device) if device.type == "cuda" else None
