@@ -152,7 +152,7 @@ def read_saved(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def changes_to_fit(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> list[Change]:
-    """The changes that turn `net` into the network that `described` describes; InputError if there are none."""
+    """The changes that turn `net` into the network that `about` describes; InputError if there are none."""
     _fits(about, tensors, net)
     changes = [*_tensor_changes(about, tensors, net), *_width_changes(about, tensors, net)]
     return [*changes, *_count_changes(about, tensors, net)]

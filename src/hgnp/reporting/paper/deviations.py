@@ -143,8 +143,8 @@ def _data(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) -> l
         else:
             words = changed[name][0 if ours else 1]
             deviations.append(Deviation("data", words, f"{words}, which the paper does not state"))
-    if experiment.picture and not config.get("data_args.resize"):
-        text = experiment.picture.format(side=features.get("image_side") or experiment.features["image_side"])
+    if experiment.cropping and not config.get("data_args.resize"):
+        text = experiment.cropping.format(side=features.get("image_side") or experiment.features["image_side"])
         deviations.append(Deviation("data", "", text, open=True))
     return deviations
 
