@@ -20,8 +20,8 @@ class VGG16(nn.Module):
     """Thirteen convolutions, each with a norm, and a classifier after the features are averaged.
 
     `form="cifar"`: for images of 32 px, whose features have a single position; one linear layer from 512 channels to the
-    classes. `form="imagenet"`: for images of 224 px; features of 7 × 7 positions and three linear layers. `width` multiplies the
-    channels of every convolution: 0.5 is the network of half the width.
+    classes. `form="imagenet"`: for images of 224 px; features of 7 × 7 positions and three linear layers. `width` multiplies
+    the channels of every convolution: 0.5 is the network of half the width.
     """
 
     def __init__(
