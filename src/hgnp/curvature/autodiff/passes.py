@@ -6,7 +6,7 @@ paper's order v is known only after C has gone forward and back: q then reuses t
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -79,7 +79,8 @@ class Passes:
         self.draws = False
         """Whether a pass of this network draws random numbers."""
         self.can_replay_tape = True
-        """Whether a pass can be run again from its tape: nothing but dropout masks was drawn."""
+        """Whether a pass can be run again from its tape: nothing was drawn, or nothing but dropout masks, and no block needs a
+        second pass, which would draw others."""
         listen(net, self.neurons_removed)
 
     def primal(self, inputs: Any, target: Any, weight: Weight, watch: Watch | None = None) -> Pass:
@@ -98,6 +99,10 @@ class Passes:
         loss = self._loss(output, target, weight)
         if random is not None:
             self.draws, self.can_replay_tape = not random.is_now(), mode.repeats(random)
+            if self.draws and self.can_replay_tape:
+                self.can_replay_tape = all(
+                    tape.calls_after(block.parameters.values()) is not None for block in self._blocks()
+                )
         kept = tape if self.can_replay_tape else None
         return Pass(loss, output, tape=kept, buffers=buffers, random=random, in_cuda_graph=capturing())
 
@@ -180,11 +185,14 @@ class Passes:
         assert self._loss_curvature is not None
         return GaussNewton(tangents, self._loss_curvature, watch=watch, reducer=self._reducer)
 
+    def _blocks(self) -> Sequence[Block | WholeNetwork]:
+        return [WholeNetwork(self.net)] if self._over_network else find_blocks(self.net)
+
     def inspect(self, inputs: Any) -> None:
         """Where Gauss–Newton and Hessian differ, once for each mode of the network."""
         if self.net.training in self._reasons:
             return
-        blocks = [WholeNetwork(self.net)] if self._over_network else find_blocks(self.net)
+        blocks = self._blocks()
         mode = Linearity(blocks, reducer=self._reducer)
         with RandomState(*self.net.parameters()):
             output = self.run(inputs, mode, side_effect_free=True)
