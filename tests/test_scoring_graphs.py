@@ -117,7 +117,7 @@ def block_of(flat: hgnp.Flatness, inputs: Tensor, target: Tensor) -> str | None:
 @pytest.fixture
 def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
     stand = Stand()
-    monkeypatch.setattr(scoring, "_capture", lambda net: stand)
+    monkeypatch.setattr(scoring, "make_capture", lambda net: stand)
     return stand
 
 

@@ -119,7 +119,13 @@ class Flatness:
         return view
 
     def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
-        """Adds scale·∇(C + μ·max(0, q − B)) to `.grad` and returns C, which is not scaled."""
+        """Adds scale·∇(C + μ·max(0, q − B)) to `.grad` and returns C, which is not scaled.
+
+        Args:
+            inputs: what the network takes: a tensor, a tuple or list (positional) or a dictionary (keywords).
+            target: what the loss takes beside the output.
+            scale: a factor on the gradient, such as 1/steps for gradient accumulation, or a gradient scaler's scale.
+        """
         return self._eager.backward(inputs, target, scale=scale)
 
     def loss(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:

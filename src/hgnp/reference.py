@@ -68,7 +68,7 @@ def train(
 ) -> None:  # fmt: skip
     """Algorithm 1, one epoch: W ← W − α·∇L for each batch, or what the optimizer makes of ∇L.
 
-    `eigenvectors` are those of the last batch, replaced as training goes on; `penalty` is passed to `penalized_loss`."""
+    `eigenvectors` are those of the last batch, replaced after each batch; `penalty` is passed to `penalized_loss`."""
     net.train()
     for x, y in batches:
         optimizer.zero_grad()

@@ -71,10 +71,10 @@ def app(arguments: Sequence[str] | None = None) -> None:
     try:
         code = typer.main.get_command(commands).main(args=arguments, prog_name="hgnp", standalone_mode=False)
     except Exception as error:
-        found = exit_code(error)
-        if found is None:
+        ending = exit_code(error)
+        if ending is None:
             raise
-        code, line = found
+        code, line = ending
         if speaks_for_all(error):
             print(f"hgnp: {line}", file=sys.stderr)
         else:

@@ -126,7 +126,7 @@ class SideStreams:
         if self._main is None:
             yield
             return
-        *streams, last = _streams(self._main)
+        *streams, last = side_streams_of(self._main)
         turns = (streams[next(_turns) % STREAMS] for _ in streams)
         stream = last if self._serial else next(each for each in turns if each != self._main)
         stream.wait_stream(self._main)
@@ -142,17 +142,17 @@ class SideStreams:
         self._open = []
 
 
-_families: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
+STREAM_FAMILIES: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
 """(device, stream) → the side streams that it shares with them."""
 
 
-def _streams(main: torch.cuda.Stream) -> list[torch.cuda.Stream]:
+def side_streams_of(main: torch.cuda.Stream) -> list[torch.cuda.Stream]:
     """The side streams of the stream that captures, or of one of its side streams. Each thread captures on a stream of its own,
     and captures must not share streams. A thread's identity would not tell: autograd runs backward passes in threads of its
     own, which all captures on a device share."""
     key = main.device.index, main.cuda_stream
-    if key not in _families:
+    if key not in STREAM_FAMILIES:
         streams = [torch.cuda.Stream(main.device) for _ in range(STREAMS + 1)]
         for each in (main, *streams):
-            _families[each.device.index, each.cuda_stream] = streams
-    return _families[key]
+            STREAM_FAMILIES[each.device.index, each.cuda_stream] = streams
+    return STREAM_FAMILIES[key]

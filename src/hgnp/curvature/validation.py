@@ -102,7 +102,7 @@ def without_tensor_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
     """`Tensor.register_hook` is for gradients of a backward pass; `torch.autograd.grad` runs the hooks too. Inside, it does
     not.
 
-    PyTorch reads the dictionary of a tensor's hooks when it runs them: it is emptied meanwhile. There is no API for this."""
+    PyTorch reads the dictionary of a tensor's hooks when it runs them: inside, it is empty. There is no API for this."""
     hooks = [x._backward_hooks for x in tensors if x._backward_hooks]
     held = [dict(each) for each in hooks]
     for each in hooks:
@@ -121,15 +121,15 @@ def lacks_second_derivative(gradients: Iterable[Tensor | None]) -> bool:
     parameters goes around it, as nothing leads from there to them, and the derivative is zero in silence. PyTorch tells of the
     node by its name alone."""
     waiting = [x.grad_fn for x in gradients if x is not None]
-    seen = set(waiting)
+    visited = set(waiting)
     while waiting:
         node = waiting.pop()
         if node is None:
             continue
         if node.name() == "torch::autograd::Error":
             return True
-        new = {before for before, _ in node.next_functions} - seen
-        seen |= new
+        new = {before for before, _ in node.next_functions} - visited
+        visited |= new
         waiting += new
     return False
 

@@ -300,11 +300,11 @@ class TrainingLoop:
         if task.val is None:
             return None, None
         rng_state.prepare_epoch(task.val.loader, self.run_state.epoch)
-        found = self.evaluation(
+        values = self.evaluation(
             task.val if self.run_state.epoch else with_checked_labels(task.val, task.loss, self.val_classes, "val")
         )
         self._note_once(self.evaluation.note)
-        return found
+        return values
 
     def _row(self, summary: Row, removed: int, val_loss: float | None, metric: float | None) -> Row:
         now = self.neurons.preview({})

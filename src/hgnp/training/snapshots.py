@@ -69,7 +69,7 @@ class SnapshotProgress:
 
 def finetune_snapshots(loop: TrainingLoop, initial: InitialCopy) -> tuple[Snapshot, ...]:
     """Fine-tune a finished run's snapshots, from large κ to small. One whose loss diverges is left out with a note."""
-    found: list[Snapshot] = []
+    snapshots: list[Snapshot] = []
     epochs = loop.run_state.snapshots
     with rng_state.preserved(*loop.loaders()):
         for value in loop.recipe.snapshots:
@@ -77,10 +77,10 @@ def finetune_snapshots(loop: TrainingLoop, initial: InitialCopy) -> tuple[Snapsh
                 loop.progress.note(f"snapshot {value:g} is left out: the run ended with {loop.pruner.left:.2%} left")
                 continue
             try:
-                found.append(_finetune(loop, initial, value, epochs[value]))
+                snapshots.append(_finetune(loop, initial, value, epochs[value]))
             except DivergedError as error:
                 loop.progress.note(f"snapshot {value:g} is left out: {error}")
-    return tuple(found)
+    return tuple(snapshots)
 
 
 def _finetune(loop: TrainingLoop, initial: InitialCopy, value: float, epoch: int) -> Snapshot:
@@ -93,17 +93,17 @@ def _finetune(loop: TrainingLoop, initial: InitialCopy, value: float, epoch: int
             return {"result": read_json(folder.result)}
         return {"state": checkpoint.read(folder.checkpoint)}
 
-    found = checkpoint.from_first(loop.task.reducer, read)
-    assert found is not None
-    if "result" in found:
-        return _snapshot(loop, found["result"], epoch, path=None if folder is None else folder.path)
+    stored = checkpoint.from_first(loop.task.reducer, read)
+    assert stored is not None
+    if "result" in stored:
+        return _snapshot(loop, stored["result"], epoch, path=None if folder is None else folder.path)
     own = copy.deepcopy(initial)
     recipe = replace(loop.recipe, keep=value, snapshots=(), measure="none")  # `hgnp bench` times it
     own_loop = TrainingLoop(
         own.net, loop.task, recipe, folder, SnapshotProgress(loop.progress, f"snapshot {value:g}"), loop.about
     )
     try:
-        own_loop.prepare(found["state"], own.optimizer, own.scheduler, loop.setup["protect"])
+        own_loop.prepare(stored["state"], own.optimizer, own.scheduler, loop.setup["protect"])
         with preserve_modes(own.net):
             own_loop.train()
             result = own_loop.finish()
