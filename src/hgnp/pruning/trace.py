@@ -468,7 +468,7 @@ def _trace(
     with (
         preserve_state(net),
         tracer.module_calls,
-        math_attention(),
+        visible_operators(),
         warnings.catch_warnings(action="ignore"),
     ):
         net.train(training)
@@ -530,14 +530,15 @@ def _defer_interrupts() -> Iterator[None]:
 
 
 @contextmanager
-def math_attention() -> Iterator[None]:
-    """Attention as plain ATen operators, which have rules; and no log of shape errors, which traces of cuts may cause."""
+def visible_operators() -> Iterator[None]:
+    """Attention as plain ATen operators, which have rules; compiled functions run eagerly, operator by operator; and no log of
+    shape errors, which traces of cuts may cause."""
     log = logging.getLogger(FakeTensorMode.__module__)
     level, fast = log.level, torch.backends.mha.get_fastpath_enabled()
     log.setLevel(logging.CRITICAL)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
