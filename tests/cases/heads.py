@@ -85,6 +85,6 @@ class FixedHeads(nn.Module):
         return self.proj(((q @ k.mT * 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-@case("attn.v", "attn.proj", "out", example=lambda: tokens(6))
+@case("attn.proj", "out", example=lambda: tokens(6))
 def fixed_heads() -> nn.Module:
     return transformer(FixedHeads(6, heads=2, head_dim=4))

@@ -59,6 +59,13 @@ class Coupling:
         if other in self._reason:
             self._reason.setdefault(one, self._reason.pop(other))
 
+    def snapshot(self) -> tuple[list[int], dict[int, str]]:
+        """The groups and reasons as they are, for `restore`."""
+        return list(self._parent), dict(self._reason)
+
+    def restore(self, snapshot: tuple[list[int], dict[int, str]]) -> None:
+        self._parent, self._reason = list(snapshot[0]), dict(snapshot[1])
+
     def freeze(self, slots: Tensor, reason: str) -> None:
         """Freezes the groups of these slots. A group that is frozen already keeps its first reason."""
         for slot in torch.unique(slots).tolist():

@@ -189,15 +189,22 @@ class LabelPropagation:
                     result.append(label)
                 elif not apart:
                     self.union(partner, label)
-        for label in result:
-            dims = set(varying_dims(label))
-            for operand in operands:
-                lead = ndim - len(operand.shape)
-                if any(dims & set(varying_dims(add_leading_dims(other, ndim))) for other in operand.labels):
-                    continue
-                if any(dim >= lead and operand.distinct(dim - lead) for dim in dims):
-                    self.freeze(label, "it is combined with a tensor that cannot be cut")
-        return result
+        return [self._along_shared_dims(label, operands) for label in result]
+
+    def _along_shared_dims(self, label: Tensor, operands: list[LabelledTensor]) -> Tensor:
+        """The label, if operands without one have no entries of their own along its dimensions. Where they have along some, slots
+        are united there: the same position of every head is removed if heads differ. Where they have along all, it is frozen."""
+        ndim, dims = label.dim(), set(varying_dims(label))
+        fixed: set[int] = set()
+        for operand in operands:
+            lead = ndim - len(operand.shape)
+            if not any(dims & set(varying_dims(add_leading_dims(other, ndim))) for other in operand.labels):
+                fixed |= {dim for dim in dims if dim >= lead and operand.distinct(dim - lead)}
+        if fixed == dims:
+            self.freeze(label, "it is combined with a tensor that cannot be cut")
+        elif fixed:
+            return self.collapse(label, tuple(dims - fixed))
+        return label
 
 
 def _lookup(known: dict[int, LabelledTensor], leaf: Any) -> Any:

@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -110,8 +111,11 @@ class Structure:
         self.coupling = Coupling(self.shapes)
         if self._representatives is not None:
             self.coupling.union(torch.arange(len(self.coupling)), self._representatives, "it belongs to a head")
-        self.head_attributes: dict[str, dict[str, Tensor]] = {}
-        """Module → integer attribute → the slots that it counts, for attributes that must change with the number of heads."""
+        self.attributes: dict[str, dict[str, Tensor]] = {}
+        """Module → integer attribute → the slots that it counts, for attributes that must change with a cut: a number of heads,
+        the width of a split."""
+        self.equal_widths: list[tuple[Tensor, Tensor]] = []
+        """Slots that are removed together only because the code takes their numbers to be equal."""
         self.propagations: dict[bool, LabelPropagation] = {}
         for training, graph in graphs.items():
             propagation = self.propagations[training] = self._propagation(graph, self.coupling)
@@ -132,6 +136,14 @@ class Structure:
         """Reads the roots and frozen slots off the coupling, after it has changed."""
         self.roots = self.coupling.roots()
         self.frozen = self.coupling.frozen(self.roots)
+
+    def unite(self, equal_widths: list[tuple[Tensor, Tensor]]) -> None:
+        """Couples slots, entry by entry, whose numbers must be equal."""
+        self.equal_widths = [*self.equal_widths, *equal_widths]
+        for one, other in equal_widths:
+            self.coupling.union(one, other, "the network's code takes its width to be that of a tensor that cannot be cut")
+        _make_rectangular(self.coupling, *self.propagations.values())
+        self.update_roots()
 
     def _propagation(self, graph: Graph, coupling: Coupling) -> LabelPropagation:
         return LabelPropagation(
@@ -311,7 +323,8 @@ class Structure:
 
     def counting_attributes(self, roots: Tensor) -> dict[str, dict[str, Tensor]]:
         """Module → integer attribute → slots, where the attribute equals the number of these slots, which lie along a dimension
-        of a tensor with the heads in `roots`: the number of heads, the width of all heads. PyTorch's own modules have none."""
+        of a tensor with the groups in `roots`: the number of heads, the width of all heads, of a part of the channels. PyTorch's
+        own modules have none."""
         own = torch.isin(self.roots, roots)
         modules = dict(self.net.named_modules())
         result: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -323,11 +336,39 @@ class Structure:
             for label in [label for tensor in labelled.writes for label in tensor.labels if bool(own[label].any())]:
                 for dim in varying_dims(label):
                     slots = label.movedim(dim, 0).reshape(label.shape[dim], -1)[:, 0]
-                    every_head = len(self.roots[slots].unique()) == len(self.roots[label].unique())
+                    every_group = len(self.roots[slots].unique()) == len(self.roots[label].unique())
                     for key, value in numbers.items():
-                        if value == len(slots) and every_head and not _repeats(slots):
+                        if value == len(slots) and every_group and not _repeats(slots):
                             result[name].setdefault(key, slots)
         return result
+
+    def widths_taken_as_equal(self, kind: type, op: str) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of labels, of as many entries each, that the code may take to be of equal width where modules of one class call
+        an operator: the equal parts of a split; the result of a reshape and the module's input, as in
+        `B, N, C = x.shape; …; y.reshape(B, N, C)`. Heads have none."""
+        modules = dict(self.net.named_modules())
+        in_heads = self.roots[torch.cat([*self.heads().values(), torch.zeros(0, dtype=torch.long)])]
+        result: list[tuple[Tensor, Tensor]] = []
+        for propagation in self.propagations.values():
+            given = defaultdict(list)
+            for name, index in propagation.graph.module_inputs:
+                given[name] += propagation.tensors[index].labels
+            for labelled in propagation.calls:
+                if op_name(labelled.call.op) != op or type(modules[labelled.call.module]) is not kind:
+                    continue
+                written = [label for tensor in labelled.writes for label in tensor.labels]
+                partners = written if len(labelled.writes) > 1 else given[labelled.call.module]
+                for one, other in product(written, partners):
+                    if one is not other and len(varying_dims(one)) == len(varying_dims(other)) == 1:
+                        result.append((one.flatten(), other.flatten()))
+        return [
+            (one, other)
+            for one, other in result
+            if len(one) == len(other)
+            and not torch.equal(self.roots[one], self.roots[other])
+            and not bool(self.frozen[torch.cat([one, other])].any())
+            and not bool(torch.isin(self.roots[torch.cat([one, other])], in_heads).any())
+        ]
 
     def _roots_with_several_rows(self) -> set[int]:
         result: set[int] = set()
@@ -428,7 +469,7 @@ class Structure:
                 full = names[id(own[key])] if key in own else None
                 return None if full is None else after.get(full, self.shapes[full])
 
-            counts = {key: int(alive[slots].sum()) for key, slots in self.head_attributes.get(name, {}).items()}
+            counts = {key: int(alive[slots].sum()) for key, slots in self.attributes.get(name, {}).items()}
             yield name, module, stated_widths(module, shape, first_inputs.get(name), groups.get(name)) | counts
 
     def removal(self, before: Tensor, after: Tensor) -> Removal:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +61,7 @@ from hgnp.pruning.graph import (
     spec_of,
     tensors_of,
 )
+from hgnp.pruning.liveness import in_use
 from hgnp.pruning.module_calls import ModuleCall, ModuleCallTracker
 from hgnp.state_guards import module_that_raised, preserve_state, python_rng_state
 
@@ -182,7 +184,7 @@ class _OperatorTracer(TorchDispatchMode):
                 if values is None:
                     values = self._decided(op, reads)
             if values is None:
-                self.graph.stop = Stop(self._held(), op, self.module_calls.current.module)
+                self.graph.stop = Stop(self._held() | set(reads), op, self.module_calls.current.module)
                 raise
             result = tree_map(lambda leaf: _as_fake(leaf, args) if isinstance(leaf, Tensor) else leaf, values)
         computed = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -278,12 +280,8 @@ class _OperatorTracer(TorchDispatchMode):
         return True
 
     def _held(self) -> frozenset[int]:
-        """The values that code still refers to: something other than this tracer and PyTorch's graph of gradients."""
-        return frozenset(
-            self._index[id(tensor)]
-            for tensor in self._references
-            if sys.getrefcount(tensor) > HELD_BY_TRACER + _HELD_IN_CPP * (tensor._use_count() > 1)  # type: ignore[attr-defined]
-        )
+        """The values that code may still use."""
+        return frozenset(self._index[id(tensor)] for tensor in in_use(self._references, _runs_an_operator))
 
 
 class Decisions(NamedTuple):
@@ -303,20 +301,11 @@ def place_in_code() -> str:
 
 
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
-HELD_BY_TRACER = 3
-"""References to a tensor that only the tracer holds: its list, a loop variable and the argument of `sys.getrefcount`."""
 
 
-def _references_in_cpp() -> int:
-    """How many references a tensor has because PyTorch's graph of gradients refers to it: 1 in some versions, 0 in others.
-    There is no API to ask; tests/pruning/test_values.py fails if this changes."""
-    saved = torch.ones(1, requires_grad=True) * 1
-    before = sys.getrefcount(saved)
-    result = saved.sin()
-    return sys.getrefcount(saved) - before + 0 * len(result)
-
-
-_HELD_IN_CPP = _references_in_cpp()
+def _runs_an_operator(frame: FrameType) -> bool:
+    """Whether a frame is PyTorch's or the tracer's own: its local variables may be arguments of an operator in C++."""
+    return frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
 def _call(op: OpOverload, args: Any, kwargs: Any, known: Mapping[int, Tensor]) -> Any:
