@@ -333,7 +333,8 @@ class Structure:
             if type(modules[name]).__module__.startswith("torch.nn."):
                 continue
             numbers = {key: value for key, value in vars(modules[name]).items() if type(value) is int and value > 1}
-            for label in [label for tensor in labelled.writes for label in tensor.labels if bool(own[label].any())]:
+            tensors = labelled.writes + labelled.reads
+            for label in [label for tensor in tensors for label in tensor.labels if bool(own[label].any())]:
                 for dim in varying_dims(label):
                     slots = label.movedim(dim, 0).reshape(label.shape[dim], -1)[:, 0]
                     every_group = len(self.roots[slots].unique()) == len(self.roots[label].unique())
