@@ -80,7 +80,7 @@ def _names_read_after(code: CodeType, offset: int) -> frozenset[str]:
             yield position[instruction.argval]
         if name not in NO_NEXT and (not name.startswith("JUMP_") or "IF" in name) and index + 1 < len(instructions):
             yield index + 1
-        for entry in bytecode.exception_entries:
+        for entry in bytecode.exception_entries:  # type: ignore[attr-defined]
             if entry.start <= instruction.offset < entry.end:
                 yield position[entry.target]
 

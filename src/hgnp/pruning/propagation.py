@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from hgnp.pruning.coupling import Coupling
-from hgnp.pruning.graph import Graph, OpCall, ValueRef
+from hgnp.pruning.graph import Graph, OpCall, ValueRef, map_leaves
 from hgnp.pruning.labels import (
     LabelledTensor,
     RuleResult,
@@ -90,7 +89,7 @@ class LabelPropagation:
             self.call = call
             reads = tuple(self.tensors[index] for index in call.reads)
             known = {index: self.tensors[index] for index in call.reads}
-            args, kwargs = tree_map(partial(_lookup, known), (call.args, call.kwargs))
+            args, kwargs = map_leaves(partial(_lookup, known), (call.args, call.kwargs))
             rule = rule_for(call.op)
             results = rule(self, *args, **kwargs)
             if isinstance(results, RuleResult):
@@ -192,8 +191,8 @@ class LabelPropagation:
         return [self._along_shared_dims(label, operands) for label in result]
 
     def _along_shared_dims(self, label: Tensor, operands: list[LabelledTensor]) -> Tensor:
-        """The label, if operands without one have no entries of their own along its dimensions. Where they have along some, slots
-        are united there: the same position of every head is removed if heads differ. Where they have along all, it is frozen."""
+        """The label, if no operand without one has entries of its own along its dimensions. If one has along some of them,
+        slots are united there: the same position is removed from every head. If one has along all, it is frozen."""
         ndim, dims = label.dim(), set(varying_dims(label))
         fixed: set[int] = set()
         for operand in operands:

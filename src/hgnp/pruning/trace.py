@@ -20,7 +20,7 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hgnp.errors import InputTypeError
 from hgnp.pruning.graph import (
@@ -56,6 +56,8 @@ from hgnp.pruning.graph import (
     Value,
     ValueRef,
     function_name,
+    leaves_of,
+    map_leaves,
     non_tensor_arguments,
     produces_tensor,
     spec_of,
@@ -166,17 +168,21 @@ class _OperatorTracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if op is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # two thirds of all calls
         with torch._C.DisableTorchFunction():  # function calls are those of the network's own code
             return self._dispatch(op, args, kwargs or {})
 
     def _dispatch(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, _ = tree_flatten((args, kwargs))
-        reads = tuple(self.value(leaf, computed=False) for leaf in leaves if isinstance(leaf, Tensor))
+        reads = tuple(
+            self.value(leaf, computed=False) for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)
+        )
         if _only_changes_strides(op, args, kwargs):
             return op(*args, **kwargs)
-        shapes_only = op is torch.ops.aten.native_batch_norm.default and isinstance(args[0], FakeTensor)
         try:
-            result = _batch_norm(*args) if shapes_only else op(*args, **kwargs)
+            result = _known_result_shapes(op, args, kwargs)
+            if result is None:
+                result = op(*args, **kwargs)
         except UNTRACEABLE:
             refs = self._with_refs(args, kwargs)
             with _disable_current_modes(), torch.no_grad():
@@ -187,7 +193,7 @@ class _OperatorTracer(TorchDispatchMode):
                 self.graph.stop = Stop(self._held() | set(reads), op, self.module_calls.current.module)
                 raise
             result = tree_map(lambda leaf: _as_fake(leaf, args) if isinstance(leaf, Tensor) else leaf, values)
-        computed = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        computed = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
         self._evaluate_sure_comparison(op, args, result)
         if computed:
             refs = self._with_refs(args, kwargs)
@@ -208,7 +214,7 @@ class _OperatorTracer(TorchDispatchMode):
         return result
 
     def _with_refs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        refs: tuple[Any, Any] = tree_map(
+        refs: tuple[Any, Any] = map_leaves(
             lambda leaf: ValueRef(self._index[id(leaf)]) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
         )
         return refs
@@ -377,7 +383,7 @@ class _FunctionTracer(TorchFunctionMode):
         return result
 
     def _indices(self, tree: Any) -> dict[int, int | None]:
-        leaves = enumerate(tree_leaves(tree))
+        leaves = enumerate(leaves_of(tree))
         return {position: self._operators.index_of(leaf) for position, leaf in leaves if isinstance(leaf, Tensor)}
 
 
@@ -389,15 +395,41 @@ def _outcome(comparison: str, threshold: float) -> bool | None:
     return (threshold >= 1) == (comparison in ("lt", "le"))
 
 
+def _known_result_shapes(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What frequent operators return, on which fake tensors spend half of the time of a trace; None for others."""
+    x = args[0] if args else None
+    if not isinstance(x, FakeTensor):
+        return None
+    if op is torch.ops.aten.native_batch_norm.default:
+        return _batch_norm(*args)
+    if op is torch.ops.aten.add_.Tensor and x.constant is not None and type(args[1]) is int:
+        with torch._C._DisableTorchDispatch():
+            x.constant = x.constant + args[1]  # a norm counts its batches
+        return x
+    in_place = torch.Tag.pointwise in op.tags and str(op._schema.name).endswith("_") and x.constant is None
+    return x if in_place and not any(isinstance(leaf, Tensor) for leaf in leaves_of((args[1:], kwargs))) else None
+
+
 def _batch_norm(
-    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: Any
+    x: FakeTensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """The shapes of a batch norm's results. Fake tensors derive them by twenty operators, most of the time of a trace."""
     channels = x.shape[1]
     for entry in (weight, bias, mean, var):
         if entry is not None and entry.shape[0] != channels:
             raise RuntimeError(f"the input of a batch norm must have {entry.shape[0]} channels, got {channels}")
-    return torch.empty_like(x), *(x.new_empty(channels if training else 0) for _ in range(2))
+    size = (channels if training else 0,)
+    if not (x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))):
+        return torch.empty_like(x), x.new_empty(size), x.new_empty(size)
+    shapes = [(tuple(x.shape), x.stride()), (size, (1,)), (size, (1,))]
+    return tuple(_new_fake(x.fake_mode, shape, stride, x.dtype, x.fake_device) for shape, stride in shapes)
+
+
+def _new_fake(
+    mode: FakeTensorMode, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> FakeTensor:
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return FakeTensor(mode, meta, device)
 
 
 def trace_forward(
@@ -419,7 +451,7 @@ def trace_forward(
     computed from them alone have data, so that code which reads them (whether a mask has padding) takes its real path.
     `outputs` says which of the returned tensors count, or replaces the network's forward.
     """
-    with torch.inference_mode(False), _defer_interrupts():
+    with torch.inference_mode(False), _defer_interrupts(), _defer_garbage_collection():
         graph, computed = _trace(
             net, inputs, training, shapes or {}, specs or {}, adjust, outputs, decisions, compute_inputs
         )
@@ -469,7 +501,9 @@ def _trace(
             net.__dict__["forward"] = partial(outputs.function, *(() if outputs.is_method else (net,)))
         attributes = {
             name: {
-                key: copy.copy(value) if type(value) in _CONTAINERS else value for key, value in module.__dict__.items()
+                key: copy.copy(value) if type(value) in _CONTAINERS else value
+                for key, value in module.__dict__.items()
+                if key not in _MODULE_STATE
             }
             for name, module in net.named_modules()
         }
@@ -519,6 +553,18 @@ def _defer_interrupts() -> Iterator[None]:
 
 
 @contextmanager
+def _defer_garbage_collection() -> Iterator[None]:
+    """Most objects of a trace end with it: looking at them meanwhile takes a tenth of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
 def visible_operators() -> Iterator[None]:
     """Attention as plain ATen operators, which have rules; compiled functions run eagerly, operator by operator; and no log of
     shape errors, which traces of cuts may cause."""
@@ -543,20 +589,27 @@ def _fake_weights(
     for name, tensor in tensors_of(net).items():
         spec = specs.get(name) or spec_of(tensor)
         shape = shapes.get(name, tuple(tensor.shape))
-        if spec == spec_of(tensor) and shape == tensor.shape:
-            fake: Tensor = fake_mode.from_tensor(tensor)
-        else:
-            with fake_mode:
-                fake = torch.empty([shape[dim] for dim in spec.dim_order], dtype=spec.dtype, device=spec.device)
-                if spec.dim_order != tuple(range(len(shape))):
-                    fake = fake.permute([spec.dim_order.index(dim) for dim in range(len(shape))])
-            if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(fake, tensor.requires_grad)
+        strides = (
+            tensor.stride() if shape == tensor.shape and spec == spec_of(tensor) else _strides(shape, spec.dim_order)
+        )
+        fake = _new_fake(fake_mode, shape, strides, spec.dtype, spec.device)  # FakeTensorMode.from_tensor is slow
+        fake.requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter):
+            fake._is_param = True
         if spec.counter is not None:
-            fake.constant = torch.tensor(spec.counter)  # type: ignore[attr-defined]
+            fake.constant = torch.tensor(spec.counter)
         fakes[id(tensor)] = fake
         weights[id(fake)] = name
     return fakes, weights
+
+
+def _strides(shape: tuple[int, ...], dim_order: tuple[int, ...]) -> list[int]:
+    """Those of a dense tensor with its dimensions in this order in memory."""
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(dim_order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return strides
 
 
 def tensors_in_output(output: Any, depth: int = 8) -> Iterator[Tensor]:

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from hgnp.errors import first_line
-from hgnp.pruning.graph import Graph, OpCall, Value
+from hgnp.pruning.graph import Graph, OpCall, Value, leaves_of
 from hgnp.pruning.labels import LabelledTensor, keep, keep_masks, shape_after, varying_dims
 from hgnp.pruning.propagation import LabelledCall, LabelPropagation
 from hgnp.pruning.rules import (
@@ -75,6 +74,8 @@ class CutVerifier:
     def __init__(self, structure: Structure, *, aligned: bool = True) -> None:
         self._structure, self._aligned = structure, aligned
         self._adapted: set[tuple[type, str]] = set()
+        self._failures: dict[RootClass, Misfit] = {}
+        """Classes that nothing helped, by themselves."""
         self.verified: tuple[Tensor, TracedForward] | None = None
         """The last cut that was found to work, and its trace."""
         self.caches: dict[str, dict[str, Any]] = {}
@@ -113,14 +114,14 @@ class CutVerifier:
                     if new:
                         self.caches.setdefault(module, {}).update(new)
                 return problem
-        self.verified = alive, replace(self._structure.traced, graphs=graphs)
+        self.verified = alive, replace(self._structure.traced, graphs=graphs, head_labels=None)
         return None
 
     def _at_least_two(self, alive: Tensor) -> Tensor:
         """The cut with a group restored wherever a tensor was left with one entry along a dimension."""
         alive, roots = alive.clone(), self._structure.roots
         tensors = [tensor for before in self._structure.propagations.values() for tensor in before.tensors]
-        for label in [label for tensor in tensors for label in tensor.labels]:
+        for label in {id(label): label for tensor in tensors for label in tensor.labels}.values():
             left = alive[label]
             for dim in varying_dims(label):
                 remains = left.transpose(0, dim).reshape(label.shape[dim], -1).any(1)
@@ -160,7 +161,7 @@ class CutVerifier:
             classes = [found for found in classes if found not in (*blamed, *frozen)]
         for suspect in suspects:
             alive, tried = self._sample([suspect])
-            problem = self.misfit(alive) if tried else None
+            problem = (self._failures.get(suspect) or self.misfit(alive)) if tried else None
             if problem is not None:
                 structure.coupling.freeze(torch.tensor(suspect), problem.reason)
         structure.update_roots()
@@ -195,6 +196,7 @@ class CutVerifier:
         structure.coupling.restore(before[0])
         structure.equal_widths, structure.attributes = before[1:]
         structure.update_roots()
+        self._failures[mine] = first
         if not kind[1]:
             for found in alike:
                 own = first.module == module_of[mine[0]]
@@ -203,8 +205,8 @@ class CutVerifier:
         return [] if kind[1] else alike
 
     def _find_adaptation(self, mine: RootClass, alike: list[RootClass], *, of_heads: bool) -> Misfit | None:
-        """Adapts attributes and couples equal widths, step by step, until a cut of `mine` works; the misfit without any of it if
-        there is a step that leads no further."""
+        """Adapts attributes and couples equal widths, step by step, until a cut of `mine` works; each step must lead further
+        into the forward pass. Otherwise the misfit without any of it."""
         structure = self._structure
         modules = dict(structure.net.named_modules())
         roots, every_root = torch.tensor(mine), torch.tensor([root for found in alike for root in found])
@@ -224,7 +226,8 @@ class CutVerifier:
             names = {name for name in names if of_heads or name[0] is kind}
             counting = structure.counting_attributes(structure.roots[every_root])
             before, best, best_attributes = structure.attributes, problem, structure.attributes
-            for chosen in islice(_subsets(sorted(names, key=_qualified)), MAX_ATTRIBUTE_TRIALS):
+            subsets = _subsets(sorted(names, key=_qualified))
+            for chosen in islice(subsets, 0 if pairs else 1, MAX_ATTRIBUTE_TRIALS):  # without either it has failed
                 structure.attributes = {
                     name: before.get(name, {})
                     | {key: slots for key, slots in counting.get(name, {}).items() if (type(module), key) in chosen}
@@ -423,7 +426,7 @@ def _width_independent(call: OpCall, labelled: LabelledCall) -> list[int | float
         args = args[3:8]
     elif name in TAKES_SIZES or rule_for(call.op) is filler:
         args = []
-    return [leaf for leaf in tree_leaves((args, call.kwargs)) if isinstance(leaf, int | float)]
+    return [leaf for leaf in leaves_of((args, call.kwargs)) if isinstance(leaf, int | float)]
 
 
 def _resized(tensor: LabelledTensor, value: Value) -> bool:

@@ -83,9 +83,7 @@ def _passed_through(a: LabelledTensor, b: LabelledTensor, combined: list[Tensor]
     them."""
     own = slots_in([label for operand in (a, b) if not operand.weight for label in operand.labels])
     shared = set(heads_dims(a)) & set(heads_dims(b))
-    return [
-        label for label in combined if bool(torch.isin(label, own).any()) and not shared & set(varying_dims(label))
-    ]
+    return [label for label in combined if bool(torch.isin(label, own).any()) and not shared & set(varying_dims(label))]
 
 
 @rule("mv")
