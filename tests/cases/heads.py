@@ -73,7 +73,7 @@ def grouped_query_heads() -> nn.Module:
 
 
 class FixedHeads(nn.Module):
-    """The number of heads is fixed, their width is not: queries and keys lose the same position of every head."""
+    """The number of heads is fixed, their width is not: queries and keys, and values, lose the same position of every head."""
 
     def __init__(self, width: int, heads: int, head_dim: int) -> None:
         super().__init__()
