@@ -179,6 +179,12 @@ class Direction:
         device = next(self.net.parameters()).device
         called = [(block, block.name in collector.psi) for block in find_blocks(self.net)]
         blocks = _of_any_rank(called, device, reducer)
+        if not blocks and collector.left_out:
+            name, rows = next(iter(collector.left_out.items()))
+            raise InputError(
+                f"net must call a layer on a multiple of the batch's {collector.samples} samples, got {rows} rows in {name!r}; "
+                "samples are the first dimension of the first tensor, or the entries of a list"
+            )
         if not blocks:
             raise InputError(
                 "net must call a Linear or convolution layer in a way that PyTorch shows, got none; pass a scripted or "
