@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -141,6 +142,20 @@ class Structure:
         """Reads the roots and frozen slots off the coupling, after it has changed."""
         self.roots = self.coupling.roots()
         self.frozen = self.coupling.frozen(self.roots)
+        self.__dict__.pop("all_of_a_tensor", None)
+
+    @cached_property
+    def all_of_a_tensor(self) -> list[Tensor]:
+        """Sets of roots that are, together, all of a tensor along a dimension: a weight, or a part of a layer's output."""
+        labels = [label for each in self.propagations.values() for tensor in each.tensors for label in tensor.labels]
+        distinct = {id(label): label for label in [*self.coupling.slots.values(), *labels]}
+        sets = [label.flatten() for label in distinct.values() if not bool(self.frozen[label].any())]
+        return [torch.tensor(found) for found in sorted({tuple(self.roots[each].unique().tolist()) for each in sets})]
+
+    def emptying(self, removed: Tensor) -> set[int]:
+        """The roots, of those in a mask over all slots, that would leave nothing of a tensor; empty if none would."""
+        emptied = [roots for roots in self.all_of_a_tensor if bool(removed[roots].all())]
+        return set(torch.cat(emptied).tolist()) if emptied else set()
 
     def unite(self, equal_widths: list[tuple[Tensor, Tensor]]) -> None:
         """Couples slots, entry by entry, whose numbers must be equal."""

@@ -251,6 +251,10 @@ class CutVerifier:
         for (name, _), slots in coupling.slots.items():
             if len(roots[slots].unique()) == 1:
                 coupling.freeze(slots[:1], f"all of {name} is one coupled group")
+        self._structure.update_roots()
+        for found in self._structure.all_of_a_tensor:
+            if len(found) == 1:  # a part of a layer's output
+                coupling.freeze(found, "all of a tensor is one coupled group")
 
     def _root_classes(self, neurons: Tensor) -> list[RootClass]:
         structure = self._structure
@@ -277,11 +281,9 @@ class CutVerifier:
                 count = max(1, len(roots) // 3)
                 order = torch.randperm(len(roots), generator=generator)[:count]
                 removed[torch.tensor(roots)[order]] = True
-            alive = ~removed[structure.roots]
-            emptied = [slots for slots in structure.coupling.slots.values() if not bool(alive[slots].any())]
-            if not emptied:
-                return alive, tried
-            emptying = set(structure.roots[torch.cat(emptied)].tolist())
+            emptying = structure.emptying(removed)
+            if not emptying:
+                return ~removed[structure.roots], tried
             # classes that empty a tensor together are tried one by one
             tried = [roots for roots in tried if not emptying & set(roots)]
 

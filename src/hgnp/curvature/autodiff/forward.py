@@ -179,7 +179,7 @@ def sample_entries(inputs: Any) -> list[Any] | tuple[Any, ...] | None:
 
 
 def samples_in(inputs: Any) -> int:
-    """The number of samples: entries of a first argument that has one per sample, or the first dimension of the first tensor."""
+    """The number of samples: entries of a first argument with one per sample, or the first dimension of the first tensor."""
     entries = sample_entries(inputs)
     if entries is not None:
         return len(entries)
