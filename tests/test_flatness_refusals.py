@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from curvature_cases import convnet, images
-from hgnp import Flatness
+from hgnp import Flatness, sharpness
 
 
 class WritesIntoView(nn.Module):
@@ -113,6 +113,33 @@ def test_a_compiled_function_is_refused_and_a_disabled_one_is_not():
         Flatness(net)
     net[1] = Calls(torch.compiler.disable(torch.tanh))
     Flatness(net).backward(torch.randn(5, 4), torch.arange(5) % 3)
+
+
+def test_a_compiled_function_that_no_module_holds_is_run_operation_by_operation():
+    """torchvision compiles its RoI alignment where its C++ operators are missing."""
+    compiled, found = [], []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    def gate(x):
+        return x.tanh() * x.sigmoid()
+
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
+    for function in (gate, torch.compile(gate, backend=backend)):
+
+        class Gate(nn.Module):
+            def forward(self, x, function=function):
+                return function(x)
+
+        net = net_with(Gate())
+        flat = Flatness(net, bound=-1.0, mu=0.1, curvature="hessian", flatness="paper")
+        flat.backward(x, y)
+        found.append([flat.curvature, *(p.grad for p in net.parameters()), *sharpness(net, [(x, y)]).eigenvalues])
+    assert not compiled
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(torch.as_tensor(other), torch.as_tensor(one), rtol=1e-9, atol=1e-12)
 
 
 class Direct(nn.Module):

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from hgnp.curvature.autodiff.forward import Output, run
+from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.device import capturing
@@ -242,7 +242,7 @@ def _sum(
     inputs, target, pair = batch
     v = None if block is None else state.direction.along(block, pair)
     x = next(tensors_in(inputs))
-    gamma = _open_gates(x, x.shape[0] if per_sample else 1, gates)
+    gamma = _open_gates(x, samples_in(inputs) if per_sample else 1, gates)
     objective = gates.run(
         as_inputs(inputs),
         lambda: step.objective(state, inputs, target, mu=mu, direction=v, within=gated(gates, gamma)),
@@ -294,7 +294,7 @@ def make_capture(net: nn.Module) -> Capture | None:
 
 
 def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Inputs, target, and a tensor of the inputs whose first dimension counts samples."""
+    """Inputs, target, and a tensor of the inputs."""
     if not isinstance(batches, Iterable):
         raise InputTypeError(f"batches must be a list of (inputs, target) pairs, got {type(batches).__name__}")
     for batch in batches:
@@ -323,7 +323,7 @@ def _gradient(value: Tensor, gamma: Tensor, *, retain_graph: bool = False) -> Te
 
 def _samples_come_first(step: Step, gates: Gates, inputs: Any, x: Tensor) -> bool:
     """Whether closing a sample's gates changes that sample alone: samples come first in every tensor and do not mix."""
-    n = x.shape[0]
+    n = samples_in(inputs)
     gamma = _open_gates(x, n, gates)
     come_first = 0.0
 

@@ -60,7 +60,8 @@ def preserve_state(net: nn.Module) -> Iterator[None]:
     modules = list(net.modules())
     attributes = [dict(module.__dict__) for module in modules]
     for module in modules:  # the block works on copies of the network's own caches and lists
-        module.__dict__.update({key: _copy_containers(value) for key, value in module.__dict__.items()})
+        copied = {key: _copy_containers(value) for key, value in module.__dict__.items() if type(value) in _COPIED}
+        module.__dict__.update(copied)
     try:
         with preserve_generators(net):
             yield
@@ -68,6 +69,9 @@ def preserve_state(net: nn.Module) -> Iterator[None]:
         for module, before in zip(modules, attributes, strict=True):
             module.__dict__.clear()
             module.__dict__.update(before)
+
+
+_COPIED = frozenset({dict, OrderedDict, list, set, deque})
 
 
 def _copy_containers(value: Any) -> Any:

@@ -4,7 +4,7 @@
 must be frozen; every other layer must be prunable.
 """
 
-from cases import heads, joined, plain, reshaped, shared  # noqa: F401  (each registers its networks)
+from cases import heads, joined, plain, reshaped, shared, stated  # noqa: F401  (each registers its networks)
 from cases.case import CASES, Case, Net, block, conv, head
 
 __all__ = ["CASES", "Case", "Net", "block", "conv", "head"]

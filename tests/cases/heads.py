@@ -73,7 +73,7 @@ def grouped_query_heads() -> nn.Module:
 
 
 class FixedHeads(nn.Module):
-    """The number of heads is fixed, their width is not: queries and keys lose the same position of every head."""
+    """The number of heads is fixed, their width is not: queries and keys, and values, lose the same position of every head."""
 
     def __init__(self, width: int, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -85,6 +85,6 @@ class FixedHeads(nn.Module):
         return self.proj(((q @ k.mT * 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-@case("attn.v", "attn.proj", "out", example=lambda: tokens(6))
+@case("attn.proj", "out", example=lambda: tokens(6))
 def fixed_heads() -> nn.Module:
     return transformer(FixedHeads(6, heads=2, head_dim=4))

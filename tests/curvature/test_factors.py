@@ -1,5 +1,6 @@
 """Ψ and Γ against curvlinops, against explicit patches, and against what theory says they equal."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvature_cases import Siamese, convnet, images, top_dense
+from hgnp import Flatness
 from hgnp.curvature.autodiff.forward import Forward
 from hgnp.curvature.collector import FactorCollector
 from hgnp.curvature.eigen import kronecker_residual, top_of_each
@@ -265,14 +267,27 @@ def test_the_empirical_quotient_is_that_of_the_block_of_per_sample_gradients():
         torch.testing.assert_close(collector.empirical(block, psi, gamma), want, rtol=1e-10, atol=0)
 
 
-def test_rows_that_do_not_fit_the_batch_are_refused_by_name():
-    net = nn.Sequential(nn.Flatten(0, 1), nn.Linear(4, 3)).double()
-    collector = FactorCollector(find_blocks(net), 4, kfac_approx="reduce", scale_invariant=False, keep=False)
-    with (
-        pytest.raises(ValueError, match="layer '1' must be called on a multiple of the batch's 4 samples, got 6 rows"),
-        Forward(watch=collector),
-    ):
-        net(torch.randn(2, 3, 4, dtype=torch.float64))
+class RaggedProposals(nn.Module):
+    """The second layer sees three proposals of two images."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first, self.proposals = nn.Linear(4, 3) if first else nn.Identity(), nn.Linear(3 if first else 4, 2)
+
+    def forward(self, x):
+        return self.proposals(self.first(x)[:, :3].flatten(0, 1)[:3])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_layer_on_rows_that_do_not_fit_the_batch_has_no_part_in_v(first):
+    torch.manual_seed(0)
+    flat = Flatness(RaggedProposals(first).double(), bound=-1.0, refresh_every=1)
+    x, y = torch.randn(2, 3, 4, dtype=torch.float64), torch.tensor([0, 1, 0])
+    warned = pytest.warns(UserWarning, match="layer 'proposals' is called on a number of rows that is no multiple")
+    refused = pytest.raises(ValueError, match="a multiple of the batch's 2 samples, got 3 rows in 'proposals'")
+    with warned, contextlib.nullcontext() if first else refused:
+        flat.backward(x, y)
+    assert flat.block == ("first" if first else None)
 
 
 def test_a_start_in_the_null_space_comes_back():

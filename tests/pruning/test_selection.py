@@ -111,6 +111,21 @@ def test_invalid_limits_are_refused(limits: dict[str, Any], message: str) -> Non
         neurons.least({}, 1, **limits)
 
 
+@pytest.mark.parametrize("coupling", ["coupled", "paper"])
+def test_least_empties_no_part_of_a_layer(coupling: Any) -> None:
+    """Queries, keys and values are rows of one layer: its last row may be a value, but some query must be left too."""
+    case = CASES["attention_of_the_inputs_width"]
+    net = case.net()
+    neurons = Neurons(net, case.inputs()[0])
+    scores = {layer.name: torch.arange(layer.alive).double() for layer in neurons.layers}
+    everything = neurons.least(scores, neurons.count, coupling=coupling, confirm=False)
+    assert neurons.preview(everything).neurons > 0
+    attention = net.attend.attention  # type: ignore[union-attr]
+    neurons.remove(neurons.least(scores, neurons.count, coupling=coupling))
+    assert attention.key_dim == attention.head_dim == 1  # type: ignore[union-attr]
+    run(net, case.inputs())
+
+
 def test_least_empties_no_tensor_of_a_layer_with_several() -> None:
     """Heads of queries and keys are mixed into heads of values: one module has both, in tensors of their own."""
 

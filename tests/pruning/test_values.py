@@ -291,6 +291,131 @@ def test_a_trial_on_data_takes_both_outcomes_of_a_decision(behind: str) -> None:
     assert neurons.count == (12 if behind == "check" else 0)
 
 
+class Ranking(nn.Module):
+    """Returns the best three places of each image. In evaluation mode its signals vanish, as in a deep network that is not
+    trained yet: all scores are equal but for rounding."""
+
+    def __init__(self, misused: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.score, self.misused = block(3, 8), block(8, 6), nn.Conv2d(6, 1, 1, bias=False), misused
+        for norm in (self.a[1], self.b[1]):
+            norm.running_var.fill_(1e20)  # type: ignore[union-attr, operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.score(self.b(self.a(x))).flatten(1)
+        if self.training:
+            return scores
+        best = scores.topk(3, 1).indices
+        if best.sum() > -1 and self.misused:  # a number that depends on a width, where nothing is recorded
+            return best + scores.mean() * self.a[0].out_channels
+        return best
+
+
+@pytest.mark.parametrize("misused", [False, True])
+def test_a_trial_that_tells_nothing_is_repeated_on_conditioned_copies(misused: bool) -> None:
+    torch.manual_seed(0)
+    neurons = Neurons(Ranking(misused).double().eval(), IMAGES)
+    assert neurons.count == (0 if misused else 14)
+    reasons = {entry.name: entry.reason for entry in neurons.frozen}
+    assert not misused or "a trial on the example input differs in evaluation mode" in reasons["a.0"]
+
+
+@pytest.mark.parametrize("use", ["never", "rebound", "later", "loop", "handler", "closure", "locals", "elsewhere"])
+def test_a_local_variable_counts_as_long_as_it_may_be_read(use: str) -> None:
+    """A forward that names its features while it looks at data, and reads them afterwards or does not."""
+    kept: list[Any] = []
+
+    def never(net: Any, x: Tensor) -> Tensor:
+        features = [net.a(x).tanh()]
+        y = net.out(features[0])
+        return y[y.sum(1) > -1e9]  # type: ignore[no-any-return]
+
+    def rebound(net: Any, x: Tensor) -> Tensor:
+        features: Any = {"a": net.a(x).tanh()}
+        features = list(features.values())
+        y = net.out(features[0])
+        if y.sum() > 1e9:
+            raise ValueError("too large")
+        return y  # type: ignore[no-any-return]
+
+    def later(net: Any, x: Tensor) -> Tensor:
+        features = [net.a(x).tanh()]
+        y = net.out(features[0])
+        return y[y.sum(1) > -1e9] + features[0].mean()  # type: ignore[no-any-return]
+
+    def loop(net: Any, x: Tensor) -> Tensor:
+        feature, y = net.a(x).tanh(), 0
+        for _ in range(2):
+            y = y + net.out(feature)
+            if y.sum() > 1e9:  # type: ignore[attr-defined]
+                break
+        return y  # type: ignore[return-value]
+
+    def handler(net: Any, x: Tensor) -> Tensor:
+        features = (net.a(x).tanh(),)
+        y = net.out(features[0])
+        try:
+            y = y[y.sum(1) > -1e9]
+        except ZeroDivisionError:
+            y = features[0]
+        return y  # type: ignore[no-any-return]
+
+    def closure(net: Any, x: Tensor) -> Tensor:
+        features = [net.a(x).tanh()]
+
+        def mean() -> Tensor:
+            return features[0].mean()  # type: ignore[no-any-return]
+
+        y = net.out(features[0])
+        y = y[y.sum(1) > -1e9]
+        return y + 0 * mean()  # type: ignore[no-any-return]
+
+    def local(net: Any, x: Tensor) -> Tensor:
+        features = [net.a(x).tanh()]
+        y = net.out(features[0])
+        y = y[y.sum(1) > -1e9]
+        return y + 0 * locals()["features"][0].mean()  # type: ignore[no-any-return]
+
+    def elsewhere(net: Any, x: Tensor) -> Tensor:
+        features = [net.a(x).tanh()]
+        kept[:] = [features]
+        y = net.out(features[0])
+        return y[y.sum(1) > -1e9]  # type: ignore[no-any-return]
+
+    forward = {
+        "never": never, "rebound": rebound, "later": later, "loop": loop, "handler": handler, "closure": closure,
+        "locals": local, "elsewhere": elsewhere,
+    }[use]  # fmt: skip
+    neurons = Neurons(two_layers(forward), VECTORS)
+    assert neurons.count == (12 if use in ("never", "rebound") else 0)
+    if use not in ("never", "rebound"):
+        assert "where it is still in use" in {entry.name: entry.reason for entry in neurons.frozen}["a"]
+
+
+def test_a_compiled_function_runs_operator_by_operator() -> None:
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    gate = torch.compile(lambda h: h.tanh() * h.sigmoid(), backend=backend)
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.out(gate(net.a(x)))
+        return y[y.sum(1) > -1e9]  # type: ignore[no-any-return]
+
+    net = two_layers(forward)
+    neurons = Neurons(net, VECTORS)
+    assert [layer.name for layer in neurons.layers] == ["a"]
+    whole = copy.deepcopy(net)
+    removed = neurons.remove({"a": [0, 3, 4]})
+    neurons.gates()
+    assert not compiled
+    with torch.compiler.set_stance("force_eager"):
+        assert_pruned_equals_masked(net, whole, removed, ((VECTORS,), {}))
+
+
 @pytest.mark.parametrize("choice", ["inputs", "random"])
 def test_a_decision_that_changes_the_path_freezes_everything(choice: str) -> None:
     def forward(net: Any, x: Tensor) -> Tensor:

@@ -58,6 +58,11 @@ def unpack_lists(batch: Any) -> Any:
     return (list(batch[0]), batch[1]), batch[1]
 
 
+def unpack_tuples(batch: Any) -> Any:
+    """As `tuple(zip(*samples))` collates them."""
+    return (tuple(batch[0]), tuple(batch[1])), batch[1]
+
+
 class Boxes:
     """How many boxes there are; what it sees is the output in evaluation mode."""
 
@@ -102,8 +107,25 @@ def test_scores_of_training_losses_equal_closing_gates_by_hand() -> None:
         torch.testing.assert_close(scores[f"backbone.{layer}.0"], expected / expected.norm(), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("collated", [unpack_lists, unpack_tuples])
+def test_images_one_by_one_are_as_many_samples_as_in_a_tensor(collated: Any) -> None:
+    """The penalised gradient of images in a list or tuple, of which each has three channels, and of the same in one tensor."""
+    found = []
+    for each in (unpack, collated):
+        net = detector()
+        flat = hgnp.Flatness(net, loss=total, bound=-1.0, mu=0.1, refresh_every=1)
+        inputs, target = each(BATCHES[0])
+        for _ in range(2):
+            net.zero_grad()
+            torch.manual_seed(1)
+            loss = flat.backward(inputs, target)
+        found.append([loss, flat.radius, *(p.grad for p in net.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(torch.as_tensor(other), torch.as_tensor(one), rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.filterwarnings("ignore:the first dimension of some tensor")
-@pytest.mark.parametrize(("method", "unpack"), [("taylor", unpack_lists), ("hgnp", unpack)])
+@pytest.mark.parametrize(("method", "unpack"), [("taylor", unpack_lists), ("hgnp", unpack), ("hgnp", unpack_tuples)])
 def test_a_detector_is_trained_and_pruned_with_its_own_losses(method: Any, unpack: Any, tmp_path: Any) -> None:
     net, metric = detector(), Boxes()
     recipe = hgnp.Recipe(

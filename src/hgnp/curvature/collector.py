@@ -6,6 +6,7 @@ ranks each has its share of every sum, divided by the number of samples of all.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch import Tensor
 from hgnp.curvature.autodiff.forward import autocast_off
 from hgnp.curvature.device import HALF, SideStreams, constant, upcast, upcast_bmm
 from hgnp.curvature.factors import Block, Dense, Factor, Patches, Rows
-from hgnp.errors import InputError
 
 
 class _Probe(torch.autograd.Function):
@@ -58,6 +58,8 @@ class FactorCollector:
         self.psi: dict[str, PsiMoments] = {}
         self.gamma: dict[str, GammaMoments] = {}
         self.calls: dict[str, list[tuple[dict[str, Any], Tensor]]] = {}
+        self.left_out: dict[str, int] = {}
+        """Blocks that were called on a number of rows that is no multiple of the samples, and these numbers."""
         self.when_complete: Callable[[], None] | None = None
         """Called once a backward pass has reached all calls."""
         self._anchor: Tensor | None = None
@@ -71,6 +73,14 @@ class FactorCollector:
         if block is None or not out.requires_grad:
             return out
         a = options["input"].detach()  # what is kept must not keep the graph, which keeps us
+        if a.shape[0] % self.samples:
+            self.left_out[block.name] = a.shape[0]
+            warnings.warn(
+                f"layer {block.name!r} is called on a number of rows that is no multiple of the batch's samples, as a layer on "
+                "proposals may be; such batches give it no part in v",
+                stacklevel=2,
+            )
+            return out
         with autocast_off(out):
             a = a.to(out.dtype) if out.dtype in HALF else a  # as autocast has the layer read it
             options = options | {"input": a}
@@ -176,7 +186,7 @@ class PsiMoments:
         a = options["input"].detach()
         if "stride" not in options:
             a = a if self.reduce else upcast(a)  # sums of half precision need no copy of it all
-            a = a.reshape(_leading(a, self.samples, self.block), -1, a.shape[-1])  # (N, T, d)
+            a = a.reshape(self.samples, -1, a.shape[-1])  # (N, T, d)
             self.positions += a.shape[1]
             if self.reduce:
                 self._sum(upcast_sum(a, 1).unsqueeze(1))
@@ -184,7 +194,6 @@ class PsiMoments:
                 self.inputs.append(a)
             return
         a, conv = plain_convolution(a, options, self.block.weight.dim() - 2)
-        _leading(a, self.samples, self.block)
         lengths = output_lengths(a, conv, self.block.weight)
         self.positions += lengths.numel() * (a.shape[0] // self.samples)
         if self.reduce:
@@ -271,19 +280,10 @@ def upcast_sum(x: Tensor, dim: int) -> Tensor:
     return x.sum(dim, dtype=torch.float32 if x.dtype in HALF else None)
 
 
-def _leading(x: Tensor, samples: int, block: Block) -> int:
-    if x.shape[0] % samples:
-        raise InputError(
-            f"layer {block.name!r} must be called on a multiple of the batch's {samples} samples, got {x.shape[0]} rows; "
-            "freeze it (requires_grad_(False)) to leave it out"
-        )
-    return samples
-
-
 def per_position(s: Tensor, samples: int, block: Block) -> Tensor:
     """A layer's output or its derivative as (N, T, C)."""
     s = s.flatten(2).transpose(1, 2) if block.weight.dim() > 2 else s
-    return s.reshape(_leading(s, samples, block), -1, s.shape[-1])
+    return s.reshape(samples, -1, s.shape[-1])
 
 
 def plain_convolution(a: Tensor, options: dict[str, Any], dims: int) -> tuple[Tensor, dict[str, Any]]:

@@ -23,10 +23,18 @@ from hgnp.curvature.factors import Block, WholeNetwork, find_blocks, unit
 from hgnp.errors import InputError
 from hgnp.reducer import LOCAL, Reducer
 
-NO_BLOCK = (
-    "net must call a Linear or convolution layer in a way that PyTorch shows, got none; pass a scripted or compiled network as "
-    "the plain module"
-)
+
+def _no_block(collector: FactorCollector) -> str:
+    """Why no block has factors."""
+    for name, rows in collector.left_out.items():
+        return (
+            f"net must call a layer on a multiple of the batch's {collector.samples} samples, got {rows} rows in {name!r}; "
+            "samples are the first dimension of the first tensor, or the entries of a list"
+        )
+    return (
+        "net must call a Linear or convolution layer in a way that PyTorch shows, got none; pass a scripted or compiled "
+        "network as the plain module"
+    )
 
 
 @dataclass(frozen=True)
@@ -181,7 +189,7 @@ class Direction:
         streams = SideStreams()
         blocks = [block for block in find_blocks(self.net) if block.name in collector.psi]
         if not blocks:
-            raise InputError(NO_BLOCK)
+            raise InputError(_no_block(collector))
         starts = [self._start(block) for block in blocks]
         like = blocks[0].weight
         psi: list[Eigenpair] = []
@@ -231,14 +239,14 @@ class Direction:
         collector.join()
         blocks = find_blocks(self.net)
         if not blocks:
-            raise InputError(NO_BLOCK)
+            raise InputError(_no_block(collector))
         starts = [self._start(block) for block in blocks]
         like = blocks[0].weight
         own = [block.name in collector.gamma and collector.gamma[block.name].positions > 0 for block in blocks]
         with torch.no_grad(), autocast_off(like):
             met = reducer.sum([as_numbers(own, upcast(like.detach()))])[0] > 0
             if not any(own) and not capturing() and not bool(met.any()):
-                raise InputError(NO_BLOCK)
+                raise InputError(_no_block(collector))
             for block in blocks:
                 collector.include(block)
             psi_problem = [collector.psi[block.name].factor() for block in blocks], [start for start, _ in starts]

@@ -141,7 +141,8 @@ def _product(
     total, samples = torch.zeros_like(v), 0
     for inputs, target in data:
         buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}  # a forward may count its calls in one
-        value = loss(run(net, inputs, output=output, buffers=buffers), target)
+        with torch.compiler.set_stance("force_eager"):  # compiled functions have no second derivative
+            value = loss(run(net, inputs, output=output, buffers=buffers), target)
         with without_tensor_hooks(parameters):
             grads = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
             if not samples and lacks_second_derivative(grads):  # the first batch shows it

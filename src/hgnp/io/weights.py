@@ -264,7 +264,7 @@ def _width_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net:
             raise InputError(f"layer {name!r} must have at least the widths of the file, {stored}, got {current}")
         shapes = {key: tuple(tensors[names[id(tensor)]].shape) for key, tensor in own.items()}
         stored = {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
-        due = stated_widths(module, shapes.get, None, stored.get("groups", stored.get("num_groups")))
+        due = stated_widths(module, shapes.get, lambda: (), stored.get("groups", stored.get("num_groups")))
         if any(stored[key] != value for key, value in due.items()):
             raise InputError(f"layer {name!r} of the file must have the widths of its tensors, {due}, got {stored}")
         width = next((stored[out] for out in OUTPUTS if out in stored), None)
@@ -306,7 +306,7 @@ def _shrunk(stored: Any, current: Any) -> bool:
 def _widths(module: nn.Module) -> dict[str, Any]:
     """The attributes of `module` that state widths, with their values."""
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    stated = stated_widths(module, {key: tuple(t.shape) for key, t in own.items()}.get, (1,) * 8, None)
+    stated = stated_widths(module, {key: tuple(t.shape) for key, t in own.items()}.get, lambda: (1,) * 8, None)
     values = {key: getattr(module, key) for key in stated}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 

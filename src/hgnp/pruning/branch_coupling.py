@@ -38,7 +38,8 @@ class BranchCoupling:
             traced=coupled.traced,
             caches=coupled.caches,
         )
-        self.structure.head_attributes = coupled.head_attributes
+        self.structure.unite(coupled.equal_widths)
+        self.structure.attributes = coupled.attributes
         self.verifier = CutVerifier(self.structure, aligned=False)
 
     def branch_groups(self, units: Sequence[Unit], rows: Mapping[str, Tensor], alive: Tensor) -> list[list[list[Unit]]]:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 FROZEN = 0
+SMALL = 2048
+"""Up to this many pairs of slots, repeated ones are not looked for."""
 
 
 class Coupling:
@@ -44,9 +46,13 @@ class Coupling:
         if a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride():
             return
         a, b = torch.broadcast_tensors(a, b)
-        differ = a != b
-        pairs = torch.unique(a[differ] * len(self) + b[differ])  # one number per pair: unique rows are slow
-        for one, other in zip((pairs // len(self)).tolist(), (pairs % len(self)).tolist(), strict=True):
+        if a.numel() > SMALL:
+            differ = a != b
+            pairs = torch.unique(a[differ] * len(self) + b[differ])  # one number per pair: unique rows are slow
+            a, b = pairs // len(self), pairs % len(self)
+        for one, other in zip(a.flatten().tolist(), b.flatten().tolist(), strict=True):
+            if one == other:
+                continue
             if one == FROZEN or other == FROZEN:
                 self._freeze(one or other, reason)
                 continue
@@ -58,6 +64,13 @@ class Coupling:
         self._parent[other] = one
         if other in self._reason:
             self._reason.setdefault(one, self._reason.pop(other))
+
+    def snapshot(self) -> tuple[list[int], dict[int, str]]:
+        """The groups and reasons as they are, for `restore`."""
+        return list(self._parent), dict(self._reason)
+
+    def restore(self, snapshot: tuple[list[int], dict[int, str]]) -> None:
+        self._parent, self._reason = list(snapshot[0]), dict(snapshot[1])
 
     def freeze(self, slots: Tensor, reason: str) -> None:
         """Freezes the groups of these slots. A group that is frozen already keeps its first reason."""

@@ -29,7 +29,7 @@ from hgnp.pruning.graph import (
 )
 from hgnp.pruning.module_calls import ModuleCall, ModuleCallTracker
 from hgnp.pruning.structure import PathError
-from hgnp.pruning.trace import math_attention
+from hgnp.pruning.trace import visible_operators
 
 
 class SampleDimensionError(Exception):
@@ -118,7 +118,7 @@ def gated_forward(net: nn.Module, path: GatedPath, gamma: Tensor) -> Iterator[No
     it takes another path.
 
     `gamma` is (samples, units), or (1, units) for gates that all samples share."""
-    with ModuleCallTracker(net) as module_calls, math_attention(), _GateMode(net, path, module_calls, gamma) as mode:
+    with ModuleCallTracker(net) as module_calls, visible_operators(), _GateMode(net, path, module_calls, gamma) as mode:
         try:
             yield
             if mode.error is not None:  # the network's own code has caught it and continued without gates

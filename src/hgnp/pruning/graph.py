@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hgnp.pruning.module_calls import ModuleCall
 
@@ -149,10 +149,44 @@ def function_name(func: Callable[..., Any]) -> str:
     return getattr(func.__self__, "__name__", "") if name == "__get__" and hasattr(func, "__self__") else name
 
 
+def leaves_of(tree: Any) -> list[Any]:
+    """PyTorch's `tree_leaves`, at once for the containers that operators take and return."""
+    result: list[Any] = []
+    _add_leaves(tree, result)
+    return result
+
+
+def _add_leaves(tree: Any, result: list[Any]) -> None:
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        for part in tree:
+            _add_leaves(part, result)
+    elif kind is dict:
+        for part in tree.values():
+            _add_leaves(part, result)
+    elif kind in _LEAVES or isinstance(tree, Tensor):
+        result.append(tree)
+    else:
+        result += tree_leaves(tree)
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """PyTorch's `tree_map`, likewise."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind(map_leaves(function, part) for part in tree)
+    if kind is dict:
+        return {key: map_leaves(function, part) for key, part in tree.items()}
+    return function(tree) if kind in _LEAVES or isinstance(tree, Tensor) else tree_map(function, tree)
+
+
+_LEAVES = frozenset({int, float, bool, complex, str, type(None), slice, type(...), torch.dtype, torch.device, ValueRef})
+
+
 def produces_tensor(name: str, result: Any) -> bool:
     """Whether a torch function creates or changes a tensor. Others only query one (`x.size()`, `x.device`), and fake tensors
     answer some of these queries without a call."""
-    return name == "__setitem__" or any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
+    return name == "__setitem__" or any(isinstance(leaf, Tensor) for leaf in leaves_of(result))
 
 
 def non_tensor_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[NonTensorArgument, ...]:
@@ -160,7 +194,7 @@ def non_tensor_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     if name == "__getitem__" and args[1:] and not isinstance(args[1], list):
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return tuple(_index_arguments(index, args[0].dim()))
-    leaves = tree_leaves((args, kwargs))
+    leaves = leaves_of((args, kwargs))
     return tuple(
         NonTensorArgument(None, leaf)
         for leaf in leaves

@@ -329,15 +329,17 @@ class Neurons:
     def _emptying(self, chosen: Iterable[Unit], units: Mapping[int, Unit], coupling: CouplingMode) -> set[int]:
         """The roots of units that would, together, leave nothing of a tensor. One layer's neurons may lie in several tensors:
         talking heads that queries and keys have and those that values have."""
-        if coupling == "paper":
-            return set()
-        roots, members = self._structure.roots, {member for unit in chosen for member in unit.members}
-        removed = {root for root, unit in units.items() if unit.members[0] in members}
-        alive = self._state.alive & ~torch.isin(roots, torch.tensor(sorted(removed), dtype=torch.long))
-        for slots in self._structure.coupling.slots.values():
-            if not bool(alive[slots].any()):
-                return set(roots[slots].tolist()) & removed
-        return set()
+        structure = self._branches.structure if coupling == "paper" else self._structure
+        slots = {layer: structure.roots[self._state.remaining(layer)] for layer in self._prunable}
+        removed = ~self._state.alive
+        for unit in chosen:
+            removed[[int(slots[layer][position]) for layer, position in unit.members]] = True
+        emptying = structure.emptying(removed)
+        return {
+            root
+            for root, unit in (units.items() if emptying else ())
+            if any(int(slots[layer][position]) in emptying for layer, position in unit.members)
+        }
 
     def _least_per_branch(
         self,

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from hgnp.pruning.coupling import Coupling
-from hgnp.pruning.graph import Graph, OpCall, ValueRef
+from hgnp.pruning.graph import Graph, OpCall, ValueRef, map_leaves
 from hgnp.pruning.labels import (
     LabelledTensor,
     RuleResult,
@@ -90,7 +89,7 @@ class LabelPropagation:
             self.call = call
             reads = tuple(self.tensors[index] for index in call.reads)
             known = {index: self.tensors[index] for index in call.reads}
-            args, kwargs = tree_map(partial(_lookup, known), (call.args, call.kwargs))
+            args, kwargs = map_leaves(partial(_lookup, known), (call.args, call.kwargs))
             rule = rule_for(call.op)
             results = rule(self, *args, **kwargs)
             if isinstance(results, RuleResult):
@@ -189,15 +188,22 @@ class LabelPropagation:
                     result.append(label)
                 elif not apart:
                     self.union(partner, label)
-        for label in result:
-            dims = set(varying_dims(label))
-            for operand in operands:
-                lead = ndim - len(operand.shape)
-                if any(dims & set(varying_dims(add_leading_dims(other, ndim))) for other in operand.labels):
-                    continue
-                if any(dim >= lead and operand.distinct(dim - lead) for dim in dims):
-                    self.freeze(label, "it is combined with a tensor that cannot be cut")
-        return result
+        return [self._along_shared_dims(label, operands) for label in result]
+
+    def _along_shared_dims(self, label: Tensor, operands: list[LabelledTensor]) -> Tensor:
+        """The label, if no operand without one has entries of its own along its dimensions. If one has along some of them,
+        slots are united there: the same position is removed from every head. If one has along all, it is frozen."""
+        ndim, dims = label.dim(), set(varying_dims(label))
+        fixed: set[int] = set()
+        for operand in operands:
+            lead = ndim - len(operand.shape)
+            if not any(dims & set(varying_dims(add_leading_dims(other, ndim))) for other in operand.labels):
+                fixed |= {dim for dim in dims if dim >= lead and operand.distinct(dim - lead)}
+        if fixed == dims:
+            self.freeze(label, "it is combined with a tensor that cannot be cut")
+        elif fixed:
+            return self.collapse(label, tuple(dims - fixed))
+        return label
 
 
 def _lookup(known: dict[int, LabelledTensor], leaf: Any) -> Any:

@@ -10,6 +10,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,11 +22,11 @@ from torch.nn.modules.conv import _ConvNd
 from hgnp.errors import InputError, first_line, is_too_few_values
 from hgnp.pruning.coupling import FROZEN, Coupling, NewCouplingError, ReadOnlyCoupling
 from hgnp.pruning.graph import ABSENT, Graph, Inputs, Outputs, Stop, spec_of, tensors_of
-from hgnp.pruning.labels import compact, shape_after, varying_dims
+from hgnp.pruning.labels import LabelledTensor, compact, shape_after, varying_dims
 from hgnp.pruning.propagation import LabelledCall, LabelPropagation
 from hgnp.pruning.rules import op_name
 from hgnp.pruning.trace import UNTRACEABLE, Decisions, trace_forward
-from hgnp.pruning.widths import Shape, stated_widths, weight_name
+from hgnp.pruning.widths import WEIGHT_NAMES, Shape, stated_widths
 from hgnp.removal import Removal
 from hgnp.state_guards import norms_and_dropout_to_eval
 
@@ -41,6 +43,8 @@ class TracedForward:
     """Whether batch norms were in evaluation mode for both, as the example input has one value per channel."""
     undecidable: frozenset[str] = frozenset()
     """Places in the code whose decisions by the inputs may take another path."""
+    head_labels: Sequence[tuple[str, Tensor]] | None = None
+    """(module, label) wherever features are multiplied head by head, if that was looked for."""
 
 
 class PathError(InputError):
@@ -106,12 +110,18 @@ class Structure:
             for name, before in graph.overwritten.items():
                 found = {key: value for key, value in before.items() if key not in self.caches.get(name, ())}
                 self._initial[name] = found | self._initial[name]
-        self._representatives = self._find_heads(graphs)
+        self._representatives: Tensor | None = None
+        known = None if traced is None else traced.head_labels
+        self._head_labels = self._find_heads(graphs) if known is None else known
+        self._representatives = self._find_representatives()
         self.coupling = Coupling(self.shapes)
         if self._representatives is not None:
             self.coupling.union(torch.arange(len(self.coupling)), self._representatives, "it belongs to a head")
-        self.head_attributes: dict[str, dict[str, Tensor]] = {}
-        """Module → integer attribute → the slots that it counts, for attributes that must change with the number of heads."""
+        self.attributes: dict[str, dict[str, Tensor]] = {}
+        """Module → integer attribute → the slots that it counts, for attributes that must change with a cut: a number of heads,
+        the width of a split."""
+        self.equal_widths: list[tuple[Tensor, Tensor]] = []
+        """Slots that are removed together only because the code takes their numbers to be equal."""
         self.propagations: dict[bool, LabelPropagation] = {}
         for training, graph in graphs.items():
             propagation = self.propagations[training] = self._propagation(graph, self.coupling)
@@ -126,12 +136,36 @@ class Structure:
     @property
     def traced(self) -> TracedForward:
         graphs = {training: propagation.graph for training, propagation in self.propagations.items()}
-        return TracedForward(graphs, self._eval_norms, self._undecidable)
+        return TracedForward(graphs, self._eval_norms, self._undecidable, self._head_labels)
 
     def update_roots(self) -> None:
         """Reads the roots and frozen slots off the coupling, after it has changed."""
         self.roots = self.coupling.roots()
         self.frozen = self.coupling.frozen(self.roots)
+        self.__dict__.pop("all_of_a_tensor", None)
+
+    @cached_property
+    def all_of_a_tensor(self) -> list[Tensor]:
+        """Sets of roots that are, together, all of a tensor along a dimension: a weight, or a part of a layer's output."""
+        labels = [label for each in self.propagations.values() for tensor in each.tensors for label in tensor.labels]
+        distinct = {id(label): label for label in [*self.coupling.slots.values(), *labels]}
+        sets = [label.flatten() for label in distinct.values() if not bool(self.frozen[label].any())]
+        return [torch.tensor(found) for found in sorted({tuple(self.roots[each].unique().tolist()) for each in sets})]
+
+    def emptying(self, removed: Tensor) -> set[int]:
+        """The roots, of those in a mask over all slots, that would leave nothing of a tensor; empty if none would."""
+        emptied = [roots for roots in self.all_of_a_tensor if bool(removed[roots].all())]
+        return set(torch.cat(emptied).tolist()) if emptied else set()
+
+    def unite(self, equal_widths: list[tuple[Tensor, Tensor]]) -> None:
+        """Couples slots, entry by entry, whose numbers must be equal."""
+        self.equal_widths = [*self.equal_widths, *equal_widths]
+        for one, other in equal_widths:
+            self.coupling.union(
+                one, other, "the network's code takes its width to be that of a tensor that cannot be cut"
+            )
+        _make_rectangular(self.coupling, *self.propagations.values())
+        self.update_roots()
 
     def _propagation(self, graph: Graph, coupling: Coupling) -> LabelPropagation:
         return LabelPropagation(
@@ -142,21 +176,16 @@ class Structure:
             representatives=self._representatives,
         )
 
-    def _find_heads(self, graphs: Mapping[bool, Graph]) -> Tensor | None:
+    def _find_representatives(self) -> Tensor | None:
         """Slot → the first slot of the same tensor that belongs to the same head; None without heads.
 
         Channels that are split into heads could lose whole heads or the same position of every head. Where features are
         multiplied head by head, whole heads are removed, which leaves the scale of attention and rotary embeddings as they are.
         """
-        heads, self._representatives = Coupling(self.shapes), None
-        for graph in graphs.values():
-            if not any(op_name(call.op) in ("bmm", "baddbmm") for call in graph.op_calls):
-                continue
-            propagation = self._propagation(graph, Coupling(self.shapes))
-            propagation.run()
-            for name, labels in propagation.heads.items():
-                for label in labels if name not in self.without_heads else []:
-                    heads.union(label[:, :1], label, "it belongs to a head")
+        heads = Coupling(self.shapes)
+        for name, label in self._head_labels:
+            if name not in self.without_heads:
+                heads.union(label[:, :1], label, "it belongs to a head")
         roots, result = heads.roots(), torch.arange(len(heads))
         for slots in heads.slots.values():
             found, where = torch.unique(roots[slots], return_inverse=True)
@@ -164,6 +193,16 @@ class Structure:
                 first = torch.full((len(found),), len(heads)).scatter_reduce(0, where, slots, "amin")
                 result[slots] = first[where]
         return None if torch.equal(result, torch.arange(len(heads))) else result
+
+    def _find_heads(self, graphs: Mapping[bool, Graph]) -> list[tuple[str, Tensor]]:
+        """(module, label) wherever features are multiplied head by head."""
+        found = []
+        for graph in graphs.values():
+            if any(op_name(call.op) in ("bmm", "baddbmm") for call in graph.op_calls):
+                propagation = self._propagation(graph, Coupling(self.shapes))
+                propagation.run()
+                found += [(name, label) for name, labels in propagation.heads.items() for label in labels]
+        return found
 
     def _trace(self, training: bool) -> Graph:
         graph = self._trace_forward(self.inputs, training)
@@ -311,7 +350,8 @@ class Structure:
 
     def counting_attributes(self, roots: Tensor) -> dict[str, dict[str, Tensor]]:
         """Module → integer attribute → slots, where the attribute equals the number of these slots, which lie along a dimension
-        of a tensor with the heads in `roots`: the number of heads, the width of all heads. PyTorch's own modules have none."""
+        of a tensor with the groups in `roots`: the number of heads, the width of all heads or of a part of the channels.
+        PyTorch's own modules have none."""
         own = torch.isin(self.roots, roots)
         modules = dict(self.net.named_modules())
         result: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -320,14 +360,43 @@ class Structure:
             if type(modules[name]).__module__.startswith("torch.nn."):
                 continue
             numbers = {key: value for key, value in vars(modules[name]).items() if type(value) is int and value > 1}
-            for label in [label for tensor in labelled.writes for label in tensor.labels if bool(own[label].any())]:
+            tensors = labelled.writes + labelled.reads
+            for label in [label for tensor in tensors for label in tensor.labels if bool(own[label].any())]:
                 for dim in varying_dims(label):
                     slots = label.movedim(dim, 0).reshape(label.shape[dim], -1)[:, 0]
-                    every_head = len(self.roots[slots].unique()) == len(self.roots[label].unique())
+                    every_group = len(self.roots[slots].unique()) == len(self.roots[label].unique())
                     for key, value in numbers.items():
-                        if value == len(slots) and every_head and not _repeats(slots):
+                        if value == len(slots) and every_group and not _repeats(slots):
                             result[name].setdefault(key, slots)
         return result
+
+    def widths_taken_as_equal(self, kind: type, op: str) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of labels, of as many entries each, that the code may take to be of equal width where modules of one class call
+        an operator: the equal parts of a split; the result of a reshape and the module's input, as in
+        `B, N, C = x.shape; …; y.reshape(B, N, C)`. Heads have none."""
+        modules = dict(self.net.named_modules())
+        in_heads = self.roots[torch.cat([*self.heads().values(), torch.zeros(0, dtype=torch.long)])]
+        result: list[tuple[Tensor, Tensor]] = []
+        for propagation in self.propagations.values():
+            given: dict[str, list[Tensor]] = defaultdict(list)
+            for name, index in propagation.graph.module_inputs:
+                given[name] += propagation.tensors[index].labels
+            for labelled in propagation.calls:
+                if op_name(labelled.call.op) != op or type(modules[labelled.call.module]) is not kind:
+                    continue
+                written = [label for tensor in labelled.writes for label in tensor.labels]
+                partners = written if len(labelled.writes) > 1 else given[labelled.call.module]
+                for one, other in product(written, partners):
+                    if one is not other and len(varying_dims(one)) == len(varying_dims(other)) == 1:
+                        result.append((one.flatten(), other.flatten()))
+        return [
+            (one, other)
+            for one, other in result
+            if len(one) == len(other)
+            and not torch.equal(self.roots[one], self.roots[other])
+            and not bool(self.frozen[torch.cat([one, other])].any())
+            and not bool(torch.isin(self.roots[torch.cat([one, other])], in_heads).any())
+        ]
 
     def _roots_with_several_rows(self) -> set[int]:
         result: set[int] = set()
@@ -352,7 +421,8 @@ class Structure:
                 result[name] = found[0]
             elif standard:
                 dim = 1 if getattr(module, "transposed", False) else 0
-                slots = self.coupling.slots.get((f"{name}.{weight_name(module)}".removeprefix("."), dim))
+                keys = [(f"{name}.{weight}".removeprefix("."), dim) for weight in WEIGHT_NAMES]
+                slots = next((self.coupling.slots[key] for key in keys if key in self.coupling.slots), None)
                 if slots is not None:
                     result[name] = slots
         return result
@@ -412,24 +482,27 @@ class Structure:
     def widths_after(self, alive: Tensor) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
         """(name, module, attributes) for every module, with the attributes that state widths."""
         after = self.shapes_after(alive)
-        first_inputs: dict[str, Shape] = {}
+        first_inputs: dict[str, LabelledTensor] = {}
         groups: dict[str, int] = {}
         for propagation in self.propagations.values():
-            for name, index in propagation.graph.module_inputs:
-                first_inputs[name] = shape_after(propagation.tensors[index], alive)
+            first_inputs |= {name: propagation.tensors[index] for name, index in propagation.graph.module_inputs}
             groups |= {name: int(alive[label].sum()) for name, label in propagation.groups.items()}
-        names = {id(tensor): name for name, tensor in tensors_of(self.net).items()}
+        first = {id(tensor): name for name, tensor in tensors_of(self.net).items()}
+        every_name = [
+            *self.net.named_parameters(remove_duplicate=False),
+            *self.net.named_buffers(remove_duplicate=False),
+        ]
+        shapes = {name: after.get(first[id(tensor)], self.shapes[first[id(tensor)]]) for name, tensor in every_name}
         for name, module in self.net.named_modules():
-            own = dict(module.named_parameters(remove_duplicate=False)) | dict(
-                module.named_buffers(remove_duplicate=False)
-            )
 
-            def shape(key: str, own: dict[str, Any] = own) -> Shape | None:
-                full = names[id(own[key])] if key in own else None
-                return None if full is None else after.get(full, self.shapes[full])
+            def shape(key: str, name: str = name) -> Shape | None:
+                return shapes.get(f"{name}.{key}".removeprefix("."))
 
-            counts = {key: int(alive[slots].sum()) for key, slots in self.head_attributes.get(name, {}).items()}
-            yield name, module, stated_widths(module, shape, first_inputs.get(name), groups.get(name)) | counts
+            def input_shape(name: str = name) -> Shape:
+                return shape_after(first_inputs[name], alive) if name in first_inputs else ()
+
+            counts = {key: int(alive[slots].sum()) for key, slots in self.attributes.get(name, {}).items()}
+            yield name, module, stated_widths(module, shape, input_shape, groups.get(name)) | counts
 
     def removal(self, before: Tensor, after: Tensor) -> Removal:
         """What a removal changes, from one mask of remaining slots to the next, in positions before it."""

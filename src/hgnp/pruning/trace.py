@@ -20,10 +20,11 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hgnp.errors import InputTypeError
 from hgnp.pruning.graph import (
@@ -55,11 +56,14 @@ from hgnp.pruning.graph import (
     Value,
     ValueRef,
     function_name,
+    leaves_of,
+    map_leaves,
     non_tensor_arguments,
     produces_tensor,
     spec_of,
     tensors_of,
 )
+from hgnp.pruning.liveness import in_use
 from hgnp.pruning.module_calls import ModuleCall, ModuleCallTracker
 from hgnp.state_guards import module_that_raised, preserve_state, python_rng_state
 
@@ -164,17 +168,21 @@ class _OperatorTracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if op is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # two thirds of all calls
         with torch._C.DisableTorchFunction():  # function calls are those of the network's own code
             return self._dispatch(op, args, kwargs or {})
 
     def _dispatch(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, _ = tree_flatten((args, kwargs))
-        reads = tuple(self.value(leaf, computed=False) for leaf in leaves if isinstance(leaf, Tensor))
+        reads = tuple(
+            self.value(leaf, computed=False) for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)
+        )
         if _only_changes_strides(op, args, kwargs):
             return op(*args, **kwargs)
-        shapes_only = op is torch.ops.aten.native_batch_norm.default and isinstance(args[0], FakeTensor)
         try:
-            result = _batch_norm(*args) if shapes_only else op(*args, **kwargs)
+            result = _known_result_shapes(op, args, kwargs)
+            if result is None:
+                result = op(*args, **kwargs)
         except UNTRACEABLE:
             refs = self._with_refs(args, kwargs)
             with _disable_current_modes(), torch.no_grad():
@@ -182,10 +190,10 @@ class _OperatorTracer(TorchDispatchMode):
                 if values is None:
                     values = self._decided(op, reads)
             if values is None:
-                self.graph.stop = Stop(self._held(), op, self.module_calls.current.module)
+                self.graph.stop = Stop(self._held() | set(reads), op, self.module_calls.current.module)
                 raise
             result = tree_map(lambda leaf: _as_fake(leaf, args) if isinstance(leaf, Tensor) else leaf, values)
-        computed = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        computed = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
         self._evaluate_sure_comparison(op, args, result)
         if computed:
             refs = self._with_refs(args, kwargs)
@@ -206,7 +214,7 @@ class _OperatorTracer(TorchDispatchMode):
         return result
 
     def _with_refs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        refs: tuple[Any, Any] = tree_map(
+        refs: tuple[Any, Any] = map_leaves(
             lambda leaf: ValueRef(self._index[id(leaf)]) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
         )
         return refs
@@ -278,12 +286,8 @@ class _OperatorTracer(TorchDispatchMode):
         return True
 
     def _held(self) -> frozenset[int]:
-        """The values that code still refers to: something other than this tracer and PyTorch's graph of gradients."""
-        return frozenset(
-            self._index[id(tensor)]
-            for tensor in self._references
-            if sys.getrefcount(tensor) > HELD_BY_TRACER + _HELD_IN_CPP * (tensor._use_count() > 1)  # type: ignore[attr-defined]
-        )
+        """The values that code may still use."""
+        return frozenset(self._index[id(tensor)] for tensor in in_use(self._references, _runs_an_operator))
 
 
 class Decisions(NamedTuple):
@@ -303,20 +307,11 @@ def place_in_code() -> str:
 
 
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
-HELD_BY_TRACER = 3
-"""References to a tensor that only the tracer holds: its list, a loop variable and the argument of `sys.getrefcount`."""
 
 
-def _references_in_cpp() -> int:
-    """How many references a tensor has because PyTorch's graph of gradients refers to it: 1 in some versions, 0 in others.
-    There is no API to ask; tests/pruning/test_values.py fails if this changes."""
-    saved = torch.ones(1, requires_grad=True) * 1
-    before = sys.getrefcount(saved)
-    result = saved.sin()
-    return sys.getrefcount(saved) - before + 0 * len(result)
-
-
-_HELD_IN_CPP = _references_in_cpp()
+def _runs_an_operator(frame: FrameType) -> bool:
+    """Whether a frame is PyTorch's or the tracer's own: its local variables may be arguments of an operator in C++."""
+    return frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
 def _call(op: OpOverload, args: Any, kwargs: Any, known: Mapping[int, Tensor]) -> Any:
@@ -388,7 +383,7 @@ class _FunctionTracer(TorchFunctionMode):
         return result
 
     def _indices(self, tree: Any) -> dict[int, int | None]:
-        leaves = enumerate(tree_leaves(tree))
+        leaves = enumerate(leaves_of(tree))
         return {position: self._operators.index_of(leaf) for position, leaf in leaves if isinstance(leaf, Tensor)}
 
 
@@ -400,15 +395,41 @@ def _outcome(comparison: str, threshold: float) -> bool | None:
     return (threshold >= 1) == (comparison in ("lt", "le"))
 
 
+def _known_result_shapes(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What frequent operators return, on which fake tensors spend half of the time of a trace; None for others."""
+    x = args[0] if args else None
+    if not isinstance(x, FakeTensor):
+        return None
+    if op is torch.ops.aten.native_batch_norm.default:
+        return _batch_norm(*args)
+    if op is torch.ops.aten.add_.Tensor and x.constant is not None and type(args[1]) is int:
+        with torch._C._DisableTorchDispatch():
+            x.constant = x.constant + args[1]  # a norm counts its batches
+        return x
+    in_place = torch.Tag.pointwise in op.tags and str(op._schema.name).endswith("_") and x.constant is None
+    return x if in_place and not any(isinstance(leaf, Tensor) for leaf in leaves_of((args[1:], kwargs))) else None
+
+
 def _batch_norm(
-    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: Any
+    x: FakeTensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """The shapes of a batch norm's results. Fake tensors derive them by twenty operators, most of the time of a trace."""
     channels = x.shape[1]
     for entry in (weight, bias, mean, var):
         if entry is not None and entry.shape[0] != channels:
             raise RuntimeError(f"the input of a batch norm must have {entry.shape[0]} channels, got {channels}")
-    return torch.empty_like(x), *(x.new_empty(channels if training else 0) for _ in range(2))
+    size = (channels if training else 0,)
+    if not (x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))):
+        return torch.empty_like(x), x.new_empty(size), x.new_empty(size)
+    shapes = [(tuple(x.shape), x.stride()), (size, (1,)), (size, (1,))]
+    return tuple(_new_fake(x.fake_mode, shape, stride, x.dtype, x.fake_device) for shape, stride in shapes)
+
+
+def _new_fake(
+    mode: FakeTensorMode, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> FakeTensor:
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return FakeTensor(mode, meta, device)
 
 
 def trace_forward(
@@ -430,7 +451,7 @@ def trace_forward(
     computed from them alone have data, so that code which reads them (whether a mask has padding) takes its real path.
     `outputs` says which of the returned tensors count, or replaces the network's forward.
     """
-    with torch.inference_mode(False), _defer_interrupts():
+    with torch.inference_mode(False), _defer_interrupts(), _defer_garbage_collection():
         graph, computed = _trace(
             net, inputs, training, shapes or {}, specs or {}, adjust, outputs, decisions, compute_inputs
         )
@@ -468,7 +489,7 @@ def _trace(
     with (
         preserve_state(net),
         tracer.module_calls,
-        math_attention(),
+        visible_operators(),
         warnings.catch_warnings(action="ignore"),
     ):
         net.train(training)
@@ -480,7 +501,9 @@ def _trace(
             net.__dict__["forward"] = partial(outputs.function, *(() if outputs.is_method else (net,)))
         attributes = {
             name: {
-                key: copy.copy(value) if type(value) in _CONTAINERS else value for key, value in module.__dict__.items()
+                key: copy.copy(value) if type(value) in _CONTAINERS else value
+                for key, value in module.__dict__.items()
+                if key not in _MODULE_STATE
             }
             for name, module in net.named_modules()
         }
@@ -530,14 +553,27 @@ def _defer_interrupts() -> Iterator[None]:
 
 
 @contextmanager
-def math_attention() -> Iterator[None]:
-    """Attention as plain ATen operators, which have rules; and no log of shape errors, which traces of cuts may cause."""
+def _defer_garbage_collection() -> Iterator[None]:
+    """Most objects of a trace end with it: looking at them meanwhile takes a tenth of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def visible_operators() -> Iterator[None]:
+    """Attention as plain ATen operators, which have rules; compiled functions run eagerly, operator by operator; and no log of
+    shape errors, which traces of cuts may cause."""
     log = logging.getLogger(FakeTensorMode.__module__)
     level, fast = log.level, torch.backends.mha.get_fastpath_enabled()
     log.setLevel(logging.CRITICAL)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -553,20 +589,27 @@ def _fake_weights(
     for name, tensor in tensors_of(net).items():
         spec = specs.get(name) or spec_of(tensor)
         shape = shapes.get(name, tuple(tensor.shape))
-        if spec == spec_of(tensor) and shape == tensor.shape:
-            fake: Tensor = fake_mode.from_tensor(tensor)
-        else:
-            with fake_mode:
-                fake = torch.empty([shape[dim] for dim in spec.dim_order], dtype=spec.dtype, device=spec.device)
-                if spec.dim_order != tuple(range(len(shape))):
-                    fake = fake.permute([spec.dim_order.index(dim) for dim in range(len(shape))])
-            if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(fake, tensor.requires_grad)
+        strides = (
+            tensor.stride() if shape == tensor.shape and spec == spec_of(tensor) else _strides(shape, spec.dim_order)
+        )
+        fake = _new_fake(fake_mode, shape, strides, spec.dtype, spec.device)  # FakeTensorMode.from_tensor is slow
+        fake.requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter):
+            fake._is_param = True
         if spec.counter is not None:
-            fake.constant = torch.tensor(spec.counter)  # type: ignore[attr-defined]
+            fake.constant = torch.tensor(spec.counter)
         fakes[id(tensor)] = fake
         weights[id(fake)] = name
     return fakes, weights
+
+
+def _strides(shape: tuple[int, ...], dim_order: tuple[int, ...]) -> list[int]:
+    """Those of a dense tensor with its dimensions in this order in memory."""
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(dim_order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return strides
 
 
 def tensors_in_output(output: Any, depth: int = 8) -> Iterator[Tensor]:

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from hgnp.errors import first_line
-from hgnp.pruning.graph import Graph, OpCall, Value
+from hgnp.pruning.graph import Graph, OpCall, Value, leaves_of
 from hgnp.pruning.labels import LabelledTensor, keep, keep_masks, shape_after, varying_dims
 from hgnp.pruning.propagation import LabelledCall, LabelPropagation
 from hgnp.pruning.rules import (
@@ -51,10 +50,21 @@ RootClass = tuple[Root, ...]
 
 @dataclass(frozen=True)
 class Misfit:
-    """Why a cut does not work, and the removed slots at the operator call where it fails."""
+    """Why a cut does not work."""
 
-    reason: str
+    problem: str
+    op: str
+    """The operator at whose call it fails."""
+    module: str
+    """The module that calls it."""
     slots: Tensor
+    """The removed slots there."""
+    position: int
+    """How many operator calls before it are as they should be."""
+
+    @property
+    def reason(self) -> str:
+        return f"{self.problem} ({self.op}{f' in {self.module}' if self.module else ''})"
 
 
 class CutVerifier:
@@ -63,7 +73,9 @@ class CutVerifier:
 
     def __init__(self, structure: Structure, *, aligned: bool = True) -> None:
         self._structure, self._aligned = structure, aligned
-        self._adapted: set[type] = set()
+        self._adapted: set[tuple[type, str]] = set()
+        self._failures: dict[RootClass, Misfit] = {}
+        """Classes that nothing helped, by themselves."""
         self.verified: tuple[Tensor, TracedForward] | None = None
         """The last cut that was found to work, and its trace."""
         self.caches: dict[str, dict[str, Any]] = {}
@@ -102,14 +114,14 @@ class CutVerifier:
                     if new:
                         self.caches.setdefault(module, {}).update(new)
                 return problem
-        self.verified = alive, replace(self._structure.traced, graphs=graphs)
+        self.verified = alive, replace(self._structure.traced, graphs=graphs, head_labels=None)
         return None
 
     def _at_least_two(self, alive: Tensor) -> Tensor:
         """The cut with a group restored wherever a tensor was left with one entry along a dimension."""
         alive, roots = alive.clone(), self._structure.roots
         tensors = [tensor for before in self._structure.propagations.values() for tensor in before.tensors]
-        for label in [label for tensor in tensors for label in tensor.labels]:
+        for label in {id(label): label for tensor in tensors for label in tensor.labels}.values():
             left = alive[label]
             for dim in varying_dims(label):
                 remains = left.transpose(0, dim).reshape(label.shape[dim], -1).any(1)
@@ -139,14 +151,17 @@ class CutVerifier:
                 break
             roots = set(structure.roots[problem.slots].tolist())
             blamed = [found for found in tried if roots & set(found)] or tried
-            frozen = self._adapt_attributes(blamed, classes)
+            frozen = self._adapt(problem, blamed, classes)
             if frozen is None:
+                done = set(structure.roots[[root for found in suspects for root in found]].tolist())
+                suspects = [tuple(structure.roots[list(found)].unique().tolist()) for found in suspects]
+                classes = [found for found in self._root_classes(neurons) if not done & set(found)]
                 continue
             suspects += [found for found in blamed if found not in frozen]
             classes = [found for found in classes if found not in (*blamed, *frozen)]
         for suspect in suspects:
             alive, tried = self._sample([suspect])
-            problem = self.misfit(alive) if tried else None
+            problem = (self._failures.get(suspect) or self.misfit(alive)) if tried else None
             if problem is not None:
                 structure.coupling.freeze(torch.tensor(suspect), problem.reason)
         structure.update_roots()
@@ -155,44 +170,79 @@ class CutVerifier:
         """A cut of every class of groups that contains a neuron; groups that would empty a tensor together are left out."""
         return self._sample(self._root_classes(neurons))[0]
 
-    def _adapt_attributes(self, blamed: list[RootClass], classes: list[RootClass]) -> list[RootClass] | None:
-        """Finds the fewest integer attributes, such as a number of heads, with which a cut of heads works that fails without
-        them; from then on they change with the heads in every module of the same class.
+    def _adapt(self, problem: Misfit, blamed: list[RootClass], classes: list[RootClass]) -> list[RootClass] | None:
+        """Finds what a cut needs that fails: the fewest integer attributes, such as a number of heads or the width of a split,
+        that change with it in every module of the same class; and widths that the code takes to be equal.
 
-        None if such attributes were found; otherwise the classes that are frozen, as no attributes help: modules of one class
-        fail alike.
+        None if that was found; otherwise the classes that are frozen, as nothing helps: modules of one class fail alike.
         """
         structure = self._structure
         modules, heads = dict(structure.net.named_modules()), structure.heads()
         module_of = {root: name for name, slots in heads.items() for root in structure.roots[slots].tolist()}
-        mine = [found for found in blamed if found[0] in module_of]
-        if not mine:
-            return []
-        kind = type(modules[module_of[mine[0][0]]])
-        alike = [found for found in classes if found[0] in module_of and type(modules[module_of[found[0]]]) is kind]
-        alive, tried = self._sample([mine[0]])
-        if not tried or kind in self._adapted:
+        mine = next((found for found in blamed if found[0] in module_of), None)
+        if mine is None:
+            kind, alike, mine = (type(modules[problem.module]), problem.op), classes, blamed[0]
+        else:
+            kind = type(modules[module_of[mine[0]]]), ""
+            alike = [found for found in classes if found[0] in module_of]
+            alike = [found for found in alike if type(modules[module_of[found[0]]]) is kind[0]]
+        if kind in self._adapted or not self._sample([mine])[1]:
             return []
         self._adapted.add(kind)
-        counting = structure.counting_attributes(torch.tensor([root for found in alike for root in found]))
-        own = structure.counting_attributes(torch.tensor(mine[0]))
-        names = sorted({(type(modules[name]).__qualname__, key) for name in own for key in own[name]})
-        before, first = structure.head_attributes, None
-        for chosen in islice(_subsets(names), MAX_ATTRIBUTE_TRIALS):
-            structure.head_attributes = before | {
-                name: {key: slots for key, slots in found.items() if (type(modules[name]).__qualname__, key) in chosen}
-                for name, found in counting.items()
-            }
-            problem = self.misfit(alive)
-            if problem is None:
-                return None
-            first = first or problem
-        structure.head_attributes = before
-        assert first is not None
-        for found in alike:
-            reason = first.reason.replace(f" in {module_of[mine[0][0]]})", f" in {module_of[found[0]]})")
-            structure.coupling.freeze(torch.tensor(found), reason)
-        return alike
+        before = structure.coupling.snapshot(), structure.equal_widths, structure.attributes
+        first = self._find_adaptation(mine, alike, of_heads=not kind[1])
+        if first is None:
+            return None
+        structure.coupling.restore(before[0])
+        structure.equal_widths, structure.attributes = before[1:]
+        structure.update_roots()
+        self._failures[mine] = first
+        if not kind[1]:
+            for found in alike:
+                own = first.module == module_of[mine[0]]
+                misfit = replace(first, module=module_of[found[0]] if own else first.module)
+                structure.coupling.freeze(torch.tensor(found), misfit.reason)
+        return [] if kind[1] else alike
+
+    def _find_adaptation(self, mine: RootClass, alike: list[RootClass], *, of_heads: bool) -> Misfit | None:
+        """Adapts attributes and couples equal widths, step by step, until a cut of `mine` works; each step must lead further
+        into the forward pass. Otherwise the misfit without any of it."""
+        structure = self._structure
+        modules = dict(structure.net.named_modules())
+        roots, every_root = torch.tensor(mine), torch.tensor([root for found in alike for root in found])
+        alive = self._sample([mine])[0]
+        problem = first = self.misfit(alive)
+        while problem is not None:
+            kind = type(modules[problem.module])
+            pairs = [] if of_heads else structure.widths_taken_as_equal(kind, problem.op)
+            if pairs:
+                structure.unite(pairs)
+                found = tuple(structure.roots[roots].unique().tolist())
+                if bool(structure.frozen[list(found)].any()) or not (sample := self._sample([found]))[1]:
+                    return first
+                alive = sample[0]
+            own = structure.counting_attributes(structure.roots[roots])
+            names = {(type(modules[name]), key) for name in own for key in own[name]}
+            names = {name for name in names if of_heads or name[0] is kind}
+            counting = structure.counting_attributes(structure.roots[every_root])
+            before, best, best_attributes = structure.attributes, problem, structure.attributes
+            subsets = _subsets(sorted(names, key=_qualified))
+            for chosen in islice(subsets, 0 if pairs else 1, MAX_ATTRIBUTE_TRIALS):  # without either it has failed
+                structure.attributes = {
+                    name: before.get(name, {})
+                    | {key: slots for key, slots in counting.get(name, {}).items() if (type(module), key) in chosen}
+                    for name, module in modules.items()
+                }
+                misfit = self.misfit(alive)
+                if misfit is None:
+                    return None
+                if misfit.position > best.position:
+                    best, best_attributes = misfit, structure.attributes
+            structure.attributes = best_attributes
+            if best is problem:
+                return first
+            problem = best
+        return None
 
     def _freeze_single_groups(self) -> None:
         """Freezes groups that are all of a tensor's dimension: removing one would leave nothing of the tensor."""
@@ -201,6 +251,10 @@ class CutVerifier:
         for (name, _), slots in coupling.slots.items():
             if len(roots[slots].unique()) == 1:
                 coupling.freeze(slots[:1], f"all of {name} is one coupled group")
+        self._structure.update_roots()
+        for found in self._structure.all_of_a_tensor:
+            if len(found) == 1:  # a part of a layer's output
+                coupling.freeze(found, "all of a tensor is one coupled group")
 
     def _root_classes(self, neurons: Tensor) -> list[RootClass]:
         structure = self._structure
@@ -227,16 +281,18 @@ class CutVerifier:
                 count = max(1, len(roots) // 3)
                 order = torch.randperm(len(roots), generator=generator)[:count]
                 removed[torch.tensor(roots)[order]] = True
-            alive = ~removed[structure.roots]
-            emptied = [slots for slots in structure.coupling.slots.values() if not bool(alive[slots].any())]
-            if not emptied:
-                return alive, tried
-            emptying = set(structure.roots[torch.cat(emptied)].tolist())
+            emptying = structure.emptying(removed)
+            if not emptying:
+                return ~removed[structure.roots], tried
             # classes that empty a tensor together are tried one by one
             tried = [roots for roots in tried if not emptying & set(roots)]
 
 
-def _subsets(names: list[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], ...]]:
+def _qualified(name: tuple[type, str]) -> tuple[str, str]:
+    return name[0].__qualname__, name[1]
+
+
+def _subsets(names: list[tuple[type, str]]) -> Iterator[tuple[tuple[type, str], ...]]:
     """The subsets of some names, small ones first."""
     return chain.from_iterable(combinations(names, size) for size in range(len(names) + 1))
 
@@ -245,17 +301,17 @@ def _compare(before: LabelPropagation, graph: Graph, alive: Tensor, aligned: boo
     expected = [labelled for labelled in before.calls if not _copies(labelled.call)]
     calls = [call for call in graph.op_calls if not _copies(call)]
     old, new = _ValueNumbers(before.graph.op_calls), _ValueNumbers(graph.op_calls)
-    for labelled, call in zip(expected, calls, strict=False):
+    for position, (labelled, call) in enumerate(zip(expected, calls, strict=False)):
         problem = _difference(before.graph, labelled, call, graph, alive, aligned)
         if problem is None and old.of(labelled.call) != new.of(call):
             problem = ANOTHER_PATH
         if problem is not None:
-            return _misfit(labelled, alive, problem)
+            return _misfit(labelled, alive, problem, position)
     if graph.error is not None and not _stops_alike(before.graph, graph):
         last = expected[min(len(calls), len(expected) - 1)]
-        return _misfit(last, alive, f"the network's code fails: {first_line(graph.error)}")
+        return _misfit(last, alive, f"the network's code fails: {first_line(graph.error)}", len(calls))
     if len(calls) != len(expected):
-        return _misfit(expected[-1], alive, ANOTHER_PATH)
+        return _misfit(expected[-1], alive, ANOTHER_PATH, len(expected))
     return None
 
 
@@ -372,7 +428,7 @@ def _width_independent(call: OpCall, labelled: LabelledCall) -> list[int | float
         args = args[3:8]
     elif name in TAKES_SIZES or rule_for(call.op) is filler:
         args = []
-    return [leaf for leaf in tree_leaves((args, call.kwargs)) if isinstance(leaf, int | float)]
+    return [leaf for leaf in leaves_of((args, call.kwargs)) if isinstance(leaf, int | float)]
 
 
 def _resized(tensor: LabelledTensor, value: Value) -> bool:
@@ -389,8 +445,7 @@ def _same_constant(one: Value, other: Value) -> bool:
     return one.constant.shape == other.constant.shape and torch.equal(one.constant, other.constant)
 
 
-def _misfit(labelled: LabelledCall, alive: Tensor, problem: str) -> Misfit:
+def _misfit(labelled: LabelledCall, alive: Tensor, problem: str, position: int) -> Misfit:
     labels = [label.reshape(-1) for tensor in labelled.reads + labelled.writes for label in tensor.labels]
     slots = torch.unique(torch.cat(labels)) if labels else torch.zeros(0, dtype=torch.long)
-    where = f" in {labelled.call.module}" if labelled.call.module else ""
-    return Misfit(f"{problem} ({op_name(labelled.call.op)}{where})", slots[~alive[slots]])
+    return Misfit(problem, op_name(labelled.call.op), labelled.call.module, slots[~alive[slots]], position)

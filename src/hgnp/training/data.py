@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from hgnp.curvature.autodiff.forward import Output, run, samples_in
+from hgnp.curvature.autodiff.forward import Output, run, sample_entries, samples_in
 from hgnp.curvature.losses import CrossEntropy, Loss, loss_curvature
 from hgnp.errors import InputError, InputTypeError, brief, first_line
 from hgnp.reducer import LOCAL, Reducer
@@ -146,14 +146,16 @@ class Prefetcher:
 
 
 def select_samples(inputs: Any, index: Tensor) -> Any:
-    """The samples at `index`: of tensors along their first dimension, of lists with an entry per sample by entry."""
-    n = samples_in(inputs)
+    """The samples at `index`: of tensors along their first dimension, of lists and tuples with an entry per sample by entry."""
+    n, by_entry = samples_in(inputs), sample_entries(inputs) is not None
 
     def select(part: Any) -> Any:
-        if isinstance(part, list) and len(part) == n and part and not isinstance(inputs, list):
-            return [part[place] for place in index.tolist()]
         if isinstance(part, Tensor):
             return part[index.to(part.device)] if part.dim() and part.shape[0] == n else part
+        if isinstance(part, tuple | list) and part is not inputs and len(part) == n:
+            dictionaries = all(isinstance(entry, dict) for entry in part)  # targets
+            if isinstance(part, list) or by_entry or dictionaries:
+                return type(part)([part[place] for place in index.tolist()])
         return tree_map(select, part, is_leaf=lambda x: x is not part)
 
     return select(inputs)

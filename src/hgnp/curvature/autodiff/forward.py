@@ -167,11 +167,22 @@ def run(
     return out if output is None else output(out)
 
 
+def sample_entries(inputs: Any) -> list[Any] | tuple[Any, ...] | None:
+    """The network's first argument, if it has one entry per sample, as torchvision's detectors take images: a list, or a tuple
+    as long as a list or tuple of targets among the other arguments. Another tuple holds parts of one batch."""
+    arguments = list(inputs.values()) if isinstance(inputs, dict) else inputs
+    if not isinstance(arguments, tuple | list) or not arguments:
+        return None
+    first, others = arguments[0], arguments[1:]
+    alike = any(isinstance(other, tuple | list) and len(other) == len(first) for other in others)
+    return first if isinstance(first, list) or (isinstance(first, tuple) and alike) else None
+
+
 def samples_in(inputs: Any) -> int:
-    """The number of samples: the length of a list with one entry per sample, as torchvision's detectors take it, or the first
-    dimension of the first tensor."""
-    if isinstance(inputs, tuple | list) and inputs and isinstance(inputs[0], list):
-        return len(inputs[0])
+    """The number of samples: entries of a first argument with one per sample, or the first dimension of the first tensor."""
+    entries = sample_entries(inputs)
+    if entries is not None:
+        return len(entries)
     first = next(tensors_in(inputs), None)
     if first is None or first.dim() == 0:
         raise InputError("inputs must hold a tensor whose first dimension counts samples, got none")

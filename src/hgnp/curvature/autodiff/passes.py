@@ -163,7 +163,9 @@ class Passes:
         if buffers is not None and before is not None:
             buffers |= before
         try:
-            with mode or contextlib.nullcontext(), within or contextlib.nullcontext():
+            # a mode sees the operations of compiled functions only if they run eagerly
+            eager = torch.compiler.set_stance("force_eager") if mode is not None else contextlib.nullcontext()
+            with eager, mode or contextlib.nullcontext(), within or contextlib.nullcontext():
                 output = run(self.net, inputs, output=self.output, buffers=buffers)
             if mode is not None and mode.unfit is not None:
                 raise mode.unfit  # the network's own code has caught it and taken another path

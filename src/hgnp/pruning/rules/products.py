@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from hgnp.pruning.labels import LabelledTensor, RuleResult, heads_dims, slots_in, varying_dims, vector_label
@@ -80,11 +81,9 @@ def addmm(
 def _passed_through(a: LabelledTensor, b: LabelledTensor, combined: list[Tensor]) -> list[Tensor]:
     """Labels of features, not of weights, that pass through a product over another dimension. Heads do not: both factors have
     them."""
-    own = [label for operand in (a, b) if not operand.weight for label in operand.labels]
+    own = slots_in([label for operand in (a, b) if not operand.weight for label in operand.labels])
     shared = set(heads_dims(a)) & set(heads_dims(b))
-    return [
-        label for label in combined if any(label is other for other in own) and not shared & set(varying_dims(label))
-    ]
+    return [label for label in combined if bool(torch.isin(label, own).any()) and not shared & set(varying_dims(label))]
 
 
 @rule("mv")

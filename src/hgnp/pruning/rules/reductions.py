@@ -81,10 +81,13 @@ def softmax(p: "LabelPropagation", x: LabelledTensor, dim: int, *args: Any, **kw
     """The outputs of a softmax are never zero: over channels, one that is removed changes the others; over other dimensions, it
     no longer reads as zero."""
     dim %= max(len(x.shape), 1)
+    labels = []
     for label in x.labels:
-        if x.shape and label.shape[dim] > 1:
+        others = tuple(d for d in varying_dims(label) if d != dim)
+        if others:
+            labels.append(p.collapse(label, others))
+        else:
             p.freeze(label, "a softmax makes it nonzero")
-    labels = [label for label in x.labels if x.shape and label.shape[dim] == 1]
     return RuleResult(labels, nonzero=slots_in(labels))
 
 
