@@ -27,7 +27,7 @@ from hgnp.curvature.validation import lacks_second_derivative, tracked, without_
 from hgnp.errors import InputError
 from hgnp.reducer import Reducer
 from hgnp.removal import Removal, listen
-from hgnp.state_guards import module_that_raised
+from hgnp.state_guards import compiled_functions_run_eagerly, module_that_raised
 
 ParameterTangents = list[tuple[Tensor, Tensor]]
 """Parameters, each with its part of v."""
@@ -164,8 +164,11 @@ class Passes:
             buffers |= before
         try:
             # a mode sees the operations of compiled functions only if they run eagerly
-            eager = torch.compiler.set_stance("force_eager") if mode is not None else contextlib.nullcontext()
-            with eager, mode or contextlib.nullcontext(), within or contextlib.nullcontext():
+            with (
+                contextlib.nullcontext() if mode is None else compiled_functions_run_eagerly,
+                mode or contextlib.nullcontext(),
+                within or contextlib.nullcontext(),
+            ):
                 output = run(self.net, inputs, output=self.output, buffers=buffers)
             if mode is not None and mode.unfit is not None:
                 raise mode.unfit  # the network's own code has caught it and taken another path
