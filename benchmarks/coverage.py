@@ -19,7 +19,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ def rows_of(net: nn.Module) -> dict[str, int]:
 
 
 def prepare(case: Case) -> tuple[nn.Module, Inputs]:
-    """The network and its input in float64, with nothing left at a neutral value: norms, biases, layer scales."""
+    """The network and its input in float64, with nothing left at a neutral value: norms, biases, layer scales. Norms have
+    statistics near those of the input: otherwise the signal of a deep network vanishes, and a detector's scores are equal."""
     torch.manual_seed(0)
     net = case.make().double()
     with torch.no_grad():
@@ -68,11 +70,16 @@ def prepare(case: Case) -> tuple[nn.Module, Inputs]:
             if parameter.dim() <= 1 or bool((parameter == parameter.reshape(-1)[0]).all()):
                 around = 0.0 if bool((parameter == 0).all()) else 1.0
                 parameter.copy_(around + 0.2 * torch.randn_like(parameter))
-        for module in net.modules():
-            if isinstance(module, _NormBase) and module.running_mean is not None:
-                module.running_mean.normal_(0, 0.1)
-                module.running_var.uniform_(0.5, 2)
-    inputs = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, case.inputs())
+        inputs = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, case.inputs())
+        norms = [module for module in net.modules() if isinstance(module, _NormBase) and module.running_var is not None]
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.momentum = None
+        run(net.train(), inputs)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+            norm.running_mean.add_(0.1 * norm.running_var.sqrt() * torch.randn_like(norm.running_mean))
+            norm.running_var.mul_(torch.rand_like(norm.running_var) * 1.5 + 0.5)
     return net, inputs
 
 
@@ -103,29 +110,70 @@ def output_of(net: nn.Module, inputs: Inputs, watched: tuple[str, ...] = ()) -> 
 
 
 class Removed:
-    """Original positions of everything removed so far, over several removals."""
+    """Original positions of everything removed so far, over several removals: rows of layers; and of heads, whose rows are not
+    neurons, the columns of the layer that reads them."""
 
-    def __init__(self, rows: Mapping[str, int]) -> None:
+    def __init__(self, net: nn.Module, rows: Mapping[str, int]) -> None:
         self._left = {name: torch.arange(count) for name, count in rows.items()}
-        self._rows = rows
+        self._rows, self._modules = rows, dict(net.named_modules())
+        self._counts = {name: self._modules[name].weight.shape[self._columns_dim(name)] for name in rows}
+        self._columns = {name: torch.arange(count) for name, count in self._counts.items()}
+        self._readers: set[str] = set()
 
-    def note(self, selection: Mapping[str, Any]) -> None:
+    def _columns_dim(self, name: str) -> int:
+        return 0 if isinstance(self._modules[name], Conv1D) else 1
+
+    def note(self, selection: Mapping[str, Any], removal: hgnp.Removal | None = None) -> None:
         """Take note of positions that were right just before this removal."""
         for name, positions in selection.items():
-            stay = torch.ones(len(self._left[name]), dtype=torch.bool)
-            stay[list(positions)] = False
-            self._left[name] = self._left[name][stay]
+            if name in self._rows:
+                stay = torch.ones(len(self._left[name]), dtype=torch.bool)
+                stay[list(positions)] = False
+                self._left[name] = self._left[name][stay]
+        if removal is None:
+            return
+        cut = {name: removal.slices.get(f"{name}.weight", {}).get(self._columns_dim(name)) for name in self._rows}
+        for name, kept in cut.items():
+            if kept is not None:
+                self._columns[name] = self._columns[name][kept]
+        for attention in selection.keys() - self._rows.keys():  # its heads are read in the module, or beside it
+            for scope in (f"{attention}.", f"{attention.rpartition('.')[0]}."):
+                found = {name for name, kept in cut.items() if name.startswith(scope) and kept is not None}
+                self._readers |= found
+                if found:
+                    break
+
+    @contextmanager
+    def masked(self, net: nn.Module, inputs: Inputs) -> Iterator[None]:
+        """Inside the block, `net` has the removed rows masked, and heads where they are read."""
+        handles = []
+        for name in self._readers:
+            layer = net.get_submodule(name)
+            mask = torch.zeros(self._counts[name], dtype=torch.double)
+            mask[self._columns[name]] = 1
+            mask = mask.view(-1, *(1,) * (layer.weight.dim() - 2)) if isinstance(layer, _ConvNd) else mask
+            handles.append(layer.register_forward_pre_hook(partial(_mask_input, mask)))
+        try:
+            with masked(net, self.positions(), inputs):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def positions(self) -> dict[str, list[int]]:
         gone = {name: sorted(set(range(count)) - set(self._left[name].tolist())) for name, count in self._rows.items()}
         return {name: positions for name, positions in gone.items() if positions}
 
 
+def _mask_input(mask: Tensor, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return args[0] * mask, *args[1:]
+
+
 def error_against_mask(
     small: nn.Module, net: nn.Module, removed: Removed, inputs: Inputs, watched: tuple[str, ...]
 ) -> tuple[float, float]:
     """How far the pruned network is from the masked one, and the masked one from the whole one."""
-    with torch.no_grad(), masked(net, removed.positions(), inputs):
+    with torch.no_grad(), removed.masked(net, inputs):
         want = output_of(net, inputs, watched)
     whole = output_of(net, inputs, watched)
     change = worst_error(whole, want) if whole.shape == want.shape else math.inf  # another number of boxes
@@ -178,7 +226,9 @@ def measure_hgnp(case: Case) -> Row:
     row: Row = {"build_s": time.perf_counter() - start, **_shares(neurons, rows)}
     if not neurons.count:
         return row
-    removed, errors, changed = Removed(rows), [], []
+    removed, errors, changed = Removed(small, rows), [], []
+    removals: list[hgnp.Removal] = []
+    neurons.listeners.append(lambda removal: removals.append(removal) or (lambda: None))  # type: ignore[func-returns-value]
     count = neurons.count
     singles = [partial(_one_layer, seed=seed) for seed in range(1 if count > 20_000 else 3)]
     for draw in (*singles, partial(_half, start=count)):
@@ -186,7 +236,7 @@ def measure_hgnp(case: Case) -> Row:
         start = time.perf_counter()
         gone = neurons.remove(selection, optimizer)
         row["remove_s"] = time.perf_counter() - start
-        removed.note({name: positions for name, positions in gone.items() if name in rows})
+        removed.note(gone, removals[-1] if gone else None)
         error, change = error_against_mask(small, net, removed, inputs, case.watched)
         errors.append(error)
         changed.append(change)
@@ -195,7 +245,7 @@ def measure_hgnp(case: Case) -> Row:
     del net
     check(row, "trains", lambda: trains(small, inputs, optimizer))
     check(row, "loads", lambda: _reloads(small, case, inputs))
-    check(row, "exports", lambda: exports(small, inputs, case.exported))
+    check(row, "exports", lambda: all(exports(small, inputs, part) for part in case.exported))
     return row
 
 
@@ -206,9 +256,13 @@ def _shares(neurons: hgnp.Neurons, rows: Mapping[str, int]) -> Row:
         if entry.name in rows:
             reasons[entry.reason] += entry.count
             stuck[entry.name] += entry.count
-    for name in rows.keys() - {layer.name for layer in neurons.layers} - stuck.keys():
-        reasons["no reason given"] += rows[name]
-        stuck[name] += rows[name]
+    heads = {layer.name: layer.alive for layer in neurons.layers if layer.name not in rows}
+    frozen = {entry.name: entry for entry in neurons.frozen if entry.name not in rows}
+    for name in rows.keys() - {layer.name for layer in neurons.layers} - stuck.keys():  # rows of heads
+        owner = max((each for each in {*heads, *frozen} if name.startswith(f"{each}.")), key=len, default=None)
+        if owner in frozen or owner is None:
+            reasons["no reason given" if owner is None else frozen[owner].reason] += rows[name]
+            stuck[name] += rows[name]
     outputs = reasons.pop(OUTPUT, 0)
     total = sum(rows.values()) - outputs
     hidden = [name for name in rows if HIDDEN.search(name)]
@@ -216,6 +270,7 @@ def _shares(neurons: hgnp.Neurons, rows: Mapping[str, int]) -> Row:
         "total": total,
         "prunable": total - sum(reasons.values()),
         "reasons": dict(reasons),
+        "heads": [sum(heads.values()), sum(heads.values()) + sum(entry.count for entry in frozen.values())],
         "hidden": len(hidden),
         "hidden_stuck": [name for name in hidden if stuck[name]],
     }
@@ -267,7 +322,7 @@ def measure_torch_pruning(case: Case) -> Row:
     )  # fmt: skip
     row: Row = {"build_s": time.perf_counter() - start}
     total = sum(count for name, count in rows.items() if name not in outputs)
-    removed = Removed(rows)
+    removed = Removed(small, rows)
     for group in pruner.step(interactive=True):
         selection: dict[str, set[int]] = {}
         for dependency, places in group:
@@ -287,7 +342,7 @@ def measure_torch_pruning(case: Case) -> Row:
     del net
     check(row, "trains", lambda: trains(small, inputs, optimizer))
     check(row, "loads", lambda: not case.make().double().load_state_dict(small.state_dict()).missing_keys)
-    check(row, "exports", lambda: exports(small, inputs, case.exported))
+    check(row, "exports", lambda: all(exports(small, inputs, part) for part in case.exported))
     return row
 
 

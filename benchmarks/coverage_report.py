@@ -97,6 +97,7 @@ def _summary(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
     enough = [row for row in conv if _share(row) >= 0.8]
     former = [row for row in ours.values() if row["kind"] == "transformer"]
     whole = [row for row in former if row.get("hidden") and not row["hidden_stuck"]]
+    heads = [row for row in done.values() if row.get("heads", [0, 0])[1]]
     pruned = [row for row in done.values() if "error" in row]
     wrong = [row["model"] for row in pruned if not row["error"] < EXACT]
     passed = [row for row in pruned if row["trains"] and row["loads"] and row["exports"]]
@@ -108,6 +109,8 @@ def _summary(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
         f"alone {_most(conv, torchvision=True)}, of the others, chosen for unusual wiring, {_most(conv, torchvision=False)}.",
         f"- Of these, detectors: {_enough(conv, 'detector')}; segmentation nets: {_enough(conv, 'segmentation')}.",
         f"- Transformers: every hidden unit of every MLP is prunable in {len(whole)} of {len(former)}.",
+        f"- Heads: all of them are prunable in {sum(row['heads'][0] == row['heads'][1] for row in heads)} of {len(heads)} "
+        "networks in which heads are neurons; elsewhere places inside heads are, or attention is frozen.",
         f"- Wrong results: {len(wrong)}{' (' + ', '.join(wrong) + ')' if wrong else ''} of {len(pruned)} networks pruned; "
         f"worst error {max((row['error'] for row in pruned), default=0):.1e}.",
         f"- Pruned by half, {len(passed)} of {len(pruned)} continue training with their optimizer, load bit-equal into "

@@ -57,8 +57,8 @@ class Case:
     kind: str
     watched: tuple[str, ...] = ()
     """Modules whose outputs are compared beside the network's: what lies before non-maximum suppression."""
-    exported: str = ""
-    """The module that is exported: a detector that looks at its data has one before non-maximum suppression."""
+    exported: tuple[str, ...] = ("",)
+    """The modules that are exported: those before non-maximum suppression of a detector that looks at its data."""
 
 
 def cases() -> dict[str, Case]:
@@ -189,10 +189,10 @@ FEW_BOXES["box_batch_size_per_image"] = 8
 TORCHVISION_DETECTORS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "fasterrcnn_resnet50_fpn": (("backbone", "rpn.head"), SMALL_IMAGES | FEW_BOXES),
     "fasterrcnn_mobilenet_v3_large_320_fpn": (("backbone", "rpn.head"), SMALL_IMAGES | FEW_BOXES),
-    "retinanet_resnet50_fpn": (("backbone", "head"), SMALL_IMAGES),
-    "fcos_resnet50_fpn": (("backbone", "head"), SMALL_IMAGES),
-    "ssdlite320_mobilenet_v3_large": (("backbone", "head"), {}),
-    "ssd300_vgg16": (("backbone", "head"), {}),
+    "retinanet_resnet50_fpn": (("head",), SMALL_IMAGES),
+    "fcos_resnet50_fpn": (("head",), SMALL_IMAGES),
+    "ssdlite320_mobilenet_v3_large": (("head",), {}),
+    "ssd300_vgg16": (("head",), {}),
 }
 ULTRALYTICS = ("yolov8n", "yolo11n", "yolov5n", "yolov9t", "yolov8n-seg")
 
@@ -202,7 +202,7 @@ def _detectors() -> dict[str, Case]:
     for name, (watched, options) in TORCHVISION_DETECTORS.items():
         plain = {"weights": None, "weights_backbone": None, "num_classes": 5, **options}
         make = partial(torchvision.models.get_model, name, **plain)
-        found[f"detect/{name}"] = Case(make, _images_and_targets, "detector", watched, "backbone")
+        found[f"detect/{name}"] = Case(make, _images_and_targets, "detector", watched, ("backbone", watched[-1]))
     for name in ULTRALYTICS:
         found[f"detect/{name}"] = Case(partial(yolo, name), _images(64), "detector")
     return found
