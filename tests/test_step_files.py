@@ -71,7 +71,7 @@ def test_a_default_step_enters_the_files_that_contributing_lists() -> None:
 
     found = list(entered)
     assert found == listed()
-    assert len(found) <= 12
+    assert len(found) <= 13
 
     sys.setprofile(note)
     try:
