@@ -9,9 +9,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .PHONY: help demo test lint types check bench-env clean
 
 help:
-	@echo "make demo    train a network on handwritten digits, prune it to a twentieth meanwhile, and time both"
+	@echo "make demo    train a network on handwritten digits, prune it to 5 % of its parameters, and time both"
 	@echo "make test    lint, types and the whole test suite"
-	@echo "make clean   forget .venv and caches"
+	@echo "make clean   remove .venv and caches"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

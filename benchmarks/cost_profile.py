@@ -44,7 +44,7 @@ PARTS = {
     "validation": (TrainingLoop, "_validate"),
     "checkpoints": (TrainingLoop, "_write_checkpoint"),
     "facts": (TrainingLoop, "_facts"),
-    "snapshots": (TrainingLoop, "_take_snapshot"),
+    "snapshots": (TrainingLoop, "_take_snapshots"),
     "end": (TrainingLoop, "_finish"),
 }
 KINDS = {  # by what a kernel's or an operator's name contains, the first that fits

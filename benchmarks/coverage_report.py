@@ -13,38 +13,38 @@ EXACT = 1e-10
 CONVOLUTIONAL = ("conv", "detector", "segmentation")
 DATE = "2026-11-18"
 
-INHERENT, TO_FOLLOW = "inherent", "still to be followed"
+INHERENT, TO_FOLLOW = "inherent", "not supported yet"
 KINDS: list[tuple[str, str, str, str]] = [
     # pattern of the reason, what it is called, verdict, why
     (r"a norm mixes its channels", "a norm over channels", INHERENT,
-     "LayerNorm, GroupNorm, weight norm and standardised weights compute statistics over the channels, which change when "
-     "one goes; `approximate=True` lets them go."),
+     "LayerNorm, GroupNorm, weight norm and standardised weights compute statistics over the channels, which change with every "
+     "removal; `approximate=True` allows it."),
     (r"reduced to one value", "a mean or maximum over channels", INHERENT,
-     "An RMSNorm, response norm or attention gate written out by hand: it divides by the number of channels."),
+     "An RMSNorm, response norm or attention gate in plain operations: it divides by the number of channels."),
     (r"shape '\[[\d, ]+, -1, \d+\]' is invalid|a size: .* \(view in \S*(attn|attention)", "heads of fixed size", TO_FOLLOW,
-     "The code states the size of a head and infers their number: whole heads could go."),
+     "The code states the size of a head and infers their number: whole heads could be removed."),
     (r"combined with a tensor that cannot be cut \((bmm|(add|mul) in \S*([aA]tt|token_mixer))|^all of \S*attn",
      "attention values", TO_FOLLOW,
-     "A value's place in its head could go from all heads at once, where the code does not state the head's size."),
+     "The same position could be removed from the values of all heads, where the code does not state the size of a head."),
     (r"a softmax makes it nonzero", "a softmax", INHERENT,
-     "A channel turned into shares is not zero afterwards, whatever it was before."),
+     "The outputs of a softmax are never zero."),
     (r"bias of a layer over other dimensions", "a bias over other dimensions", INHERENT,
-     "A layer that mixes places adds its bias to dead channels too, which then do not stay zero."),
-    (r"depends on its data .*(still in use|before it is used)", "behind a place that looks at data", INHERENT,
+     "A layer that mixes positions adds its bias to masked channels too, which are then not zero."),
+    (r"depends on its data .*(still in use|before it is used)", "after data-dependent code", INHERENT,
      "A detector selects boxes by their scores: what it does with features and layers from there on depends on the data. "
      "`outputs=` with a forward function that ends before it frees them."),
     (r"depends on its data", "a path chosen at random or by data", TO_FOLLOW,
      "Layers dropped at random in training (`if torch.rand([]) < p`): both paths could be recorded."),
-    (r"multiplied with a tensor that cannot be cut \(mm in \S*cpb_mlp", "a layer applied to a table", TO_FOLLOW,
-     "Swin's position bias is an MLP of parameters and buffers alone; what is zero there is not known to stay zero."),
-    (r"is one coupled group", "everything tied by shuffling", INHERENT,
-     "Split and shuffle, repeated, tie every channel of a stage to every other: none can go alone."),
+    (r"multiplied with a tensor that cannot be cut \(mm in \S*cpb_mlp", "a layer applied to parameters alone", TO_FOLLOW,
+     "Swin's position bias is an MLP over parameters and buffers; a zero there is not known to stay zero."),
+    (r"is one coupled group", "all channels coupled by shuffling", INHERENT,
+     "Split and shuffle, repeated, couple every channel of a stage with every other: none can be removed alone."),
     (r"fixes a size|network's code fails: |takes another path|moves its|on the width", "a width stated in the code", INHERENT,
      "The network's own code states a number of channels: a split, slice, view or group count that no longer fits."),
-    (r"looked up by index", "a table", INHERENT, "A row is a word or a place: removing it would renumber the others."),
-    (r"cannot be cut \((add|mul)|kernel that cannot be cut", "met by something of fixed width", INHERENT,
+    (r"looked up by index", "a table", INHERENT, "A row is a word or a position: removing it would renumber the others."),
+    (r"cannot be cut \((add|mul)|kernel that cannot be cut", "combined with something of fixed width", INHERENT,
      "Channels are added to zero padding of a fixed width, or gated by a convolution that slides over the channels; or the "
-     "layer mixes places, and its neurons are as many as the image has."),
+     "layer mixes positions, and has one neuron per position of the image."),
     (r"single neuron", "one neuron", INHERENT, "A layer of one neuron cannot lose it."),
 ]  # fmt: skip
 
@@ -113,10 +113,10 @@ def _summary(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
         "networks in which heads are neurons; elsewhere places inside heads are, or attention is frozen.",
         f"- Wrong results: {len(wrong)}{' (' + ', '.join(wrong) + ')' if wrong else ''} of {len(pruned)} networks pruned; "
         f"worst error {max((row['error'] for row in pruned), default=0):.1e}.",
-        f"- Pruned by half, {len(passed)} of {len(pruned)} train on with the optimizer from before, load bit-equal into a "
-        "fresh instance and export.",
+        f"- Pruned by half, {len(passed)} of {len(pruned)} continue training with their optimizer, load bit-equal into "
+        "a fresh instance and export.",
         f"- Torch-Pruning: of {len(theirs)} networks {len(run)} ran after pruning, {len(exact)} of them equal to masking; "
-        f"{sum(bool(row.get('trains')) for row in theirs.values())} went on training with their optimizer; "
+        f"{sum(bool(row.get('trains')) for row in theirs.values())} continued training with their optimizer; "
         f"{sum(bool(row.get('loads')) for row in theirs.values())} loaded into a fresh instance without pickle.",
     ]
     return "## Summary\n\n" + "\n".join(lines)
@@ -153,10 +153,10 @@ def _table(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
         "",
         "Neurons: output rows of linear layers and convolutions, the network's own outputs left out. Error: the pruned network "
         "against the masked one, relative to the largest output, worst of several removals (single layers, then half of "
-        "everything). The next three are about the network pruned by half: a step with the SGD momentum from before, a "
+        "everything). The next three are about the network pruned by half: a step with the SGD momentum it had before, a "
         "bit-equal load into a fresh instance, torch.export. TP: Torch-Pruning asked for half of all channels; what it took, "
         "whether the network runs, its error against masking (through a LayerNorm that is approximate by design), "
-        "whether the optimizer from before still trains it, whether a fresh instance takes its state dict, torch.export.",
+        "whether its optimizer still trains it, whether a fresh instance takes its state dict, torch.export.",
         "",
         "| network | neurons | prunable | build s | error | trains | loads | exports "
         "| TP removed | runs | error | trains | loads | exports |",
@@ -177,33 +177,47 @@ def _table(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
 
 
 def _frozen(ours: dict[str, Row]) -> str:
-    found: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    shares_by_kind: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for name, row in ours.items():
         shares: dict[tuple[str, str, str], int] = defaultdict(int)
         for reason, count in row.get("reasons", {}).items():
             shares[kind_of(reason)] += count
         for kind, count in shares.items():
             if count > 0.05 * row["total"]:
-                found[kind].append(f"{name} {count / row['total']:.0%}")
-    lines = ["## What is frozen and why", "", "Every reason that covers more than 5 % of a network's neurons.", ""]
-    for (title, verdict, why), where in sorted(found.items(), key=lambda item: (item[0][1], -len(item[1]))):
-        lines.append(f"- **{title}** ({verdict}). {why} {'; '.join(where)}.")
+                shares_by_kind[kind].append(f"{name} {count / row['total']:.0%}")
+    lines = [
+        "## What is frozen and why",
+        "",
+        "Every reason that covers more than 5 % of a network's neurons, with that share. *Inherent*: no removal could leave "
+        "the network's code and results as they are.",
+        "",
+        "| reason | | why | networks |",
+        "|---|---|---|---|",
+    ]
+    for (title, verdict, why), networks in sorted(shares_by_kind.items(), key=lambda item: (item[0][1], -len(item[1]))):
+        lines.append(f"| {title} | {verdict} | {why} | {'; '.join(networks)} |")
     return "\n".join(lines)
+
+
+def _failures(ours: dict[str, Row]) -> str:
+    rows = []
+    for name, row in ours.items():
+        if "crash" in row:
+            rows.append((name, row["crash"]))
+        if not row.get("error", 0) < EXACT:
+            rows.append((name, f"{row['error']:.1e} from masking{NOTES.get(name, '')}"))
+        rows += [(name, f"{key.removesuffix('_error')}: {row[key]}") for key in row if key.endswith("_error")]
+        if row.get("hidden_stuck"):
+            rows.append((name, f"hidden units frozen in {len(row['hidden_stuck'])} of {row['hidden']} MLP layers"))
+    table = ["| network | failure |", "|---|---|", *(f"| {name} | {escaped(failure)} |" for name, failure in rows)]
+    return "\n".join(["## What failed", "", *(table if rows else ["Nothing."])])
+
+
+def escaped(text: str) -> str:
+    """A cell of a table."""
+    return " ".join(text.replace("|", "\\|").split())
 
 
 def _missing(ours: dict[str, Row], names: Iterable[str]) -> str:
     missing = [name for name in names if name not in ours]
-    return f"## Not measured yet\n\n{', '.join(missing) or 'Nothing'}."
-
-
-def _failures(ours: dict[str, Row]) -> str:
-    lines = ["## What failed", ""]
-    for name, row in ours.items():
-        if "crash" in row:
-            lines.append(f"- {name}: {row['crash']}")
-        if not row.get("error", 0) < EXACT:
-            lines.append(f"- {name}: {row['error']:.1e} from masking{NOTES.get(name, '')}")
-        lines += [f"- {name}, {key.removesuffix('_error')}: {row[key]}" for key in row if key.endswith("_error")]
-        if row.get("hidden_stuck"):
-            lines.append(f"- {name}: hidden units frozen in {len(row['hidden_stuck'])} of {row['hidden']} MLP layers")
-    return "\n".join(lines if len(lines) > 2 else [*lines, "Nothing."])
+    return f"Not measured: {', '.join(missing) or 'nothing'}."

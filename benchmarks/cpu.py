@@ -2,7 +2,7 @@
 
     python benchmarks/cpu.py [--budget 12] [--only digits-64 vgg16-32-half …] [--part formats threads compile] [--out FILE]
 
-All ways of a network are timed in turns in one process, so that they meet the same conditions; numbers are medians over the
+All variants of a network are timed alternately in one process, under the same conditions; numbers are medians over the
 turns. The learning rate is 0: every turn does the same work, on the same penalised block. *Left* is the fraction of the neurons
 that are left after a removal at random, as amid a run: it leaves odd widths. The compiler's caches are off, as in a first run.
 """
@@ -179,7 +179,7 @@ PARTS: dict[str, tuple[Callable[[str, float], list[str]], list[str]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=float, default=12.0, help="seconds for what is timed in turns")
+    parser.add_argument("--budget", type=float, default=12.0, help="seconds for what is timed alternately")
     parser.add_argument("--only", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--part", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--out", type=Path)

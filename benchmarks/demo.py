@@ -97,9 +97,9 @@ def main() -> None:
         f"`python {' '.join(sys.argv)}`, {datetime.date.today()}, {platform.machine()} with {os.cpu_count()} cores, "
         f"{torch.get_num_threads()} in use, torch {torch.__version__}.",
         "",
-        "*Unpruned* is the same network, data, seed and number of epochs with `keep: 1`, *plain* that with `mu: 0` too. "
-        "Latency is of 256 pictures"
-        ", the full and the pruned network timed in turns. Wall time is that of `hgnp run`, from start to exit.",
+        "*Unpruned* is the same network, data, seed and number of epochs with `keep: 1`; *plain* has `mu: 0` too. "
+        "Latency is that of 256 images"
+        ", the full and the pruned network timed alternately. Wall time is that of `hgnp run`, from start to exit.",
         "",
         "| seed | kept | accuracy | unpruned | plain | epochs | ms | faster | wall |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",

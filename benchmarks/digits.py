@@ -66,7 +66,7 @@ def cells(group: Group, study: Study) -> list[str]:
     return [f"{100 * mean:.2f}" + ("" if spread is None else f" ± {100 * spread:.2f}") for mean, spread in shown]
 
 
-def finding(differences: Mapping[str, list[float]], chances: Mapping[str, float], one_picture: float) -> str:
+def finding(differences: Mapping[str, list[float]], chances: Mapping[str, float], one_image: float) -> str:
     """What the numbers show, in words that follow from them: a paired t-test a method, level 5 % shared among them."""
     level = 0.05 / len(chances)
     real = [name for name, chance in chances.items() if chance < level]
@@ -80,7 +80,7 @@ def finding(differences: Mapping[str, list[float]], chances: Mapping[str, float]
     )
     return (
         f"{said} The largest difference is that of {largest}, {signed(mean)} ± {spread:.2f} points between seeds "
-        f"(p = {chances[largest]:.2f}). One validation picture is {one_picture:.2f} points."
+        f"(p = {chances[largest]:.2f}). One validation image is {one_image:.2f} points."
     )
 
 

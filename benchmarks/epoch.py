@@ -1,9 +1,9 @@
-"""Seconds of a training epoch: plain, Taylor, HGNP in several readings and SAM, on a GPU, at several sizes of the network.
+"""Seconds of a training epoch: plain, Taylor, HGNP with several choices and SAM, on a GPU, at several sizes of the network.
 
     python benchmarks/epoch.py --out benchmarks/epoch.md [--nets resnet18 vgg16] [--kept 100 50 10 5]
                                [--only epochs memory naive] [--seconds 3] [--batch 128] [--device cuda]
 
-Steps are those of a run (`hgnp.training.trainer`), with its precision, its loader and its flips, on random pictures of
+Steps are those of a run (`hgnp.training.trainer`), with its precision, its loader and its flips, on random images of
 CIFAR-10's shape and number; the report says how they are counted. It is written anew after every measurement. A CPU runs
 steps eagerly.
 """
@@ -45,20 +45,21 @@ NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "resnet18": (ResNet18, "resnet18-cifar10-fast"),
     "vgg16": (VGG16, "vgg16-cifar10-fast"),
 }
-OPEN = {"bound": -1.0, "skip_inactive": False}  # the term acts in every step
+ACTIVE = {"bound": -1.0, "skip_inactive": False}  # the term acts in every step
 HGNP: dict[str, dict[str, Any]] = {  # choices beside the preset's; of the first, beside the default's
-    "HGNP, default": OPEN,
-    "HGNP, preset": OPEN,
+    "HGNP, default": ACTIVE,
+    "HGNP, preset": ACTIVE,
     "HGNP, preset, inactive": {"bound": 1e9},
-    "HGNP, preset, first block": OPEN,
-    "HGNP, literal order": {"direction_from": "this_batch", "refresh_every": 1} | OPEN,
+    "HGNP, preset, first block": ACTIVE,
+    "HGNP, literal order": {"direction_from": "this_batch", "refresh_every": 1} | ACTIVE,
     "HGNP, paper": {"flatness": "paper", "curvature": "hessian", "direction_from": "this_batch", "refresh_every": 1}
-    | OPEN,
+    | ACTIVE,
 }
 FIRST = "HGNP, preset, first block"
 METHODS = ["plain", "Taylor", *HGNP, "SAM"]
 PARTS = ["epochs", "memory", "naive"]
-PICTURES = 50_000
+IMAGES = 50_000
+TRIAL, FEWEST = 10, 20  # steps that estimate the time of one; the fewest that are timed
 ROUND, AFTER = 100, 20  # neurons of Taylor's round; steps after it that are timed with it
 NAIVE_STEPS = 4
 
@@ -66,9 +67,9 @@ NAIVE_STEPS = 4
 class Bench:
     def __init__(self, device: torch.device, batch: int, seconds: float, report: Report) -> None:
         self.device, self.batch, self.budget, self.report = device, batch, seconds, report
-        self.epoch_steps = -(-PICTURES // batch)
-        images = torch.randint(0, 256, (PICTURES, 3, 32, 32), dtype=torch.uint8)
-        source = InMemorySource(images, torch.randint(0, 10, (PICTURES,)), device)
+        self.epoch_steps = -(-IMAGES // batch)
+        images = torch.randint(0, 256, (IMAGES, 3, 32, 32), dtype=torch.uint8)
+        source = InMemorySource(images, torch.randint(0, 10, (IMAGES,)), device)
         loader = Loader(
             source, batch=batch, mean=(127.5,) * 3, std=(73.9,) * 3, device=device, shuffle=True, flip=True, drop_last=True
         )  # fmt: skip
@@ -100,15 +101,15 @@ class Bench:
         if plain is not None:
             return replace(plain, epoch=plain.epoch - AFTER * plain.step + self._round(epochs))
         first = method == FIRST
-        step, count = steps(epochs, self.batches, 10, first=first).seconds / 10, 20
+        step, count = steps(epochs, self.batches, TRIAL, first=first).seconds / TRIAL, FEWEST
         if graphs:
-            count = min(max(20, int(self.budget / step)), self.epoch_steps)
-        seen = steps(epochs, self.batches, count, first=first)
-        step = seen.seconds / count
+            count = min(max(FEWEST, int(self.budget / step)), self.epoch_steps)
+        summary = steps(epochs, self.batches, count, first=first)
+        step = summary.seconds / count
         how, executor = "eager", epochs.executor
         if isinstance(executor, Graphed):
             how = "graphs" if executor.refused is None else f"eager, as {executor.refused}"
-        block = [f"{name} {times / count:.0%}" for name, times in seen.blocks.most_common(1)]
+        block = [f"{name} {times / count:.0%}" for name, times in summary.blocks.most_common(1)]
         return Measured(step, step * self.epoch_steps, how, block[0] if block else "–")
 
     def _round(self, epochs: Trainer) -> float:
@@ -267,7 +268,7 @@ def main() -> None:
         ", ".join(f"{key}={value}" for key, value in options(name, "HGNP, preset").items()) for name in args.nets
     ]
     facts = {
-        "steps": -(-PICTURES // args.batch), "batch": args.batch, "seconds": args.seconds, "round": ROUND, "after": AFTER,
+        "steps": -(-IMAGES // args.batch), "batch": args.batch, "seconds": args.seconds, "round": ROUND, "after": AFTER,
         "naive": NAIVE_STEPS, "precision": "bfloat16" if gpu else "float32", "presets": " and ".join(dict.fromkeys(presets)),
     }  # fmt: skip
     bench = Bench(device, args.batch, args.seconds, Report(args.out, head, facts))

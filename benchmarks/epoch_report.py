@@ -9,16 +9,16 @@ from hgnp.io.atomic import write
 
 ABOUT = {
     "Epochs": """\
-An epoch is {steps} steps of {batch} pictures of 3 × 32 × 32 with random flips, loaded, trained on and recorded as in a run:
-{precision}, channels last, SGD with momentum. After a warm-up, steps were timed for {seconds:g} seconds, 20 to {steps} of them
-(eager ones 20), and scaled to an epoch. *graphs*: CUDA graphs, as in a run on a GPU; *eager*: operation by
-operation. Ratios are to the plain epoch with graphs of the same network and κ in the same process. Taylor is a plain epoch with
-one round: scoring a batch, removing {round} neurons, capturing all graphs again. κ is the fraction of parameters left, cut by
-L1 norms in rounds of 200 neurons. HGNP's readings: *default*; the *preset*'s, {presets};
-that one along the *first block* in every step; in the *literal order*, v from the batch itself; and *paper*, that is
-`flatness="paper"`, with the full Hessian. A bound of −1 keeps the penalty active in every step; *inactive* is the
-preset with a bound that is never exceeded, so that the penalty is skipped.
-*Block* is the block penalised most often, with its share of the steps; later blocks are cheaper.
+An epoch is {steps} steps of {batch} images of 3 × 32 × 32 with random flips, as in a run: {precision}, channels last, SGD with
+momentum. Steps are timed for {seconds:g} s after a warm-up (eager: 20 steps) and scaled to an epoch. *graphs*: CUDA graphs, as
+in a run on a GPU; *eager*: operation by operation. Ratios are to the plain epoch with graphs of the same network and κ. κ is
+the fraction of parameters left, cut by L1 norms.
+
+- *Taylor*: a plain epoch with one round: scoring a batch, removing {round} neurons, capturing all graphs again.
+- *HGNP*: *default*; the *preset*, {presets};
+  the same along the *first block*; in the *literal order*, v from the batch itself; *paper*, `flatness="paper"`.
+- A bound of −1 keeps the penalty active in every step. *inactive*: a bound that is never exceeded, so the penalty is skipped.
+- *Block*: the one penalised most often, with its share of the steps; later blocks are cheaper.
 """,
     "Memory": """\
 Peak MiB of {after} warm steps: weights, gradients and momentum included, the dataset not. *Allocated* misses the memory

@@ -26,8 +26,8 @@ METHODS = ("hgnp", "taylor")
 
 def pruned(method: str, seed: int) -> tuple[float, float, float]:
     """Accuracy, κ and seconds of one run."""
-    pictures, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(pictures, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     train, val = (TensorDataset(x[part], y[part]) for part in (order[:1400], order[1400:]))
     torch.manual_seed(seed)
@@ -72,8 +72,8 @@ def main() -> None:
         lines.append(f"| {' | '.join(cells)} | {time_a / time_b:.2f} |")
     lines += [
         "",
-        f"HGNP takes {statistics.median(ratios):.2f} times as long as Taylor (median; at most 1.3 are wanted) and differs in "
-        f"accuracy by {100 * statistics.mean(gaps):+.2f} points on average. One validation picture is 0.25 points.",
+        f"HGNP takes {statistics.median(ratios):.2f} times as long as Taylor (median; target: at most 1.3) and differs in "
+        f"accuracy by {100 * statistics.mean(gaps):+.2f} points on average. One validation image is 0.25 points.",
         "",
     ]
     print("\n".join(lines))

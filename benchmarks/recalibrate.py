@@ -31,8 +31,8 @@ def accuracy(net: nn.Module, val: TensorDataset) -> float:
 
 def measured(seed: int) -> list[float]:
     """Accuracy of the trained network, after the removal, after `recalibrate`; and the fraction of parameters kept."""
-    pictures, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(pictures, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     train, val = (TensorDataset(x[part], y[part]) for part in (order[:1400], order[1400:]))
     torch.manual_seed(seed)

@@ -1,8 +1,8 @@
 """What data-parallel training sends: bytes and collectives per step by choice on 1, 2 and 4 processes, beside plain DDP; and on
-a GPU what a one-rank nccl group costs.
+a GPU what a one-rank nccl group costs, operation by operation and from CUDA graphs.
 
     python benchmarks/scaling.py > benchmarks/scaling.md
-    python benchmarks/scaling.py --gpu          # appends the overhead of a one-rank group
+    python benchmarks/scaling.py --gpu >> benchmarks/scaling.md
 
 ResNet-18 for CIFAR on images of 8 × 8, which changes neither: both depend on the network's parameters alone.
 """
@@ -26,6 +26,8 @@ from hgnp.curvature.direction import Direction
 from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.execution.eager import Eager
+from hgnp.execution.executor import Executor
+from hgnp.execution.graphed import Graphed
 from hgnp.execution.process_group import ProcessGroupReducer, initialise
 from hgnp.experiments.models import ResNet18
 from hgnp.reducer import LOCAL, Reducer
@@ -135,27 +137,65 @@ def launch(ranks: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def overhead() -> str:
-    """Milliseconds of an eager step on a GPU without a group, and with one of one rank."""
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    lines = ["", "| choice | one process, ms | one-rank nccl group, ms | ratio |", "|---|---|---|---|"]
-    data = batches(32, 32, 128, "cuda")
-    for choice in CHOICES:
-        times = []
-        for reducer in (LOCAL, ForcedReducer()):
-            eager = Eager(*made(choice, ResNet18().cuda(), reducer))
-            passed = []
+WARM, EACH, REPEATS = 48, 16, 6
+"""Steps until all graphs are there; steps that are timed at a time, two refreshes at refresh_every=8; how many times."""
+
+
+class Timed:
+    """Steps of a run on a GPU, with the optimizer's."""
+
+    def __init__(self, choice: str, reducer: Reducer, *, graphs: bool) -> None:
+        torch.manual_seed(0)
+        net = ResNet18().cuda().to(memory_format=torch.channels_last)
+        step, state = made(choice, net, reducer)
+        self.executor: Executor = (Graphed if graphs else Eager)(step, state, autocast)
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, fused=True)
+        self.times: list[float] = []
+
+    def steps(self, data: list[tuple[Tensor, Tensor]]) -> float:
+        """Milliseconds per step."""
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        with self.executor.running():
             for x, y in data:
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                eager.step.net.zero_grad()
-                eager.backward(x, y)
-                torch.cuda.synchronize()
-                passed.append(1e3 * (time.perf_counter() - start))
-            times.append(statistics.median(passed[8:]))
-        lines.append(f"| {choice} | {times[0]:.1f} | {times[1]:.1f} | {times[1] / times[0]:.2f} |")
+                self.executor.zero_grad()
+                self.executor.backward(x, y)
+                self.executor.optimizer_step(self.optimizer)
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - start) / len(data)
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast("cuda", dtype=torch.bfloat16)
+
+
+def overhead() -> str:
+    """Milliseconds of a step on a GPU without a group, and with one of one rank, timed alternately."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    head = "| choice | steps | one process, ms | one-rank nccl group, ms | ratio |"
+    lines = ["", "## One rank on a GPU", "", COMMAND, "", head, "|---|---|---|---|---|"]
+    data = [(x.contiguous(memory_format=torch.channels_last), y) for x, y in batches(WARM, 32, 128, "cuda")]
+    for choice in CHOICES:
+        for graphs in (False, True):
+            both = [Timed(choice, reducer, graphs=graphs) for reducer in (LOCAL, ForcedReducer())]
+            for timed in both:
+                timed.steps(data)
+            for _ in range(REPEATS):
+                for timed in both:
+                    timed.times.append(timed.steps(data[:EACH]))
+            refused = [timed.executor.refused for timed in both if isinstance(timed.executor, Graphed)]
+            assert not any(refused), refused
+            alone, ranks = (statistics.median(timed.times) for timed in both)
+            how = "CUDA graphs" if graphs else "eager"
+            lines.append(f"| {choice} | {how} | {alone:.2f} | {ranks:.2f} | {ranks / alone:.2f} |")
     dist.destroy_process_group()
     return "\n".join([*lines, "", f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {date.today()}."])
+
+
+COMMAND = (
+    "`python benchmarks/scaling.py --gpu`: ResNet-18, CIFAR-10's shapes, 128 samples, bf16, the optimizer's step included,\n"
+    "medians. The group's sums go through nccl, as if there were two ranks."
+)
 
 
 def main() -> None:

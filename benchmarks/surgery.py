@@ -65,7 +65,7 @@ def resnet50(repeats: int) -> tuple[Time, Time]:
 
 
 def vgg16(repeats: int) -> tuple[Time, Time]:
-    """Median seconds of one training step of batch 128 and of removing 100 neurons, taken in turns."""
+    """Median seconds of one training step of batch 128 and of removing 100 neurons, measured alternately."""
     net = vgg16_cifar()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     x, y = torch.randn(128, 3, 32, 32), torch.randint(10, (128,))

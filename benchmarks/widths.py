@@ -5,7 +5,7 @@
 
 Every run is `hgnp run PRESET --set recipe.round_to=M`, a process of its own. Runs that are there already are not run again, and
 one that was interrupted goes on, so this can be stopped and started again; `--out` is rewritten after each run. The pruned
-networks of one seed are timed by hgnp's own bench beside the full one, in turns.
+networks of one seed are timed by hgnp's own bench beside the full one, alternately.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def row_of(run: runs.Run, net: str, seed: int, multiple: int) -> Row:
 
 
 def steps(nets: Sequence[nn.Module], picture: Tensor, arguments: argparse.Namespace, *, mu: float) -> list[float]:
-    """Milliseconds of a training step as a run makes it, all networks in turns."""
+    """Milliseconds of a training step as a run makes it, all networks alternately."""
     device = torch.device(arguments.device)
     recipe = hgnp.Recipe(keep=1.0, lr=1e-4)
     calls = []
@@ -169,11 +169,10 @@ def report(rows: Sequence[Row], failures: Sequence[str], arguments: argparse.Nam
         "",
         f"`python {' '.join(sys.argv)}`, {datetime.date.today()}, {where}, torch {torch.__version__}.",
         "",
-        "The same preset, seed and target with `recipe.round_to` 1 and otherwise; until the first round of pruning the runs "
-        "are the same. *MACs* left; *s an epoch*: the quickest of the fine-tuning, of the warm-up for the full network, as the "
-        f"runs had it, one after the other; *ms a step*: training on a batch of {STEP_BATCH} as in a run, with the "
-        f"term and plainly; other *ms*: inference of a batch of {arguments.batch}; all networks of a seed in turns, medians "
-        f"of {arguments.repeats}.",
+        f"The same preset, seed and target with `recipe.round_to` {' and '.join(map(str, arguments.multiples))}; until the "
+        "first round the runs are the same. *s an epoch*: the fastest of the fine-tuning, for the full network of the warm-up; "
+        f"*ms a step*: training on a batch of {STEP_BATCH} with the flatness term, and plain; other *ms*: inference of a batch "
+        f"of {arguments.batch}; all networks of a seed alternately, medians of {arguments.repeats}.",
         "",
         f"| {' | '.join([*heads, 'widths'])} |",
         "|---|" + "--:|" * (len(heads) - 1) + "---|",

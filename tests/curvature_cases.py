@@ -86,7 +86,7 @@ def begin_step(flat: Flatness, inputs: Tensor, target: Tensor, block: str | None
     step.prepare(state, inputs, target)
     if not step.lagged:
         step.forward(state, inputs, target)
-        step.backward_loss(state, target)
+        step.backward_loss_and_refresh(state, target)
     if block is not None:
         state.direction.choice = BlockChoice.known(next(b for b in find_blocks(flat.net) if b.name == block))
 
@@ -99,7 +99,7 @@ def finish_step(flat: Flatness, inputs: Tensor, target: Tensor) -> Tensor:
             state.plan = Plan(penalty=True, refresh=False)
             step.forward(state, inputs, target)
             step.decide(state)
-            step.backward(state, target, mu=state.mu, active=state.active())
+            step.backward_and_refresh(state, target, mu=state.mu, active=state.active())
         else:
             step.tangents(state, inputs, target)
             step.decide(state)

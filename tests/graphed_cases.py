@@ -1,6 +1,7 @@
 """A stand-in for CUDA graphs in tests of `Graphed`: work that is done again at every replay."""
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -32,7 +33,11 @@ class Again:
         self.work, self.choice = work, state.direction.choice
         given = state.current
         kept = [tensor.clone() for tensor in self._memory()]
-        self.result = self._work()
+        Stand.recording = True
+        try:
+            self.result = self._work()
+        finally:
+            Stand.recording = False
         self.left, self.captured = self._under_way(), state.current
         self.reads = _maker(given, again=state.current is not given)
         self.statistics, self.next = state.statistics, state.direction.choice
@@ -43,7 +48,7 @@ class Again:
             Stand.makers.add(self)
 
     def _memory(self) -> list[Tensor]:
-        return [*self.graphed.net.buffers(), *self.graphed._memory, *self.graphed._grads.values()]
+        return [*self.graphed.net.buffers(), *self.graphed._memory.tensors, *self.graphed._grad_memory.values()]
 
     def _under_way(self) -> tuple[Any, ...]:
         state = self.graphed.state
@@ -61,7 +66,7 @@ class Again:
         direction = state.direction
         held = state.statistics, direction.choice, state.loss, self._under_way()
         grads = [p.grad for p in net.parameters()]
-        direction.choice, direction.pairs = self.choice, self.graphed._static
+        direction.choice, direction.pairs = self.choice, self.graphed._memory.pairs
         state.current, state.collector, state.penalized, state.loss_differentiated = (
             (None, None, None, False) if self.reads is None else self.reads.left
         )
@@ -80,7 +85,7 @@ class Again:
                     tensor.copy_(value)
         if direction.choice is not self.choice:
             self.next.index.number.copy_(direction.choice.index.number)  # type: ignore[union-attr]
-        direction.pairs = self.graphed._static
+        direction.pairs = self.graphed._memory.pairs
         state.statistics, direction.choice, state.loss, under_way = held
         state.current, state.collector, state.penalized, state.loss_differentiated = under_way
         for parameter, grad in zip(net.parameters(), grads, strict=True):
@@ -104,16 +109,51 @@ def _maker(given: Pass | None, *, again: bool) -> Again | None:
     raise AssertionError("a pass that no graph has made cannot be read by one")
 
 
-class Stand:
+class PerThread(type):
+    """Ranks may be threads: each has its own of what follows."""
+
+    _own = threading.local()
+
+    @property
+    def graphed(cls) -> Graphed:
+        graphed: Graphed = cls._own.graphed
+        return graphed
+
+    @graphed.setter
+    def graphed(cls, graphed: Graphed) -> None:
+        cls._own.graphed = graphed
+
+    @property
+    def capturing(cls) -> bool:
+        """Whether what runs now stands for a graph."""
+        return getattr(cls._own, "capturing", False)
+
+    @capturing.setter
+    def capturing(cls, now: bool) -> None:
+        cls._own.capturing = now
+
+    @property
+    def recording(cls) -> bool:
+        """Whether it is captured now, so that ranks must not sum."""
+        return getattr(cls._own, "recording", False)
+
+    @recording.setter
+    def recording(cls, now: bool) -> None:
+        cls._own.recording = now
+
+
+class Stand(metaclass=PerThread):
     """In place of `Capture`."""
 
-    graphed: Graphed
-    capturing = False
     makers: ClassVar["weakref.WeakSet[Again]"] = weakref.WeakSet()
     """Those that a pass is the memory of."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    @property
+    def graphed(self) -> Graphed:
+        return Stand.graphed
 
     def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
         made = Again(work)
@@ -130,6 +170,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, stand: type[Stand] = Stand) -> Non
     """Steps of a `Graphed` on the CPU come from such graphs."""
     monkeypatch.setattr(graphed_module, "Capture", stand)
     monkeypatch.setattr("hgnp.curvature.autodiff.passes.capturing", lambda: Stand.capturing)
+    monkeypatch.setattr("hgnp.execution.process_group.between_graphs", lambda work: None if Stand.recording else work())
 
 
 class Net(nn.Module):

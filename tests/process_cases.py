@@ -4,18 +4,21 @@ Run as a script, with the environment that torchrun sets, each process goes thro
 """
 
 import contextlib
+import copy
 import io
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,7 +26,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 import hgnp
+from graphed_cases import Stand, stand_in
 from hgnp.errors import HgnpError
+from hgnp.execution.graphed import Graphed
+from hgnp.execution.graphs import GraphSequence
 from hgnp.training.split import part
 
 GLOBAL = 12
@@ -84,7 +90,7 @@ def data(n: int, seed: int) -> TensorDataset:
 def in_order(outputs: Tensor, targets: Tensor) -> float:
     """A metric that depends on the order of the samples."""
     right = (outputs.softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)).double()
-    return float((right * torch.arange(1, len(right) + 1)).sum())
+    return float((right * torch.arange(1, len(right) + 1, device=right.device)).sum())
 
 
 RECIPE: dict[str, Any] = {
@@ -118,12 +124,21 @@ def seen(result: hgnp.Result) -> dict[str, Any]:
     }
 
 
-def run_case(name: str, ranks: int, *, batch: int = GLOBAL, wrap: Any = None, **given: Any) -> dict[str, Any]:
+def run_case(
+    name: str,
+    ranks: int,
+    *,
+    batch: int = GLOBAL,
+    samples: int = SAMPLES,
+    execution: str = "auto",
+    wrap: Any = None,
+    **given: Any,
+) -> dict[str, Any]:
     """A whole run. `ranks`: those that one process stands for."""
-    settings = RECIPE | RUNS[name]
+    settings = RECIPE | RUNS[name] | {"execution": execution}
     net: nn.Module = network(ranks, norm=settings.pop("norm", False))
     given["accumulate"] = settings.pop("accumulate", 1)
-    train = DataLoader(data(SAMPLES, 1), batch_size=batch, shuffle=True)
+    train = DataLoader(data(samples, 1), batch_size=batch, shuffle=True)
     val = DataLoader(data(HELD_OUT, 2), batch_size=batch)
     result = hgnp.prune(
         net if wrap is None else wrap(net), train, val, recipe=hgnp.Recipe(**settings), metric=in_order,
@@ -197,7 +212,7 @@ def refusals(folder: Path) -> dict[str, Any]:
         "no group": said(lambda: hgnp.Flatness(net)),
         "inside DDP": said(lambda: hgnp.Flatness(ddp.module)),
         "DDP": said(lambda: hgnp.Flatness(ddp, group=world)),
-        "DataParallel": said(lambda: hgnp.Flatness(nn.DataParallel(net), group=world)),
+        "DataParallel": said(lambda: hgnp.Flatness(nn.DataParallel(copy.deepcopy(net)), group=world)),
         "SyncBatchNorm": said(lambda: hgnp.Flatness(nn.SyncBatchNorm.convert_sync_batchnorm(normed), group=world)),
         "loss": said(lambda: hgnp.Flatness(net, group=world).loss(*next(iter(good)))),
         "nested": said(lambda: prune(nn.Sequential(ddp, nn.Linear(3, 3)), good)),
@@ -245,19 +260,31 @@ def details(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def documented(folder: Path) -> dict[str, Any]:
+    """The script of docs/distributed.md, on a CPU."""
+    page = (Path(__file__).parents[1] / "docs" / "distributed.md").read_text(encoding="utf-8")
+    script = re.findall(r"```python\n(# train.py.*?)```", page, re.DOTALL)[0].replace('"cuda"', '"cpu"')
+    names: dict[str, Any] = {}
+    with contextlib.chdir(folder):
+        exec(script, names)  # noqa: S102  the repository's own text
+    return {"reached": names["result"].reached, "weights": dict(names["net"].state_dict())}
+
+
 def command(folder: Path) -> dict[str, Any]:
     """`hgnp run` as torchrun would start it, with arguments that are refused."""
-    lines = [["run", "nonsense"], ["run", "demo", "--out", str(folder / "taylor-2")]]
+    lines = [["run", "nonsense"], ["run", "demo", "--device", "cpu", "--out", str(folder / "taylor-2")]]
     return commands(lines)
 
 
-def command_run(folder: Path) -> dict[str, Any]:
+def torchrun_command(folder: Path, ranks: int) -> "subprocess.CompletedProcess[str]":
+    """`torchrun --nproc-per-node N -m hgnp run …` as a user types it."""
     file = folder / "tiny.yaml"
-    if dist.get_rank() == 0:
-        recipe = "{keep: 0.9, warmup_epochs: 0, finetune_epochs: 0, measure: none, method: taylor}"
-        file.write_text(f"model: process_cases:tiny\ndata: process_cases:both\nrecipe: {recipe}\n")
-    dist.barrier()
-    return commands([["run", str(file), "--out", str(folder / "tiny"), "--device", "cpu"]])
+    recipe = "{keep: 0.9, warmup_epochs: 0, finetune_epochs: 0, measure: none, method: taylor}"
+    file.write_text(f"model: process_cases:tiny\ndata: process_cases:both\nrecipe: {recipe}\n")
+    line = ["-m", "hgnp", "run", str(file), "--out", str(folder / "tiny"), "--device", "cpu"]
+    return subprocess.run(
+        [*TORCHRUN, f"--nproc-per-node={ranks}", *line], env=environment(), capture_output=True, text=True, timeout=100
+    )
 
 
 def tiny() -> nn.Module:
@@ -285,11 +312,15 @@ def commands(lines: list[list[str]]) -> dict[str, Any]:
 
 
 def failures(folder: Path) -> dict[str, Any]:
-    """A rank with an error of its own, one that hangs, and in the end one that dies."""
+    """A rank with an error of its own, one that diverges, one that hangs, and in the end one that dies."""
     rank, found = dist.get_rank(), {}
     x, y = data(SAMPLES, 1).tensors
     bad = torch.where(torch.arange(SAMPLES) % 8 == 7, 7, y)  # in rank 1's part of every batch
     train = DataLoader(TensorDataset(x, bad), batch_size=4)
+
+    def diverge(state: Any) -> None:
+        if rank == 1 and state.epoch == 2:
+            state.net.out.bias.data.fill_(torch.nan)
 
     def hang(state: Any) -> None:
         if rank == 1 and state.epoch == 1:
@@ -308,6 +339,9 @@ def failures(folder: Path) -> dict[str, Any]:
     start = time.monotonic()
     found["error"] = said(lambda: hgnp.prune(one, train, recipe=hgnp.Recipe(**RECIPE), verbose=False))
     dist.barrier()
+    run = partial(run_case, "default", 1, batch=GLOBAL // 2, out=folder / "diverged")
+    found["diverged"] = said(lambda: run(on_step=diverge))
+    found["after divergence"] = run(resume=True)
     found["hang"] = said(lambda: run_case("default", 1, batch=GLOBAL // 2, wrap=lambda net: other, on_step=hang))
     dist.barrier()
     found["seconds"] = time.monotonic() - start
@@ -323,24 +357,68 @@ def resumed(folder: Path) -> dict[str, Any]:
     return run_case("default", 1, batch=GLOBAL // 2, out=folder / "resumed", resume=True)
 
 
+FOR_GRAPHS = 9 * GLOBAL + 5
+"""Samples of an epoch in which most steps are replays."""
+
+
 def on_one_gpu(folder: Path) -> dict[str, Any]:
     """Both ranks on the first GPU, in a gloo group: nccl wants a GPU for each."""
-    gloo = dist.new_group(backend="gloo")
+    ranks, found = dist.get_world_size(), {}
+    for name in NAMES[2]:
+        with counted_replays() as replays:
+            found[name] = run_case(name, 1, batch=GLOBAL // ranks, samples=FOR_GRAPHS, device="cuda:0")
+        found[f"{name}: replays"] = len(replays)
+    return found
 
-    def wrap(net: nn.Module) -> nn.Module:
-        return nn.parallel.DistributedDataParallel(net.to("cuda:0"), process_group=gloo)
 
-    return run_case("default", 1, batch=GLOBAL // 2, wrap=wrap, device="cuda:0")
+@contextlib.contextmanager
+def counted_replays() -> Iterator[list[object]]:
+    """Collects the graphs that are replayed within."""
+    found: list[object] = []
+    replay = GraphSequence.replay
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphSequence, "replay", lambda graphs: (found.append(graphs), replay(graphs))[1])
+        yield found
+
+
+def stood_in_run(folder: Path | None = None) -> dict[str, Any]:
+    """Whole runs whose steps come from what stands in for CUDA graphs on a CPU."""
+
+    class Stood(Graphed):
+        uses_graphs = False  # but for steps
+
+    def executor(step: Any, state: Any, precision: Any, *, graphs: bool) -> Graphed:
+        Stand.graphed = Stood(step, state, precision)
+        return Stand.graphed
+
+    ranks, found = dist.get_world_size() if dist.is_initialized() else 1, {}
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch)
+        patch.setattr("hgnp.training.trainer.make_executor", executor)
+        for name in ("default", "paper", "sam"):
+            found[name] = run_case(name, 1, batch=GLOBAL // ranks, samples=FOR_GRAPHS)
+            assert Stand.graphed.refused is None
+            found[f"{name}: graphs"] = len(Stand.graphed._graphs)
+    return found
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     function.__name__: function
-    for function in (equal_runs, refusals, details, command, command_run, failures, resumed, on_one_gpu)
+    for function in (equal_runs, stood_in_run, documented, refusals, details, command, failures, resumed, on_one_gpu)
 }
 
 
 def write(folder: Path, rank: int, name: str, found: dict[str, Any]) -> None:
     torch.save(found, folder / f"{name}-{dist.get_world_size()}-{rank}.pt")
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def environment() -> dict[str, str]:
+    """Of processes that find hgnp and the tests' own modules."""
+    tests = Path(__file__).parent
+    return os.environ | {"PYTHONPATH": f"{tests.parent / 'src'}:{tests}", "OMP_NUM_THREADS": "1"}
 
 
 def launch(ranks: int, folder: Path, names: Sequence[str], *, torchrun: bool = False) -> list[dict[str, Any]]:
@@ -349,14 +427,12 @@ def launch(ranks: int, folder: Path, names: Sequence[str], *, torchrun: bool = F
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    tests = Path(__file__).parent
-    path = {"PYTHONPATH": f"{tests.parent / 'src'}:{tests}", "OMP_NUM_THREADS": "1"}
-    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    group = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} | group for rank in range(ranks)]
-    starter = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if torchrun else []
+    starter = [*TORCHRUN, f"--nproc-per-node={ranks}"] if torchrun else [sys.executable]
     processes = [
         subprocess.Popen(
-            [sys.executable, *starter, __file__, str(folder), *names], env=os.environ | path | extra,
+            [*starter, __file__, str(folder), *names], env=environment() | extra,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for extra in ([{}] if torchrun else own)
@@ -372,7 +448,10 @@ def main(folder: Path, names: Sequence[str]) -> None:
     torch.set_num_threads(1)
     from hgnp.execution.process_group import initialise
 
-    initialise()
+    if "on_one_gpu" in names:
+        dist.init_process_group("gloo")
+    else:
+        initialise()
     for name in names:
         write(folder, dist.get_rank(), name, CASES[name](folder))
 

@@ -1,10 +1,9 @@
-"""A run in a separate process, to be killed: `python resumable.py OUT METHOD`.
+"""A run to be killed and resumed.
 
 Its dataset draws from the generators of Python, NumPy and PyTorch in workers, and its loader has its own generator.
 """
 
 import random
-import sys
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import hgnp
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
-        return 96
+        return 48
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         torch_noise = torch.randn(1, 8, 8)
@@ -47,6 +46,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "anneal": "run",
         "mu_warmup_epochs": 2,
         "refresh_every": 4,
+        "finetune_epochs": 5,
     },
     "hybrid": {
         "method": "hybrid",
@@ -64,12 +64,19 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "random": {"method": "random", "schedule": "one_cycle", "anneal": "run", "prune_unit": "steps", "prune_every": 2},
     "sam": {"method": "sam", "schedule": "steps", "clip_norm": 1.0},
-    "snapshots": {"mu": 0.01, "bound": 0.0, "schedule": "cosine", "finetune_epochs": 3, "snapshots": (0.8, 0.6)},
+    "snapshots": {
+        "mu": 0.01,
+        "bound": 0.0,
+        "schedule": "cosine",
+        "neurons_per_round": 4,
+        "finetune_epochs": 3,
+        "snapshots": (0.8, 0.6),
+    },
 }
 
 
 def recipe(name: str) -> hgnp.Recipe:
-    quick = {"neurons_per_round": 4, "warmup_epochs": 2, "finetune_epochs": 2, "lr": 0.05, "measure": "none"}
+    quick = {"neurons_per_round": 6, "warmup_epochs": 2, "finetune_epochs": 2, "lr": 0.05, "measure": "none"}
     return hgnp.Recipe(keep=0.3, seed=7, **(quick | RECIPES[name]))
 
 
@@ -89,7 +96,3 @@ def run(out: str, name: str, on_epoch: Any = None) -> hgnp.Result:
     return hgnp.prune(
         Net(), loader, val, recipe=recipe(name), optimizer=optimizer, out=out, resume=True, on_epoch=on_epoch
     )
-
-
-if __name__ == "__main__":
-    print(run(sys.argv[1], sys.argv[2]))

@@ -65,6 +65,21 @@ def test_wrong_options_fail_at_construction(options, words):
         Flatness(convnet(), **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("mu", -1, "mu must be a finite number ≥ 0, got -1"),
+        ("mu", "x", "mu must be a finite number ≥ 0, got 'x'"),
+        ("bound", math.nan, "bound must be a finite number, got nan"),
+    ],
+)
+def test_wrong_options_fail_when_they_are_set_later(name, value, words):
+    flat = Flatness(convnet(), mu=0.5, bound=0.25)
+    with pytest.raises(ValueError, match=words):
+        setattr(flat, name, value)
+    assert (flat.mu, flat.bound) == (0.5, 0.25)
+
+
 def test_what_is_no_network_or_has_no_block_is_refused():
     with pytest.raises(ValueError, match=r"net must have a Linear or .* got none"):
         Flatness(nn.Sequential(nn.ReLU()))

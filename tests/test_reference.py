@@ -255,6 +255,8 @@ shared = nn.Linear(4, 4)
         (nn.Sequential(shared, nn.Tanh(), shared), (4,), 0.5, "each layer once, got 2: Linear"),
         (nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(16, 3)), (2, 4, 4), 0.5, "one group"),
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (3, 4), 0.5, r"\(samples, features\), got \(12, 3, 4\)"),
+        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 4)), (4,), 0.5,
+         "BatchNorm with running statistics, .* got 1: BatchNorm1d"),
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (4,), 0.1, "keep must be at least 0.3250, .* got 0.1"),
     ],
 )  # fmt: skip
@@ -266,6 +268,14 @@ def test_what_the_reference_does_not_cover_is_refused(
     with pytest.raises(ValueError, match=message):
         reference.prune(net, batches, optimizer, keep=keep, **PLAN)
     torch.testing.assert_close(net.state_dict(), before)
+
+
+def test_one_value_per_channel_is_refused_as_by_pytorch() -> None:
+    norm = nn.BatchNorm1d(4)
+    for batch_norm in (reference.batch_norm, torch.nn.functional.batch_norm):
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            batch_norm(torch.zeros(1, 4), norm.running_mean, norm.running_var, None, None, True, 0.1, 1e-5)
+    assert bool(norm.running_var.isfinite().all())
 
 
 class Calls(nn.Module):

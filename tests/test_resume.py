@@ -1,28 +1,44 @@
 """A run that is killed at any moment and resumed ends as if nothing had happened, to the bit."""
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import hgnp
+from forked import Forked
 from resumable import RECIPES, Net, recipe, run
 from train_cases import StopError
 
-HERE = Path(__file__).parent
+Whole = Callable[[str], Path]
 
 
-def start(out: Path, name: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "resumable.py"), str(out), name]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True, text=True)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """The folder of a run that was not interrupted, by the name of its recipe. Each is run once, and only read afterwards."""
+    folders: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp("whole") / name
+            run(str(folders[name]), name)
+        return folders[name]
+
+    return of
+
+
+def kill_once(condition: Callable[[], bool], out: Path, name: str, wait: float = 0.0) -> None:
+    """Start a run and kill it with its workers, so many seconds after the condition holds."""
+    process = Forked(run, str(out), name)
+    while process.alive and not condition():
+        time.sleep(0.005)
+    time.sleep(wait)
+    assert process.alive, "the run ended before it could be killed"
+    process.kill()
 
 
 def tensors(out: Path) -> dict[str, torch.Tensor]:
@@ -30,23 +46,27 @@ def tensors(out: Path) -> dict[str, torch.Tensor]:
 
 
 def rows(out: Path) -> list[dict[str, object]]:
-    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if "seconds" not in key} for row in found]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if "seconds" not in key} for row in lines]
+
+
+def assert_same(one: Path, other: Path) -> None:
+    assert rows(one) == rows(other)
+    torch.testing.assert_close(tensors(one), tensors(other), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_stopped_after_every_other_epoch_ends_the_same(name: str, tmp_path: Path) -> None:
-    whole = run(str(tmp_path / "whole"), name)
-    for _ in range(whole.epochs + 2):
+def test_stopped_after_every_other_epoch_ends_the_same(name: str, whole: Whole, tmp_path: Path) -> None:
+    epochs = len(rows(whole(name)))
+    for _ in range(epochs + 2):
         try:
             pieces = run(str(tmp_path / "pieces"), name, on_epoch=_stop_after_checkpoint())
             break
         except StopError:
             continue
-    assert pieces.epochs == whole.epochs
-    assert rows(tmp_path / "pieces") == rows(tmp_path / "whole")
-    torch.testing.assert_close(tensors(tmp_path / "pieces"), tensors(tmp_path / "whole"), rtol=0, atol=0)
+    assert pieces.epochs == epochs
     assert pieces.parts > 2
+    assert_same(tmp_path / "pieces", whole(name))
 
 
 def _stop_after_checkpoint() -> object:
@@ -61,43 +81,28 @@ def _stop_after_checkpoint() -> object:
     return on_epoch
 
 
-def test_killed_at_random_moments_ends_the_same(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run(str(whole), "hgnp")
+def test_killed_at_random_moments_ends_the_same(whole: Whole, tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
     moments = random.Random(5)
     done = [0]
     for _ in range(2):
-        process = start(killed, "hgnp")
-        while process.poll() is None and epochs(killed) <= done[-1]:
-            time.sleep(0.005)
-        time.sleep(moments.uniform(0, 0.15))
-        assert process.poll() is None, "the run ended before it could be killed"
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        kill_once(lambda: epochs(killed) > done[-1], killed, "hgnp", wait=moments.uniform(0, 0.1))
         done.append(epochs(killed))
     run(str(killed), "hgnp")
-    assert 0 < done[1] < done[-1] < len(rows(whole))
-    assert rows(killed) == rows(whole)
-    torch.testing.assert_close(tensors(killed), tensors(whole), rtol=0, atol=0)
+    assert 0 < done[1] < done[-1] < len(rows(whole("hgnp")))
+    assert_same(killed, whole("hgnp"))
 
 
-def test_killed_while_a_snapshot_is_fine_tuned_ends_the_same(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run(str(whole), "snapshots")
+def test_killed_while_a_snapshot_is_fine_tuned_ends_the_same(whole: Whole, tmp_path: Path) -> None:
+    killed, complete = tmp_path / "killed", whole("snapshots")
     first, second = ("snapshots/0.8", "snapshots/0.6")
-    taken = json.loads((whole / "result.json").read_text())["snapshots"][1]["epoch"]
-    process = start(killed, "snapshots")
-    while process.poll() is None and epochs(killed / second) <= taken + 1:
-        time.sleep(0.005)
-    assert process.poll() is None, "the run ended before it could be killed"
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    taken = json.loads((complete / "result.json").read_text())["snapshots"][1]["epoch"]
+    kill_once(lambda: epochs(killed / second) > taken + 1, killed, "snapshots")
     assert not (killed / "result.json").exists()
     run(str(killed), "snapshots")
     for part in (".", first, second):
-        assert rows(killed / part) == rows(whole / part)
-        torch.testing.assert_close(tensors(killed / part), tensors(whole / part), rtol=0, atol=0)
-    one, other = (json.loads((out / "result.json").read_text())["snapshots"] for out in (whole, killed))
+        assert_same(killed / part, complete / part)
+    one, other = (json.loads((out / "result.json").read_text())["snapshots"] for out in (complete, killed))
     assert one == other
 
 
@@ -115,8 +120,7 @@ def test_a_finished_run_is_returned(tmp_path: Path) -> None:
     assert torch.equal(again.model.eval()(x), first.model.eval()(x))
 
 
-def test_another_recipe_is_refused(tmp_path: Path) -> None:
-    run(str(tmp_path / "a"), "random")
+def test_another_recipe_is_refused(whole: Whole) -> None:
     changed = hgnp.Recipe(**(recipe("random").as_dict() | {"lr": 0.01}))
     with pytest.raises(ValueError, match=r"resume: lr must be 0.05 as in .*, got 0.01"):
-        hgnp.prune(Net(), [], recipe=changed, out=tmp_path / "a", resume=True)
+        hgnp.prune(Net(), [], recipe=changed, out=whole("random"), resume=True)

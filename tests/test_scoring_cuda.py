@@ -149,7 +149,7 @@ def test_everything_is_left_as_found(replays: list[Any]) -> None:
 
     before = torch.utils._pytree.tree_map(torch.clone, state())
     hgnp.sensitivity(net, neurons, data, flatness=flat)
-    with pytest.raises(ValueError, match="batches: one of them is no pair"):
+    with pytest.raises(ValueError, match=r"batches must be \(inputs, target\) pairs"):
         hgnp.sensitivity(net, neurons, [*data, None], flatness=flat)  # type: ignore[list-item]
     assert replays
     torch.testing.assert_close(state(), before, rtol=0, atol=0)

@@ -31,6 +31,25 @@ def tensors(made: Tensor | Direction) -> list[Tensor]:
     return [made.choice.index.number, *(x for pair in made.pairs.values() for x in pair.state().values())]
 
 
+class Power(nn.Module):
+    """x^1.5: the third derivative is infinite at zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() ** 1.5
+
+
+@pytest.mark.parametrize("bound", [1e6, -1.0])
+def test_a_graph_masks_the_derivative_of_an_inactive_term(bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    smooth = nn.Softplus() if bound < 0 else Power()
+    net = nn.Sequential(nn.Linear(4, 6), smooth, nn.Linear(6, 3)).double()
+    x, y = torch.randn(8, 4).double(), torch.arange(8) % 3
+    neurons, flat = hgnp.Neurons(net, x), hgnp.Flatness(net, mu=1.0, bound=bound, curvature="hessian")
+    eager = hgnp.sensitivity(net, neurons, [(x, y)], flatness=flat)
+    monkeypatch.setattr(scoring, "capturing", lambda: True)  # as inside a graph, which cannot ask the host
+    torch.testing.assert_close(hgnp.sensitivity(net, neurons, [(x, y)], flatness=flat), eager, rtol=1e-12, atol=0)
+
+
 class Again:
     """A graph: it has computed nothing before its first replay, and shares memory with the others of its capture."""
 
@@ -98,7 +117,7 @@ def block_of(flat: hgnp.Flatness, inputs: Tensor, target: Tensor) -> str | None:
 @pytest.fixture
 def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
     stand = Stand()
-    monkeypatch.setattr(scoring, "_capture", lambda net: stand)
+    monkeypatch.setattr(scoring, "make_capture", lambda net: stand)
     return stand
 
 

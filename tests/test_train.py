@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hgnp
 from hgnp.recipe import METHODS
 from hgnp.training.pruner import Pruner
-from train_cases import Net, loaders, made, recipe, stripes
+from train_cases import STEPS, Net, loaders, made, recipe, stripes
 
 KEYS = (
     "epoch phase loss penalty radius curvature active blocks val_loss metric kept parameters neurons macs removed widths "
@@ -63,7 +63,7 @@ def test_progress_is_one_line_per_epoch_on_stderr_unless_silenced(capsys: pytest
 
 def test_a_run_equals_the_loop_one_would_write() -> None:
     """Algorithm 2 by hand, from the public parts."""
-    r = recipe(mu=0.05, bound=0.0, keep=0.4)
+    r = recipe(mu=0.05, bound=0.0, keep=0.4, neurons_per_round=8)
     whole = made()
     hgnp.prune(whole, *loaders(), recipe=r)
 
@@ -169,7 +169,7 @@ def test_prune_unit_steps_removes_neurons_every_few_steps() -> None:
     r = recipe(method="taylor", prune_unit="steps", prune_every=2, neurons_per_round=1, keep=0.8, finetune_epochs=1)
     history = hgnp.prune(made(), *loaders(), recipe=r).history
     assert [row["removed"] for row in history[:2]] == [0, 0]
-    assert history[2]["removed"] == 3  # six steps per epoch
+    assert history[2]["removed"] == STEPS / 2
     assert sum(row["removed"] for row in history) == 48 - history[-1]["neurons"]
 
 

@@ -235,6 +235,23 @@ def test_heads_are_scored_removed_saved_and_loaded(name: str, attention: str, tm
     optimizer.step()
 
 
+def test_heads_of_t5_are_removed_from_all_layers_that_share_their_position_bias() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "d_model": 8, "d_kv": 2, "d_ff": 4, "num_layers": 2, "num_heads": 4, "pad_token_id": PAD}
+    net = transformers.T5EncoderModel(transformers.T5Config(dropout_rate=0.0, **sizes)).double()
+    inputs, modules = tokens("padded"), [f"encoder.block.{block}.layer.0.SelfAttention" for block in (0, 1)]
+    neurons, whole, mask = hgnp.Neurons(net, inputs), copy.deepcopy(net), torch.ones(4).double()
+    selection = neurons.least({name: torch.arange(4.0) for name in modules}, 2)
+    assert selection == {name: [0] for name in modules}
+    neurons.remove(selection)
+    mask[0] = 0
+    for name in modules:
+        gate_heads(whole, f"{name}.o", mask)
+    for mode in (False, True):
+        expected = whole.train(mode)(**inputs).last_hidden_state
+        torch.testing.assert_close(net.train(mode)(**inputs).last_hidden_state, expected, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_a_config_follows_where_it_can_state_the_widths(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -42,7 +42,11 @@ def stripes(n: int = 96, seed: int = 1) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def loaders(batch: int = 16) -> tuple[DataLoader[Any], DataLoader[Any]]:
+STEPS = 4
+"""Batches per epoch of the loaders' default."""
+
+
+def loaders(batch: int = 96 // STEPS) -> tuple[DataLoader[Any], DataLoader[Any]]:
     return (
         DataLoader(TensorDataset(*stripes()), batch_size=batch, shuffle=True),
         DataLoader(TensorDataset(*stripes(60, seed=2)), batch_size=30),
@@ -51,6 +55,6 @@ def loaders(batch: int = 16) -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 def recipe(**given: Any) -> hgnp.Recipe:
     """Constant learning rate, the flatness term in every step, nothing measured; `given` replaces any field."""
-    quick = {"keep": 0.3, "warmup_epochs": 2, "neurons_per_round": 8, "finetune_epochs": 2, "lr": 0.05, "seed": 0}
+    quick = {"keep": 0.3, "warmup_epochs": 2, "neurons_per_round": 12, "finetune_epochs": 2, "lr": 0.05, "seed": 0}
     plain = {"schedule": "constant", "refresh_every": 1, "skip_inactive": False, "measure": "none"}
     return hgnp.Recipe(**(quick | plain | given))

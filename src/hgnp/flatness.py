@@ -26,6 +26,7 @@ from hgnp.curvature.choices import (
 )
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.step import State, Step, make_step
+from hgnp.curvature.validation import check_bound, check_mu
 from hgnp.errors import refuse_renamed
 from hgnp.execution.eager import Eager
 from hgnp.execution.process_group import ranks_of
@@ -118,7 +119,13 @@ class Flatness:
         return view
 
     def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
-        """Adds scale·∇(C + μ·max(0, q − B)) to `.grad` and returns C, which is not scaled."""
+        """Adds scale·∇(C + μ·max(0, q − B)) to `.grad` and returns C, which is not scaled.
+
+        Args:
+            inputs: what the network takes: a tensor, a tuple or list (positional) or a dictionary (keywords).
+            target: what the loss takes beside the output.
+            scale: a factor on the gradient, such as 1/steps for gradient accumulation, or a gradient scaler's scale.
+        """
         return self._eager.backward(inputs, target, scale=scale)
 
     def loss(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
@@ -144,7 +151,7 @@ class Flatness:
         state = dataclasses.replace(self._state)
         self._step.share(state, inputs, target)
         v = self._step.direction_of(state, inputs, target) if state.mu else None
-        return self._step.objective(state, inputs, target, mu=state.mu, direction=v)
+        return self._step.objective(state, inputs, target, mu=state.mu, direction=v).value()
 
     @property
     def net(self) -> nn.Module:
@@ -163,6 +170,7 @@ class Flatness:
 
     @mu.setter
     def mu(self, value: float) -> None:
+        check_mu(value)
         self._state.mu = value
 
     @property
@@ -172,39 +180,40 @@ class Flatness:
 
     @bound.setter
     def bound(self, value: float) -> None:
+        check_bound(value)
         self._state.bound = value
 
     @property
     def radius(self) -> float:
         """λ of the eigenpair that the last step penalised; NaN before the first. Waits for the device."""
-        found = self._state.statistics
-        return math.nan if found is None else found.penalized.radius.item()
+        statistics = self._state.statistics
+        return math.nan if statistics is None else statistics.penalized.radius.item()
 
     @property
     def curvature(self) -> float:
         """q = vᵀHv of the last step. Waits for the device."""
-        found = self._state.statistics
-        return math.nan if found is None else found.q
+        statistics = self._state.statistics
+        return math.nan if statistics is None else statistics.q
 
     @property
     def residual(self) -> float:
         """‖(Ψ ⊗ Γ)v − λv‖/λ of that eigenpair; over the network ‖Fv − qv‖/q of the last product. Waits for the device."""
-        found = self._state.statistics
-        return math.nan if found is None else found.residual.item()
+        statistics = self._state.statistics
+        return math.nan if statistics is None else statistics.residual.item()
 
     @property
     def block(self) -> str | None:
         """Name of the layer that the last step penalised; "network" with direction_over="network"."""
-        found = self._state.statistics
-        return None if found is None else found.penalized.block.name
+        statistics = self._state.statistics
+        return None if statistics is None else statistics.penalized.block.name
 
     @property
     def direction(self) -> dict[str, Tensor]:
         """v of the last step (V = diag(n)·v in the scale-invariant metric) by parameter name; zero elsewhere."""
-        found = self._state.statistics
-        if found is None:
+        statistics = self._state.statistics
+        if statistics is None:
             return {}
-        return dict(zip(found.penalized.block.parameters, found.penalized.vectors, strict=False))
+        return dict(zip(statistics.penalized.names, statistics.penalized.vectors, strict=True))
 
     @property
     def routes(self) -> dict[str, str]:

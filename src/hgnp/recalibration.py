@@ -43,7 +43,7 @@ def recalibrate(net: nn.Module, batches: Iterable[Any]) -> None:
     if not norms:
         return
     momenta = {name: norm.momentum for name, norm in norms.items()}
-    found = {name: {key: value.clone() for key, value in _statistics(norm).items()} for name, norm in norms.items()}
+    before = {name: {key: value.clone() for key, value in _statistics(norm).items()} for name, norm in norms.items()}
     try:
         with preserve_modes(net), preserve_generators(net), torch.no_grad():
             net.eval()
@@ -53,12 +53,12 @@ def recalibrate(net: nn.Module, batches: Iterable[Any]) -> None:
             _run_all(net, batches)
             for name, norm in norms.items():
                 if not norm.num_batches_tracked:
-                    _restore(norm, found[name])
+                    _restore(norm, before[name])
                 elif not all(bool(value.isfinite().all()) for value in _statistics(norm).values()):
                     raise InputError(f"batches must give {name or 'net'} finite statistics, got some that are not")
     except BaseException:
         for name, norm in norms.items():
-            _restore(norm, found[name])
+            _restore(norm, before[name])
         raise
     finally:
         for name, norm in norms.items():
@@ -69,10 +69,10 @@ def _statistics(norm: _BatchNorm) -> dict[str, Tensor]:
     return {key: getattr(norm, key) for key in ("running_mean", "running_var", "num_batches_tracked")}
 
 
-def _restore(norm: _BatchNorm, found: Mapping[str, Tensor]) -> None:
+def _restore(norm: _BatchNorm, before: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for key, value in _statistics(norm).items():
-            value.copy_(found[key])
+            value.copy_(before[key])
 
 
 def _run_all(net: nn.Module, batches: Iterable[Any]) -> None:

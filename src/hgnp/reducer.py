@@ -26,7 +26,8 @@ class Reducer:
     """Whether BatchNorm takes its statistics from the samples of all ranks."""
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Each tensor summed over the ranks, detached; all of them in one buffer."""
+        """Each tensor summed over the ranks, in one buffer per dtype. The sums of several ranks are detached: they have no
+        gradient."""
         return list(tensors)
 
     def broadcast(self, data: bytes) -> bytes:

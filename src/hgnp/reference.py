@@ -1,7 +1,8 @@
 """Algorithms 1 and 2 of the paper, a page each: dense, slow, and the first file to read. It needs PyTorch alone.
 
 The rest of hgnp computes the same numbers faster, for more networks and with more choices: `hgnp.prune` with
-`Recipe(flatness="paper", schedule="constant")` equals `prune` below. The tests hold it to that in float64.
+`Recipe(flatness="paper", schedule="constant")` equals `prune` below once both use the same eigensolver, which is an argument.
+The tests check that in float64.
 
     C         task loss, the mean over the N samples of a batch: cross-entropy
     a, s      input and output (pre-activation) of a layer; ã = [a; 1] if it has a bias, [patch of a; 1] if it is a convolution
@@ -67,14 +68,14 @@ def train(
 ) -> None:  # fmt: skip
     """Algorithm 1, one epoch: W ← W − α·∇L for each batch, or what the optimizer makes of ∇L.
 
-    `eigenvectors` are those of the last batch, replaced as training goes on; `penalty` is passed to `penalized_loss`."""
+    `eigenvectors` are those of the last batch, replaced after each batch; `penalty` is passed to `penalized_loss`."""
     net.train()
     for x, y in batches:
         optimizer.zero_grad()
-        found = penalized_loss(net, x, y, starts=eigenvectors, **penalty)
-        found.objective.backward()
+        penalized = penalized_loss(net, x, y, starts=eigenvectors, **penalty)
+        penalized.objective.backward()
         optimizer.step()
-        eigenvectors.update(found.eigenvectors)
+        eigenvectors.update(penalized.eigenvectors)
 
 
 def penalized_loss(
@@ -190,11 +191,13 @@ def batch_norm(
     """weight·(x − E x)/√(Var x + ε) + bias for each channel, of elementary operations. Updates the running `mean` and `var`."""
     if not training:
         return F.batch_norm(x, mean, var, weight, bias, False, momentum, eps)
+    n = x.numel() // x.shape[1]
+    if n == 1:
+        raise ValueError(f"BatchNorm needs more than 1 value per channel in training, got {tuple(x.shape)}")
     dims, shape = [0, *range(2, x.dim())], [1, -1] + [1] * (x.dim() - 2)
     m = x.mean(dims, keepdim=True)
     s = (x - m).square().mean(dims, keepdim=True)
     if mean is not None and var is not None:
-        n = x.numel() / x.shape[1]
         mean.lerp_(m.detach().flatten(), momentum)
         var.lerp_(s.detach().flatten() * n / (n - 1), momentum)
     y = (x - m) * torch.rsqrt(s + eps)
@@ -233,7 +236,7 @@ def prune(
 
     epoch, kept = 0, 1.0
     while kept > keep:
-        batches = list(loader)
+        batches = list(loader)  # the batch that is scored is the first to be trained on
         if epoch >= warmup_epochs and epoch % prune_every == 0:
             pruned = 0
             scores = sensitivity(net, *batches[0], masks, **penalty)
@@ -342,9 +345,9 @@ def chain(net: nn.Sequential) -> dict[str, Layer]:
     for name, module in net.named_modules(remove_duplicate=False):
         if isinstance(module, Layer) and module not in layers.values():
             layers[name] = module
-        elif type(module) not in CHANNELWISE and not isinstance(module, Norm):
+        elif type(module) not in CHANNELWISE and not (isinstance(module, Norm) and module.track_running_stats):
             raise ValueError(
-                "net must be an nn.Sequential of Linear, Conv2d, BatchNorm, elementwise activations, pooling and Flatten, each "
-                f"layer once, got {name or 'net'}: {type(module).__name__}; use hgnp.prune"
+                "net must be an nn.Sequential of Linear, Conv2d, BatchNorm with running statistics, elementwise activations, "
+                f"pooling and Flatten, each layer once, got {name or 'net'}: {type(module).__name__}; use hgnp.prune"
             )
     return layers

@@ -61,16 +61,16 @@ class Snapshot:
 
     Attributes:
         asked: The value of `recipe.snapshots`.
-        got: The fraction of the target's quantity that is left: a round may go below the value.
+        got: The fraction of the target's quantity that is left, at most `asked`.
         kept: Parameters left, as a fraction of those at the start.
         metric: On the validation data; None without such data.
         val_loss: On the validation data; None without such data.
         parameters: Number of parameters.
         neurons: Number of neurons that can be removed.
         macs: Multiply–accumulate operations per sample.
-        epoch: The epoch at whose end the network was copied.
+        epoch: The epoch of the round that reached it.
         epochs: Epochs of fine-tuning.
-        path: Its folder, for `hgnp.load`; None without `out`. Values that one round reaches share a folder.
+        path: Its folder, for `hgnp.load`; None without `out`.
         model: The network, if there is no folder.
     """
 

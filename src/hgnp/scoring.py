@@ -1,6 +1,6 @@
 """Equation 6: how much the loss, with its flatness term, changes when a neuron's output is attenuated.
 
-With a gate γ_j on the output of neuron j (`neurons.gates`: after norm and activation, shared by channels that live and die
+With a gate γ_j on the output of neuron j (`neurons.gates`: after norm and activation, shared by channels that are removed
 together) and L = C + μ·max(0, q − B) the mean over N samples,
 
     δ_i^j = N·∂L/∂γ_i^j at γ = 1,     score_j = mean_i |δ_i^j|,     then divided by the L2 norm over its layer.
@@ -26,9 +26,10 @@ from torch.utils.checkpoint import CheckpointError
 from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
-from hgnp.curvature.direction import Direction
+from hgnp.curvature.device import capturing
 from hgnp.curvature.factors import Block, WholeNetwork
 from hgnp.curvature.losses import Loss, loss_curvature
+from hgnp.curvature.network_direction import AnyDirection
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.errors import InputError, InputTypeError
 from hgnp.execution.graphs import Capture, GraphedFunction
@@ -127,18 +128,17 @@ def scored(
     graphs: bool = True,
     losses: bool | None = None,
 ) -> Scores:
-    """`sensitivity`, of what is known to be in order. With `graphs`, batches on a GPU come from CUDA graphs where they can.
+    """`sensitivity` with validated arguments. With `graphs`, batches on a GPU come from CUDA graphs where they can.
     `losses`: whether the network returns what the loss takes in training mode alone; None: find out."""
     reducer, net = step.reducer, neurons.net
     average_statistics(reducer, net)
     if criterion in WEIGHT_SCORES:
         return _of_first(reducer, normalised(WEIGHT_SCORES[criterion](neurons)))
     if losses is None:
-        batches, losses = _find_losses(step, batches)
+        batches, losses = _detect_training_losses(step, batches)
     gates = neurons.gates(coupling, losses=losses)
-    capture = (
-        _capture(net) if graphs and not losses and reducer.ranks == 1 else None
-    )  # a graph holds no sums over ranks
+    # a graph holds no sums over ranks
+    capture = make_capture(net) if graphs and not losses and reducer.ranks == 1 else None
     with evaluating(net, losses=losses), torch.enable_grad(), RandomState(*net.parameters()):
         raw = _means(step, state, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture)
     has_gate = {layer: (indices < gates.count) for layer, indices in gates.rows.items()}
@@ -173,14 +173,14 @@ def loss_in_training_only(net: nn.Module, loss: Loss, output: Output | None, inp
     return False
 
 
-def _find_losses(step: Step, batches: Iterable[Any]) -> tuple[Iterable[Any], bool]:
+def _detect_training_losses(step: Step, batches: Iterable[Any]) -> tuple[Iterable[Any], bool]:
     """The batches, and whether the loss exists in training mode alone, which the first of them tells."""
     pairs = _pairs(batches)
     first = next(pairs, None)
     if first is None:
         return (), False
-    found = loss_in_training_only(step.net, step.loss, step.output, *first[:2])
-    return itertools.chain([first[:2]], (pair[:2] for pair in pairs)), found
+    losses = loss_in_training_only(step.net, step.loss, step.output, *first[:2])
+    return itertools.chain([first[:2]], (pair[:2] for pair in pairs)), losses
 
 
 def normalised(scores: Scores) -> Scores:
@@ -204,7 +204,7 @@ def _means(
     if x is None:
         raise InputError("batches must have at least one (inputs, target) pair, got none")
     gates, before = gates.to(x.device), RandomState(*step.net.parameters())
-    per_sample = _samples_lead(step, gates, inputs, x)
+    per_sample = _samples_come_first(step, gates, inputs, x)
     mu = state.mu if mu is None else mu
     if not before.is_now() or (mu and step.choices.fisher_type == "mc"):
         capture = None  # a graph would draw the same at every replay
@@ -242,12 +242,18 @@ def _sum(
     inputs, target, pair = batch
     v = None if block is None else state.direction.along(block, pair)
     x = next(tensors_in(inputs))
-    gamma = _ones(x, samples_in(inputs) if per_sample else 1, gates)
-    value = gates.run(
+    gamma = _open_gates(x, samples_in(inputs) if per_sample else 1, gates)
+    objective = gates.run(
         as_inputs(inputs),
         lambda: step.objective(state, inputs, target, mu=mu, direction=v, within=gated(gates, gamma)),
     )
-    delta = _slope(value, gamma) * state.samples  # summed over the batch this is N times its mean
+    if objective.term is None or not capturing():
+        gradient = _gradient(objective.value(), gamma)
+    else:  # a graph cannot ask the host; masked after the derivative, which may be infinite: 0·∞ is NaN
+        gradient, term = _gradient(objective.loss, gamma, retain_graph=True), _gradient(objective.term, gamma)
+        assert objective.active is not None
+        gradient = gradient + torch.where(objective.active, term, 0.0)
+    delta = gradient * state.samples  # summed over the batch this is N times its mean
     if not per_sample:  # of the batch as a whole, whose absolute value is each rank's equal part of the sum over ranks
         delta = step.reducer.sum([delta])[0] / step.reducer.ranks
     return (delta if signed else delta.abs()).sum(0)
@@ -260,7 +266,7 @@ class _Sums:
     def __init__(
         self,
         work: Callable[[Block | WholeNetwork | None, Any], Tensor],
-        direction_of: Callable[[Any, Any], Direction] | None,
+        direction_of: Callable[[Any, Any], AnyDirection] | None,
         net: nn.Module,
         capture: Capture | None,
     ) -> None:
@@ -281,7 +287,7 @@ class _Sums:
         return function if self._capture is None else GraphedFunction(function, self._net, self._capture)
 
 
-def _capture(net: nn.Module) -> Capture | None:
+def make_capture(net: nn.Module) -> Capture | None:
     """For a network on a GPU."""
     device = next(net.parameters()).device
     return Capture(device) if device.type == "cuda" else None
@@ -298,28 +304,28 @@ def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
         yield batch[0], batch[1], x
 
 
-def _ones(x: Tensor, samples: int, gates: Gates) -> Tensor:
+def _open_gates(x: Tensor, samples: int, gates: Gates) -> Tensor:
     exact = torch.float64 in (x.dtype, *(parameter.dtype for parameter in gates.structure.net.parameters()))
     dtype = torch.float64 if exact else torch.float32  # x may be token numbers
     return torch.ones(samples, gates.count, dtype=dtype, device=x.device, requires_grad=True)
 
 
-def _slope(value: Tensor, gamma: Tensor) -> Tensor:
+def _gradient(value: Tensor, gamma: Tensor, *, retain_graph: bool = False) -> Tensor:
     try:
-        (slope,) = torch.autograd.grad(value, gamma, materialize_grads=True)
+        (gradient,) = torch.autograd.grad(value, gamma, retain_graph=retain_graph, materialize_grads=True)
     except CheckpointError as error:
         raise InputError(
             "net must run without activation checkpointing in evaluation mode, got a checkpointed part, which would run again "
             "without gates; turn it off while scoring"
         ) from error
-    return slope
+    return gradient
 
 
-def _samples_lead(step: Step, gates: Gates, inputs: Any, x: Tensor) -> bool:
+def _samples_come_first(step: Step, gates: Gates, inputs: Any, x: Tensor) -> bool:
     """Whether closing a sample's gates changes that sample alone: samples come first in every tensor and do not mix."""
     n = samples_in(inputs)
-    gamma = _ones(x, n, gates)
-    lead = 0.0
+    gamma = _open_gates(x, n, gates)
+    come_first = 0.0
 
     def forward() -> Any:
         with gated(gates, gamma):
@@ -329,10 +335,10 @@ def _samples_lead(step: Step, gates: Gates, inputs: Any, x: Tensor) -> bool:
         z = [each for each in tensors_in(gates.run(as_inputs(inputs), forward)) if each.requires_grad]
         if z and all(each.shape[:1] == (n,) for each in z):
             total = torch.stack([each[n // 2 :].sum() for each in z]).sum()
-            lead = float(not bool(_slope(total, gamma)[: n // 2].any()))
+            come_first = float(not bool(_gradient(total, gamma)[: n // 2].any()))
     except SampleDimensionError:
         pass
-    (agreed,) = step.reducer.sum([torch.full((), lead, device=x.device)])
+    (agreed,) = step.reducer.sum([torch.full((), come_first, device=x.device)])
     if agreed == step.reducer.ranks:
         return True
     warnings.warn("the first dimension of some tensor is not the sample, or samples mix; scores are |mean of the derivative| "

@@ -1,9 +1,11 @@
 """State guards: context managers that restore modes, module attributes and random number generators."""
 
 import random
+import sys
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,30 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+
+
+class _EagerStance:
+    """PyTorch's stance on compiled functions is one for all threads: the first that enters sets it, the last that leaves
+    restores it. Otherwise a thread that leaves second would restore what the first had set."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._restore = threading.Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside and "torch._dynamo" in sys.modules:  # which torch.compile imports
+                self._restore.enter_context(torch.compiler.set_stance("force_eager"))
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._restore.close()
+
+
+compiled_functions_run_eagerly = _EagerStance()
+"""Inside the block functions of torch.compile run as they are written, so that their operations can be seen."""
 
 
 @contextmanager

@@ -153,11 +153,11 @@ def prune(
                 return {"finished": read_finished(folder, len(also))}
             return {"checkpoint": checkpoint.read(folder.checkpoint) if folder.checkpoint.exists() else None}
 
-        found = checkpoint.from_first(reducer, read)
-        assert found is not None
-        if "finished" in found:
-            return load_finished(found["finished"], net, also, recipe, folder)
-        stored = found["checkpoint"]
+        contents = checkpoint.from_first(reducer, read)
+        assert contents is not None
+        if "finished" in contents:
+            return load_finished(contents["finished"], net, also, recipe, folder)
+        stored = contents["checkpoint"]
         if recipe.seed is not None:
             rng_state.seed(recipe.seed)
         home = next(net.parameters()).device
@@ -224,13 +224,13 @@ def read_finished(folder: RunFolder, copies: int) -> dict[str, Any]:
 
 
 def load_finished(
-    found: Mapping[str, Any], net: nn.Module, also: Sequence[nn.Module], recipe: Recipe, folder: RunFolder | None
+    finished: Mapping[str, Any], net: nn.Module, also: Sequence[nn.Module], recipe: Recipe, folder: RunFolder | None
 ) -> Result:
     """The result of a finished run, with its networks loaded into `net` and `also`."""
-    stored, path = found["result"], Path(found["path"])
+    stored, path = finished["result"], Path(finished["path"])
     try:
         result = Result(
-            model=net, history=found["history"], recipe=recipe, before=Facts(**stored["before"]),
+            model=net, history=finished["history"], recipe=recipe, before=Facts(**stored["before"]),
             after=Facts(**stored["after"]), target=Target(**stored["target"]), metric=stored["metric"],
             latency=stored["latency"], seconds=stored["seconds"], parts=stored["parts"], stopped=stored["stopped"],
             out=None if folder is None else path,
@@ -239,7 +239,7 @@ def load_finished(
     except (KeyError, TypeError) as error:
         raise InputError(f"{path / 'result.json'}: damaged: {error}; delete it, and resume writes it again") from None
     changes: list[Change] = []
-    for network, saved in zip((net, *also), found["networks"], strict=True):
+    for network, saved in zip((net, *also), finished["networks"], strict=True):
         try:
             changes += changes_to_fit(saved["widths"], saved["tensors"], network)
         except ValueError as error:
@@ -258,8 +258,8 @@ def own_device(net: nn.Module, device: str | torch.device | None) -> torch.devic
 def as_device(device: str | torch.device) -> torch.device:
     """A device that exists and holds data; InputError for any other."""
     try:
-        found = torch.device(device)
-        torch.empty(1, device=found).cpu()  # fails for meta, which has no data to copy
+        chosen = torch.device(device)
+        torch.empty(1, device=chosen).cpu()  # fails for meta, which has no data to copy
     except (RuntimeError, AssertionError, TypeError) as error:
         raise InputError(f"device must be one that PyTorch can use here, got {device!s}: {first_line(error)}") from None
-    return found
+    return chosen

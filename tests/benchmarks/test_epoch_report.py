@@ -23,7 +23,8 @@ def tiny() -> nn.Module:
 
 
 def test_every_method_is_measured_against_the_plain_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epoch, "PICTURES", 512)
+    for name, few in {"IMAGES": 512, "TRIAL": 1, "FEWEST": 3, "AFTER": 3, "NAIVE_STEPS": 2}.items():
+        monkeypatch.setattr(epoch, name, few)
     bench = epoch.Bench(torch.device("cpu"), 16, 0.01, Report(tmp_path / "a.md", "# Head", FACTS))
     assert bench.epoch_steps == 32
     bench.epochs(tiny(), "vgg16", 100.0)
@@ -50,7 +51,7 @@ def test_every_method_is_measured_against_the_plain_epoch(tmp_path: Path, monkey
 
 
 def test_a_failure_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epoch, "PICTURES", 64)
+    monkeypatch.setattr(epoch, "IMAGES", 64)
     bench = epoch.Bench(torch.device("cpu"), 16, 0.01, Report(tmp_path / "a.md", "# Head", FACTS))
     with bench.going_on("Naive", "vgg16", "100 %"):
         raise RuntimeError("out of memory")
@@ -58,7 +59,7 @@ def test_a_failure_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", epoch.NETS)
-def test_the_presets_reading_is_the_presets(name: str) -> None:
+def test_the_presets_penalty_is_the_presets(name: str) -> None:
     recipe = preset(epoch.NETS[name][1]).recipe
     found = epoch.options(name, "HGNP, preset")
     assert (found["mu"], found["refresh_every"]) == (recipe["mu"], recipe.get("refresh_every", 1))

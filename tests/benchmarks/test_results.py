@@ -75,9 +75,20 @@ def test_the_page_has_each_seed_and_names_what_is_missing(tmp_path: Path) -> Non
     assert "| 0, 1, 2 | 94.00, 94.10, 94.20 | 94.10 | 0.10 | 5.00 | 50,000 | 1.5 M | 5.0 | 16 |" in row
     otov2 = next(line for line in text.splitlines() if line.startswith("| OTOv2 | VGG-16-BN | mixup | scratch | 300"))
     assert otov2.endswith("| 93.27 | beats it |")
-    assert "| ResNet-18 pruned to κ 8.8 % over a uniformly narrowed one | not run, or fewer than two seeds" in text
+    assert "| ResNet-18 pruned to κ 5 % over a uniformly narrowed one | not run, or fewer than two seeds" in text
     assert f"| {results.VGG}, torch-pruning, κ 5 % | 0 |" in text
     assert "| 43 |" in text  # 16 epochs after the 27 of the other library's rounds
     assert "Not run yet: `python benchmarks/robustness.py" in text
     assert "Not run yet: `hgnp study cifar10-best" not in text
     assert {series.label for series in drawn[0].series} >= {"VGG-16, others", "ResNet-18, others"}
+
+
+def test_held_out_accuracies_are_not_among_those_of_the_test_set(tmp_path: Path) -> None:
+    for setting in ("long", "short"):
+        write_run(tmp_path / "results" / "holdout" / setting, name=results.VGG, method="taylor", keep=0.05)
+    text, drawn = results.page(tmp_path / "results", tmp_path / "results.md", "python benchmarks/results.py")
+    before, after = text.split("## Choices between settings")
+    for setting in ("long", "short"):
+        assert f"| {results.VGG} ({setting}), taylor, κ 5 % |" in after
+        assert f"({setting})" not in before
+    assert {series.label for series in drawn[0].series} == {"VGG-16, others", "ResNet-18, others"}

@@ -55,7 +55,7 @@ def test_help_has_whole_summaries_and_no_python_types(capsys: pytest.CaptureFixt
             "recipe.threshold must be a fraction from 0 to 1 with method 'hybrid', got None",
         ),
         (["run", "--set", "recipe.threshold=0.5"], "recipe.threshold must be None with method 'hgnp', got 0.5"),
-        (["run", "--data", "x"], "--data: digits takes no folder; omit --data"),
+        (["run", "--data", "x"], "--data must be omitted for digits, which takes no folder, got x"),
         (["run", "--device", "abacus"], "device must be one that PyTorch can use here, got abacus"),
         (["presets", "dem"], "preset must be a known one, got 'dem'; did you mean demo"),
     ],

@@ -28,7 +28,7 @@ def test_paper_as_json_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[s
     write_paper_run(tmp_path / "runs" / "h", "vgg16-cifar10")
     assert call("paper", str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert [group["group"] for group in found["groups"]] == ["HGNP, literal reading (1 seed)"]
+    assert [group["group"] for group in found["groups"]] == ["HGNP, literal penalty (1 seed)"]
     assert found["groups"][0]["runs"] == ["h"]
     assert not (tmp_path / "runs" / "page").exists()
     assert json.loads((tmp_path / "out" / "paper.json").read_text())["counts"] == found["counts"]

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,28 +14,18 @@ import yaml
 
 import hgnp
 from command import call
+from forked import Forked, limit_file_size
 from hgnp.cli import app
 from hgnp.cli.run import default_folder
 from hgnp.experiments.build import Experiment
 from hgnp.experiments.config import Config, read
 from hgnp.experiments.models import DigitsNet
+from hgnp.progress import LineProgress
 
 TINY = [
     "--set", "model_args.width=4", "--set", "data_args.batch=512", "--set", "recipe.warmup_epochs=0", "--set",
     "recipe.neurons_per_round=60", "--set", "recipe.finetune_epochs=0", "--set", "recipe.keep=0.5", "--device", "cpu",
 ]  # fmt: skip
-
-
-def start(*arguments: str, before: str = "") -> subprocess.Popen[str]:
-    """The command in a process of its own, after the Python code `before`."""
-    code = f"import sys\n{before}\nfrom hgnp.cli import app\napp({list(arguments)!r})"
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -150,26 +138,23 @@ def test_a_gap_in_the_numbering_hides_no_run() -> None:
 
 
 def test_an_interrupted_run_prints_the_command_to_resume() -> None:
-    process = start("run", *TINY, "--set", "recipe.warmup_epochs=1000", "--out", "a b")
-    assert process.stdout is not None
+    process = Forked(app, ["run", *TINY, "--set", "recipe.warmup_epochs=1000", "--out", "a b"])
     assert any(line.startswith("epoch   0 warmup") for line in process.stdout)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 130, err
+    process.interrupt()
+    code, _, err = process.wait()
+    assert code == 130, err
     command = "hgnp run 'a b/config.yaml' --out 'a b' --resume"
     assert err == f"\nhgnp: interrupted; {command} resumes after the last completed epoch\n"
     assert len(Path("a b/metrics.jsonl").read_text().splitlines()) >= 1
 
 
 def test_a_full_disk_is_a_run_that_stopped_and_can_be_resumed(capsys: pytest.CaptureFixture[str]) -> None:
-    """A limit on the size of files stands in for the disk: the same error from the same system call."""
-    full = (
-        "import resource, signal\nfrom hgnp.progress import LineProgress\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "LineProgress.epoch = lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"
-    )
-    process = start("run", *TINY, "--set", "recipe.finetune_epochs=1", "--out", "x", before=full)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 1, err
+    def run() -> None:
+        LineProgress.epoch = lambda *_: limit_file_size()  # type: ignore[assignment,method-assign]
+        app(["run", *TINY, "--set", "recipe.finetune_epochs=1", "--out", "x"])
+
+    code, _, err = Forked(run).wait()
+    assert code == 1, err
     assert err.startswith("hgnp: x could not be written (")
     assert err.endswith("; the last good checkpoint is x/checkpoint.safetensors\n")
     assert call("run", "x/config.yaml", "--out", "x", "--resume") == 0
@@ -261,13 +246,13 @@ def test_a_finished_run_whose_result_is_damaged_says_so(
 
 @pytest.mark.usefixtures("finished")
 def test_what_a_terminal_cannot_show_is_replaced() -> None:
-    command = [
-        sys.executable,
-        *["-m", "hgnp", "bench", "x", "--batch", "2", "--repeats", "1", "--variant", "eager", "--device", "cpu"],
-    ]
-    done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=False)
-    assert done.returncode == 0, done.stderr
-    assert b"1.00?" in done.stdout
+    def bench() -> None:
+        sys.stdout.reconfigure(encoding="ascii")  # type: ignore[union-attr]
+        app(["bench", "x", "--batch", "2", "--repeats", "1", "--variant", "eager", "--device", "cpu"])
+
+    code, said, err = Forked(bench).wait()
+    assert code == 0, err
+    assert "1.00?" in said
     assert Path("x/bench.json").is_file()
 
 

@@ -21,7 +21,7 @@ def test_a_run_with_snapshots(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     found = json.loads(said.out)["snapshots"]
     assert [each["asked"] for each in found] == [0.8, 0.6]
     assert [each["path"] for each in found] == ["snapshots/0.8", "snapshots/0.6"]
-    assert "snapshot 0.8: fine-tuning starts after" in said.err
+    assert "snapshot 0.8: resumes after" in said.err
     for each in found:
         line = next(line for line in said.err.splitlines() if line.rstrip().endswith(each["path"]))
         assert line.split()[:4] == [

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,25 +20,53 @@ from command import call
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds its children in Linux' /proc")
 
+NETWORK = """
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+HOLD = Path(__file__).with_name("hold")
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 3))
+
+
+class Batches(list):
+    epochs = 0
+
+    def __iter__(self):
+        deadline = time.monotonic() + 60
+        while self.epochs > 2 and HOLD.exists() and time.monotonic() < deadline:  # to be killed or interrupted
+            time.sleep(0.01)
+        self.epochs += 1
+        return super().__iter__()
+
+
+def loaders():
+    x, y = torch.randn(48, 4, generator=torch.Generator().manual_seed(1)), torch.arange(48) % 3
+    return Batches([(x[:24], y[:24]), (x[24:], y[24:])]), [(x, y)]
+"""
+CONFIG = """
+model: tiny:Net
+data: tiny:loaders
+recipe: {keep: 0.5, warmup_epochs: 5, neurons_per_round: 6, finetune_epochs: 1, measure: none}
+"""
 STUDY = """
 name: small
-networks: demo
+networks: tiny.yaml
 methods:
   hgnp: {method: hgnp}
   plain: {set: {recipe.method: taylor}}
   diverges: {method: taylor, set: {recipe.lr: 1e30}}
 seeds: 1
 baseline: plain
-set:
-  model_args.width: 4
-  data_args.batch: 512
-  recipe.warmup_epochs: 8
-  recipe.neurons_per_round: 24
-  recipe.finetune_epochs: 1
-  recipe.keep: 0.5
-  recipe.measure: none
+set: {recipe.lr: 0.02}
 """
-RUNS = ["demo-hgnp-0", "demo-plain-0"]
+RUNS = ["tiny-hgnp-0", "tiny-plain-0", "tiny-diverges-0"]
 
 
 def start(*arguments: str) -> "subprocess.Popen[str]":
@@ -94,95 +123,111 @@ def times(folder: Path) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A study, two runs at once, whose first run was killed in the middle, so that the others went on; then resumed by the same
-    command."""
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a study's file."""
     place = tmp_path_factory.mktemp("study")
-    (place / "small.yaml").write_text(STUDY)
-    out = place / "out"
-    command = [
-        str(place / "small.yaml"),
-        "--out",
-        str(out),
-        "--device",
-        "cpu",
-        "--jobs",
-        "2",
-        "--methods",
-        "hgnp,plain",
-    ]
+    for name, text in {"small.yaml": STUDY, "tiny.yaml": CONFIG, "tiny.py": NETWORK}.items():
+        (place / name).write_text(text)
+    return place
+
+
+@pytest.fixture(scope="module")
+def interrupted(study: Path) -> Path:
+    """The output of a study of two runs at once. Its first run was killed, and the others went on, one of them to diverge. A
+    second call was interrupted while it resumed the first run."""
+    hold, out = study / "hold", study / "out"
+    command = [str(study / "small.yaml"), "--out", str(out), "--device", "cpu"]
     first = out / RUNS[0]
 
-    process = start(*command)
-    wait_for(lambda: len(rows(first)) >= 2, process)
+    hold.touch()
+    process = start(*command, "--jobs", "2")
+    wait_for(lambda: rows(first), process)
     os.kill(children(process)[0], signal.SIGKILL)
+    hold.unlink()
     said, errors = process.communicate(timeout=300)
     assert process.returncode == 1
     assert f"hgnp: {RUNS[0]} failed: killed by SIGKILL (see {out}/logs/{RUNS[0]}.log)" in errors
-    assert "hgnp: 1 of 2 runs failed; run the same command to retry them" in errors
-    assert [(out / name / "result.json").exists() for name in RUNS] == [False, True]
+    assert f"hgnp: {RUNS[2]} failed: the loss is nan in epoch 0" in errors
+    assert "hgnp: 2 of 3 runs failed; run the same command to retry them" in errors
+    assert [(out / name / "result.json").exists() for name in RUNS] == [False, True, False]
     assert f"{RUNS[1]}: epoch " in said
-    assert "(2 of 2)" in said
-    assert (out / "page.html").exists()  # of the other
-    before = {name: times(out / name) for name in RUNS[1:]}
+    assert f"{RUNS[2]}: failed: " in said
+    assert "(3 of 3)" in said
+    assert "plain" in (out / "summary.csv").read_text()  # the one that finished
+    kept = json.loads((out / "study.json").read_text())
+    assert [(run["method"], run["error"] is None) for run in kept["runs"]] == [
+        ("hgnp", False), ("plain", True), ("diverges", False)
+    ]  # fmt: skip
 
+    hold.touch()
+    done = len(rows(first))
+    process = start(*command, "--seeds", "0", "--methods", "hgnp,diverges")
+    wait_for(lambda: len(rows(first)) > done, process)
+    begun = children(process)
+    assert len(begun) == 1  # one after the other
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=120)[1]
+    hold.unlink()
+    assert process.returncode == 130
+    again = f"hgnp study {shlex.join(command)} --seeds 0 --methods hgnp,diverges"
+    assert f"hgnp: interrupted; {again} resumes every run after its last completed epoch" in errors
+    assert not any(alive(pid) for pid in begun)
+    assert "hgnp: interrupted" in (out / "logs" / f"{RUNS[0]}.log").read_text()  # by itself, not killed
+    assert not (first / "result.json").exists()
+    return out
+
+
+@pytest.fixture(scope="module")
+def whole(interrupted: Path) -> Path:
+    """The output of the study, resumed to its end."""
+    out, finished = interrupted, interrupted / RUNS[1]
+    before = times(finished)
+    command = [str(out.parent / "small.yaml"), "--out", str(out), "--device", "cpu", "--methods", "hgnp,plain"]
     code, said, errors = finish(*command, "--json")
     assert code == 0, errors
     assert "2 runs, 1 already finished, 1 to run" in errors
-    assert json.loads((first / "result.json").read_text())["parts"] == 2
-    assert before == {name: times(out / name) for name in RUNS[1:]}
+    assert json.loads((out / RUNS[0] / "result.json").read_text())["parts"] == 3
+    assert times(finished) == before
     told = json.loads(said.splitlines()[-1])
-    assert [run["run"] for run in told["runs"]] == RUNS
+    assert [run["run"] for run in told["runs"]] == RUNS[:2]
     assert [run["error"] for run in told["runs"]] == [None] * 2
-    (study,) = told["comparison"]["studies"]
-    assert [(group["label"], group["method"], group["seeds"]) for group in study["groups"]] == [
+    (compared,) = told["comparison"]["studies"]
+    assert [(group["label"], group["method"], group["seeds"]) for group in compared["groups"]] == [
         ("hgnp", "hgnp", [0]),
         ("plain", "taylor", [0]),
     ]
-    assert study["baseline"] == "plain"
+    assert compared["baseline"] == "plain"
     for name in ("page.html", "summary.csv", "comparison.json", "study.json", "figures/metric_against_kept.png"):
         assert (out / name).is_file()
     return out
 
 
-def test_an_interrupted_study_resumes_and_a_failed_run_leaves_the_rest_compared(whole: Path, tmp_path: Path) -> None:
-    file, out = str(whole.parent / "small.yaml"), tmp_path / "x"
-    command = [file, "--out", str(out), "--device", "cpu", "--seeds", "0", "--methods", "hgnp,diverges"]
-    first = out / RUNS[0]
-    process = start(*command)
-    wait_for(lambda: len(rows(first)) >= 2, process)
-    begun = children(process)
-    assert len(begun) == 1  # one after the other
-    process.send_signal(signal.SIGINT)
-    errors = process.communicate(timeout=120)[1]
-    assert process.returncode == 130
-    again = f"hgnp study {file} --out {out} --device cpu --seeds 0 --methods hgnp,diverges"
-    assert f"hgnp: interrupted; {again} resumes every run after its last completed epoch" in errors
-    assert not any(alive(pid) for pid in begun)
-    assert "hgnp: interrupted" in (out / "logs" / f"{RUNS[0]}.log").read_text()  # by itself, not killed
-    assert not (first / "result.json").exists()
-
-    code, said, errors = finish(*command)
-    assert code == 1
-    assert rows(first) == rows(whole / RUNS[0])  # of two at once, killed elsewhere
-    assert (first / "model.safetensors").read_bytes() == (whole / RUNS[0] / "model.safetensors").read_bytes()
-    assert "demo-diverges-0: failed: " in said
-    failed, count = errors.splitlines()
-    assert failed.startswith("hgnp: demo-diverges-0 failed: the loss is nan in epoch 0")
-    assert count == "hgnp: 1 of 2 runs failed; run the same command to retry them"
-    assert "hgnp" in (out / "summary.csv").read_text()
-    kept = json.loads((out / "study.json").read_text())
-    assert [(run["method"], run["error"] is None) for run in kept["runs"]] == [("hgnp", True), ("diverges", False)]
+def test_a_run_that_was_killed_and_interrupted_ends_as_one_that_was_not(whole: Path, tmp_path: Path) -> None:
+    alone = [
+        "--set",
+        "recipe.lr=0.02",
+        "--method",
+        "hgnp",
+        "--seed",
+        "0",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "x"),
+    ]
+    assert call("run", str(whole.parent / "tiny.yaml"), *alone) == 0
+    assert rows(whole / RUNS[0]) == rows(tmp_path / "x")
+    assert (whole / RUNS[0] / "model.safetensors").read_bytes() == (tmp_path / "x" / "model.safetensors").read_bytes()
 
 
 def test_finished_runs_are_recognised_without_their_weights_and_others_are_refused_by_name(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in RUNS:
+    for name in RUNS[:2]:
         (tmp_path / "x" / name).mkdir(parents=True)
         for file in ("run.json", "config.yaml", "metrics.jsonl", "result.json"):
             shutil.copy(whole / name / file, tmp_path / "x" / name / file)
-    before = {name: times(tmp_path / "x" / name) for name in RUNS}
+    before = {name: times(tmp_path / "x" / name) for name in RUNS[:2]}
     command = ["study", str(whole.parent / "small.yaml"), "--out", str(tmp_path / "x"), "--methods", "hgnp,plain"]
     assert call(*command, "--dry-run") == 0
     assert [line.split()[:4] for line in capsys.readouterr().out.splitlines()] == [
@@ -199,4 +244,4 @@ def test_finished_runs_are_recognised_without_their_weights_and_others_are_refus
     assert call(*command) == 2
     assert f"{RUNS[1]} must hold a run of hgnp run, got one without config.yaml" in capsys.readouterr().err
     before[RUNS[1]].pop("config.yaml")
-    assert before == {name: times(tmp_path / "x" / name) for name in RUNS}
+    assert before == {name: times(tmp_path / "x" / name) for name in RUNS[:2]}

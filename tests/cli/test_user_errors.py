@@ -1,14 +1,13 @@
 """What a user can get wrong ends in one line and an exit code; a bug in a user's own code shows its traceback."""
 
 import errno
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from command import call
+from forked import Forked, limit_file_size
 from hgnp.cli import app
 from hgnp.cli.run import was_interrupted
 
@@ -161,18 +160,17 @@ def test_an_error_of_the_file_system(name: str, code: int, capsys: pytest.Captur
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """A limit on the size of files stands in for the disk: the same error from the same system call."""
-    code = (
-        "import resource, signal, sklearn.datasets\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\nfrom hgnp.cli import app\napp(['run', 'ok.yaml', '--out', 'x'])"
-    )
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.startswith("hgnp: ")
-    assert done.stderr.count("\n") == 1
+    def run() -> None:
+        import sklearn.datasets  # noqa: F401  writes a file
+
+        sys.dont_write_bytecode = True
+        limit_file_size(10)
+        app(["run", "ok.yaml", "--out", "x"])
+
+    code, _, err = Forked(run).wait()
+    assert code == 1, err
+    assert err.startswith("hgnp: ")
+    assert err.count("\n") == 1
     assert not Path("x").exists()
 
 

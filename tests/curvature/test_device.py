@@ -114,7 +114,7 @@ def test_memory_is_not_shared_with_what_still_runs(
     )  # fmt: skip
     monkeypatch.setattr(device, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(device, "capturing", lambda: True)
-    monkeypatch.setattr(device, "_streams", lambda _: streams)
+    monkeypatch.setattr(device, "side_streams_of", lambda _: streams)
     with watch:
         flat.backward(x, y)
     assert len(watch.used) > 2
@@ -190,7 +190,7 @@ def test_each_stream_that_captures_has_side_streams_of_its_own(monkeypatch: pyte
     cuda = SimpleNamespace(current_stream=lambda: now[-1], stream=on, Stream=Numbered)
     monkeypatch.setattr(device, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(device, "capturing", lambda: True)
-    monkeypatch.setattr(device, "_families", {})
+    monkeypatch.setattr(device, "STREAM_FAMILIES", {})
     families = []
     for main in (here, Numbered()):
         now[:] = [main]

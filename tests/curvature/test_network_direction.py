@@ -13,8 +13,8 @@ from curvature_cases import LOSSES, Residual, Twice, central, convnet, flat_dire
 from hgnp import Flatness
 from hgnp.errors import InputError
 
-OPEN = -1e3
-NETWORK: dict[str, Any] = {"direction_over": "network", "mu": 1.0, "bound": OPEN}
+ACTIVE = -1e3
+NETWORK: dict[str, Any] = {"direction_over": "network", "mu": 1.0, "bound": ACTIVE}
 
 
 def dense(net: nn.Module, x: Tensor, y: Tensor, loss: Any = F.cross_entropy) -> Tensor:

@@ -328,3 +328,26 @@ def test_a_pass_in_a_precision_of_its_own(curvature: str) -> None:
         finish_step(flat, x, y)
         found.append(flat.curvature)
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+class Dropped(nn.Module):
+    """With `overwrites`, a value that another branch has read is written to: what depends on layer b alone cannot run again."""
+
+    def __init__(self, *, overwrites: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 3)
+        self.drop, self.act, self.overwrites = nn.Dropout(0.3), nn.ReLU(inplace=True), overwrites
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        t = self.act(self.drop(self.b(x)) + h)
+        return self.out(t + (h.mul_(2.0) if self.overwrites else h))
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_a_tape_with_dropout_is_kept_only_if_no_block_needs_a_second_pass(overwrites: bool) -> None:
+    """A graph cannot draw the same masks in a second pass."""
+    torch.manual_seed(0)
+    flat = Flatness(Dropped(overwrites=overwrites), bound=-1.0, direction_from="this_batch")
+    flat.backward(torch.randn(12, 6), torch.randint(0, 3, (12,)))
+    assert step_and_state(flat)[0].passes.can_replay_tape is not overwrites

@@ -35,6 +35,22 @@ def test_module_hooks_are_called_in_every_step(register: str, monkeypatch: pytes
     assert graphed.refused == "a replay calls no module hooks"
 
 
+def test_steps_are_captured_once_the_hooks_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    torch.manual_seed(0)
+    net = Net().double()
+    handle = net.b.register_forward_hook(lambda *_: None)
+    _, graphed, _ = prepared(net)
+    for hooked in (True, False):
+        if not hooked:
+            handle.remove()
+        graphed.begin_epoch()
+        for _ in range(3):
+            graphed.backward(*batch())
+        assert graphed.refused == ("a replay calls no module hooks" if hooked else None)
+        assert bool(graphed._graphs) is not hooked
+
+
 def test_a_hook_that_is_new_in_an_epoch_gets_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the paper's order a loss whose gradient waits for the term's is not taken for one that came from a graph."""
     stand_in(monkeypatch)

@@ -171,6 +171,19 @@ def test_what_was_seen_outlasts_other_graphs(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close((flat.residual, flat.direction), before, rtol=0, atol=0)
 
 
+def test_frozen_parameters_have_no_memory_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be as large as they are."""
+    stand_in(monkeypatch)
+    torch.manual_seed(0)
+    net = Net().double()
+    net.b.requires_grad_(False)
+    _, graphed, _ = prepared(net, bound=-1.0)
+    for _ in range(3):
+        graphed.backward(*batch())
+    assert graphed._graphs
+    assert set(graphed._grad_memory) == {p for p in net.parameters() if p.requires_grad}
+
+
 def test_constants_that_graphs_read_are_kept() -> None:
     """However many other sides there are."""
     first = weakref.ref(eigen.arbitrary(1, torch.double, torch.device("cpu")))
@@ -204,7 +217,7 @@ def test_a_plain_step_that_fails_lets_its_pass_go(monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(0)
     net = Net().double()
     _, graphed, _ = prepared(net, mu=0.0)
-    monkeypatch.setattr(graphed.step, "backward", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(graphed.step, "backward_and_refresh", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         graphed._step(shape_key(batch(), graphed.device), batch())
     assert graphed.state.current is None

@@ -23,13 +23,13 @@ def test_pieces_are_captured_at_their_second_time_and_q_before_its_block_is_know
     graphed.backward(x, y)
     assert not graphed._graphs
     graphed.backward(x, y)
-    assert {key[0] for key in graphed._graphs} == {"loss", "q", "term"}
+    assert {key.piece for key in graphed._graphs} == {"loss", "q", "term"}
     order: list[str] = []
     replay, direction = Again.replay, graphed.state.direction
     name = direction.name
 
     def replayed(again: Again) -> None:
-        order.append(next(key[0] for key, captured in graphed._graphs.items() if captured.graph is again))
+        order.append(next(key.piece for key, captured in graphed._graphs.items() if captured.graph is again))
         replay(again)
 
     def named() -> str | None:
@@ -95,7 +95,7 @@ def test_the_backward_pass_is_chosen_once_q_is_known(
     replay = Again.replay
 
     def replayed(again: Again) -> None:
-        order.append(next(key[0] for key, captured in graphed._graphs.items() if captured.graph is again))
+        order.append(next(key.piece for key, captured in graphed._graphs.items() if captured.graph is again))
         replay(again)
 
     monkeypatch.setattr(Again, "replay", replayed)

@@ -133,3 +133,20 @@ def test_a_scheduler_does_not_stand_in_the_way() -> None:
     graphed.step(optimizer, left)
     assert (stand.captures, stand.replays) == (1, 3)
     assert [rate.item() for rate in stand.rates] == pytest.approx([0.01, 0.03])
+
+
+def test_a_parameter_that_leaves_the_optimizer_drops_the_graph() -> None:
+    net, optimizer = made("cpu")
+    stand = Stand(optimizer)
+    graphed = GraphedOptimizer(stand)  # type: ignore[arg-type]
+    left = [(parameter, torch.ones_like(parameter)) for parameter in net.parameters()]
+    for parameter, grad in left:
+        parameter.grad = grad
+    for _ in range(3):
+        graphed.step(optimizer, left)
+    assert (stand.captures, stand.replays) == (1, 2)
+    optimizer.param_groups[0]["params"].remove(net[0].weight)  # by its identity: it is the first
+    graphed.step(optimizer, left)
+    assert (stand.captures, stand.replays) == (1, 2)  # the graph would step it still
+    graphed.step(optimizer, left)
+    assert (stand.captures, stand.replays) == (2, 3)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import hgnp
-from hgnp.curvature.step import make_step
-from hgnp.execution.eager import Eager
-from hgnp.execution.process_group import ProcessGroupReducer
-from process_cases import NAMES, launch, network, own_loop, run_case
+from hgnp.reducer import Reducer
+from process_cases import FOR_GRAPHS, NAMES, launch, network, own_loop, run_case, torchrun_command
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -27,12 +26,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
     """What two processes saw. In the end one of them dies."""
-    return launch(2, folder, ["equal_runs", "refusals", "details", "command", "failures"])
+    return launch(2, folder, ["equal_runs", "stood_in_run", "documented", "refusals", "details", "command", "failures"])
 
 
 @pytest.fixture(scope="module")
 def three(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return launch(3, folder, ["equal_runs", "resumed", "command_run"], torchrun=True)
+    return launch(3, folder, ["equal_runs", "resumed"], torchrun=True)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +54,14 @@ def test_a_run_is_that_of_the_joint_batch(
         torch.testing.assert_close(rank["equal_runs"][name], want, **CLOSE)
         if name == "taylor":  # read back from the folder of the finished run
             torch.testing.assert_close(rank["equal_runs"]["loaded"]["weights"], want["weights"], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["default", "paper", "sam"])
+def test_a_run_from_graphs_is_that_of_the_joint_batch(name: str, two: list[Any]) -> None:
+    want = run_case(name, 1, samples=FOR_GRAPHS)
+    for rank in two:
+        torch.testing.assert_close(rank["stood_in_run"][name], want, **CLOSE)
+        assert rank["stood_in_run"][f"{name}: graphs"] > 0
 
 
 def test_a_loop_of_ones_own_is_that_of_the_joint_batch(two: list[Any], three: list[Any]) -> None:
@@ -93,14 +100,18 @@ def test_what_ranks_cannot_do_is_refused_on_all_of_them(two: list[Any]) -> None:
         assert rank["refusals"].keys() == REFUSED.keys()
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 def test_sharded_networks_are_refused_by_name() -> None:
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         with pytest.raises(hgnp.HgnpError, match="net must be a plain module, got FSDPModule; pass the network before"):
             hgnp.Flatness(fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh))
+        whole = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+        with pytest.raises(hgnp.HgnpError, match="net must be a plain module, got FullyShardedDataParallel; pass the"):
+            hgnp.Flatness(whole)
         split = nn.Sequential(nn.Linear(2, 2))
         dist.tensor.parallel.parallelize_module(split, mesh, {"0": dist.tensor.parallel.ColwiseParallel()})
         with pytest.raises(
@@ -128,6 +139,14 @@ def test_ranks_differ_where_they_should_and_nowhere_else(two: list[Any]) -> None
     torch.testing.assert_close(first["summed"], first["own"] + second["own"])
 
 
+def test_the_script_of_the_docs_runs_on_two_ranks(two: list[Any], folder: Path) -> None:
+    first, second = (rank["documented"] for rank in two)
+    assert first["reached"]
+    torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0)
+    assert (folder / "small").exists()
+    assert json.loads((folder / "runs" / "digits" / "run.json").read_text())["ranks"] == 2
+
+
 def test_the_command_refuses_with_one_voice(two: list[Any]) -> None:
     first, second = (rank["command"]["found"] for rank in two)
     assert second == [[2, "", ""], [2, "", ""]]
@@ -150,6 +169,16 @@ def test_a_rank_that_fails_hangs_or_dies_ends_the_others(two: list[Any], folder:
     assert (folder / "resumed" / "checkpoint.safetensors").exists()
 
 
+def test_a_loss_that_diverges_on_one_rank_ends_all(two: list[Any], joint: dict[Any, Any]) -> None:
+    want = joint.get(("default", 0)) or run_case("default", 1)
+    for rank, place in zip(two, ("the last good checkpoint is ", "rank 0 names the last good checkpoint"), strict=True):
+        line = rank["failures"]["diverged"]
+        assert line.startswith(f"DivergedError: the loss is nan in epoch 2, step 1; {place}")
+        assert len(line.splitlines()) == 1
+        torch.testing.assert_close(rank["failures"]["after divergence"], want, **CLOSE)
+    assert two[0]["failures"]["seconds"] < 60
+
+
 def test_a_run_resumes_with_another_number_of_ranks(three: list[Any], joint: dict[Any, Any], folder: Path) -> None:
     want = joint.get(("default", 0)) or run_case("default", 1)
     for rank in three:
@@ -157,6 +186,27 @@ def test_a_run_resumes_with_another_number_of_ranks(three: list[Any], joint: dic
     torch.testing.assert_close(
         run_case("default", 1, out=folder / "resumed", resume=True)["weights"], want["weights"], **CLOSE
     )
+
+
+class OtherSelection(Reducer):
+    """One of two ranks, of which the other would remove other neurons."""
+
+    ranks = 2
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data, bytes(32) if len(data) == 32 else data]  # a hash
+
+
+@pytest.mark.filterwarnings(
+    "ignore:the first dimension of some tensor is not the sample"
+)  # the other rank does not say
+def test_nothing_is_cut_if_ranks_would_remove_different_neurons(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = network(1)
+    monkeypatch.setattr("hgnp.train.join_ranks", lambda net: (net, OtherSelection()))
+    monkeypatch.setattr("hgnp.train.failures_announced", lambda _: nullcontext())
+    with pytest.raises(hgnp.HgnpError, match="ranks must remove the same neurons from the same network"):
+        run_case("default", 1, wrap=lambda _: net)
+    assert [p.shape for p in net.parameters()] == [p.shape for p in network(1).parameters()]
 
 
 @pytest.mark.parametrize("size", ["1", "", "many"])
@@ -173,51 +223,9 @@ def test_a_number_of_processes_without_a_launcher_is_refused(monkeypatch: pytest
         run_case("sam", 1)
 
 
-def test_torchrun_starts_the_command(three: list[Any], folder: Path) -> None:
-    first, *others = (rank["command_run"]["found"][0] for rank in three)
-    assert others == [[0, "", ""]] * 2
-    assert first[0] == 0, first
-    assert "page.html" in first[1]
-    assert json.loads((folder / "tiny" / "run.json").read_text())["ranks"] == 3
-    assert (folder / "tiny" / "page.html").exists()
-
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-class ForcedReducer(ProcessGroupReducer):
-    """A rank that sums as one of several: its sums are its own numbers, but they go through the group."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ranks = 2
-
-
-@needs_cuda
-@pytest.mark.parametrize("backend", ["nccl", "gloo", "cpu:gloo,cuda:nccl"])
-def test_a_group_of_one_rank_changes_nothing_on_a_gpu(backend: str) -> None:
-    x, y = torch.randn(8, 1, 6, 6, dtype=torch.double).cuda(), torch.arange(8).cuda() % 3
-    grads = []
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        reducer = ProcessGroupReducer()
-        assert reducer.broadcast(b"abc") == b"abc"
-        assert reducer.gather(b"") == [b""]
-        for options in ({}, {"reducer": ForcedReducer()}):
-            net = network(1).cuda()
-            executor = Eager(*make_step(net, mu=0.1, bound=0.0, refresh_every=2, **options))
-            for _ in range(4):
-                net.zero_grad()
-                executor.backward(x, y)
-            grads.append([p.grad for p in net.parameters()])
-    finally:
-        dist.destroy_process_group()
-    torch.testing.assert_close(*grads, **CLOSE)
-
-
-@needs_cuda
-def test_two_gloo_ranks_share_a_gpu(tmp_path: Path) -> None:
-    found = launch(2, tmp_path, ["on_one_gpu"])
-    want = run_case("default", 1, device="cuda:0")
-    for rank in found:
-        torch.testing.assert_close(rank["on_one_gpu"], want, **CLOSE, check_device=False)
+def test_torchrun_starts_the_command(tmp_path: Path) -> None:
+    done = torchrun_command(tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("page.html") == done.stdout.count("epoch   0") == 1  # rank 0 alone speaks
+    assert json.loads((tmp_path / "tiny" / "run.json").read_text())["ranks"] == 2
+    assert (tmp_path / "tiny" / "page.html").exists()

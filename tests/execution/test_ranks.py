@@ -1,6 +1,7 @@
 """Steps of several ranks, each with its share of a batch, are the steps of one process with all of it."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,12 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hgnp
-from graphed_cases import stand_in
+from graphed_cases import Again, Stand, stand_in
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.execution.eager import Eager
+from hgnp.execution.executor import Executor
 from hgnp.execution.graphed import Graphed
+from hgnp.execution.graphs import CaptureError
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.scoring import scored
 from ranks import run_ranks
@@ -51,10 +54,10 @@ def made(norm: bool) -> Net:
     return Net(norm).double()
 
 
-def batches(kind: str, samples: int) -> list[tuple[Tensor, Tensor]]:
+def batches(kind: str, samples: int, steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
     draws = torch.Generator().manual_seed(1)
     found = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         x = torch.randn(samples, 2, 5, 5, generator=draws, dtype=torch.double)
         y = torch.randint(0, 3, (samples,), generator=draws)
         if kind == "ignored":
@@ -69,17 +72,18 @@ def trained(
     make: Callable[..., tuple[Step, State]],
     mu: float | None,
     reducer: Reducer = LOCAL,
+    execute: Callable[[Step, State], Executor] = Eager,
 ) -> dict[str, Any]:
     """What a rank sees of all steps, and scores at the end."""
     net = copy.deepcopy(net)
     neurons = hgnp.Neurons(net, torch.zeros(2, 2, 5, 5, dtype=torch.double))
     step, state = make(net, reducer=reducer)
-    eager = Eager(step, state)
+    executor = execute(step, state)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     found: dict[str, Any] = {name: [] for name in ("losses", "plans", "q", "radius", "blocks", "gradients", "weights")}
     for x, y in data:
         optimizer.zero_grad()
-        found["losses"].append(eager.backward(x, y))
+        found["losses"].append(executor.backward(x, y))
         found["plans"].append(state.plan)
         if state.statistics is not None:
             found["q"].append(state.statistics.curvature)
@@ -103,13 +107,18 @@ def compare(norm: bool, kind: str, shares: tuple[int, ...], make: Callable[..., 
     split = [list(zip(x.split(list(shares)), y.split(list(shares)), strict=True)) for x, y in joint]
     have = run_ranks(len(shares), lambda rank, reducer: trained(net, [each[rank] for each in split], make, mu, reducer))
     want = trained(net, joint, make, mu)
+    assert_same(have, want)
+    return want
+
+
+def assert_same(have: list[dict[str, Any]], want: dict[str, Any]) -> None:
+    """Each rank saw what one process saw."""
     assert all(torch.isfinite(loss) for loss in want["losses"])
     for own in have:
         assert own["plans"] == want["plans"]
         assert own["blocks"] == want["blocks"]
         for name in ("losses", "q", "radius", "gradients", "weights", "scores"):
             torch.testing.assert_close(own[name], want[name], **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
-    return want
 
 
 CHOICES: dict[str, dict[str, Any]] = {
@@ -199,20 +208,60 @@ def test_a_rank_none_of_whose_labels_count(choices: str) -> None:
     compare(True, "ignored", (1, 1, 6), partial(own, loss=LOSSES["ignored"]), 0.0 if choices == "SAM" else None)
 
 
-def test_a_step_whose_ranks_sum_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+GRAPHED: dict[str, Callable[..., tuple[Step, State]]] = {
+    name: partial(make_step, **{"mu": 0.1, "bound": 0.0} | choices) for name, choices in CHOICES.items()
+} | {
+    "mu=0": partial(make_step, mu=0.0),
+    "bound": partial(make_step, mu=0.1, bound=0.45, refresh_every=2),
+    "skips": partial(make_step, mu=0.1, bound=0.45, refresh_every=2, skip_inactive=True),
+    "network": partial(make_step, mu=0.1, bound=0.0, direction_over="network", refresh_every=2),
+    "SAM": sam,
+}
+
+
+def compare_graphed(name: str) -> list[Graphed]:
+    """Steps of three ranks from graphs with those of one process. One rank meets a new shape while the first has graphs of its
+    own, and one never captures: they sum all the same."""
+    net, joint, mu = made(norm=True), batches("labels", 9, steps=12), 0.0 if name in ("mu=0", "SAM") else None
+    shares = [(4, 3, 2) if number % 4 else (4, 2, 3) for number in range(len(joint))]
+    split = [list(zip(x.split(each), y.split(each), strict=True)) for (x, y), each in zip(joint, shares, strict=True)]
+    graphs: dict[int, Graphed] = {}
+
+    def rank_steps(rank: int, reducer: Reducer) -> dict[str, Any]:
+        def execute(step: Step, state: State) -> Executor:
+            Stand.graphed = graphs[rank] = Graphed(step, state)
+            return graphs[rank] if rank < 2 else Eager(step, state)
+
+        return trained(net, [each[rank] for each in split], GRAPHED[name], mu, reducer, execute)
+
+    assert_same(run_ranks(3, rank_steps), trained(net, joint, GRAPHED[name], mu))
+    return [graphs[0], graphs[1]]
+
+
+@pytest.mark.parametrize("name", GRAPHED)
+def test_ranks_whose_steps_come_from_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
-    net, (x, y) = made(norm=True), batches("labels", 8)[0]
+    for graphed in compare_graphed(name):
+        assert graphed.refused is None
+        assert graphed._graphs
 
-    def steps(rank: int, reducer: Reducer) -> tuple[str | None, list[Tensor]]:
-        graphed = Graphed(*make_step(copy.deepcopy(net), mu=0.1, bound=0.0, reducer=reducer))
-        part = slice(0, 5) if rank == 0 else slice(5, 8)
-        return graphed.refused, [graphed.backward(x[part], y[part]) for _ in range(4)]
 
-    eager = Eager(*make_step(copy.deepcopy(net), mu=0.1, bound=0.0))
-    want = [eager.backward(x, y) for _ in range(4)]
-    for refused, losses in run_ranks(2, steps):
-        assert refused == "ranks sum within a step"
-        torch.testing.assert_close(losses, want, **CLOSE)
+@pytest.mark.parametrize("capture", [1, 2, 3])
+@pytest.mark.parametrize("name", ["default", "paper", "mu=0"])
+def test_a_rank_that_cannot_capture_goes_on_with_the_others(
+    name: str, capture: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unable(Stand):
+        def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
+            number = vars(self).setdefault("number", itertools.count(1))
+            if self.graphed.step.reducer.rank == 0 and next(number) == capture:
+                raise CaptureError("it cannot")
+            return super().capture(work)
+
+    stand_in(monkeypatch, Unable)
+    first, second = compare_graphed(name)
+    assert first.refused == ("it cannot" if capture == 1 or name != "mu=0" else None)
+    assert second.refused is None
 
 
 class Skips(nn.Module):

@@ -79,24 +79,24 @@ def test_the_current_folder_can_be_imported(folder: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "mynets:Nett"}, "model: mynets has no 'Nett'; did you mean Net"),
-        ({"model": "mynots:Net"}, "model: there is no module mynots for 'mynots:Net'"),
+        ({"model": "mynets:Nett"}, "model must name something in mynets, got 'Nett'; did you mean Net"),
+        ({"model": "mynots:Net"}, "existing module, got 'mynots:Net' without a module mynots"),
         ({"model": "mynets:NUMBER"}, "model must be callable, got mynets:NUMBER, a int"),
         ({"model": "mynets:"}, "model must be an import path such as package.module:name, got 'mynets:'"),
-        ({"model": "DigitNet"}, "model: there is no built-in 'DigitNet'; did you mean DigitsNet"),
-        ({"model": "mynets:score"}, "model_args: score needs 'output'"),
+        ({"model": "DigitNet"}, "package.module:name, got 'DigitNet'; did you mean DigitsNet"),
+        ({"model": "mynets:score"}, "model_args must have 'output' for score, got none; pass --set model_args.output="),
         ({"model": "mynets:nothing"}, "model must return an nn.Module, got NoneType from mynets:nothing"),
-        ({"model_args": {"widht": 3}}, "model_args: Net takes no 'widht'; did you mean width"),
+        ({"model_args": {"widht": 3}}, "model_args must be arguments of Net, got 'widht'; did you mean width"),
         ({"model": "..mynets:Net"}, "model must be an import path such as package.module:name, got '..mynets:Net'"),
-        ({"model_args": {"width": "wide"}}, "model: Net refused its arguments: "),
-        ({"model_args": {"width": -1}}, "model: Net refused its arguments: "),
-        ({"data_args": {}}, "data_args: loaders needs 'folder'; pass --data DIR"),
-        ({"data": "mynets:nothing"}, "--data: nothing takes no folder"),
+        ({"model_args": {"width": "wide"}}, "model: Net must accept its arguments, but failed: "),
+        ({"model_args": {"width": -1}}, "model: Net must accept its arguments, but failed: "),
+        ({"data_args": {}}, "data_args must have 'folder' for loaders, got none; pass --data DIR"),
+        ({"data": "mynets:nothing"}, "--data must be omitted for nothing, which takes no folder, got "),
         ({"data": "mynets:nothing", "data_args": {}}, r"data must return \(train, val\) .*, got NoneType"),
-        ({"metric": "torch:nope"}, "metric: torch has no 'nope'"),
-        ({"loss": "torch.nn:MSELoss", "loss_args": {"reduce_it": 1}}, "loss_args: MSELoss takes no 'reduce_it'"),
+        ({"metric": "torch:nope"}, "metric must name something in torch, got 'nope'"),
+        ({"loss": "torch.nn:MSELoss", "loss_args": {"reduce_it": 1}}, "arguments of MSELoss, got 'reduce_it'"),
         ({"loss_args": {"a": 1}}, "loss_args must come with loss"),
-        ({"optimizer": "torch.optim:SGD", "optimizer_args": {"momentun": 1}}, "optimizer_args: SGD takes no 'momentun'"),
+        ({"optimizer": "torch.optim:SGD", "optimizer_args": {"momentun": 1}}, "arguments of SGD, got 'momentun'"),
         ({"recipe": {"keep": 2}}, "recipe.keep must be a fraction > 0 and ≤ 1, got 2"),
         ({"recipe": {"keep": 0.5, "seed": 4}}, "recipe.seed must equal seed or be left out, got 4"),
         ({"device": "gpu"}, "device must be one that PyTorch can use here, got gpu"),
@@ -157,7 +157,7 @@ def test_loss_optimizer_and_scheduler_are_made_with_their_arguments() -> None:
     function = build(loss="torch.nn.functional:cross_entropy", loss_args={"label_smoothing": 0.1})
     assert torch.equal(function.options["loss"](output, target), smooth)
     refused = build(optimizer="torch.optim:SGD", optimizer_args={"lr": -1.0})
-    with pytest.raises(ValueError, match="optimizer: SGD refused its arguments: Invalid learning rate"):
+    with pytest.raises(ValueError, match="optimizer: SGD must accept its arguments, but failed: Invalid learning rate"):
         refused.options["optimizer"](made.net.parameters())
 
 

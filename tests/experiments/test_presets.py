@@ -41,6 +41,7 @@ def test_the_best_presets_stand_beside_a_dense_and_a_narrow_network_trained_alik
     assert recipes[1] == recipes[2]
     assert recipes[1].keep == 1
     assert recipes[0].round_to == 8
+    assert recipes[1].floor == recipes[1].round_to == 1
     rounds = recipes[1].finetune_epochs - recipes[0].warmup_epochs - recipes[0].finetune_epochs
     assert 25 <= rounds <= 35
     shared = {"lr", "nesterov", "weight_decay", "momentum", "schedule", "method"}
@@ -104,14 +105,14 @@ def test_short_and_fast_versions_say_so() -> None:
 
 
 @pytest.mark.parametrize("name", [*PAIRS, *ABLATIONS])
-def test_the_papers_experiments_are_to_the_letter_and_fast_ones_differ_in_the_reading_alone(name: str) -> None:
+def test_the_papers_experiments_are_literal_and_fast_ones_differ_in_the_penalty_alone(name: str) -> None:
     literal, fast = presets.preset(name), presets.preset(f"{name}-fast")
     recipe = Recipe.from_dict(literal.recipe)
     assert (recipe.flatness, recipe.refresh_every, recipe.skip_inactive) == ("paper", 1, False)
     assert recipe.coupling == ("paper" if name.startswith("resnet") else "coupled")
-    reading = {"flatness", "refresh_every", "skip_inactive"}
+    penalty = {"flatness", "refresh_every", "skip_inactive"}
     differ = {key for key, value in recipe.as_dict().items() if Recipe.from_dict(fast.recipe).as_dict()[key] != value}
-    assert differ == reading
+    assert differ == penalty
     assert {**fast.as_dict(), "recipe": 0, "name": 0, "about": 0} == {
         **literal.as_dict(), "recipe": 0, "name": 0, "about": 0
     }  # fmt: skip
@@ -138,7 +139,7 @@ def test_an_unknown_preset_is_refused_with_a_suggestion() -> None:
 
 @pytest.mark.parametrize("name", [name for name in presets.names() if name != "demo"])
 def test_a_preset_that_needs_data_says_how_to_give_them(name: str) -> None:
-    with pytest.raises(ValueError, match=r"data_args: .* needs 'folder'; pass --data DIR"):
+    with pytest.raises(ValueError, match=r"data_args must have 'folder' for .*; pass --data DIR"):
         prepare(presets.preset(name))
 
 

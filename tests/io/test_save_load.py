@@ -217,14 +217,26 @@ def grow(about: Any, tensors: dict[str, Tensor]) -> None:
         (lambda about, tensors: about.update(format="1"), "its description is damaged"),
         (lambda about, tensors: about.update(modules=[]), "its description is damaged"),
         (lambda about, tensors: about.pop("class"), "its description is damaged"),
-        (lambda about, tensors: about["modules"]["0"][1].update(groups=0), "layer '0' cannot have"),
-        (lambda about, tensors: about["modules"]["0"][1].update(groups=True), "layer '0' cannot have"),
+        (
+            lambda about, tensors: about["modules"]["0"][1].update(groups=0),
+            "layer '0' must have at least the widths of the file",
+        ),
+        (
+            lambda about, tensors: about["modules"]["0"][1].update(groups=True),
+            "layer '0' must have at least the widths of the file",
+        ),
         (
             lambda about, tensors: about["modules"]["0"][1].update(out_channels=5),
-            "layer '0' has .* but its tensors say",
+            "layer '0' of the file must have the widths of its tensors",
         ),
-        (lambda about, tensors: about["modules"]["0"][1].update(forward=1), "layer '0' cannot have"),
-        (lambda about, tensors: about["modules"]["4"][1].update(in_features="x"), "layer '4' cannot have"),
+        (
+            lambda about, tensors: about["modules"]["0"][1].update(forward=1),
+            "layer '0' must have at least the widths of the file",
+        ),
+        (
+            lambda about, tensors: about["modules"]["4"][1].update(in_features="x"),
+            "layer '4' must have at least the widths of the file",
+        ),
         (
             lambda about, tensors: tensors.update({"0.bias": tensors["0.bias"].int()}),
             "0.bias must have dtype torch.float32 as in net, got torch.int32 in the file",
@@ -247,7 +259,7 @@ def test_tensors_that_do_not_fit_each_other(small: tuple[nn.Sequential, Path]) -
         tensors["1.bias"] = tensors["1.bias"][:2]
 
     rewrite(small[1], change)
-    refused(small[1], make(), "1.bias has 2 entries, but the layer is 4 wide")
+    refused(small[1], make(), "1.bias must have 4 entries, the width of its layer, got 2")
 
 
 def test_a_file_of_somebody_else(tmp_path: Path) -> None:

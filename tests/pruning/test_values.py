@@ -1,4 +1,4 @@
-"""Code that looks at data: values that it reads, caches that it keeps, outputs that count and outputs that do not."""
+"""Data-dependent code: values that it reads, caches that it keeps, outputs that count and outputs that do not."""
 
 import copy
 import random

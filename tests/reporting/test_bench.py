@@ -36,18 +36,14 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    def __init__(self, width: int = 8, blocks: int = 1) -> None:
+    def __init__(self, width: int = 8, stages: int = 2) -> None:
         super().__init__()
-        widths = [width, width, 2 * width, 4 * width, 8 * width]
+        widths = [width, *(width * 2**stage for stage in range(stages))]
         self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
         self.blocks = nn.Sequential(
-            *(
-                Block(widths[stage] if first else widths[stage + 1], widths[stage + 1], 2 if first and stage else 1)
-                for stage in range(4)
-                for first in [True, False][:blocks]
-            )
+            *(Block(widths[stage], widths[stage + 1], 2 if stage else 1) for stage in range(stages))
         )
-        self.head = nn.Linear(8 * width, 10)
+        self.head = nn.Linear(widths[-1], 10)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
@@ -152,7 +148,7 @@ def test_networks_of_equal_accuracy_in_one_run(nets: tuple[ResNet, ResNet]) -> N
 
 
 def test_the_smaller_network_is_faster() -> None:
-    full, small = ResNet(48), ResNet(4)
+    full, small = ResNet(48, stages=4), ResNet(4, stages=4)
     result = bench(full, small, torch.zeros(3, 32, 32), batches=8, variants=["eager"], repeats=3)
     row = rows_of(result, network="neuron-pruned")[0]
     assert row["macs"] * 100 < rows_of(result, network="full")[0]["macs"]

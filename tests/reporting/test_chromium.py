@@ -9,7 +9,9 @@ import pytest
 
 from hgnp.io.runs import read
 from hgnp.reporting.compare import compare_runs
-from hgnp.reporting.page import write_comparison, write_paper, write_report
+from hgnp.reporting.page.comparison_page import write_comparison
+from hgnp.reporting.page.paper_page import write_paper
+from hgnp.reporting.page.run_page import write_report
 from hgnp.reporting.paper.report import paper_report
 from hgnp.reporting.paper.results import scan
 from paper_cases import write_everything

@@ -11,7 +11,7 @@ from hgnp.experiments.config import Config
 from hgnp.io.runs import Run, read
 from hgnp.reporting.compare import Comparison, compare_runs
 from hgnp.reporting.hybrid import PAPER
-from hgnp.reporting.page.study_view import comparison_view
+from hgnp.reporting.page.comparison_page import comparison_view
 from hgnp.reporting.publish import compare, report
 from run_cases import FEATURES, write_run
 

@@ -194,7 +194,7 @@ def test_recommendations_state_their_uncertainty() -> None:
 def test_unusable_samples_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="samples must be at least 3 experiments, got 2"):
         fit(PAPER[:2])
-    with pytest.raises(ValueError, match="sample 'mine': classes, mean_kernel not known"):
+    with pytest.raises(ValueError, match="sample 'mine' must have every feature, got classes, mean_kernel not known"):
         fit((*PAPER, Sample("mine", {**PAPER[0].features, "classes": None, "mean_kernel": None}, 0.5)))  # type: ignore[dict-item]
     same = [dataclasses.replace(sample, threshold=0.5) for sample in PAPER]
     assert fit(same).predict({}) == 0.5

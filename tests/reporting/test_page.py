@@ -15,7 +15,9 @@ import pytest
 
 from hgnp.io.runs import read
 from hgnp.reporting.compare import compare_runs
-from hgnp.reporting.page import plots, write_comparison, write_report
+from hgnp.reporting.page import plots
+from hgnp.reporting.page.comparison_page import write_comparison
+from hgnp.reporting.page.run_page import write_report
 from hgnp.reporting.publish import report
 from pages import Page
 from run_cases import write_run

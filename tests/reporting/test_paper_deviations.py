@@ -29,16 +29,16 @@ def test_a_literal_run_deviates_in_hardware_alone(experiment: str, method: str |
     write_paper_run(tmp_path / "run", experiment, method=method)
     group = only(tmp_path)
     assert (group.experiment.key, group.variant) == (experiment, method or "hgnp")
-    assert (group.reading, group.schedule) == ("" if method else "literal", "the paper's")
+    assert (group.penalty, group.schedule) == ("" if method else "literal", "the paper's")
     assert {each.aspect for each in group.deviations if not each.open} == {"hardware"}
 
 
-def test_the_fast_reading_is_listed_choice_by_choice(tmp_path: Path) -> None:
+def test_the_fast_penalty_is_listed_choice_by_choice(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "run", "vgg16-cifar10", of="vgg16-cifar10-fast")
     group = only(tmp_path)
-    assert group.reading == "fast"
-    assert told(group, "reading") == [
-        "fast reading of the penalty: Gauss–Newton in place of the Hessian, along the previous batch's v, Γ from C (from L "
+    assert group.penalty == "fast"
+    assert told(group, "penalty") == [
+        "fast penalty: Gauss–Newton in place of the Hessian, along the previous batch's v, Γ from C (from L "
         "it would depend on itself), v refreshed every 8 steps, skipped while the penalty is inactive"
     ]
     assert told(group, "hardware") == ["NVIDIA H200; the paper: 4 × GeForce RTX 2080 for HGNP"]
@@ -51,7 +51,7 @@ def test_taylor_with_hgnps_schedule_is_a_deviation(tmp_path: Path) -> None:
     group = only(tmp_path)
     assert group.schedule == "HGNP's"
     assert told(group, "schedule") == ["HGNP's schedule: E2 5 instead of 1, N 100 instead of 1, E1 50 instead of 200"]
-    assert told(group, "reading") == []
+    assert told(group, "penalty") == []
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_seeds_are_one_group_and_snapshots_no_runs_of_their_own(tmp_path: Path) 
     group = only(tmp_path)
     assert [run.seed for run in group.runs] == [0, 1]
     assert [run.seed for run in group.unfinished] == [2]
-    assert group.title == "HGNP, literal reading (2 seeds)"
+    assert group.title == "HGNP, literal penalty (2 seeds)"
 
 
 def test_other_experiments_are_listed_and_runs_without_configuration_are_recognised_by_classes(tmp_path: Path) -> None:

@@ -69,12 +69,12 @@ def test_numbers_that_are_not_run_have_their_command(one: Path) -> None:
 
 def test_the_page_lists_deviations_next_to_the_runs(everything: Path) -> None:
     text = Page(everything / "page.html").text
-    assert "HGNP, fast reading (3 seeds) against Taylor, HGNP's schedule (3 seeds)" in text
+    assert "HGNP, fast penalty (3 seeds) against Taylor, HGNP's schedule (3 seeds)" in text
     assert "Gauss–Newton in place of the Hessian, along the previous batch's v" in text
     assert "10 of 16 tensors from features.safetensors; at random: classifier.1, classifier.4, classifier.6" in text
     assert "pretrained convolutions only · NVIDIA H200" in text
     assert "random weights instead of ImageNet's weights but for fc" in text
-    assert "HGNP, literal reading (unfinished)" in text
+    assert "HGNP, literal penalty (unfinished)" in text
     assert "literal-0 is unfinished: the last complete epoch is 6 (prune)" in text
 
 

@@ -135,7 +135,7 @@ def test_ablations_are_compared_with_full_hgnp_below_58_percent(tmp_path: Path) 
     assert found.verdict.word == "differs"
 
 
-def test_an_ablation_of_another_reading_is_not_compared(tmp_path: Path) -> None:
+def test_an_ablation_of_another_penalty_is_not_compared(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "h", "alexnet-flowers")
     write_paper_run(tmp_path / "a", "alexnet-flowers", of="alexnet-flowers-no-training-term-fast")
     assert row(tmp_path, "ablation", "no training term").verdict.word == "not run"

@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hgnp
-from train_cases import StopError, loaders, made, recipe, stripes
-
-STEPS = 6  # per epoch
+from train_cases import STEPS, StopError, loaders, made, recipe, stripes
 
 
 def average(copied: nn.Module, net: nn.Module, decay: float = 0.9) -> None:

@@ -51,8 +51,8 @@ def steps_before(message: str, **given: Any) -> int:
 
 def test_a_metric_that_fails_is_refused_before_training() -> None:
     x, y = stripes(60)
-    assert not steps_before("it failed on the validation data: TypeError", metric=lambda out: 0.0)
-    assert not steps_before("it failed on the validation data: KeyError: 'logits'", metric=lambda o, t: {}["logits"])
+    assert not steps_before("but failed on the validation data: TypeError", metric=lambda out: 0.0)
+    assert not steps_before("but failed on the validation data: KeyError: 'logits'", metric=lambda o, t: {}["logits"])
     assert not steps_before("metric must return one number, .* got NoneType", metric=lambda out, target: None)
     assert not steps_before(
         "got targets that have a tensor whose first dimension does not count samples; pass output, or a metric with",

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import hgnp
+from cases.heads import FusedHeads, transformer
 from hgnp.curvature.step import make_step
 from hgnp.experiments.config import Config
 from hgnp.experiments.models import DigitsNet
@@ -299,3 +301,17 @@ def test_rounds_and_measurements_run_on_the_stream_of_the_steps(monkeypatch: pyt
     assert len(inside) > 3  # rounds, and curvature before and after
     assert all(inside)
     assert now == [0]
+
+
+def test_a_head_fits_into_a_round_of_fewer_neurons_than_it_has_rows() -> None:
+    torch.manual_seed(0)
+    net = transformer(FusedHeads(6, num_heads=8, head_dim=20))
+    x, y = torch.randn(32, 5, 6), torch.arange(32) % 3
+    loader = DataLoader(TensorDataset(x, y), batch_size=16)
+    short = recipe(keep=0.4, method="taylor", neurons_per_round=50, warmup_epochs=0, finetune_epochs=0)
+    result = hgnp.prune(net, loader, recipe=short)
+    heads = net.attn.num_heads
+    assert result.reached
+    assert result.history[0]["widths"] == {"attn": heads}
+    assert heads == 3  # of 60 rows each: 3 leave 39 % of the parameters
+    assert net.attn.qkv.weight.shape == (3 * 20 * heads, 6)

@@ -118,7 +118,7 @@ def trained(
         if state.epoch == stop:
             raise StoppedError
 
-    quick = {"method": "taylor", "measure": "none", "warmup_epochs": 1, "neurons_per_round": 16, "finetune_epochs": 1}
+    quick = {"method": "taylor", "measure": "none", "keep": 0.8, "warmup_epochs": 1, "finetune_epochs": 1}
     r = recipe(**quick | given.pop("recipe", {}))
     result = hgnp.prune(net, loader, val, recipe=r, optimizer=optimizer, on_epoch=on_epoch, **given)
     return epochs[:-1], result

@@ -1,6 +1,8 @@
 """Snapshots: their results, and that they do not affect the run."""
 
+import functools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from train_cases import Net, loaders, made, recipe, stripes
 Changes = dict[str, Any]
 RECIPES: dict[str, Changes] = {
     "hgnp": {"mu": 0.01, "bound": 0.0, "schedule": "cosine", "anneal": "finetune"},
-    "paper": {"mu": 0.01, "bound": 0.0, "coupling": "paper"},
+    "paper": {"mu": 0.01, "bound": 0.0, "coupling": "paper", "lr": 0.01},
     "sam": {"method": "sam", "clip_norm": 1.0, "schedule": "one_cycle", "anneal": "finetune"},
     "macs": {"method": "taylor", "target": "macs"},
     "hybrid": {"method": "hybrid", "threshold": 0.6, "mu": 0.01, "bound": 0.0},
@@ -43,11 +45,28 @@ def pruned(out: Path | None = None, **changes: Any) -> tuple[hgnp.Result, list[A
     """A run of `Dropping`, and the next numbers of all random number generators. Its loader has its own generator."""
     torch.manual_seed(3)
     net, generator = Dropping(), torch.Generator().manual_seed(5)
-    train = DataLoader(TensorDataset(*stripes()), batch_size=16, shuffle=True, generator=generator)
-    quick = {"neurons_per_round": 3, "finetune_epochs": 2, "keep": 0.3} | changes
+    train = DataLoader(TensorDataset(*stripes(48)), batch_size=16, shuffle=True, generator=generator)
+    quick = {"neurons_per_round": 4, "finetune_epochs": 2, "keep": 0.3} | changes
     result = hgnp.prune(net, train, loaders()[1], recipe=recipe(**quick), out=out)
     after = [random.random(), float(np.random.rand()), float(torch.rand(())), generator.get_state().tolist()]
     return result, after
+
+
+Runs = Callable[[str], tuple[hgnp.Result, list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The run of a recipe with two snapshots and a folder, and the next random numbers. Each is run once."""
+    return functools.cache(
+        lambda name: pruned(tmp_path_factory.mktemp(name) / "run", snapshots=(0.7, 0.5), **RECIPES[name])
+    )
+
+
+@pytest.fixture(scope="module")
+def held() -> Runs:
+    """The same without a folder."""
+    return functools.cache(lambda name: pruned(snapshots=(0.7, 0.5), **RECIPES[name]))
 
 
 def rows_of(folder: Path) -> list[Row]:
@@ -63,10 +82,10 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", ["paper", "hybrid"])
-def test_the_run_is_the_same_with_and_without_snapshots(name: str, tmp_path: Path) -> None:
+def test_the_run_is_the_same_with_and_without_snapshots(name: str, saved: Runs, held: Runs) -> None:
     without, numbers = pruned(**RECIPES[name])
-    for out in (None, tmp_path / "run"):
-        with_, its = pruned(out, snapshots=(0.7, 0.5), **RECIPES[name])
+    for runs_with in (saved, held):
+        with_, its = runs_with(name)
         assert len(with_.snapshots) == 2
         assert timeless(with_.history) == timeless(without.history)
         assert its == numbers
@@ -74,11 +93,12 @@ def test_the_run_is_the_same_with_and_without_snapshots(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["paper", "sam", "macs", "hybrid"])
-def test_a_snapshot_is_what_a_run_to_the_same_target_ends_with(name: str, tmp_path: Path) -> None:
-    run, _ = pruned(tmp_path / "run", snapshots=(0.7, 0.5), **RECIPES[name])
+def test_a_snapshot_is_what_a_run_to_the_same_target_ends_with(name: str, saved: Runs, tmp_path: Path) -> None:
+    run, _ = saved(name)
     for snapshot in run.snapshots:
-        alone, _ = pruned(tmp_path / f"{snapshot.asked}", **RECIPES[name] | {"keep": snapshot.got})
-        assert snapshot.path == tmp_path / "run" / "snapshots" / str(snapshot.asked)
+        alone, _ = pruned(tmp_path / f"{snapshot.asked}", **RECIPES[name] | {"keep": snapshot.asked})
+        assert run.out is not None
+        assert snapshot.path == run.out / "snapshots" / str(snapshot.asked)
         assert_same(hgnp.load(snapshot.path, Dropping()), alone.model)
         ours, theirs = (timeless(rows_of(folder)) for folder in (snapshot.path, tmp_path / f"{snapshot.asked}"))
         assert ours == theirs
@@ -86,7 +106,7 @@ def test_a_snapshot_is_what_a_run_to_the_same_target_ends_with(name: str, tmp_pa
         assert (
             [row["phase"] for row in ours[snapshot.epoch + 1 :]] == ["finetune"] * snapshot.epochs == ["finetune"] * 2
         )
-        assert snapshot.got <= snapshot.asked
+        assert snapshot.got == alone.target.got <= snapshot.asked
         after = alone.after
         assert (snapshot.metric, snapshot.val_loss) == (after.metric, after.loss)
         assert (snapshot.parameters, snapshot.neurons, snapshot.macs) == (after.parameters, after.neurons, after.macs)
@@ -94,10 +114,10 @@ def test_a_snapshot_is_what_a_run_to_the_same_target_ends_with(name: str, tmp_pa
 
 
 def test_a_schedule_over_the_whole_run_ends_with_the_snapshot(tmp_path: Path) -> None:
-    run, _ = pruned(tmp_path / "run", snapshots=(0.6,), schedule="cosine", anneal="run")
+    run, _ = pruned(tmp_path / "run", snapshots=(0.6,), schedule="cosine", anneal="run", neurons_per_round=3)
     rates = [row["lr"] for row in rows_of(tmp_path / "run" / "snapshots" / "0.6")]
     taken = run.snapshots[0].epoch
-    assert rates[: taken + 1] == [row["lr"] for row in run.history[: taken + 1]]
+    assert rates[:taken] == [row["lr"] for row in run.history[:taken]]
     assert rates[taken] > rates[taken + 1] > rates[taken + 2]
     assert rates[-1] < 0.01 * rates[0] < rates[taken]
 
@@ -108,41 +128,48 @@ def accuracy(net: nn.Module) -> float:
         return float((net.eval()(x).argmax(1) == y).double().mean())
 
 
-def test_saved_and_held_networks_have_the_metric_that_is_reported(tmp_path: Path) -> None:
-    filed, _ = pruned(tmp_path / "run", snapshots=(0.7, 0.5), lr=0.01)
-    held, _ = pruned(snapshots=(0.7, 0.5), lr=0.01)
-    for saved, kept in zip(filed.snapshots, held.snapshots, strict=True):
-        assert saved.path is not None
-        assert kept.path is saved.model is None
+def test_saved_and_held_networks_have_the_metric_that_is_reported(saved: Runs, held: Runs) -> None:
+    (filed, _), (in_memory, _) = saved("paper"), held("paper")
+    for on_disk, kept in zip(filed.snapshots, in_memory.snapshots, strict=True):
+        assert on_disk.path is not None
+        assert kept.path is on_disk.model is None
         assert kept.model is not None
-        net = hgnp.load(saved.path, Dropping())
+        net = hgnp.load(on_disk.path, Dropping())
         assert_same(net, kept.model)
-        assert accuracy(net) == saved.metric == kept.metric
-        assert sum(p.numel() for p in net.parameters()) == saved.parameters == kept.parameters
-        assert {file.name for file in saved.path.iterdir()} == {
+        assert accuracy(net) == on_disk.metric == kept.metric
+        assert 0.4 < on_disk.metric < 1
+        assert sum(p.numel() for p in net.parameters()) == on_disk.parameters == kept.parameters
+        assert {file.name for file in on_disk.path.iterdir()} == {
             "run.json", "metrics.jsonl", "model.safetensors", "result.json",
         }  # fmt: skip
-    again = hgnp.prune(Dropping(), *loaders(), recipe=filed.recipe, out=tmp_path / "run", resume=True)
+    assert filed.out is not None
+    again = hgnp.prune(Dropping(), *loaders(), recipe=filed.recipe, out=filed.out, resume=True)
     assert again.snapshots == filed.snapshots
     assert again.as_dict() == filed.as_dict()
 
 
-def test_values_reached_by_one_round_share_a_folder(tmp_path: Path) -> None:
-    run = hgnp.prune(made(), *loaders(), recipe=recipe(keep=0.2, snapshots=(0.5, 0.6, 0.9)), out=tmp_path / "run")
-    large, middle, small = run.snapshots
-    assert [each.asked for each in run.snapshots] == [0.9, 0.6, 0.5]
-    assert (middle.got, middle.path, middle.metric) == (small.got, small.path, small.metric)
-    assert middle.got <= 0.5 < large.got
-    assert sorted(each.name for each in (tmp_path / "run" / "snapshots").iterdir()) == ["0.6", "0.9"]
+def test_values_reached_by_one_round_are_each_met_to_the_neuron(tmp_path: Path) -> None:
+    wanted = recipe(keep=0.2, neurons_per_round=8, snapshots=(0.5, 0.6, 0.9))
+    run = hgnp.prune(made(), *loaders(16), recipe=wanted, out=tmp_path / "run")
+    _, middle, small = run.snapshots
+    assert middle.epoch == small.epoch
+    assert run.history[small.epoch]["kept"] < 0.45  # the run's own round goes further
+    assert [snapshot.asked for snapshot in run.snapshots] == [0.9, 0.6, 0.5]
+    for snapshot in run.snapshots:
+        assert snapshot.path == tmp_path / "run" / "snapshots" / str(snapshot.asked)
+        assert snapshot.asked - 0.01 < snapshot.got <= snapshot.asked
 
 
 def test_without_fine_tuning_a_snapshot_is_the_network_of_its_epoch(tmp_path: Path) -> None:
     run, _ = pruned(tmp_path / "run", snapshots=(0.6,), finetune_epochs=0)
     (snapshot,) = run.snapshots
-    row = run.history[snapshot.epoch]
+    rows = timeless(rows_of(tmp_path / "run" / "snapshots" / "0.6"))
     assert snapshot.epochs == 0
-    assert (snapshot.metric, snapshot.val_loss, snapshot.kept) == (row["metric"], row["val_loss"], row["kept"])
-    assert timeless(rows_of(tmp_path / "run" / "snapshots" / "0.6")) == timeless(run.history[: snapshot.epoch + 1])
+    assert (snapshot.metric, snapshot.val_loss, snapshot.kept) == tuple(
+        rows[-1][key] for key in ("metric", "val_loss", "kept")
+    )
+    assert len(rows) == snapshot.epoch + 1
+    assert rows[:-1] == timeless(run.history[: snapshot.epoch])
 
 
 def test_the_optimizer_and_the_scheduler_of_the_user_are_copied() -> None:
@@ -152,7 +179,7 @@ def test_the_optimizer_and_the_scheduler_of_the_user_are_copied() -> None:
             [{"params": net.a.parameters(), "lr": 0.02}, {"params": [*net.parameters()][2:]}], lr=0.01
         )
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        quick = recipe(**{"keep": 0.2, "seed": 1} | changes)
+        quick = recipe(**{"keep": 0.2, "seed": 1, "neurons_per_round": 16} | changes)
         result = hgnp.prune(net, *loaders(), recipe=quick, optimizer=optimizer, scheduler=scheduler)
         assert {id(p) for group in optimizer.param_groups for p in group["params"]} == set(map(id, net.parameters()))
         return result, [row["lr"] for row in result.history]
@@ -162,7 +189,7 @@ def test_the_optimizer_and_the_scheduler_of_the_user_are_copied() -> None:
     assert rates == same
     assert_same(with_.model, without.model)
     (snapshot,) = with_.snapshots
-    alone, _ = run(keep=snapshot.got)
+    alone, _ = run(keep=0.5)
     assert snapshot.model is not None
     assert_same(snapshot.model, alone.model)
 
@@ -222,10 +249,10 @@ def test_a_stopped_run_has_the_snapshots_it_reached_and_notes_the_others() -> No
     assert [snapshot.asked for snapshot in run.snapshots] == [0.8]
     taken = run.snapshots[0].epoch
     assert notes.notes == [
-        f"snapshot 0.8: fine-tuning starts after {taken + 1} epochs",
+        f"snapshot 0.8: resumes after {taken} epochs",
         f"snapshot 0.3 is left out: the run ended with {run.target.got:.2%} left",
     ]
-    assert notes.epochs[-2:] == [("finetune", taken + 1), ("finetune", taken + 2)]
+    assert notes.epochs[-3:] == [("prune", taken), ("finetune", taken + 1), ("finetune", taken + 2)]
 
 
 def test_a_snapshot_that_diverges_is_left_out(tmp_path: Path) -> None:
@@ -233,13 +260,16 @@ def test_a_snapshot_that_diverges_is_left_out(tmp_path: Path) -> None:
 
     def loss(out: Tensor, target: Tensor) -> Tensor:
         value = nn.functional.cross_entropy(out, target)
-        return value * float("nan") if ended and torch.is_grad_enabled() else value
+        if ended and torch.is_grad_enabled():
+            late.append(True)
+        return value * float("nan") if len(late) > 9 else value  # after the round, which repeats the run's own
 
     def on_epoch(state: Any) -> None:
         ended[:] = [True] if state.row["phase"] == "finetune" and len(calls) == 1 else []
         calls.extend([1.0] if state.row["phase"] == "finetune" else [])
 
     ended: list[bool] = []
+    late: list[bool] = []
     notes = Notes()
     run = hgnp.prune(
         made(), *loaders(), recipe=recipe(keep=0.2, method="taylor", snapshots=(0.5,)), loss=loss, on_epoch=on_epoch,

@@ -18,7 +18,7 @@ from hgnp.progress import LineProgress
 from hgnp.training.data import Prefetcher
 from hgnp.training.optimizers import initialize_momentum
 from hgnp.training.trainer import EpochStatistics
-from train_cases import loaders, made, recipe, stripes
+from train_cases import STEPS, loaders, made, recipe, stripes
 
 
 def rates(result: hgnp.Result) -> list[float]:
@@ -33,12 +33,12 @@ def test_cosine_over_the_run_and_over_the_fine_tuning() -> None:
     late = hgnp.prune(made(), *loaders(), recipe=recipe(schedule="cosine", anneal="finetune", finetune_epochs=4))
     phases = [row["phase"] for row in late.history]
     assert all(lr == 0.05 for lr, phase in zip(rates(late), phases, strict=True) if phase != "finetune")
-    last = [0.05 * (1 + math.cos(math.pi * (epoch + 5 / 6) / 4)) / 2 for epoch in range(4)]  # at the last of six steps
+    last = [0.05 * (1 + math.cos(math.pi * (epoch + 1 - 1 / STEPS) / 4)) / 2 for epoch in range(4)]  # at the last step
     assert rates(late)[-4:] == pytest.approx(last)
 
 
 def test_a_schedule_ends_with_a_run_that_meets_its_target_amid_an_epoch() -> None:
-    """The last of six steps is not the end: a rate that falls to 0 at the end is what it would be a step earlier."""
+    """The last step of the epoch is not the end: a rate that falls to 0 at the end is what it would be a step earlier."""
     given = {"schedule": "cosine", "anneal": "run", "prune_unit": "steps", "finetune_epochs": 0, "warmup_epochs": 1}
     seen: list[float] = []
 
@@ -91,7 +91,9 @@ def test_own_optimizer_and_scheduler() -> None:
 
 def test_mu_warms_up() -> None:
     history = hgnp.prune(made(), *loaders(), recipe=recipe(mu=0.01, bound=0.0, mu_warmup_epochs=3)).history
-    assert [row["mu"] for row in history[:4]] == pytest.approx([0.01 * (i + 5 / 6) / 3 for i in range(3)] + [0.01])
+    assert [row["mu"] for row in history[:4]] == pytest.approx(
+        [0.01 * (i + 1 - 1 / STEPS) / 3 for i in range(3)] + [0.01]
+    )
     assert 0 < history[0]["penalty"] < 0.01 * history[0]["curvature"]
 
 

@@ -8,6 +8,7 @@ import errno
 import io
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,12 +71,14 @@ def app(arguments: Sequence[str] | None = None) -> None:
     try:
         code = typer.main.get_command(commands).main(args=arguments, prog_name="hgnp", standalone_mode=False)
     except Exception as error:
-        found = exit_code(error)
-        if found is None:
+        ending = exit_code(error)
+        if ending is None:
             raise
-        code, line = found
+        code, line = ending
         if speaks_for_all(error):
             print(f"hgnp: {line}", file=sys.stderr)
+        else:
+            time.sleep(0.5)  # torchrun stops all ranks once one has ended: another one must have printed by then
     sys.exit(code or 0)
 
 

@@ -79,7 +79,7 @@ def bench(
                 f"\r\x1b[K{done}/{total} {label}", end="" if done < total else "\r\x1b[K", file=sys.stderr, flush=True
             )
 
-    found = equal_accuracy(
+    timings = equal_accuracy(
         full,
         entries,
         sample(runs[0]),
@@ -90,12 +90,12 @@ def bench(
         progress=progress,
     )
     try:
-        file = write_json(runs[0] / "bench.json", found.as_dict())
-        found.write_csv(runs[0] / "bench.csv")
+        file = write_json(runs[0] / "bench.json", timings.as_dict())
+        timings.write_csv(runs[0] / "bench.csv")
     finally:  # shown even if the files cannot be written
-        Console(file=stream, width=None if stream.isatty() else 160).print(found.table())
+        Console(file=stream, width=None if stream.isatty() else 160).print(timings.table())
         if as_json:
-            print(text(found.as_dict()))
+            print(text(timings.as_dict()))
     print(f"{file} and bench.csv", file=stream)
 
 

@@ -75,7 +75,7 @@ def _features(given: list[str]) -> dict[str, float]:
     from hgnp.errors import meant
     from hgnp.reporting.hybrid import FEATURES
 
-    found: dict[str, float] = {}
+    features: dict[str, float] = {}
     for each in given:
         name, equals, value = each.partition("=")
         if name not in FEATURES:
@@ -83,12 +83,12 @@ def _features(given: list[str]) -> dict[str, float]:
         if not equals:
             raise InputError(f"--new must be FEATURE=NUMBER, such as classes=10, got {each!r}")
         try:
-            found[name] = float(value)
+            features[name] = float(value)
         except ValueError:
-            found[name] = math.nan
-        if not math.isfinite(found[name]):
+            features[name] = math.nan
+        if not math.isfinite(features[name]):
             raise InputError(f"--new {name} must be a finite number, got {value!r}")
-    return found
+    return features
 
 
 def show(comparison: "Comparison", stream: Any) -> None:

@@ -107,8 +107,8 @@ def on_first(reducer: "Reducer | None", function: Callable[[], T]) -> T:
     """What `function` returns, on every rank what it returns on rank 0: something that JSON can hold."""
     if reducer is None:
         return function()
-    found: T = json.loads(reducer.on_first(lambda: json.dumps(function()).encode()))
-    return found
+    value: T = json.loads(reducer.on_first(lambda: json.dumps(function()).encode()))
+    return value
 
 
 def checked_folder(out: Path | None, name: str, *, resume: bool) -> tuple[str, bool, bool]:
@@ -191,7 +191,7 @@ def was_interrupted(error: BaseException) -> bool:
 def write_page(folder: Path) -> None:
     """Write the run's HTML page."""
     from hgnp.io import runs
-    from hgnp.reporting.page import write_report
+    from hgnp.reporting.page.run_page import write_report
 
     write_report([runs.read(folder)], folder / "page.html")
 
@@ -235,9 +235,9 @@ def check_same_config(config: "Config", folder: Path) -> None:
     """Refuse to resume a run of another configuration. Device and data folder may differ."""
     from hgnp.experiments.overrides import difference
 
-    found = difference(config, folder) if (folder / "config.yaml").exists() else None
-    if found is not None:
-        key, now, before = found
+    differs = difference(config, folder) if (folder / "config.yaml").exists() else None
+    if differs is not None:
+        key, now, before = differs
         raise InputError(
             f"{key} must be {before!r} to resume the run in {folder}, got {now!r}; "
             "resume it with that value, or start a new run in another folder"

@@ -30,14 +30,14 @@ def sharpness(
     loader = made.train if made.val is None else made.val
     few = list(islice(Batches(loader, "val", made.options.get("unpack"), next(net.parameters()).device), batches))
     options = {"loss": made.options.get("loss", F.cross_entropy), "output": made.options.get("output"), "k": k}
-    found = {
+    results = {
         name: hgnp.sharpness(net, few, scale_invariant=scaled, **options)
         for name, scaled in (("plain", False), ("scale-invariant", True))
     }
     if as_json:
-        print(json.dumps({name: asdict(each) for name, each in found.items()}))
+        print(json.dumps({name: asdict(each) for name, each in results.items()}))
         return
-    for name, each in found.items():
+    for name, each in results.items():
         values = ", ".join(f"{value:.4g}" for value in each.eigenvalues)
         ended = "" if each.converged else ", NOT converged"
         print(f"{name}: {values}  (±{max(each.residuals):.1g}, {each.steps} Hessian-vector products{ended})")

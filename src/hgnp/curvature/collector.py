@@ -25,7 +25,7 @@ class _Probe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, s: Tensor, anchor: Tensor, sink: Any) -> Tensor:
         ctx.sink = sink
-        ctx.mark_dirty(s)
+        ctx.mark_dirty(s)  # s itself is returned: a copy of every layer's output would cost more than the probe
         return s
 
     @staticmethod
@@ -94,7 +94,7 @@ class FactorCollector:
         def sink(g: Tensor) -> None:
             if self._factor is None:
                 return
-            self.join()  # of the derivative before
+            self.join()  # the side stream of the previous derivative
             self._missing -= 1
             with self._side.fork():
                 self.gamma[block.name].add(g, self._factor)

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -34,6 +34,14 @@ def capturing() -> bool:
 def upcast(x: Tensor) -> Tensor:
     """Half precision as float32, in which it is summed."""
     return x.float() if x.dtype in HALF else x
+
+
+def as_numbers(flags: Sequence[bool], like: Tensor) -> Tensor:
+    """1 or 0 for each flag, (flags,), by kernels: the host would wait for a copy, and a CUDA graph cannot hold one."""
+    numbers = like.new_ones(len(flags))
+    for n in (n for n, flag in enumerate(flags) if not flag):
+        numbers[n].zero_()
+    return numbers
 
 
 def upcast_bmm(x: Tensor, y: Tensor) -> Tensor:
@@ -88,17 +96,17 @@ def constant(make: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(make)
     def get(*args: P.args, **kwargs: P.kwargs) -> R:
         key = (*args, *sorted(kwargs.items()))
-        captured, found = capturing(), made.get(key)
-        if found is None:
-            found = make(*args, **kwargs)
+        captured, value = capturing(), made.get(key)
+        if value is None:
+            value = make(*args, **kwargs)
             if not captured:
-                made[key] = found
+                made[key] = value
                 if len(made) > CONSTANTS:  # sizes change with every removal
                     made.popitem(last=False)
         elif captured:
             for kept in list(_holders.values()):  # those of captures in other threads too, which does no harm
-                kept.append(found)
-        return found
+                kept.append(value)
+        return value
 
     return get
 
@@ -118,7 +126,7 @@ class SideStreams:
         if self._main is None:
             yield
             return
-        *streams, last = _streams(self._main)
+        *streams, last = side_streams_of(self._main)
         turns = (streams[next(_turns) % STREAMS] for _ in streams)
         stream = last if self._serial else next(each for each in turns if each != self._main)
         stream.wait_stream(self._main)
@@ -134,17 +142,17 @@ class SideStreams:
         self._open = []
 
 
-_families: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
+STREAM_FAMILIES: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
 """(device, stream) → the side streams that it shares with them."""
 
 
-def _streams(main: torch.cuda.Stream) -> list[torch.cuda.Stream]:
+def side_streams_of(main: torch.cuda.Stream) -> list[torch.cuda.Stream]:
     """The side streams of the stream that captures, or of one of its side streams. Each thread captures on a stream of its own,
     and captures must not share streams. A thread's identity would not tell: autograd runs backward passes in threads of its
     own, which all captures on a device share."""
     key = main.device.index, main.cuda_stream
-    if key not in _families:
+    if key not in STREAM_FAMILIES:
         streams = [torch.cuda.Stream(main.device) for _ in range(STREAMS + 1)]
         for each in (main, *streams):
-            _families[each.device.index, each.cuda_stream] = streams
-    return _families[key]
+            STREAM_FAMILIES[each.device.index, each.cuda_stream] = streams
+    return STREAM_FAMILIES[key]

@@ -10,20 +10,31 @@ the last batch left them, and chooses the block.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.forward import autocast_off
 from hgnp.curvature.collector import FactorCollector
-from hgnp.curvature.device import HostScalar, SideStreams, upcast
+from hgnp.curvature.device import HostScalar, SideStreams, as_numbers, capturing, upcast
 from hgnp.curvature.eigen import Eigenpair, arbitrary, top_of_each, top_of_lists
 from hgnp.curvature.factors import Block, WholeNetwork, find_blocks, unit
 from hgnp.errors import InputError
 from hgnp.reducer import LOCAL, Reducer
 
-T = TypeVar("T")
+
+def _no_block(collector: FactorCollector) -> str:
+    """Why no block has factors."""
+    for name, rows in collector.left_out.items():
+        return (
+            f"net must call a layer on a multiple of the batch's {collector.samples} samples, got {rows} rows in {name!r}; "
+            "samples are the first dimension of the first tensor, or the entries of a list"
+        )
+    return (
+        "net must call a Linear or convolution layer in a way that PyTorch shows, got none; pass a scripted or compiled "
+        "network as the plain module"
+    )
 
 
 @dataclass(frozen=True)
@@ -53,10 +64,8 @@ class KroneckerEigenpair:
         if len(gamma) > 1:
             gamma = gamma * torch.zeros_like(self.psi.value).scatter(0, self.group.view(1), 1.0).unsqueeze(1)
         if scale_invariant:
-            psi, gamma = (
-                psi.clone(),
-                gamma.clone(),
-            )  # autograd keeps them, and a refresh may write them in place meanwhile
+            # autograd keeps them, and a refresh may write them in place meanwhile
+            psi, gamma = psi.clone(), gamma.clone()
             gamma = gamma * block.filter_norms().view(gamma.shape)
         weight, bias = block.spread(psi.to(gamma.dtype), gamma)
         tangents = [(block.weight, weight.to(block.weight.dtype))]
@@ -114,49 +123,47 @@ class BlockChoice:
     """The block with the largest λ, an index that may still be on its way from the device."""
 
     index: HostScalar  # into `blocks`
-    blocks: list[Any]
-    """Of type Block, or the one WholeNetwork."""
+    blocks: Sequence[Block | WholeNetwork]
 
     @classmethod
-    def of(cls, index: Tensor, blocks: list[Any]) -> "BlockChoice":
+    def of(cls, index: Tensor, blocks: Sequence[Block | WholeNetwork]) -> "BlockChoice":
         return cls(HostScalar.of(index), blocks)
 
     @classmethod
     def known(cls, block: Block | WholeNetwork) -> "BlockChoice":
         return cls(HostScalar.of(torch.tensor(0)), [block])
 
-    def block(self) -> Any:
+    def block(self) -> Block | WholeNetwork:
         """Waits for the index."""
         return self.blocks[int(self.index.item())]
 
 
 @dataclass
 class Direction:
-    """v of the batches so far."""
+    """v of the batches so far, in one block. `network_direction.NetworkDirection` is v over all trained parameters."""
 
     net: nn.Module
-    pairs: dict[str, Any] = field(default_factory=dict)
+    pairs: dict[str, KroneckerEigenpair] = field(default_factory=dict)
     """Block → its eigenpair."""
     choice: BlockChoice | None = None
 
     def copy(self) -> "Direction":
-        """One to refresh from these eigenpairs while this one stays as it is; no block is chosen yet."""
+        """One to refresh from these eigenpairs while this one stays as it is. Its refresh chooses the block: none is yet."""
         return Direction(self.net, dict(self.pairs))
 
-    def along(self, block: Any, pair: Mapping[str, Tensor]) -> "Direction":
+    def along(self, block: Block | WholeNetwork, pair: Mapping[str, Tensor]) -> "Direction":
         """One along this pair of a block, given as its `state()`."""
         return Direction(self.net, {block.name: KroneckerEigenpair.of_state(pair)}, BlockChoice.known(block))
 
     def name(self) -> str | None:
         """Of the block that v lies in. Waits for the last choice."""
-        name: str | None = None if self.choice is None else self.choice.block().name
-        return name
+        return None if self.choice is None else self.choice.block().name
 
     def block(self) -> Block | None:
         """The block that v lies in, unless it is gone, frozen or of another shape by now."""
         name = self.name()
-        found = next((block for block in find_blocks(self.net) if block.name == name), None)
-        return found if found is not None and self.pairs[found.name].fits(found) else None
+        block = next((block for block in find_blocks(self.net) if block.name == name), None)
+        return block if block is not None and self.pairs[block.name].fits(block) else None
 
     def refresh(
         self,
@@ -172,79 +179,108 @@ class Direction:
         layers.
 
         collect    a backward pass, in which the collector gets the derivatives of C
+        cold       as many products as without eigenpairs to start from; `eigen` has the numbers
         overlap    work of the step that needs nothing of the new v; it runs beside the solver where that is possible
         empirical  ranks blocks by the quotient of their own Fisher matrix along v_l instead of λ_l
         """
-        side = SideStreams()
-        device = next(self.net.parameters()).device
-        called = [(block, block.name in collector.psi) for block in find_blocks(self.net)]
-        blocks = _of_any_rank(called, device, reducer)
-        if not blocks and collector.left_out:
-            name, rows = next(iter(collector.left_out.items()))
-            raise InputError(
-                f"net must call a layer on a multiple of the batch's {collector.samples} samples, got {rows} rows in {name!r}; "
-                "samples are the first dimension of the first tensor, or the entries of a list"
-            )
+        if reducer.ranks > 1:
+            self._refresh_ranks(collector, collect, cold, empirical, overlap, reducer)
+            return
+        streams = SideStreams()
+        blocks = [block for block in find_blocks(self.net) if block.name in collector.psi]
         if not blocks:
-            raise InputError(
-                "net must call a Linear or convolution layer in a way that PyTorch shows, got none; pass a scripted or "
-                "compiled network as the plain module"
-            )
-        for block in blocks:
-            collector.include(block)
+            raise InputError(_no_block(collector))
         starts = [self._start(block) for block in blocks]
         like = blocks[0].weight
         psi: list[Eigenpair] = []
         gamma: list[Eigenpair] = []
         known: list[int] = []
-        with side.fork(), torch.no_grad(), autocast_off(like):
-            sides = [collector.psi[block.name].factor() for block in blocks]
-            first = sides, [start for start, _ in starts]
-            if reducer.ranks == 1:
-                psi.extend(top_of_each(*first, cold=cold))
+        with streams.fork(), torch.no_grad(), autocast_off(like):
+            psi_factors = [collector.psi[block.name].factor() for block in blocks]
+            psi.extend(top_of_each(psi_factors, [start for start, _ in starts], cold=cold))
 
         def solve() -> None:
-            differentiated = [(n, bool(collector.gamma[block.name].positions)) for n, block in enumerate(blocks)]
-            known.extend(_of_any_rank(differentiated, device, reducer))
+            known.extend(n for n, block in enumerate(blocks) if collector.gamma[block.name].positions)
             with torch.no_grad(), autocast_off(like):
-                others = [collector.gamma[blocks[n].name].factor() for n in known], [starts[n][1] for n in known]
-                if reducer.ranks == 1:
-                    gamma.extend(top_of_each(*others, cold=cold))
-                else:  # Ψ and Γ at once: half as many sums
-                    for found, pairs in zip(
-                        (psi, gamma), top_of_lists([first, others], cold=cold, reducer=reducer), strict=True
-                    ):
-                        found.extend(pairs)
+                gamma_factors = [collector.gamma[blocks[n].name].factor() for n in known]
+                gamma.extend(top_of_each(gamma_factors, [starts[n][1] for n in known], cold=cold))
 
-        # while the backward pass still has something to do; with several ranks not in the middle of it
-        collector.when_complete = solve if reducer.ranks == 1 else None
+        collector.when_complete = solve  # while the backward pass still has something to do
         try:
             collect()
         finally:
             collector.when_complete = None  # a reference cycle
         if not gamma:  # some layers got no derivative
             collector.join()
-            with side.fork():
+            with streams.fork():
                 solve()
         if overlap is not None:
             overlap()
         collector.join()
-        side.join()
+        streams.join()
         with torch.no_grad(), autocast_off(like):
-            chosen = [blocks[n] for n in known]
-            scores = _scores(collector, chosen, [psi[n] for n in known], gamma, empirical, reducer)
-            self._choose(chosen, [psi[n] for n in known], gamma, scores, reducer)
+            chosen, psi = [blocks[n] for n in known], [psi[n] for n in known]
+            scores = _scores(collector, chosen, psi, gamma, empirical, reducer)
+            self._choose(chosen, psi, gamma, scores, torch.isfinite(scores), reducer)
+
+    def _refresh_ranks(
+        self,
+        collector: FactorCollector,
+        collect: Callable[[], None],
+        cold: bool,
+        empirical: bool,
+        overlap: Callable[[], None] | None,
+        reducer: Reducer,
+    ) -> None:
+        """`refresh` of several ranks, which may have called different layers but sum in the same places: all blocks are solved
+        for, and those that no rank has differentiated keep their pairs. The host does not ask which these are, so that CUDA
+        graphs can hold what is between the sums."""
+        collect()
+        collector.join()
+        blocks = find_blocks(self.net)
+        if not blocks:
+            raise InputError(_no_block(collector))
+        starts = [self._start(block) for block in blocks]
+        like = blocks[0].weight
+        own = [block.name in collector.gamma and collector.gamma[block.name].positions > 0 for block in blocks]
+        with torch.no_grad(), autocast_off(like):
+            met = reducer.sum([as_numbers(own, upcast(like.detach()))])[0] > 0
+            if not any(own) and not capturing() and not bool(met.any()):
+                raise InputError(_no_block(collector))
+            for block in blocks:
+                collector.include(block)
+            psi_problem = [collector.psi[block.name].factor() for block in blocks], [start for start, _ in starts]
+            gamma_problem = [collector.gamma[block.name].factor() for block in blocks], [start for _, start in starts]
+            # at once: half as many sums
+            psi, gamma = top_of_lists([psi_problem, gamma_problem], cold=cold, reducer=reducer)
+            for n in (n for n, known in enumerate(own) if not known):
+                old = self.pairs.get(blocks[n].name)
+                kept = (old.psi, old.gamma) if old is not None and old.fits(blocks[n]) else map(_unknown, starts[n])
+                psi[n], gamma[n] = (_where(met[n], *each) for each in zip((psi[n], gamma[n]), kept, strict=True))
+        if overlap is not None:
+            overlap()
+        with torch.no_grad(), autocast_off(like):
+            scores = _scores(collector, blocks, psi, gamma, empirical, reducer)
+            finite = torch.isfinite(scores)
+            if not all(own):
+                finite = finite & torch.cat([met[n].expand(block.groups) for n, block in enumerate(blocks)])
+            self._choose(blocks, psi, gamma, scores, finite, reducer)
 
     def _choose(
-        self, blocks: list[Block], psi: list[Eigenpair], gamma: list[Eigenpair], scores: Tensor, reducer: Reducer
+        self,
+        blocks: list[Block],
+        psi: list[Eigenpair],
+        gamma: list[Eigenpair],
+        scores: Tensor,
+        finite: Tensor,
+        reducer: Reducer,
     ) -> None:
         """The blocks' pairs, and the block with the largest score, which rank 0 chooses for all. An overflow of half
         precision is no curvature: where no score of a block is finite its group stays, and where none is at all so does the
         block."""
-        finite = torch.isfinite(scores)
         scores = torch.where(finite, scores, -1.0)
-        first = torch.zeros((), dtype=torch.long, device=scores.device)
-        groups, best = [first] * len(blocks), scores
+        zero = torch.zeros((), dtype=torch.long, device=scores.device)
+        groups, best = [zero] * len(blocks), scores
         if any(block.groups > 1 for block in blocks):
             sizes = [block.groups for block in blocks]
             tops = [part.max(0) for part in scores.split(sizes)]
@@ -252,16 +288,16 @@ class Direction:
             for n, (block, top, known) in enumerate(zip(blocks, tops, finite.split(sizes), strict=True)):
                 old = self.pairs.get(block.name)
                 groups[n] = torch.where(
-                    known.any(), top.indices, old.group if old is not None and old.fits(block) else first
+                    known.any(), top.indices, old.group if old is not None and old.fits(block) else zero
                 )
         name = self.name()  # the host knows it: this step or the last one has used it
         last = next((n for n, block in enumerate(blocks) if block.name == name), 0)
-        index = torch.where(finite.any(), best.argmax(), torch.full_like(first, last))
+        index = torch.where(finite.any(), best.argmax(), torch.full_like(zero, last))
         if reducer.ranks > 1:
             (chosen,) = reducer.of_first([torch.stack([index, *groups])])
             index, *groups = chosen.unbind()
-        found = zip(blocks, psi, gamma, groups, strict=True)
-        self.pairs = self.pairs | {b.name: KroneckerEigenpair(p, g, group) for b, p, g, group in found}
+        solved = zip(blocks, psi, gamma, groups, strict=True)
+        self.pairs = self.pairs | {b.name: KroneckerEigenpair(p, g, group) for b, p, g, group in solved}
         self.choice = BlockChoice.of(index, blocks)
 
     def _start(self, block: Block) -> tuple[Tensor, Tensor]:
@@ -271,7 +307,7 @@ class Direction:
             return pair.psi.vector, pair.gamma.vector
         like = upcast(block.weight.detach()[:0])
         shapes = (block.psi_shape, block.gamma_shape)
-        psi, gamma = (arbitrary(side, like.dtype, like.device).expand(groups, side) for groups, side in shapes)
+        psi, gamma = (arbitrary(length, like.dtype, like.device).expand(groups, length) for groups, length in shapes)
         return psi, gamma
 
     def sliced(self, slices: Mapping[str, Mapping[int, Tensor]]) -> dict[str, KroneckerEigenpair]:
@@ -328,9 +364,14 @@ def _scores(
     return torch.cat([pair.value for pair in psi]) * torch.cat([pair.value for pair in gamma])
 
 
-def _of_any_rank(met: Sequence[tuple[T, bool]], device: torch.device, reducer: Reducer) -> list[T]:
-    """What this rank or, of several, any rank has met. Ranks would otherwise sum different factors, or wait for each other."""
-    if reducer.ranks > 1:
-        (counts,) = reducer.sum([torch.tensor([float(own) for _, own in met], device=device)])
-        met = [(each, count > 0) for (each, _), count in zip(met, counts.tolist(), strict=True)]
-    return [each for each, own in met if own]
+def _unknown(start: Tensor) -> Eigenpair:
+    """A pair of which nothing is known but where the solver starts, (groups, length)."""
+    return Eigenpair(start.new_zeros(len(start)), start, start.new_full((len(start),), torch.inf))
+
+
+def _where(condition: Tensor, one: Eigenpair, other: Eigenpair) -> Eigenpair:
+    return Eigenpair(
+        torch.where(condition, one.value, other.value),
+        torch.where(condition, one.vector, other.vector),
+        torch.where(condition, one.residual, other.residual),
+    )

@@ -1,4 +1,4 @@
-"""Top eigenpairs of Kronecker factors: Ritz pairs of a Krylov space, from a warm or a cold start.
+"""Top eigenpairs of Kronecker factors: Ritz pairs of a Krylov space, from a start.
 
 Every solve ends in a Ritz pair with its own residual: v is the best vector of the space of x, Fx, F²x, …, and λ = vᵀFv and
 ‖Fv − λv‖/λ are measured at that very v: what is reported is what is used. The error of λ is at most the residual squared over
@@ -7,6 +7,9 @@ the relative gap, or the residual itself.
     factor                       before the Ritz pair                 warm           cold
     side ≤ 128, Rows or Dense    formed once, F^p x by squaring       p = 64         p = 65536
     any other                    products with F alone                `factor.warm`  60, restarted every 20
+
+Warm: the start is the eigenvector of the last refresh, which is close. Cold: it may be far off. Then there are many products,
+and a tenth of an arbitrary vector is mixed in, or an eigenvector that is no longer the top one would never leave its place.
 
 The number of products is that of the table: by the layer's shape alone, never by the device, the rows of a batch or the ranks.
 Over several ranks F is the sum of the ranks' factors. A solver is a generator that yields what this rank contributes to a sum,
@@ -29,7 +32,7 @@ from hgnp.reducer import LOCAL, Reducer
 
 SMALL = 128  # side of a factor that is formed
 POWER, COLD_POWER = 64, 2**16  # of a small factor
-COLD = 60  # products
+COLD_PRODUCTS = 60
 SPACE = 20  # largest dimension of a Krylov space
 RITZ_POWER = 1024  # of F in the space: two Ritz values that it leaves mixed differ by less than a thousandth
 MIXED_IN = 0.1
@@ -67,31 +70,31 @@ def top_of_lists(
     for which, group in groups:
         factors, starts = problems[which]
         solvers.append(_solver([factors[n] for n in group], [starts[n] for n in group], cold))
-    found: list[dict[int, Eigenpair]] = [{} for _ in problems]
+    solved: list[dict[int, Eigenpair]] = [{} for _ in problems]
     for (which, group), pairs in zip(groups, _solved(solvers, reducer), strict=True):
-        found[which] |= zip(group, pairs, strict=True)
-    return [[each[n] for n in range(len(factors))] for each, (factors, _) in zip(found, problems, strict=True)]
+        solved[which] |= zip(group, pairs, strict=True)
+    return [[each[n] for n in range(len(factors))] for each, (factors, _) in zip(solved, problems, strict=True)]
 
 
 def _solved(solvers: Sequence[Solver[T]], reducer: Reducer) -> list[T]:
     """In a single process each solver runs separately, on a side stream of its own; over several ranks all advance together."""
     if reducer.ranks == 1:
-        side, results = SideStreams(), []
+        streams, alone = SideStreams(), []
         for solver in solvers:
-            with side.fork():
-                results.append(_alone(solver))
-        side.join()
-        return results
+            with streams.fork():
+                alone.append(_alone(solver))
+        streams.join()
+        return alone
     shares = {number: next(solver) for number, solver in enumerate(solvers)}
-    found: dict[int, T] = {}
+    results: dict[int, T] = {}
     while shares:
         for number, total in zip(list(shares), reducer.sum(list(shares.values())), strict=True):
             try:
                 shares[number] = solvers[number].send(total)
             except StopIteration as end:
-                found[number] = end.value
+                results[number] = end.value
                 del shares[number]
-    return [found[number] for number in range(len(solvers))]
+    return [results[number] for number in range(len(solvers))]
 
 
 def _alone(solver: Solver[T]) -> T:
@@ -128,20 +131,19 @@ def _solver(factors: Sequence[Factor], starts: Sequence[Tensor], cold: bool) -> 
     """The top eigenpairs of one group of factors."""
     start = _padded(starts)
     parts = list(merged(factors, start.shape[1]))
-    everything = _arbitrary(tuple((factor.entries, factor.side) for factor in factors), start.dtype, start.device)
-    # an eigenvector that is no longer the top one would never leave its place
-    begin = unit(start + MIXED_IN * everything) if cold else start
+    fallback = _arbitrary(tuple((factor.entries, factor.side) for factor in factors), start.dtype, start.device)
+    begin = unit(start + MIXED_IN * fallback) if cold else start
     if isinstance(factors[0], Patches) or factors[0].side > SMALL:
-        found = yield from _ritz(partial(_product, parts), begin, COLD if cold else factors[0].warm, cold)
+        ritz = yield from _ritz(partial(_product, parts), begin, COLD_PRODUCTS if cold else factors[0].warm, cold)
     else:
         matrix = yield _dense(parts, start)
-        begin = Dense(_raised(matrix, COLD_POWER if cold else POWER)).product(begin)
-        found = _alone(_ritz(Dense(matrix).product, begin, 2, cold))
-    v, value, residual = found
+        begin = Dense(_matrix_power(matrix, COLD_POWER if cold else POWER)).product(begin)
+        ritz = _alone(_ritz(Dense(matrix).product, begin, 2, cold))
+    v, value, residual = ritz
     good = (value > 0) & (value < torch.inf)
-    v = torch.where(good.unsqueeze(1), v, torch.where((value <= 0).unsqueeze(1), everything, start))
+    v = torch.where(good.unsqueeze(1), v, torch.where((value <= 0).unsqueeze(1), fallback, start))
     # here, not by the caller: memory of a side stream must not be read on another stream and then released
-    return list(_apart(factors, v, value, torch.where(good, residual, torch.inf)))
+    return list(_split(factors, v, value, torch.where(good, residual, torch.inf)))
 
 
 def _product(parts: Sequence[Factor], x: Tensor) -> Tensor:
@@ -149,12 +151,12 @@ def _product(parts: Sequence[Factor], x: Tensor) -> Tensor:
     if len(parts) == 1:
         return parts[0].product(x)
     y = torch.zeros_like(x)
-    side, entry = SideStreams(), 0
+    streams, entry = SideStreams(), 0
     for part in parts:
         mine = slice(entry, entry := entry + part.entries), slice(part.side)
-        with side.fork():  # a copy: other side streams may get a product's own memory once it is released
+        with streams.fork():  # a copy: other side streams may get a product's own memory once it is released
             y[mine] = part.product(x[mine].contiguous())
-    side.join()
+    streams.join()
     return y
 
 
@@ -163,12 +165,12 @@ def _dense(parts: Sequence[Factor], like: Tensor) -> Tensor:
     if len(parts) == 1:
         return parts[0].dense()
     out = like.new_zeros(*like.shape, like.shape[1])
-    side, entry = SideStreams(), 0
+    streams, entry = SideStreams(), 0
     for part in parts:
-        with side.fork():
+        with streams.fork():
             out[entry : entry + part.entries, : part.side, : part.side] = part.dense()
         entry += part.entries
-    side.join()
+    streams.join()
     return out
 
 
@@ -196,7 +198,7 @@ def _ritz(product: Callable[[Tensor], Tensor], start: Tensor, products: int, col
             images.append((yield product(basis[:, k])))
         image = torch.stack(images, 1)
         # no eigh: it waits for the device, and cannot be captured
-        weights = _raised(basis @ image.mT, COLD_POWER if cold else RITZ_POWER)[:, :1]
+        weights = _matrix_power(basis @ image.mT, COLD_POWER if cold else RITZ_POWER)[:, :1]
         v, image = (weights @ basis).squeeze(1), (weights @ image).squeeze(1)
         length = torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
         v, image = v / length, image / length
@@ -204,7 +206,7 @@ def _ritz(product: Callable[[Tensor], Tensor], start: Tensor, products: int, col
     return v, value, torch.linalg.vector_norm(image / value.unsqueeze(1) - v, dim=1)
 
 
-def _raised(K: Tensor, power: int) -> Tensor:
+def _matrix_power(K: Tensor, power: int) -> Tensor:
     """K to a power of two, by squaring: six small products stand for 64 powers. Scaled."""
     for squaring in range(power.bit_length() - 1):
         if squaring % 4 == 0:  # K¹⁶ of a matrix of norm 1 is in range, K²⁵⁶ is not
@@ -231,7 +233,7 @@ def _padded(vectors: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def _apart(factors: Sequence[Factor], v: Tensor, value: Tensor, residual: Tensor) -> Iterator[Eigenpair]:
+def _split(factors: Sequence[Factor], v: Tensor, value: Tensor, residual: Tensor) -> Iterator[Eigenpair]:
     entry = 0
     for factor in factors:
         mine = slice(entry, entry := entry + factor.entries)

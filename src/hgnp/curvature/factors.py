@@ -50,8 +50,8 @@ class Block:
     @property
     def parameters(self) -> dict[str, Tensor]:
         """By their names in the network."""
-        found = {"weight": self.weight, "bias": self.bias}
-        return {f"{self.name}.{kind}".lstrip("."): each for kind, each in found.items() if each is not None}
+        trained = {"weight": self.weight, "bias": self.bias}
+        return {f"{self.name}.{kind}".lstrip("."): each for kind, each in trained.items() if each is not None}
 
     @property
     def groups(self) -> int:

@@ -206,6 +206,12 @@ def normaliser(loss: Loss, output: Any, target: Any) -> Tensor | None:
     return None if known is None else known.normaliser(output, target)
 
 
+def target_normaliser(loss: Loss, target: Any) -> Tensor | None:
+    """`normaliser` before there is an output. The target stands in for it: labels are counted without one, and any other target
+    has its shape."""
+    return normaliser(loss, target, target) if isinstance(target, Tensor) else None
+
+
 def total(loss: Loss, output: Any, target: Any) -> Tensor | None:
     """The mean loss of a batch times its `normaliser`, 0 where no label counts. None for a loss that is not known."""
     known = loss_curvature(loss)

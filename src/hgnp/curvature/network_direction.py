@@ -8,7 +8,7 @@ in the network's order.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,13 +19,13 @@ from hgnp.curvature.autodiff.passes import Pass
 from hgnp.curvature.device import upcast
 from hgnp.curvature.direction import BlockChoice, Direction
 from hgnp.curvature.eigen import arbitrary
-from hgnp.curvature.factors import WholeNetwork
+from hgnp.curvature.factors import Block, WholeNetwork
 from hgnp.curvature.validation import without_tensor_hooks
 from hgnp.errors import InputError
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import cut
 
-COLD = 20
+COLD_PRODUCTS = 20
 """Products from an arbitrary start, and for the scores' own v."""
 
 
@@ -55,8 +55,15 @@ class NetworkVector:
         return cls(**{key: state[key] for key in ("vector", "value", "residual")})
 
 
-class NetworkDirection(Direction):
-    """v of the batches so far: one `NetworkVector`, by the name of `WholeNetwork`."""
+@dataclass
+class NetworkDirection:
+    """v of the batches so far, over all trained parameters. Its interface is `Direction`'s, but for the refresh."""
+
+    net: nn.Module
+    pairs: dict[str, NetworkVector] = field(default_factory=dict)
+    """One vector, by the name of `WholeNetwork`."""
+    choice: BlockChoice | None = None
+    """The network, once there is a v."""
 
     @classmethod
     def arbitrary(cls, net: nn.Module) -> "NetworkDirection":
@@ -71,12 +78,18 @@ class NetworkDirection(Direction):
         return cls(network.net, {network.name: vector}, BlockChoice.known(network))
 
     def copy(self) -> "NetworkDirection":
+        """One to iterate from this v while this one stays as it is."""
         return NetworkDirection(self.net, dict(self.pairs), self.choice)
 
-    def along(self, block: WholeNetwork, pair: Mapping[str, Tensor]) -> "NetworkDirection":
-        return self._of(block, NetworkVector.of_state(pair))
+    def along(self, block: Block | WholeNetwork, pair: Mapping[str, Tensor]) -> "NetworkDirection":
+        """One along this vector, given as its `state()`."""
+        return self._of(WholeNetwork(self.net), NetworkVector.of_state(pair))
 
-    def block(self) -> WholeNetwork | None:  # type: ignore[override]
+    def name(self) -> str | None:
+        """Of what v lies in: the network."""
+        return None if self.choice is None else WholeNetwork.name
+
+    def block(self) -> WholeNetwork | None:
         """The network, unless v is not there yet or of another size: parameters may have been frozen since."""
         network, known = WholeNetwork(self.net), self.pairs.get(WholeNetwork.name)
         return network if known is not None and known.vector.numel() == _size(network) else None
@@ -90,14 +103,15 @@ class NetworkDirection(Direction):
             length, quotient = torch.linalg.vector_norm(product), old.vector @ product
             residual = torch.linalg.vector_norm(product - quotient * old.vector) / quotient
             fits = torch.isfinite(length) & (length > 0)
-            found = [
-                torch.where(fits, new, before)
-                for new, before in ((product / length, old.vector), (length, old.value), (residual, old.residual))
-            ]
-        self.pairs = {network.name: NetworkVector(*found)}
+            new = NetworkVector(
+                torch.where(fits, product / length, old.vector),
+                torch.where(fits, length, old.value),
+                torch.where(fits, residual, old.residual),
+            )
+        self.pairs = {network.name: new}
         self.choice = BlockChoice.known(network)
 
-    def sliced(self, slices: Mapping[str, Mapping[int, Tensor]]) -> dict[str, NetworkVector]:  # type: ignore[override]
+    def sliced(self, slices: Mapping[str, Mapping[int, Tensor]]) -> dict[str, NetworkVector]:
         """v once parameters keep these positions of their dimensions, to unit length again."""
         network = self.block()
         if network is None:
@@ -132,6 +146,10 @@ class NetworkDirection(Direction):
                 f"state must have a v of {_size(network)} trained parameters, got one of {vector.vector.numel()}"
             )
         self.pairs, self.choice = {network.name: vector}, BlockChoice.known(network)
+
+
+AnyDirection = Direction | NetworkDirection
+"""v in one block, or over the network."""
 
 
 def gauss_newton_product(

@@ -14,7 +14,7 @@ from hgnp.curvature.autodiff.forward import Output
 from hgnp.curvature.autodiff.rng import preserve_rng
 from hgnp.curvature.choices import Choices
 from hgnp.curvature.losses import Loss, weighted
-from hgnp.curvature.step import PLAIN, Plan, Scale, State, Step
+from hgnp.curvature.step import PLAIN, Number, Plan, State, Step
 from hgnp.curvature.validation import finite, without_tensor_hooks
 from hgnp.errors import InputError
 from hgnp.reducer import LOCAL, Reducer
@@ -46,18 +46,15 @@ class SAMStep(Step):
     def captured_numbers(self) -> dict[str, float]:
         return {"rho": self.rho}
 
-    def plain(self, state: State, inputs: Any, target: Any, *, scale: Scale = 1.0) -> None:
+    def plain(self, state: State, inputs: Any, target: Any, *, scale: Number = 1.0) -> None:
         """Dropout masks are the same in both passes, and buffers see the first alone."""
         parameters = [p for p in self.net.parameters() if p.requires_grad]
-        with (
-            preserve_rng(*parameters),
-            without_tensor_hooks(parameters),
-        ):  # hooks get the gradient that is left in .grad
+        # hooks get the gradient that is left in .grad, not this one
+        with preserve_rng(*parameters), without_tensor_hooks(parameters):
             self.forward(state, inputs, target)
-            self.decide(state)
             assert state.current is not None
-            found = torch.autograd.grad(state.current.loss, parameters, materialize_grads=True)
-        before = self._perturb(parameters, found)
+            ascent = torch.autograd.grad(state.current.loss, parameters, materialize_grads=True)
+        before = self._perturb(parameters, ascent)
         torch.clear_autocast_cache()  # which holds half-precision copies of the parameters as they were
         try:
             output = self.passes.run(inputs, self.norms_mode(), side_effect_free=True)

@@ -23,7 +23,7 @@ from hgnp.curvature.factors import find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature
 from hgnp.curvature.validation import check_functions, lacks_second_derivative, without_tensor_hooks
 from hgnp.errors import InputError
-from hgnp.state_guards import evaluating
+from hgnp.state_guards import compiled_functions_run_eagerly, evaluating
 
 TOLERANCE = 1e-4
 MAX_STEPS = 200
@@ -37,8 +37,8 @@ class Sharpness:
     >>> import torch, hgnp
     >>> x, y = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.zeros(2, 1)
     >>> net = torch.nn.Linear(2, 1, bias=False)  # with MSE the Hessian is 2·mean(x xᵀ) = diag(4, 1)
-    >>> found = hgnp.sharpness(net, [(x, y)], loss=torch.nn.functional.mse_loss)
-    >>> round(found.eigenvalues[0], 3), found.converged
+    >>> top = hgnp.sharpness(net, [(x, y)], loss=torch.nn.functional.mse_loss)
+    >>> round(top.eigenvalues[0], 3), top.converged
     (4.0, True)
 
     Attributes:
@@ -70,8 +70,8 @@ def sharpness(
     >>> import torch, hgnp
     >>> x, y = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.zeros(2, 1)
     >>> net = torch.nn.Linear(2, 1, bias=False)  # with MSE the Hessian is 2·mean(x xᵀ) = diag(4, 1)
-    >>> found = hgnp.sharpness(net, [(x, y)], loss=torch.nn.functional.mse_loss, k=2)
-    >>> [round(value, 3) for value in found.eigenvalues]
+    >>> top = hgnp.sharpness(net, [(x, y)], loss=torch.nn.functional.mse_loss, k=2)
+    >>> [round(value, 3) for value in top.eigenvalues]
     [4.0, 1.0]
 
     Args:
@@ -141,7 +141,7 @@ def _product(
     total, samples = torch.zeros_like(v), 0
     for inputs, target in data:
         buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}  # a forward may count its calls in one
-        with torch.compiler.set_stance("force_eager"):  # compiled functions have no second derivative
+        with compiled_functions_run_eagerly:  # they have no second derivative
             value = loss(run(net, inputs, output=output, buffers=buffers), target)
         with without_tensor_hooks(parameters):
             grads = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)

@@ -4,31 +4,42 @@ A step leaves the gradient of L = C + μ·max(0, q − B) in `.grad`. q = vᵀHv
 the largest eigenvalue (equations 3 and 4), held fixed while q is differentiated. With direction_over="network" v is the top
 eigenvector of the whole network's Gauss–Newton matrix instead: a refresh is then one product with it (`network_direction`).
 
-    stage          in → out                                                         what ranks sum
-    plan           schedule, last q → what this step does                           –
-    share          target → n, w = own share of the loss's normaliser               normaliser and each rank's n
-    prepare        first batch → where Gauss–Newton holds, a first v to lag behind  as refresh
-    forward        batch, and v if the plan has a penalty → w·C, w·q, Ψ moments,    statistics of synchronised norms
-                   a live autograd pass
-    tangents       v of this very batch → w·q (paper's order)                       statistics of synchronised norms
-    decide         w·C, w·q → C, q of all ranks; the penalty is active if q > B     C and q, detached, in one buffer
-    backward       pass, active → .grad of w·(C + μ·q) or w·C; probes → Γ moments   the norms' adjoints
-    backward_loss  the same of w·C alone (paper's order)                            the norms' adjoints
-    backward_term  .grad of μ·w·q (paper's order)                                   the norms' adjoints
-    refresh        moments, old eigenpairs → eigenpairs, block                      the set of blocks; each product F·x, all
-                                                                                    blocks in one buffer; the block is rank 0's
-    advance        plan → age of v, whether steps skip the penalty                  –
+    stage                      in → out                                                      what ranks sum
+    plan                       schedule, last q → what this step does                        –
+    share                      target → n, w = own share of the loss's normaliser            normaliser, n of each rank
+    prepare                    first batch → where Gauss–Newton holds, a first v             as refresh
+    forward                    batch, lagged v → w·C, w·q, Ψ moments, live autograd pass     statistics of synchronised norms
+    decide                     w·C, w·q → C, q of all ranks; the penalty is active if q > B  C and q, detached, in one buffer
+    backward_and_refresh       pass, active → .grad of w·(C + μ·q) or w·C; probes → Γ        the norms' adjoints
+                               moments; beside it `refresh`, if the plan has one             as refresh
+    refresh                    moments, old eigenpairs → eigenpairs, block                   the set of blocks; each product F·x
+                                                                                             of all blocks in one buffer; the
+                                                                                             block is rank 0's
+    advance                    plan → age of v, whether steps skip the penalty               –
+    plain                      `forward` and `backward_and_refresh` of a plain PyTorch step  as these
+    in the paper's order:
+    backward_loss_and_refresh  `backward_and_refresh` of w·C alone                           as there
+    tangents                   v of this very batch → w·q                                    statistics of synchronised norms
+    backward_term              pass, active → .grad of μ·w·q                                 the norms' adjoints
 
-`reduced_gradients`, around a step, sums what it adds to `.grad` over the ranks. The score stage is in `hgnp.scoring`: it runs
+`reduced_gradients`, around a step, sums what it adds to `.grad` over the ranks. How often ranks sum depends on the plan, the
+layers and the options alone: one may run a step eagerly that another replays. The score stage is in `hgnp.scoring`: it runs
 `direction_of` and `objective` under gates, and sums |δ| over samples and ranks before any division.
 
 With lagged v (direction_from="last_batch"):
 
-    plan, share, prepare, forward, decide, backward beside refresh, advance
+    plan, share, prepare, forward, decide, backward_and_refresh, advance
 
 In the paper's order (direction_from="this_batch") v comes from the batch that is penalised:
 
-    plan, share, prepare, forward, backward_loss beside refresh, tangents, decide, backward_term, advance
+    plan, share, prepare, forward, backward_loss_and_refresh, tangents, decide, backward_term, advance
+
+A step with neither penalty nor refresh, and one of SAM (`hgnp.curvature.sam`):
+
+    plan, share, plain, decide, advance
+
+`refresh` stands alone where no backward pass of C gives Γ: for `Flatness.loss`, whose caller runs the backward pass, for hooks
+on parameters, which get the gradient once and whole, and for v over the network.
 
 A boundary between stages is a data dependency, not a barrier. The stages say what is computed; `hgnp.execution` says how: one
 after the other, or from CUDA graphs. Executors hold a `Step`, which holds options and what it has learnt of the network, and a
@@ -51,19 +62,20 @@ from hgnp.curvature.autodiff.passes import Pass, Passes
 from hgnp.curvature.autodiff.rng import preserve_rng
 from hgnp.curvature.choices import Choices, choose
 from hgnp.curvature.collector import FactorCollector
-from hgnp.curvature.device import HostScalar, capturing
-from hgnp.curvature.direction import Direction
+from hgnp.curvature.device import HostScalar, as_numbers
+from hgnp.curvature.direction import BlockChoice, Direction
 from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.factors import Block, WholeNetwork, find_blocks
-from hgnp.curvature.losses import Loss, Rows, loss_curvature, normaliser, weighted
-from hgnp.curvature.network_direction import COLD, NetworkDirection
-from hgnp.curvature.validation import check_functions, check_network, finite, has_gradient_hooks
+from hgnp.curvature.losses import Loss, Rows, loss_curvature, target_normaliser, weighted
+from hgnp.curvature.network_direction import COLD_PRODUCTS, AnyDirection, NetworkDirection
+from hgnp.curvature.validation import check_bound, check_functions, check_mu, check_network, has_gradient_hooks
 from hgnp.errors import InputError, one_line, refuse_renamed
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import Removal, listen
 
-Scale = float | Tensor
-"""What the loss is multiplied by before the backward pass, as by a GradScaler."""
+Number = float | Tensor
+"""A number on the host, or on the device, where CUDA graphs read it. A `scale` is what the loss is multiplied by before a
+backward pass, as by a GradScaler."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +91,14 @@ PLAIN = Plan(penalty=False, refresh=False)
 
 
 @dataclass(frozen=True)
-class BlockDirection:
+class PenalizedDirection:
     """v as a step penalises it: one block, or the network, and its eigenpair."""
 
     block: Block | WholeNetwork
+    names: list[str]
+    """Of the parameters that v has a part in: those of the block that were trained in this step."""
     vectors: list[Tensor]
-    """v, in the shapes of the block's parameters."""
+    """v, in the shapes of these parameters."""
     radius: Tensor
     """λ of the eigenpair."""
     residuals: Tensor
@@ -95,11 +109,15 @@ class BlockDirection:
 class Statistics:
     """What a step penalised. Its numbers are still on the device."""
 
-    penalized: BlockDirection
+    penalized: PenalizedDirection
     curvature: Tensor
     """q, of all ranks."""
     sent: HostScalar | None = None
-    """q on its way to the host, if it was sent there at once."""
+    """q on its way to the host, if it was sent there."""
+
+    def sending(self) -> "Statistics":
+        """The same, with q on its way."""
+        return self if self.sent is not None else dataclasses.replace(self, sent=HostScalar.of(self.curvature))
 
     @property
     def q(self) -> float:
@@ -112,13 +130,29 @@ class Statistics:
         return kronecker_residual(*self.penalized.residuals.unbind())
 
 
+@dataclass(frozen=True)
+class Objective:
+    """w·L of a batch in its parts."""
+
+    loss: Tensor
+    """w·C"""
+    term: Tensor | None = None
+    """μ·(q − B) as this rank has it; None where L is C alone."""
+    active: Tensor | None = None
+    """Whether q of all ranks is above B."""
+
+    def value(self) -> Tensor:
+        """w·L, to be differentiated. Waits for the device: an inactive term is left out, as its derivative may be infinite."""
+        return self.loss if self.term is None or not self.active else self.loss + self.term
+
+
 @dataclass(eq=False)
 class State:
     """What steps pass on to each other, and the intermediate results of the current step."""
 
     mu: float
     bound: float
-    direction: Direction
+    direction: AnyDirection
     generator: torch.Generator | None = None
     """Of sampled labels (fisher_type="mc"), so that the training's own random numbers are left alone."""
     age: int = 0
@@ -134,25 +168,29 @@ class State:
     """n of this rank's batch."""
     counts: Tensor | None = None
     """n of each rank's batch, on the device; None: there is one rank."""
+    known_samples: int | None = None
+    """n of all ranks, once the host knows it."""
     weight: Tensor | None = None
     """w, this rank's share of the loss; None: all of it."""
     current: Pass | None = None
     """The forward pass that is still to be differentiated."""
     collector: FactorCollector | None = None
     """Collects its Kronecker factors, where v is refreshed."""
-    penalized: BlockDirection | None = None
+    penalized: PenalizedDirection | None = None
     """The direction of its q."""
     loss_differentiated: bool = False
     """Whether C's gradient is in `.grad` already (paper's order)."""
     loss: Tensor | None = None
-    """C of all ranks, detached."""
+    """w·C, detached; from `decide` on that of all ranks."""
     statistics: Statistics | None = None
-    """Of the last step with a penalty."""
+    """Of the last step with a penalty; its q is that of all ranks from `decide` on."""
 
     @property
     def samples(self) -> int:
         """n of all ranks, for which the host waits if there are several."""
-        return self.own_samples if self.counts is None else int(self.counts.sum())
+        if self.known_samples is None:
+            self.known_samples = self.own_samples if self.counts is None else int(self.counts.sum())
+        return self.known_samples
 
     def active(self) -> bool:
         """Whether the penalty is active. Waits for q."""
@@ -161,6 +199,23 @@ class State:
     def release(self) -> None:
         """Releases the step's autograd graph."""
         self.current, self.collector, self.penalized, self.loss_differentiated = None, None, None, False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around stages that a CUDA graph records. They compute nothing yet, so in the end C, statistics and v are as they
+        were. The pass under way stays, as later graphs continue from it; if recording fails, it is as it was, too. Inside, the
+        block is one that the host knows: to ask the device for it would end the capture."""
+        direction, current = self.direction, self.current
+        loss, statistics, pairs, choice = self.loss, self.statistics, direction.pairs, direction.choice
+        block = direction.block()
+        direction.choice = None if block is None else BlockChoice.known(block)
+        try:
+            yield
+        except Exception:  # what runs instead may need the memory
+            self.current, self.collector, self.penalized = current, None, None
+            raise
+        finally:
+            self.loss, self.statistics, direction.pairs, direction.choice = loss, statistics, pairs, choice
 
     def neurons_removed(self, removal: Removal) -> Callable[[], None]:
         """Slices every eigenvector with its layer. The work is done here; what is returned only assigns."""
@@ -194,14 +249,13 @@ class Step:
         self.net, self.loss, self.output, self.choices, self.reducer = net, loss, output, choices, reducer
         self.lagged = choices.direction_from == "last_batch"
         """Whether a step penalises along the v of the batch before."""
-        self.over_network = choices.direction_over == "network"
-        """Whether v is over all parameters, and a refresh one product with the Gauss–Newton matrix."""
         _check_schedule(refresh_every, skip_inactive, lagged=self.lagged)
         self._refresh_every, self._skip_inactive = refresh_every, skip_inactive
         self._loss_curvature = loss_curvature(loss)
         self.passes = Passes(
-            net, loss, output, gauss_newton=choices.curvature == "ggn", over_network=self.over_network, reducer=reducer
-        )
+            net, loss, output, gauss_newton=choices.curvature == "ggn",
+            over_network=choices.direction_over == "network", reducer=reducer,
+        )  # fmt: skip
 
     # Before a step
 
@@ -217,9 +271,9 @@ class Step:
         samples = samples_in(inputs)
         if not samples:
             raise InputError("inputs must hold at least one sample, got an empty batch")
-        state.own_samples, state.counts, state.weight = samples, None, None
+        state.own_samples, state.counts, state.known_samples, state.weight = samples, None, None, None
         if self.reducer.ranks > 1:
-            own = normaliser(self.loss, target, target) if isinstance(target, Tensor) else None
+            own = target_normaliser(self.loss, target)
             device = next(self.net.parameters()).device
             numbers = torch.zeros(1 + self.reducer.ranks, dtype=torch.double, device=device)
             numbers[1 + self.reducer.rank].fill_(samples)  # kernels; the host would wait for a copy
@@ -227,26 +281,25 @@ class Step:
             (total,) = self.reducer.sum([numbers])
             state.counts, state.weight = total[1:], numbers[0] / total[0]
 
-    def prepare(self, state: State, inputs: Any, target: Any, *, scale: Scale = 1.0) -> None:
+    def prepare(self, state: State, inputs: Any, target: Any, *, scale: Number = 1.0) -> None:
         """Before the first step, and after the network has changed: where Gauss–Newton holds, and a first v to lag behind, from
         this batch by a pass without side effects."""
         self.passes.inspect(inputs)
         if self.lagged and state.direction.block() is None:
-            self._refresh_from(state, state.direction, inputs, target, scale)
+            self._refresh_from_batch(state, state.direction, inputs, target, scale)
 
     # The stages of a step
 
-    def plain(self, state: State, inputs: Any, target: Any, *, scale: Scale = 1.0) -> None:
-        """A whole plain PyTorch step, forward and backward."""
+    def plain(self, state: State, inputs: Any, target: Any, *, scale: Number = 1.0) -> None:
+        """A whole plain PyTorch step, forward and backward, but for `decide`: nothing depends on it."""
         self.forward(state, inputs, target)
-        self.decide(state)
-        self.backward(state, target, mu=0.0, scale=scale)
+        self.backward_and_refresh(state, target, mu=0.0, scale=scale)
 
     def forward(self, state: State, inputs: Any, target: Any) -> None:
         """C, and q along the lagged v if the plan has a penalty. In the paper's order C alone, recorded for `tangents`."""
-        plan = state.plan
-        state.collector = self._collector(state, inputs) if plan.refresh and not self.over_network else None
-        if not plan.penalty and not (plan.refresh and self.over_network):
+        collects = state.plan.refresh and isinstance(state.direction, Direction)
+        state.collector = self._collector(state, inputs) if collects else None
+        if not self._takes_q(state):
             state.current = self.passes.primal(inputs, target, state.weight, state.collector)
         elif self.lagged:
             state.current, state.penalized = self._penalized_pass(
@@ -255,84 +308,90 @@ class Step:
         else:
             assert state.collector is not None
             state.current = self.passes.taped(inputs, target, state.weight, state.collector)
+        self._record(state)
 
     def tangents(self, state: State, inputs: Any, target: Any) -> None:
         """q along the v of this batch, in the paper's order: the operations behind the block run again, along v."""
         assert state.current is not None
-        found, state.penalized = self._penalized_pass(state.direction, state, inputs, target, primal=state.current)
-        state.current = dataclasses.replace(state.current, q=found.q)  # still the pass that its tape is of
+        penalized_pass, state.penalized = self._penalized_pass(
+            state.direction, state, inputs, target, primal=state.current
+        )
+        state.current = dataclasses.replace(state.current, q=penalized_pass.q)  # still the pass that its tape is of
+        self._record(state)
 
     def decide(self, state: State) -> None:
         """C and q of all ranks. The penalty is active if q > B, which the host decides (`State.active`): to multiply an
         inactive one by zero on the device would turn a derivative of q that is not finite, 0·∞, into NaN gradients."""
-        current = state.current
-        assert current is not None
-        numbers = [current.loss.detach()] if current.q is None else [current.loss.detach(), current.q.detach()]
-        if self.reducer.ranks > 1:
-            numbers = list(self.reducer.sum([torch.stack([x.double() for x in numbers])])[0])
-        state.loss = numbers[0]
-        if current.q is not None:
-            assert state.penalized is not None
-            state.statistics = Statistics(state.penalized, numbers[1])
+        if self.reducer.ranks == 1:
+            return
+        assert state.loss is not None
+        own = [state.loss]
+        if self._takes_q(state):
+            assert state.statistics is not None
+            own.append(state.statistics.curvature)
+        state.loss, *q = self.reducer.sum([torch.stack([x.double() for x in own])])[0]
+        if q:
+            assert state.statistics is not None
+            state.statistics = Statistics(state.statistics.penalized, q[0], HostScalar.of(q[0]))
 
-    def backward(
+    def backward_and_refresh(
         self,
         state: State,
         target: Any,
         *,
-        mu: Scale,
-        scale: Scale = 1.0,
+        mu: Number,
+        scale: Number = 1.0,
         active: bool = False,
         retain_graph: bool = False,
     ) -> None:
-        """The gradient of w·C, and of μ·w·q if the penalty is active; beside it `refresh`, where the plan has one. Γ comes from
-        this very backward pass if that is of C alone. `retain_graph`: the same pass will be differentiated again."""
+        """The gradient of w·C, and of μ·w·q if the penalty is active; beside it the next v, if the plan has a refresh. Γ comes
+        from this very backward pass if that is of C alone. `retain_graph`: the same pass will be differentiated again."""
         collector, choices = state.collector, self.choices
         total = self.total(state, mu=mu, active=active)
-        backward = partial(self._backward, total * scale, retain_graph=retain_graph)
-        if self.over_network and state.plan.refresh:
-            self.refresh(state, target, scale=scale)
+        backward = partial(self._run_backward, total * scale, retain_graph=retain_graph)
         if collector is None:
+            if state.plan.refresh:  # of v over the network: its product with F needs the pass, which `backward` frees
+                self.refresh(state, target, scale=scale)
             backward()
             return
         current = state.current
         assert current is not None
         collector.restart()
         if choices.fisher_type == "mc" or (active and choices.gamma_from == "loss"):
-            self._refresh(
-                state, partial(self._collect_gamma, state, collector, current, target, scale), overlap=backward
-            )
+            self._solve(state, partial(self._collect_gamma, state, collector, current, target, scale), overlap=backward)
         else:
             with collector.collecting(scale):
-                self._refresh(state, backward)
+                self._solve(state, backward)
         if not retain_graph:
             collector.release()
 
-    def backward_loss(self, state: State, target: Any, *, scale: Scale = 1.0) -> None:
-        """In the paper's order: the gradient of w·C beside `refresh`. Hooks on parameters get the gradient once and whole:
+    def backward_loss_and_refresh(self, state: State, target: Any, *, scale: Number = 1.0) -> None:
+        """In the paper's order: the gradient of w·C and, beside it, v. Hooks on parameters get the gradient once and whole:
         where there are any, C waits for the term, and Γ takes a backward pass of its own."""
         state.loss_differentiated = not has_gradient_hooks(self.net)
         if state.loss_differentiated:
-            self.backward(state, target, mu=0.0, scale=scale, retain_graph=self.passes.can_replay_tape)
+            self.backward_and_refresh(state, target, mu=0.0, scale=scale, retain_graph=self.passes.can_replay_tape)
         else:
             self.refresh(state, target, scale=scale)
         assert state.collector is not None
         state.collector.release()
 
-    def backward_term(self, state: State, *, mu: Scale, scale: Scale = 1.0, active: bool) -> None:
+    def backward_term(self, state: State, *, mu: Number, scale: Number = 1.0, active: bool) -> None:
         """In the paper's order: the gradient of μ·w·q if the penalty is active, and of w·C if it has waited."""
         assert state.current is not None
         if not state.loss_differentiated:
-            self._backward(self.total(state, mu=mu, active=active) * scale)
+            self._run_backward(self.total(state, mu=mu, active=active) * scale)
         elif active:
-            self._backward(self._penalty(state, mu) * scale, retain_graph=state.current.in_cuda_graph)
+            self._run_backward(self._penalty(state, mu) * scale, retain_graph=state.current.in_cuda_graph)
 
-    def total(self, state: State, *, mu: Scale, active: bool) -> Tensor:
+    def total(self, state: State, *, mu: Number, active: bool) -> Tensor:
         """w·C + μ·(w·q − B), or w·C if the penalty is inactive."""
         assert state.current is not None
         return state.current.loss + self._penalty(state, mu) if active else state.current.loss
 
-    def refresh(self, state: State, target: Any, *, mu: Scale = 0.0, scale: Scale = 1.0, active: bool = False) -> None:
+    def refresh(
+        self, state: State, target: Any, *, mu: Number = 0.0, scale: Number = 1.0, active: bool = False
+    ) -> None:
         """v of the pass that the collector observed, with Γ from a backward pass of its own: of C, or of the penalised loss
         where `gamma_from` says so. Over the network, v ← Fv/‖Fv‖ from the pass along v."""
         if isinstance(state.direction, NetworkDirection):
@@ -343,10 +402,10 @@ class Step:
         assert collector is not None
         if active and self.choices.gamma_from == "penalized_loss":
             total = self.total(state, mu=mu, active=True)
-            self._refresh(state, partial(collector.collect, total, None, scale))
+            self._solve(state, partial(collector.collect, total, None, scale))
         else:
             assert state.current is not None
-            self._refresh(state, partial(self._collect_gamma, state, collector, state.current, target, scale))
+            self._solve(state, partial(self._collect_gamma, state, collector, state.current, target, scale))
         collector.release()
 
     def advance(self, state: State) -> None:
@@ -373,30 +432,31 @@ class Step:
             p.grad = None
         try:
             yield
-            met = [p.grad is not None for p in parameters]
-            own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            ranks = torch.ones(len(met), dtype=own[0].dtype, device=own[0].device)  # that have met each of them
-            for n in (n for n, known in enumerate(met) if not known):
-                ranks[n].zero_()  # a kernel; the host would wait for a copy
-            *grads, ranks = self.reducer.sum([*own, ranks])
-            if not all(
-                met
-            ):  # parameters that no rank has met keep no gradient; the host waits only where there may be some
-                met = ranks.bool().tolist()
-            for p, grad, known in zip(parameters, grads, met, strict=True):
-                p.grad = grad if known else None
+            for p, grad in self.summed_gradients():
+                p.grad = grad
         finally:
             for p, earlier in zip(parameters, before, strict=True):
                 if earlier is not None:
                     p.grad = earlier if p.grad is None else earlier.add_(p.grad)
 
+    def summed_gradients(self) -> list[tuple[nn.Parameter, Tensor | None]]:
+        """The trained parameters, each with its `.grad` summed over the ranks, in one buffer; None where no rank has any."""
+        parameters = [p for p in self.net.parameters() if p.requires_grad]
+        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        met = [p.grad is not None for p in parameters]
+        *grads, ranks = self.reducer.sum([*own, as_numbers(met, own[0])])
+        if not all(met):  # the host waits only where there may be parameters that no rank has met
+            met = ranks.bool().tolist()
+        return [(p, grad if known else None) for p, grad, known in zip(parameters, grads, met, strict=True)]
+
     # Scores
 
-    def direction_of(self, state: State, inputs: Any, target: Any) -> Direction:
-        """A batch's own v, from a cold start. It has no side effects."""
+    def direction_of(self, state: State, inputs: Any, target: Any) -> AnyDirection:
+        """A batch's own v, by as many products as without an earlier v. It has no side effects. `share` comes first."""
+        assert state.own_samples, "share(state, inputs, target) must come before direction_of()"
         direction = state.direction.copy()
         state = dataclasses.replace(state, generator=None if state.generator is None else state.generator.clone_state())
-        self._refresh_from(state, direction, inputs, target, 1.0)
+        self._refresh_from_batch(state, direction, inputs, target, 1.0)
         return direction
 
     def objective(
@@ -406,34 +466,48 @@ class Step:
         target: Any,
         *,
         mu: float,
-        direction: Direction | None,
+        direction: AnyDirection | None,
         within: AbstractContextManager[Any] | None = None,
-    ) -> Tensor:
+    ) -> "Objective":
         """w·L of a batch, to be differentiated, along this v, in the network's present mode; None: C alone. `within` is entered
-        around the forward pass. It has no side effects: buffers and random state stay as they are."""
+        around the forward pass. It has no side effects: buffers and random state stay as they are. `share` comes first."""
+        assert state.own_samples, "share(state, inputs, target) must come before objective()"
         with preserve_rng(*self.net.parameters()):
             if direction is None:
                 output = self.passes.run(inputs, self.norms_mode(), within=within, side_effect_free=True)
-                return weighted(self.loss(output, target), state.weight)
-            found, _ = self._penalized_pass(direction, state, inputs, target, side_effect_free=True, within=within)
-        assert found.q is not None
-        (q,) = self.reducer.sum([found.q.detach()])
-        if capturing():  # a graph cannot ask the host
-            return found.loss + mu * torch.where(q > state.bound, found.q - state.bound, 0.0)
-        return found.loss + mu * (found.q - state.bound) if bool(q > state.bound) else found.loss
+                return Objective(weighted(self.loss(output, target), state.weight))
+            current, _ = self._penalized_pass(direction, state, inputs, target, side_effect_free=True, within=within)
+        assert current.q is not None
+        (q,) = self.reducer.sum([current.q.detach()])
+        return Objective(current.loss, mu * (current.q - state.bound), q > state.bound)
 
     # What the stages are made of
 
+    def _takes_q(self, state: State) -> bool:
+        """Whether the step has a q: the refresh of v over the network takes one too."""
+        return state.plan.penalty or (state.plan.refresh and isinstance(state.direction, NetworkDirection))
+
+    def _record(self, state: State) -> None:
+        """C and q of the current pass, as this rank has them."""
+        current = state.current
+        assert current is not None
+        state.loss = current.loss.detach()
+        if current.q is not None:
+            assert state.penalized is not None
+            state.statistics = Statistics(state.penalized, current.q.detach())
+
     def _penalized_pass(
-        self, direction: Direction, state: State, inputs: Any, target: Any, **how: Any
-    ) -> tuple[Pass, BlockDirection]:
+        self, direction: AnyDirection, state: State, inputs: Any, target: Any, **how: Any
+    ) -> tuple[Pass, PenalizedDirection]:
         """C and q along this v, and the block and eigenpair that it is."""
         block: Any = direction.block()
         assert block is not None
         pair: Any = direction.pairs[block.name]
         tangents = pair.tangents(block, scale_invariant=self.choices.scaling == "scale_invariant")
-        found = self.passes.with_curvature(block, tangents, inputs, target, state.weight, **how)
-        return found, BlockDirection(block, [part.detach() for _, part in tangents], pair.value, pair.residuals)
+        current = self.passes.with_curvature(block, tangents, inputs, target, state.weight, **how)
+        vectors = [part.detach() for _, part in tangents]
+        radius = pair.value.clone()  # graphs write eigenpairs in place
+        return current, PenalizedDirection(block, list(block.parameters), vectors, radius, pair.residuals)
 
     def _collector(self, state: State, inputs: Any) -> FactorCollector:
         return FactorCollector(
@@ -441,16 +515,17 @@ class Step:
             scale_invariant=self.choices.scaling == "scale_invariant", keep=self.choices.ranking == "empirical",
         )  # fmt: skip
 
-    def _refresh(self, state: State, collect: Callable[[], None], overlap: Callable[[], None] | None = None) -> None:
+    def _solve(self, state: State, collect: Callable[[], None], overlap: Callable[[], None] | None = None) -> None:
         """Eigenpairs and block of this batch from where the last one left them."""
         assert state.collector is not None
+        assert isinstance(state.direction, Direction)
         state.direction.refresh(
             state.collector, collect, cold=not self.lagged and state.direction.block() is None, overlap=overlap,
             empirical=self.choices.ranking == "empirical", reducer=self.reducer,
         )  # fmt: skip
 
     def _collect_gamma(
-        self, state: State, collector: FactorCollector, current: Pass, target: Any, scale: Scale
+        self, state: State, collector: FactorCollector, current: Pass, target: Any, scale: Number
     ) -> None:
         """Γ by a backward pass of its own, for activations alone: of C, or of labels drawn from the output."""
         with autocast_off(current.loss):
@@ -473,16 +548,19 @@ class Step:
         per_sample = output.shape[0] // state.own_samples
         return sum(counts[: self.reducer.rank]) * per_sample, sum(counts) * per_sample
 
-    def _refresh_from(self, state: State, direction: Direction, inputs: Any, target: Any, scale: Scale) -> None:
-        """Refreshes a direction from this batch, from a cold start, by a pass without side effects."""
+    def _refresh_from_batch(
+        self, state: State, direction: AnyDirection, inputs: Any, target: Any, scale: Number
+    ) -> None:
+        """Refreshes a direction from this batch alone, by passes without side effects. It starts from the direction's
+        eigenpairs, where there are any, and takes as many products as without them: they may be of another batch."""
         if isinstance(direction, NetworkDirection):
             if direction.block() is None:
                 start = NetworkDirection.arbitrary(self.net)
                 direction.pairs, direction.choice = start.pairs, start.choice
-            for _ in range(COLD):
+            for _ in range(COLD_PRODUCTS):
                 with preserve_rng(*self.net.parameters()):
-                    found, _ = self._penalized_pass(direction, state, inputs, target, side_effect_free=True)
-                direction.iterate(found, self.reducer, scale)
+                    current, _ = self._penalized_pass(direction, state, inputs, target, side_effect_free=True)
+                direction.iterate(current, self.reducer, scale)
             return
         collector = self._collector(state, inputs)
         with preserve_rng(*self.net.parameters()):  # dropout masks repeat from pass to pass
@@ -497,7 +575,7 @@ class Step:
         """The mode of a plain pass: none, unless norms are synchronised."""
         return Forward(reducer=self.reducer) if self.reducer.sync_norms else None
 
-    def _penalty(self, state: State, mu: Scale) -> Tensor:
+    def _penalty(self, state: State, mu: Number) -> Tensor:
         """μ·(w·q − B), which an active penalty adds to the loss."""
         assert state.current is not None
         assert state.current.q is not None
@@ -506,9 +584,10 @@ class Step:
     def _settle_skipping(self, state: State) -> None:
         """Whether steps skip the penalty, once the first q along this v has reached the host."""
         if state.first_q is not None:
-            state.skipping, state.first_q = not state.first_q.item() > state.bound, None
+            active = state.first_q.item() > state.bound
+            state.skipping, state.first_q = not active, None
 
-    def _backward(self, total: Tensor, *, retain_graph: bool = False) -> None:
+    def _run_backward(self, total: Tensor, *, retain_graph: bool = False) -> None:
         try:
             with autocast_off(total):
                 total.backward(retain_graph=retain_graph)
@@ -565,10 +644,8 @@ def make_step(
 ) -> tuple[Step, State]:
     """A step and the state it begins with, from the arguments of `Flatness`."""
     check_functions(loss=loss, output=output)
-    if not (finite(mu) and mu >= 0):
-        raise InputError(f"mu must be a finite number ≥ 0, got {mu!r}")
-    if not finite(bound):
-        raise InputError(f"bound must be a finite number, got {bound!r}")
+    check_mu(mu)
+    check_bound(bound)
     if loss_curvature(loss) is None:
         if curvature == "ggn" or choices.get("fisher_type") == "mc":
             raise InputError(
@@ -582,7 +659,7 @@ def make_step(
         net, loss=loss, output=output, choices=chosen, refresh_every=refresh_every, skip_inactive=skip_inactive,
         reducer=reducer,
     )  # fmt: skip
-    direction = NetworkDirection(net) if step.over_network else Direction(net)
+    direction = NetworkDirection(net) if chosen.direction_over == "network" else Direction(net)
     state = State(float(mu), float(bound), direction)
     listen(net, state.neurons_removed)
     return step, state

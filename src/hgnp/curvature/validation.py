@@ -31,6 +31,16 @@ def finite(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
+def check_mu(mu: Any) -> None:
+    if not (finite(mu) and mu >= 0):
+        raise InputError(f"mu must be a finite number ≥ 0, got {mu!r}")
+
+
+def check_bound(bound: Any) -> None:
+    if not finite(bound):
+        raise InputError(f"bound must be a finite number, got {bound!r}")
+
+
 def check_network(net: nn.Module, *, flatten: bool) -> None:
     """That PyTorch shows the network's operations and, with `flatten`, that there is a block to flatten."""
     if not isinstance(net, nn.Module):
@@ -92,7 +102,7 @@ def without_tensor_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
     """`Tensor.register_hook` is for gradients of a backward pass; `torch.autograd.grad` runs the hooks too. Inside, it does
     not.
 
-    PyTorch reads the dictionary of a tensor's hooks when it runs them: it is emptied meanwhile. There is no API for this."""
+    PyTorch reads the dictionary of a tensor's hooks when it runs them: inside, it is empty. There is no API for this."""
     hooks = [x._backward_hooks for x in tensors if x._backward_hooks]
     held = [dict(each) for each in hooks]
     for each in hooks:
@@ -111,15 +121,15 @@ def lacks_second_derivative(gradients: Iterable[Tensor | None]) -> bool:
     parameters goes around it, as nothing leads from there to them, and the derivative is zero in silence. PyTorch tells of the
     node by its name alone."""
     waiting = [x.grad_fn for x in gradients if x is not None]
-    seen = set(waiting)
+    visited = set(waiting)
     while waiting:
         node = waiting.pop()
         if node is None:
             continue
         if node.name() == "torch::autograd::Error":
             return True
-        new = {before for before, _ in node.next_functions} - seen
-        seen |= new
+        new = {before for before, _ in node.next_functions} - visited
+        visited |= new
         waiting += new
     return False
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hgnp.curvature.autodiff.forward import check_gradients
-from hgnp.curvature.step import PLAIN, Scale, State, Step
+from hgnp.curvature.autodiff.forward import autocast_off, check_gradients
+from hgnp.curvature.step import PLAIN, Number, State, Step
 from hgnp.errors import InputError
 
 AutocastFactory = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -23,7 +23,7 @@ class Eager:
     def __init__(self, step: Step, state: State, precision: AutocastFactory = contextlib.nullcontext) -> None:
         self.step, self.state, self._precision = step, state, precision
         self.fetch: Callable[[], Any] | None = None
-        """Fetches the next batch. An eager step does not call it: it has nothing to overlap with."""
+        """Fetches the next batch: called before the host waits for q."""
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Around the steps of an epoch: nothing to set up."""
@@ -39,37 +39,53 @@ class Eager:
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
-    def backward(self, inputs: Any, target: Any, *, scale: Scale = 1.0) -> Tensor:
+    def backward(self, inputs: Any, target: Any, *, scale: Number = 1.0) -> Tensor:
         """Adds scale·∇L to `.grad` and returns C, which is not scaled."""
-        step, state = self.step, self.state
-        scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
-        plan = step.plan(state)
+        self.step.plan(self.state)
         check_gradients()
-        step.share(state, inputs, target)
+        self.step.share(self.state, inputs, target)
+        return self.run_stages(inputs, target, scale=scale)
+
+    def run_stages(self, inputs: Any, target: Any, *, scale: Number = 1.0) -> Tensor:
+        """`backward` after `plan` and `share`."""
+        step, state = self.step, self.state
+        plan = state.plan
+        scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
         try:
             with self._precision(), step.reduced_gradients():
                 if plan == PLAIN:
                     step.plain(state, inputs, target, scale=scale)
+                    step.decide(state)
                 elif step.lagged:
                     step.prepare(state, inputs, target, scale=scale)
                     step.forward(state, inputs, target)  # C, and q along the v of the last batch
                     step.decide(state)
-                    active = plan.penalty and state.active()
-                    step.backward(state, target, mu=state.mu, scale=scale, active=active)  # beside refresh
+                    active = plan.penalty and self._wait_for_active()
+                    step.backward_and_refresh(state, target, mu=state.mu, scale=scale, active=active)
                 else:
                     step.prepare(state, inputs, target, scale=scale)
                     step.forward(state, inputs, target)  # C
-                    step.backward_loss(state, target, scale=scale)  # beside refresh, which finds v
+                    step.backward_loss_and_refresh(state, target, scale=scale)  # v
                     step.tangents(state, inputs, target)  # q along that v
                     step.decide(state)
-                    step.backward_term(state, mu=state.mu, scale=scale, active=state.active())
+                    step.backward_term(state, mu=state.mu, scale=scale, active=self._wait_for_active())
             step.advance(state)
         finally:
             state.release()
         assert state.loss is not None
         return state.loss
 
-    def loss(self, inputs: Any, target: Any, *, scale: Scale = 1.0) -> Tensor:
+    def _wait_for_active(self) -> bool:
+        """Whether the penalty is active. The next batch is fetched first, while the device computes q."""
+        state = self.state
+        if self.fetch is not None:
+            assert state.statistics is not None
+            state.statistics = state.statistics.sending()  # or the host would wait for the next batch's copy, too
+            with autocast_off(state.statistics.curvature):  # the step's autocast is not the loader's
+                self.fetch()
+        return state.active()
+
+    def loss(self, inputs: Any, target: Any, *, scale: Number = 1.0) -> Tensor:
         """L with lagged v, to be differentiated by the caller. A due refresh comes first: the caller's backward pass may be
         scaled, repeated or left out. `scale` keeps the refresh's own backward pass, for Γ, in a half-precision range."""
         check_gradients()

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hgnp.curvature.step import Scale, State, Step
+from hgnp.curvature.step import Number, State, Step
 from hgnp.execution.eager import AutocastFactory, Eager
 from hgnp.execution.graphed import Graphed
 
@@ -34,8 +34,8 @@ class Executor(Protocol):
     def zero_grad(self) -> None:
         """Before `backward`."""
 
-    def backward(self, inputs: Any, target: Any, *, scale: Scale = 1.0) -> Tensor:
-        """Leaves scale·∇L in `.grad` and returns C, which is not scaled."""
+    def backward(self, inputs: Any, target: Any, *, scale: Number = 1.0) -> Tensor:
+        """Leaves scale·∇L in `.grad`, after `zero_grad`, and returns C, which is not scaled."""
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Steps on the gradients of the last `backward`."""

@@ -1,16 +1,21 @@
 """The stages of a step from CUDA graphs.
 
-What a step does depends on the host in two points, the block that is penalised and whether the penalty is active. For each
-block that was chosen and each shape of a batch there is a graph of forward and decide, which gives q, and two of backward. In
-the paper's order a step is three graphs: C forward and backward, which gives v; then, once the host knows the block, q along
-it; then, if the penalty is active, the gradient of the term. A removal drops all graphs.
+A step is captured in pieces, as it depends on the host in two points: the block that is penalised and whether the penalty is
+active. For each block that was chosen and each shape of a batch there is a graph of forward, which gives q, and two of
+backward. In the paper's order a step is three graphs: C forward and backward, which gives v; then, once the host knows the
+block, q along it; then, if the penalty is active, the gradient of the term. A piece runs eagerly the first time and is captured
+the second (`captured` lists the pieces). A removal drops all graphs.
 
 A graph computes what the stages compute, from the same parameters, buffers and eigenvectors in place. The optimizer's step
 stays outside, so that any optimizer and schedule is possible; it has a graph of its own where it can (`optimizer`).
+
+Ranks sum between graphs: n and w before a step, C and q after its forward pass, gradients at its end. Pieces that refresh v
+have sums within, at which their capture is split (`graphs.between_graphs`). A capture itself sums nothing, and a step sums as
+often as `Eager`'s, so that ranks may capture at different times, or not at all.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,16 +24,16 @@ from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
-from hgnp.curvature.direction import BlockChoice
-from hgnp.curvature.step import PLAIN, Plan, State, Step
+from hgnp.curvature.step import PLAIN, Number, State, Step
 from hgnp.curvature.validation import has_gradient_hooks, has_module_hooks
-from hgnp.execution.captured import Captured, Versions, copied, copy_into, tensors_of
+from hgnp.execution.captured import GRADIENTS, Captured, EigenpairMemory, GraphKey, PieceName, Versions
 from hgnp.execution.eager import AutocastFactory, Eager
-from hgnp.execution.graphs import Capture, CaptureError, copied_batch, fingerprint, refill, shape_key
+from hgnp.execution.graphs import Capture, CaptureError, copied_batch, fingerprint, shape_key
 from hgnp.execution.optimizer import Gradients, GraphedOptimizer
 from hgnp.removal import Removal, listen
 
 Piece = Callable[[Any, Any], Tensor | None]
+"""The stages that one graph holds, as a function of a batch. It returns C, if the piece computes it."""
 R = TypeVar("R")
 
 
@@ -41,24 +46,26 @@ class Graphed:
         self.step, self.state, self.net, self._precision = step, state, step.net, precision
         self._eager = Eager(step, state)
         self.device = next(self.net.parameters()).device
-        self.refused: str | None = None
+        self.refused = self._never_captured()
         """Why steps run eagerly, if they do."""
-        if step.choices.fisher_type == "mc":
-            self.refused = "its labels are drawn"  # a graph would draw the same at every replay
-        elif step.reducer.ranks > 1:
-            self.refused = "ranks sum within a step"
-        self._capture_at = Capture(self.device)
-        self._optimizer = GraphedOptimizer(self._capture_at)
+        self._capture_context = Capture(self.device)
+        self._optimizer = GraphedOptimizer(self._capture_context)
         dtype = torch.promote_types(torch.float32, next(self.net.parameters()).dtype)
         self._mu = torch.zeros((), dtype=dtype, device=self.device)
         self._known_mu: float | None = None
-        self._graphs: dict[Any, Captured] = {}
-        self._warmed_up: set[Any] = set()
-        self._static: dict[str, Any] = {}
-        self._memory: list[Tensor] = []
-        self._grads: dict[nn.Parameter, Tensor] = {}
-        self._kept: dict[tuple[nn.Parameter, ...], Gradients] = {}
-        self._graph_grads: Gradients | None = None
+        self._weight = torch.zeros((), dtype=torch.double, device=self.device)
+        """w, where graphs read it."""
+        self._graphs: dict[GraphKey, Captured] = {}
+        self._warmed_up: set[GraphKey] = set()
+        """Pieces that have run eagerly: they are captured the next time."""
+        self._shapes: set[Any] = set()
+        """Of batches that had an eager step."""
+        self._memory = EigenpairMemory()
+        self._grad_memory: dict[nn.Parameter, Tensor] = {}
+        """Where all graphs leave the gradients."""
+        self._grad_lists: dict[tuple[nn.Parameter, ...], Gradients] = {}
+        """Parameters → their memory, as one list for each set of parameters that has gradients."""
+        self._attached: Gradients | None = None
         """The gradients of the last step, if they came from graphs."""
         self._block: str | None = None
         """The block of the last step in the paper's order."""
@@ -72,20 +79,23 @@ class Graphed:
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Around the steps of an epoch: all of them on one stream."""
-        return self._capture_at.running()
+        return self._capture_context.running()
 
-    def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
+    def backward(self, inputs: Any, target: Any, *, scale: Number = 1.0) -> Tensor:
         """As `Eager.backward`, but replaces `.grad` instead of adding to it."""
         batch, (upcoming, shape) = (inputs, target), self._upcoming
         self._upcoming = None, None
         if upcoming is None or upcoming[0] is not inputs or upcoming[1] is not target:
             shape = shape_key(batch, self.device)
-        if self.refused is not None:
-            self._forget()
         if self.refused is not None or shape is None or isinstance(scale, Tensor) or scale != 1:
             self._drop_grads()
-            return self._run_eager(partial(self._eager.backward, scale=scale), batch)
-        if self._is_first(shape):
+            self._eager.fetch = self.fetch
+            try:
+                return self._run_eager(partial(self._eager.backward, scale=scale), batch)
+            finally:
+                self._eager.fetch = None
+        if shape not in self._shapes:
+            self._shapes.add(shape)
             return self._first_of_shape(shape, batch)
         return self._step(shape, batch)
 
@@ -94,36 +104,72 @@ class Graphed:
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Steps on the gradients of the last `backward`."""
-        self._optimizer.step(optimizer, self._graph_grads)
+        self._optimizer.step(optimizer, self._attached)
 
     def begin_epoch(self) -> None:
         """Network, gradients and optimizer may have changed since the last step."""
-        self._graph_grads = None
+        self._attached = None
         self._optimizer.forget()
-        hooks, numbers = has_gradient_hooks(self.net), self.step.captured_numbers()
-        built = fingerprint(self.net, self.step.loss), hooks, numbers, self.state.bound
+        built = fingerprint(self.net, self.step.loss), has_gradient_hooks(self.net), self.step.captured_numbers()
         if self._built != built:
             self._restart()
             self._built = built
 
     def _step(self, shape: Any, batch: Any) -> Tensor:
+        """A step on a batch of a shape that had an eager step."""
         step, state = self.step, self.state
         plan = step.plan(state)
         step.share(state, *batch)
+        if state.weight is not None:
+            state.weight = self._weight.copy_(state.weight)
         if self._known_mu != state.mu:
             self._known_mu = state.mu
             self._mu.fill_(state.mu)
         self._sync_eigenpairs()  # before a graph is looked up: a layer that no batch called before drops all graphs
         try:
             if plan == PLAIN:
-                loss = self._run(("plain", shape), self._plain, batch)
-                step.advance(state)
+                state.loss = self._run(self._key("plain", shape), self._plain, batch)
+                step.decide(state)
+            elif not step.lagged:
+                self._in_papers_order(shape, batch)
             else:
-                loss = self._lagged(plan, shape, batch) if step.lagged else self._in_papers_order(shape, batch)
+                key = self._first_key(shape, state.direction.name())
+                if key not in self._graphs and state.direction.block() is None:  # nothing is known of v yet
+                    self._drop_grads()
+                    return self._run_eager(self._eager.run_stages, batch)
+                self._lagged(key, batch)
+            self._sum_gradients()
+            step.advance(state)
         finally:
             state.release()
-        assert loss is not None
-        return loss
+        assert state.loss is not None
+        return state.loss
+
+    def _key(self, piece: PieceName, shape: Any, block: str | None = None) -> GraphKey:
+        """Of a piece of the current step."""
+        state = self.state
+        samples = state.samples if state.plan.refresh and state.weight is not None else None
+        return GraphKey(piece, state.plan, block, shape, samples)
+
+    def _first_key(self, shape: Any, block: str | None) -> GraphKey:
+        """Of the first piece of a step with lagged v."""
+        if self.state.plan.penalty:
+            return self._key("forward", shape, block)
+        return self._key("unpenalized", shape)
+
+    def _sum_gradients(self) -> None:
+        """Over the ranks, in the memory that graphs leave them in."""
+        if self.step.reducer.ranks == 1:
+            return
+        summed = self.step.summed_gradients()
+        if self._attached is None or not self._grad_memory:  # some piece ran eagerly, or graphs are gone since
+            self._attached = None
+            for p, grad in summed:
+                p.grad = grad
+            return
+        known = [(p, grad) for p, grad in summed if grad is not None]
+        torch._foreach_copy_([self._grad_memory[p] for p, _ in known], [grad for _, grad in known])
+        self._attach_grads(self._grad_list(tuple(p for p, _ in known)))
 
     # Pieces of a step: what one graph holds
 
@@ -134,14 +180,14 @@ class Graphed:
 
     def _forward(self, inputs: Any, target: Any) -> Tensor | None:
         self.step.forward(self.state, inputs, target)
-        self.step.decide(self.state)
         return self.state.loss
 
     def _backward(self, active: bool, retain_graph: bool, inputs: Any, target: Any) -> None:
-        self.step.backward(self.state, target, mu=self._mu, active=active, retain_graph=retain_graph)
+        self.step.backward_and_refresh(self.state, target, mu=self._mu, active=active, retain_graph=retain_graph)
 
-    def _without_penalty(self, inputs: Any, target: Any) -> Tensor | None:
-        self._forward(inputs, target)
+    def _unpenalized(self, inputs: Any, target: Any) -> Tensor | None:
+        self.step.forward(self.state, inputs, target)
+        self.step.decide(self.state)
         self._backward(False, False, inputs, target)
         self.state.release()
         return self.state.loss
@@ -150,13 +196,12 @@ class Graphed:
         """In the paper's order: C, its gradient, and v."""
         self.step.prepare(self.state, inputs, target)
         self.step.forward(self.state, inputs, target)
-        self.step.backward_loss(self.state, target)
+        self.step.backward_loss_and_refresh(self.state, target)
         assert self.state.current is not None
         return self.state.current.loss.detach()
 
     def _tangents(self, inputs: Any, target: Any) -> None:
         self.step.tangents(self.state, inputs, target)
-        self.step.decide(self.state)
 
     def _term(self, inputs: Any, target: Any) -> None:
         assert self.state.current is not None
@@ -166,83 +211,80 @@ class Graphed:
 
     # A step, piece by piece
 
-    def _lagged(self, plan: Plan, shape: Any, batch: Any) -> Tensor | None:
-        direction = self.state.direction
-        key = plan, direction.name() if plan.penalty else None, shape
-        if not {key, ("forward", key)} & self._graphs.keys() and direction.block() is None:  # nothing is known of v yet
-            self._drop_grads()
-            return self._run_eager(self._eager.backward, batch)
-        if plan.penalty:
-            loss: Tensor | None = self._forward_then_backward(key, batch)
-        else:
-            loss = self._run(key, self._without_penalty, batch)
-        self.step.advance(self.state)
-        return loss
-
-    def _forward_then_backward(self, key: Any, batch: Any) -> Tensor | None:
-        """A step in two graphs: forward, and backward with the term or without once the host knows q."""
-        if ("forward", key) not in self._graphs:
+    def _lagged(self, key: GraphKey, batch: Any) -> None:
+        """Without a penalty a step is one piece. With one it is two: forward, and backward with the term or without once the
+        host knows q."""
+        if key.piece == "unpenalized":
+            self.state.loss = self._run(key, self._unpenalized, batch)
+            return
+        if key not in self._graphs:
             self._drop_grads()
             batch = copied_batch(batch, self.net)
             if self.refused is not None or self._is_first(key) or not self._capture_all_three(key, batch):
-                return self._run_eager(self._uncaptured, batch)
-        forward = self._graphs["forward", key]
-        loss = self._replay(forward, batch)
+                self._run_eager(self._uncaptured, batch)
+                return
+        forward = self._graphs[key]
+        self.state.loss = self._replay(forward, batch)
+        self.step.decide(self.state)
         self._prefetch()
-        self._replay(self._graphs["active" if self.state.active() else "inactive", key], forward.batch)
-        return loss
+        back = key._replace(piece="active" if self.state.active() else "inactive")
+        self._replay(self._graphs[back], forward.batch)
 
-    def _uncaptured(self, inputs: Any, target: Any) -> Tensor | None:
+    def _uncaptured(self, inputs: Any, target: Any) -> None:
         """The same stages, not captured."""
-        loss = self._forward(inputs, target)
+        self.step.forward(self.state, inputs, target)
+        self.step.decide(self.state)
         self._backward(self.state.active(), False, inputs, target)
-        return loss
 
-    def _capture_all_three(self, key: Any, batch: Any) -> bool:
+    def _capture_all_three(self, key: GraphKey, batch: Any) -> bool:
         """Captures the graphs of forward and of both backward passes, or none."""
+        inactive, active = key._replace(piece="inactive"), key._replace(piece="active")
         try:
-            forward = self._capture(self._forward, batch, after=True)  # it leaves no gradients
-            inactive = self._capture(partial(self._backward, False, True), batch)
-            active = self._capture(partial(self._backward, True, False), batch)  # frees the autograd graph
+            captured = (
+                self._capture(key, self._forward, batch),
+                self._capture(inactive, partial(self._backward, False, True), batch),
+                self._capture(active, partial(self._backward, True, False), batch),  # frees the autograd graph
+            )
         except CaptureError as error:
             self.state.release()  # the eager step may need the memory
-            self._refuse(error)
+            self._refuse(str(error))
             return False
-        self._graphs |= {("forward", key): forward, ("active", key): active, ("inactive", key): inactive}
+        self._graphs |= {each.key: each for each in captured}
         return True
 
-    def _in_papers_order(self, shape: Any, batch: Any) -> Tensor:
+    def _in_papers_order(self, shape: Any, batch: Any) -> None:
         state = self.state
-        loss = self._run(("loss", shape), self._loss, batch)
-        assert loss is not None
-        captured = self._graphs.get(("loss", shape))
+        loss_key = self._key("loss", shape)
+        loss = self._run(loss_key, self._loss, batch)
+        captured = self._graphs.get(loss_key)
         if captured is not None:  # a replay does not run the stage's own code
             batch, state.loss_differentiated = captured.batch, True
-        ahead = self._graphs.get(("q", self._block, shape))
+        ahead = self._graphs.get(self._key("q", shape, self._block))
         if ahead is not None:  # most often the block is the same again: q is under way while the host learns of it
             self._replay(ahead, batch)
             self._prefetch()
         block = state.direction.name()
-        q, term = ("q", block, shape), ("term", block, shape)
+        q, term = self._key("q", shape, block), self._key("term", shape, block)
         if ahead is None or block != self._block:
-            self._run(q, self._tangents, batch, after=True)
-        self._block = block
+            self._run(q, self._tangents, batch)
+        self._block, state.loss = block, loss
+        self.step.decide(state)
         if state.active():
-            captured_now = term in self._warmed_up and term not in self._graphs
-            if captured_now:  # it differentiates a q that was captured just before it
+            decided = state.loss, state.statistics
+            if term in self._warmed_up and term not in self._graphs:
+                # it is captured now, and differentiates a q that was captured just before it
                 self._graphs.pop(q, None)
-                self._run(q, self._tangents, batch, after=True)
-            self._run(term, self._term, batch, after=True)
-        self.step.advance(state)
-        return loss
+                self._run(q, self._tangents, batch)
+            self._run(term, self._term, batch)
+            state.loss, state.statistics = decided  # q may have been computed again, as this rank has it
 
     def _prefetch(self) -> None:
         """Fetches the next batch before the host waits for the device."""
         upcoming = None if self.fetch is None else self.fetch()
         self._upcoming = upcoming, None if upcoming is None else shape_key(upcoming, self.device)
 
-    def _is_first(self, key: Any) -> bool:
-        """Whether this is the first time that `key` comes up; from now on it is not."""
+    def _is_first(self, key: GraphKey) -> bool:
+        """Whether this is the first time that the piece comes up; from now on it is not."""
         new = key not in self._warmed_up
         self._warmed_up.add(key)
         return new
@@ -254,21 +296,21 @@ class Graphed:
         before = RandomState(*self.net.parameters())
         self._drop_grads()
         loss = self._run_eager(self._eager.backward, copied_batch(batch, self.net))
-        plan, block = state.plan, None if state.statistics is None else state.statistics.penalized.block.name
+        block = None if state.statistics is None else state.statistics.penalized.block.name
         if not before.is_now() and not self._can_draw(before):
-            self.refused = "its forward draws random numbers"
+            self._refuse("its forward draws random numbers")
         elif has_gradient_hooks(self.net):
-            self.refused = "hooks get its gradients"
+            self._refuse("hooks get its gradients")
         elif has_module_hooks(self.net):
-            self.refused = "a replay calls no module hooks"
-        elif plan == PLAIN:
-            self._warmed_up.add(("plain", shape))
+            self._refuse("a replay calls no module hooks")
+        elif state.plan == PLAIN:
+            self._warmed_up.add(self._key("plain", shape))
         elif step.lagged:
-            self._warmed_up.add((plan, block if plan.penalty else None, shape))
+            self._warmed_up.add(self._first_key(shape, block))
         else:
-            self._warmed_up |= {("loss", shape), ("q", block, shape)} | (
-                {("term", block, shape)} if state.active() else set()
-            )
+            self._warmed_up |= {self._key("loss", shape), self._key("q", shape, block)}
+            if state.active():
+                self._warmed_up.add(self._key("term", shape, block))
         return loss
 
     def _can_draw(self, before: RandomState) -> bool:
@@ -278,18 +320,17 @@ class Graphed:
             return False
         return not self.state.mu or self.step.lagged or self.step.passes.can_replay_tape
 
-    def _run(self, key: Any, piece: Piece, batch: Any, *, after: bool = False) -> Tensor | None:
-        """A piece of a step: eagerly the first time, from its graph from then on. One `after` another reads the same batch and
-        adds to the same gradients."""
+    def _run(self, key: GraphKey, piece: Piece, batch: Any) -> Tensor | None:
+        """A piece of a step: eagerly the first time, from its graph from then on."""
         if key not in self._graphs:
-            if not after:
+            if GRADIENTS[key.piece] == "replace":  # the first of a step
                 self._drop_grads()
                 batch = copied_batch(batch, self.net)
             if self.refused is None and not self._is_first(key):
                 try:
-                    self._graphs[key] = self._capture(piece, batch, after=after)
+                    self._graphs[key] = self._capture(key, piece, batch)
                 except CaptureError as error:
-                    self._refuse(error)
+                    self._refuse(str(error))
             if key not in self._graphs:  # no longer within `except`: the error holds what its capture took
                 return self._run_eager(piece, batch)
         return self._replay(self._graphs[key], batch)
@@ -299,106 +340,101 @@ class Graphed:
         with self._precision():
             return piece(*batch)
 
-    def _refuse(self, error: CaptureError) -> None:
-        self.refused = str(error)
-        self._forget()
-
-    def _capture(self, piece: Piece, batch: Any, *, after: bool = False) -> Captured:
+    def _capture(self, key: GraphKey, piece: Piece, batch: Any) -> Captured:
+        """The graph of a piece, which reads this copy of a batch. Nothing is computed yet."""
         state, parameters = self.state, list(self.net.parameters())
-        held = [p.grad for p in parameters]
-        self.net.zero_grad(set_to_none=True)
-        put = torch._foreach_add_ if after else torch._foreach_copy_
-        self._sync_eigenpairs()
-        direction = state.direction
-        before, under_way = (state.statistics, direction.choice, state.loss), state.current
-        block = direction.block()
-        direction.choice = known = None if block is None else BlockChoice.known(block)
-        self._grads = self._grads or {p: torch.empty_like(p) for p in parameters}
+        put = torch._foreach_add_ if GRADIENTS[key.piece] == "add" else torch._foreach_copy_
+        self._sync_eigenpairs()  # before memory is added: it may drop all there is
+        missing = [p for p in parameters if p.requires_grad and p not in self._grad_memory]
+        self._grad_memory |= {p: torch.empty_like(p) for p in missing}
+        with _gradients_set_aside(parameters), state.recording():
+            statistics, choice, under_way = state.statistics, state.direction.choice, state.current
 
-        def work() -> Tensor | None:
-            loss = self._run_eager(piece, batch)
-            if direction.choice is not known:
-                copy_into(self._memory, tensors_of(direction.pairs, self._static))
-            fresh = [(self._grads[p], p.grad) for p in parameters if p.grad is not None]
-            if fresh:  # all graphs leave their gradients in the same memory
-                put([kept for kept, _ in fresh], [grad for _, grad in fresh])
-            return loss
+            def work() -> Tensor | None:
+                loss = self._run_eager(piece, batch)
+                if state.direction.choice is not choice:  # v was refreshed
+                    self._memory.write(state.direction.pairs)
+                fresh = [(self._grad_memory[p], p.grad) for p in parameters if p.grad is not None]
+                if fresh:  # all graphs leave their gradients in the same memory
+                    put([kept for kept, _ in fresh], [grad for _, grad in fresh])
+                return loss
 
-        try:
-            graph, loss = self._capture_at.capture(work)
-            grads = self._gradients(tuple(p for p in parameters if p.grad is not None))
-            statistics = None if state.statistics is before[0] else state.statistics
-            choice = None if direction.choice is known else direction.choice
-            taped = (
-                state.current
-                if under_way is None and state.current is not None and state.current.in_cuda_graph
-                else None
-            )
-            read = (*parameters, *self.net.buffers(), *tensors_in(batch))
-            return Captured(graph, batch, loss, grads, after, statistics, choice, taped, Versions.of(read))
-        except CaptureError:  # the eager step may need the memory
-            state.current, state.collector, state.penalized = under_way, None, None
-            raise
-        finally:
-            state.statistics, direction.choice, state.loss = before
-            direction.pairs = self._static
-            for parameter, grad in zip(parameters, held, strict=True):
-                parameter.grad = grad
+            graph, loss = self._capture_context.capture(work)
+            current = state.current
+            return Captured(
+                key, graph, batch, loss,
+                grads=self._grad_list(tuple(p for p in parameters if p.grad is not None)),
+                statistics=None if state.statistics is statistics else state.statistics,
+                choice=None if state.direction.choice is choice else state.direction.choice,
+                taped=current if under_way is None and current is not None and current.in_cuda_graph else None,
+                versions=Versions.of((*parameters, *self.net.buffers(), *tensors_in(batch))),
+            )  # fmt: skip
 
     def _replay(self, captured: Captured, batch: Any) -> Tensor | None:
-        state = self.state
         self._sync_eigenpairs()
-        if captured.batch is not batch:
-            refill(captured.leaves, batch)
-        captured.graph.replay()
-        if not captured.after:
+        loss = captured.replay(self.state, batch, send=self.step.reducer.ranks == 1)
+        if GRADIENTS[captured.key.piece] == "replace":
             self._attach_grads(captured.grads)
-        if captured.taped is not None:
-            state.current = captured.taped
-            captured.versions.restore()  # the replay computed it with the parameters as they are
-        if captured.choice is not None:
-            state.direction.choice = BlockChoice.of(captured.choice.index.number, captured.choice.blocks)
-        if captured.statistics is not None:
-            state.statistics = captured.copy_statistics()
-        return None if captured.loss is None else captured.loss.clone()
+        return loss
 
-    def _gradients(self, parameters: tuple[nn.Parameter, ...]) -> Gradients:
+    def _grad_list(self, parameters: tuple[nn.Parameter, ...]) -> Gradients:
         """Where graphs leave the gradients of these, the same list for the same parameters."""
-        return self._kept.setdefault(parameters, [(p, self._grads[p]) for p in parameters])
+        return self._grad_lists.setdefault(parameters, [(p, self._grad_memory[p]) for p in parameters])
 
     def _attach_grads(self, grads: Gradients) -> None:
-        if self._graph_grads is not grads or any(parameter.grad is not grad for parameter, grad in grads):
+        """Makes `.grad` the memory that graphs leave gradients in, unless it is already."""
+        if self._attached is not grads or any(parameter.grad is not grad for parameter, grad in grads):
             self._drop_grads()
-            self._graph_grads = grads
+            self._attached = grads
             for parameter, grad in grads:
                 parameter.grad = grad
 
     def _drop_grads(self) -> None:
         self.net.zero_grad(set_to_none=True)
-        self._graph_grads = None
+        self._attached = None
 
     def _sync_eigenpairs(self) -> None:
         """The eigenpairs in the memory that graphs read and write."""
         direction = self.state.direction
-        pairs = direction.pairs
-        if pairs is not self._static:
-            if pairs.keys() != self._static.keys():
+        if direction.pairs is not self._memory.pairs:
+            if direction.pairs.keys() != self._memory.pairs.keys():
                 self._forget()
-                self._static = {name: copied(pair) for name, pair in pairs.items()}
-                self._memory = tensors_of(self._static, self._static)
-            elif any(pairs[name] is not self._static[name] for name in pairs):
-                copy_into(self._memory, tensors_of(pairs, self._static))
-            direction.pairs = self._static
+            self._memory.adopt(direction)
+
+    def _never_captured(self) -> str | None:
+        """Why no step can be captured, whatever the network, if so."""
+        drawn = self.step.choices.fisher_type == "mc"  # a graph would draw the same at every replay
+        return "its labels are drawn" if drawn else None
+
+    def _refuse(self, reason: str) -> None:
+        """Steps run eagerly from now on, until the network changes."""
+        self.refused, self._attached = reason, None
+        self._forget()
 
     def _forget(self) -> None:
+        """Drops all graphs."""
         self._graphs.clear()
-        self._static, self._memory, self._grads, self._kept = {}, [], {}, {}
+        self._memory, self._grad_memory, self._grad_lists = EigenpairMemory(), {}, {}
         self._optimizer.forget()
-        self._capture_at.forget()
+        self._capture_context.forget()
 
     def neurons_removed(self, removal: Removal) -> Callable[[], None]:
         return self._restart
 
     def _restart(self) -> None:
+        """The network has changed: nothing is known of its steps."""
         self._forget()
-        self._warmed_up = set()
+        self._warmed_up, self._shapes, self.refused = set(), set(), self._never_captured()
+
+
+@contextlib.contextmanager
+def _gradients_set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Inside, `.grad` is None at first; in the end it is what it was."""
+    held = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in zip(parameters, held, strict=True):
+            p.grad = grad

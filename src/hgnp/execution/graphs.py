@@ -2,7 +2,8 @@
 
 A small network's pass is a few hundred kernels of microseconds each, and launching them takes longer than running them. The
 first batch of a shape runs eagerly (libraries choose their algorithms then), the second is captured, and from then on the graph
-is replayed. What a graph reads must stay where it is: the owner of a graph drops it when the network changes.
+is replayed. What a graph reads must stay where it is: the owner of a graph drops it when the network changes. Sums over ranks
+stay outside: a capture that comes to one ends its graph, and continues in another (`between_graphs`).
 """
 
 import contextlib
@@ -16,15 +17,50 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from hgnp.curvature.device import holding_constants
+from hgnp.curvature.device import capturing, holding_constants
 from hgnp.curvature.validation import has_module_hooks
 from hgnp.errors import first_line
 
 T = TypeVar("T")
+ERROR_MODE = "thread_local"
+"""Other threads, such as nccl's, may ask the device while this one captures."""
 
 
 class CaptureError(Exception):
     """Work that cannot be captured."""
+
+
+class GraphSequence:
+    """What a capture makes: a CUDA graph, or several with the work between them that no graph can hold."""
+
+    def __init__(self, first: torch.cuda.CUDAGraph) -> None:
+        self.last = first
+        self._before: list[tuple[torch.cuda.CUDAGraph, Callable[[], object]]] = []
+        """The graphs before the last, each with the work that follows it."""
+
+    def continue_in(self, graph: torch.cuda.CUDAGraph, *, after: Callable[[], object]) -> None:
+        self._before.append((self.last, after))
+        self.last = graph
+
+    def replay(self) -> None:
+        for graph, work in self._before:
+            graph.replay()
+            work()
+        self.last.replay()
+
+
+_thread = threading.local()
+"""`split`: ends the graph that this thread is capturing, and begins the next."""
+
+
+def between_graphs(work: Callable[[], object]) -> None:
+    """Does work that a CUDA graph cannot hold. During a capture it is done at every replay instead, between two graphs. Side
+    streams must have been joined."""
+    split = getattr(_thread, "split", None)
+    if split is None or not capturing():
+        work()
+    else:
+        split(work)
 
 
 class Capture:
@@ -48,10 +84,11 @@ class Capture:
         finally:
             current.wait_stream(self.stream)
 
-    def capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """A graph of the work, and what it returns: tensors that a replay fills. Nothing is computed yet."""
-        graph = torch.cuda.CUDAGraph()
+    def capture(self, work: Callable[[], T]) -> tuple[GraphSequence, T]:
+        """The graphs of the work, and what it returns: tensors that a replay fills. Nothing is computed yet."""
+        graphs = GraphSequence(torch.cuda.CUDAGraph())
         self._pool = self._pool or torch.cuda.graph_pool_handle()
+        context = torch.cuda.graph(graphs.last, pool=self._pool, stream=self.stream, capture_error_mode=ERROR_MODE)
         torch.clear_autocast_cache()  # it may be gone when the graph runs
         failed: Exception | None = None
         current = torch.cuda.current_stream(self.device)
@@ -59,7 +96,8 @@ class Capture:
             with (
                 holding_constants() as kept,
                 _no_garbage_collection(),
-                torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"),
+                context,
+                self._splitting(context, graphs),
             ):
                 self._kept.append(kept)
                 try:
@@ -73,7 +111,24 @@ class Capture:
             failed = None  # or it would hold itself, and all that the work allocated
             torch.cuda.set_stream(current)  # which torch.cuda.graph does not restore where the capture fails
             torch.clear_autocast_cache()  # copies of parameters that nothing has computed yet
-        return graph, made
+        return graphs, made
+
+    @contextlib.contextmanager
+    def _splitting(self, context: torch.cuda.graph, graphs: GraphSequence) -> Iterator[None]:
+        """`between_graphs` splits this capture. The context ends the graph that it finds last."""
+
+        def split(work: Callable[[], object]) -> None:
+            graphs.last.capture_end()
+            context.cuda_graph = torch.cuda.CUDAGraph()
+            graphs.continue_in(context.cuda_graph, after=work)
+            graphs.last.capture_begin(pool=self._pool, capture_error_mode=ERROR_MODE)
+            torch.zeros((), device=self.device)  # a kernel: PyTorch warns of a graph without any
+
+        _thread.split = split
+        try:
+            yield
+        finally:
+            del _thread.split
 
     def forget(self) -> None:
         """Once its graphs are gone."""
@@ -147,7 +202,7 @@ class GraphedFunction:
     def __init__(self, function: Callable[[Any], Any], net: nn.Module, capture: Capture) -> None:
         self._function, self._net, self._capture = function, net, capture
         self._warmed_up: set[Any] = set()
-        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Any, Any]] = {}
+        self._graphs: dict[Any, tuple[GraphSequence, Any, Any]] = {}
         self.refused: str | None = None
         """Why it runs eagerly, if it does."""
 

@@ -5,13 +5,14 @@ step waits for the device (the paper's order) the device then waits for the host
 its learning rates, which it reads from the device.
 """
 
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from hgnp.execution.graphs import Capture, CaptureError
+from hgnp.execution.graphs import Capture, CaptureError, GraphSequence
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 """Parameters, and the memory that graphs leave their gradients in."""
@@ -24,28 +25,29 @@ class GraphedOptimizer:
 
     def forget(self) -> None:
         """Parameters, gradients or the optimizer's tensors may lie elsewhere from now on."""
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._of: tuple[Any, ...] | None = None
+        self._graph: GraphSequence | None = None
+        self._captured_for: tuple[Any, ...] | None = None
         """What the graph is of: an optimizer, the gradients, its groups."""
         self._rates: list[Tensor] = []
         self._known: list[float] = []
-        self._able: bool | None = None
+        self._capturable: bool | None = None
 
     def step(self, optimizer: torch.optim.Optimizer, graph_grads: Gradients | None) -> None:
         """As `optimizer.step()`. `graph_grads`: the gradients that all come from graphs, if they do."""
-        self._able = _fits(optimizer) if self._able is None else self._able
-        if graph_grads is None or not self._able:
+        self._capturable = _fits(optimizer) if self._capturable is None else self._capturable
+        if graph_grads is None or not self._capturable:
             optimizer.step()
             return
-        if self._of is None or not self._is_of(optimizer, graph_grads):
-            self._graph, self._of = None, (optimizer, graph_grads, [dict(group) for group in optimizer.param_groups])
+        if self._captured_for is None or not self._is_of(optimizer, graph_grads):
+            groups = [group | {"params": list(group["params"])} for group in optimizer.param_groups]
+            self._graph, self._captured_for = None, (optimizer, graph_grads, groups)
             optimizer.step()  # its own tensors are made in the first
             return
         if self._graph is None:
             try:
                 self._graph = self._captured(optimizer)
             except CaptureError:
-                self._able = False
+                self._capturable = False
                 optimizer.step()
                 return
         for number, (rate, group) in enumerate(zip(self._rates, optimizer.param_groups, strict=True)):
@@ -56,15 +58,13 @@ class GraphedOptimizer:
 
     def _is_of(self, optimizer: torch.optim.Optimizer, graph_grads: Gradients) -> bool:
         """Whether nothing but learning rates has changed."""
-        assert self._of is not None
-        known, its, groups = self._of
-        if known is not optimizer or its is not graph_grads or len(groups) != len(optimizer.param_groups):
+        assert self._captured_for is not None
+        known, known_grads, groups = self._captured_for
+        if known is not optimizer or known_grads is not graph_grads or len(groups) != len(optimizer.param_groups):
             return False
-        for then, now in zip(groups, optimizer.param_groups, strict=True):
-            then |= {"params": now["params"], "lr": now["lr"]}
-        return bool(groups == optimizer.param_groups)
+        return all(map(_differ_in_rate_alone, groups, optimizer.param_groups))
 
-    def _captured(self, optimizer: torch.optim.Optimizer) -> torch.cuda.CUDAGraph:
+    def _captured(self, optimizer: torch.optim.Optimizer) -> GraphSequence:
         groups = optimizer.param_groups
         self._known = [group["lr"] for group in groups]
         self._rates = [torch.tensor(rate, dtype=torch.float32, device=self._capture.device) for rate in self._known]
@@ -75,6 +75,13 @@ class GraphedOptimizer:
         finally:
             for group, known in zip(groups, self._known, strict=True):
                 group["lr"] = known
+
+
+def _differ_in_rate_alone(group: dict[str, Any], other: dict[str, Any]) -> bool:
+    if group.keys() != other.keys() or len(group["params"]) != len(other["params"]):
+        return False
+    same_parameters = all(map(operator.is_, group["params"], other["params"]))
+    return same_parameters and all(group[name] == other[name] for name in group if name not in ("params", "lr"))
 
 
 def _fits(optimizer: torch.optim.Optimizer) -> bool:

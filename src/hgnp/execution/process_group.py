@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hgnp.curvature.device import upcast
 from hgnp.curvature.validation import check_not_parallel
 from hgnp.errors import InputError, InputTypeError, RankError, one_line
+from hgnp.execution.graphs import between_graphs
 from hgnp.reducer import LOCAL, Reducer
 
 TIMEOUT = timedelta(minutes=10)
@@ -48,12 +49,12 @@ class ProcessGroupReducer(Reducer):
         kinds: dict[torch.dtype, list[int]] = defaultdict(list)
         for n, x in enumerate(tensors):
             kinds[torch.uint8 if x.dtype == torch.bool else upcast(x[:0] if x.dim() else x).dtype].append(n)
-        found: dict[int, Tensor] = {}
+        sums: dict[int, Tensor] = {}
         for dtype, numbers in kinds.items():
             flat = torch.cat([tensors[n].detach().reshape(-1).to(dtype) for n in numbers])
             parts = self._all_reduced(flat).split([tensors[n].numel() for n in numbers])
-            found |= {n: _shaped_like(tensors[n], part) for n, part in zip(numbers, parts, strict=True)}
-        return [found[n] for n in range(len(tensors))]
+            sums |= {n: _shaped_like(tensors[n], part) for n, part in zip(numbers, parts, strict=True)}
+        return [sums[n] for n in range(len(tensors))]
 
     def broadcast(self, data: bytes) -> bytes:
         (size,) = self._bytes_of_first(torch.tensor([len(data)])).tolist()
@@ -68,9 +69,16 @@ class ProcessGroupReducer(Reducer):
         return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def _all_reduced(self, flat: Tensor) -> Tensor:
-        sent = flat.to(self._route(flat.device))
-        self._collective(lambda: dist.all_reduce(sent, group=self.group))
-        return sent.to(flat.device)
+        """In place."""
+
+        def reduce() -> None:
+            sent = flat.to(self._route(flat.device))
+            self._collective(lambda: dist.all_reduce(sent, group=self.group))
+            if sent is not flat:
+                flat.copy_(sent)
+
+        between_graphs(reduce)
+        return flat
 
     def _bytes_of_first(self, data: Tensor) -> Tensor:
         sent = data.to(self._route(data.device))
@@ -105,10 +113,8 @@ class ProcessGroupReducer(Reducer):
 
 def _shaped_like(x: Tensor, flat: Tensor) -> Tensor:
     """With the dtype and strides of x too: a fused optimizer reads a gradient in the memory order of its parameter."""
-    found = flat.view(x.shape)
-    if x.dtype != flat.dtype or not x.is_contiguous():
-        found = torch.empty_like(x).copy_(found)
-    return found
+    shaped = flat.view(x.shape)
+    return shaped if x.dtype == flat.dtype and x.is_contiguous() else torch.empty_like(x).copy_(shaped)
 
 
 def _as_tensor(data: bytes) -> Tensor:
@@ -207,14 +213,16 @@ def ranks_of(group: Any, net: nn.Module | None = None) -> Reducer:
 
 def device_of_rank(device: str | torch.device) -> torch.device:
     """`device`; "cuda" without a number is this process's own GPU of several."""
-    found = torch.device(device)
-    if str(found) != "cuda" or world_size() == 1:
-        return found
+    given = torch.device(device)
+    if str(given) != "cuda" or world_size() == 1:
+        return given
     local = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
-    if local >= torch.cuda.device_count():
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
+    # on every rank of this machine: one that went on would wait for the others
+    if processes > torch.cuda.device_count():
         raise InputError(
-            f"device must be a GPU for each process, got {torch.cuda.device_count()} of them for local rank {local}; start "
-            "fewer processes (--nproc-per-node), or use device cpu"
+            f"device must be a GPU for each process, got {torch.cuda.device_count()} for {processes} processes; start fewer "
+            "(--nproc-per-node), or use device cpu"
         )
     return torch.device("cuda", local)
 

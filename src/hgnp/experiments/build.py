@@ -107,28 +107,32 @@ def find(key: str, path: str) -> Any:
     if not colon or not module_name or not name or module_name.startswith("."):
         raise InputError(f"{key} must be an import path such as package.module:name, got {path!r}")
     try:
-        found = importlib.import_module(module_name)
+        value = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise InputError(f"{key}: {module_name} needs the module {error.name}, which is not installed") from error
-        raise InputError(f"{key}: there is no module {error.name} for {path!r}; modules are searched in the current "
-                         "folder, beside the configuration and among installed packages") from error  # fmt: skip
+            raise InputError(
+                f"{key}: {module_name} needs the module {error.name}, which is not installed; install it"
+            ) from error
+        raise InputError(f"{key} must be the import path of an existing module, got {path!r} without a module {error.name} in "
+                         "the current folder, beside the configuration and among installed packages") from error  # fmt: skip
     except SyntaxError as error:
         raise InputError(f"{key}: {error.filename} line {error.lineno} is not Python: {error.msg}") from error
     for part in name.split("."):
-        if not hasattr(found, part):
-            known = [each for each in dir(found) if not each.startswith("_")]
-            raise InputError(f"{key}: {module_name} has no {name!r}{meant(part, known) if known else ''}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise InputError(f"{key} must be callable, got {path}, a {type(found).__name__}")
-    return found
+        if not hasattr(value, part):
+            known = [each for each in dir(value) if not each.startswith("_")]
+            raise InputError(
+                f"{key} must name something in {module_name}, got {name!r}{meant(part, known) if known else ''}"
+            )
+        value = getattr(value, part)
+    if not callable(value):
+        raise InputError(f"{key} must be callable, got {path}, a {type(value).__name__}")
+    return value
 
 
 def _named(key: str, name: str, built_in: Mapping[str, str]) -> Any:
     if ":" not in name and name not in built_in:
         raise InputError(
-            f"{key}: there is no built-in {name!r}{meant(name, built_in)}; or an import path, package.module:name"
+            f"{key} must be a built-in or an import path, package.module:name, got {name!r}{meant(name, built_in)}"
         )
     return find(key, built_in.get(name, name))
 
@@ -176,21 +180,21 @@ def _check_args(key: str, maker: Callable[..., Any], args: Mapping[str, Any], be
     if not any(each.kind == each.VAR_KEYWORD for each in parameters):
         for name in args:
             if (key, name) == ("data_args", "folder") and name not in known:
-                raise InputError(f"--data: {_title(maker)} takes no folder; omit --data")
+                raise InputError(f"--data must be omitted for {_title(maker)}, which takes no folder, got {args[name]}")
             if name not in known:
                 what = meant(name, known) if known else "; it takes none"
-                raise InputError(f"{key}: {_title(maker)} takes no {name!r}{what}")
+                raise InputError(f"{key} must be arguments of {_title(maker)}, got {name!r}{what}")
     for each in named:
         if each.default is each.empty and each.name not in args:
             how = "--data DIR" if (key, each.name) == ("data_args", "folder") else f"--set {key}.{each.name}=…"
-            raise InputError(f"{key}: {_title(maker)} needs {each.name!r}; pass {how}")
+            raise InputError(f"{key} must have {each.name!r} for {_title(maker)}, got none; pass {how}")
 
 
 def _make(key: str, maker: Callable[..., Any], /, *before: Any, **args: Any) -> Any:
     try:
         return maker(*before, **args)
     except (TypeError, ValueError, RuntimeError) as error:  # torch raises the last for a width of -1
-        raise InputError(f"{key}: {_title(maker)} refused its arguments: {one_line(error)}") from error
+        raise InputError(f"{key}: {_title(maker)} must accept its arguments, but failed: {one_line(error)}") from error
     except OSError as error:
         if str(maker.__module__).startswith("hgnp."):
             raise  # hgnp's own loaders name what is missing

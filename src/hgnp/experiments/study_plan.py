@@ -75,9 +75,9 @@ class PlannedRun:
             raise InputError(
                 f"{folder} must hold a run of hgnp run, got one without config.yaml; choose another --out or move it away"
             )
-        found = difference(self.config, folder)
-        if found is not None:
-            key, now, before = found
+        differs = difference(self.config, folder)
+        if differs is not None:
+            key, now, before = differs
             raise InputError(
                 f"{folder} must have been run with {key}={now!r} as in the study, got {before!r}; "
                 f"choose another --out, or move the folder away to run it again"

@@ -111,13 +111,13 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any, *, 
     subject = _duplicate(net, to_onnx)
     device = next((tensor.device for tensor in [*subject.parameters(), *subject.buffers()]), torch.device("cpu"))
     example = _drawn(inputs, rows, None, device)
-    found = _call(
+    output = _call(
         subject, example, "net cannot run on example_input"
     )  # on a copy: some networks write into their input
-    if not _is_plain(found):
+    if not _is_plain(output):
         subject.forward = _with_plain_output(subject.forward)
-        found = _plain(found)
-    if not _tensors(found):
+        output = _plain(output)
+    if not _tensors(output):
         raise InputError("net must return at least one tensor, got none")
     traced, shapes = _drawn(inputs, rows, None, device), None
     if dynamic_batch:
@@ -132,7 +132,7 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any, *, 
     with atomic_path(path) as draft, _known_noise():
         program = _program(subject, traced, shapes)
         if to_onnx:
-            draft.write_bytes(_as_onnx(subject, program, traced, shapes, _output_names(found)))
+            draft.write_bytes(_as_onnx(subject, program, traced, shapes, _output_names(output)))
             session = onnx_session(draft)
             call: Callable[..., Any] = lambda *a, **k: run_onnx(session, _tensors((a, k)))  # noqa: E731
         else:
@@ -156,7 +156,7 @@ def onnx_session(path: Path, *, threads: int = 0) -> Any:
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # its errors have no public base class
-        raise InputError(f"ONNX Runtime cannot run this network: {brief(error)}") from error
+        raise InputError(f"net must run in ONNX Runtime, but failed: {brief(error)}") from error
 
 
 def run_onnx(session: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -180,7 +180,7 @@ def _duplicate(net: nn.Module, to_onnx: bool) -> nn.Module:
     try:
         subject = copy.deepcopy(net).eval()
     except Exception as error:
-        raise InputError(f"net cannot be copied: {brief(error)}") from error
+        raise InputError(f"net must work with copy.deepcopy, but failed: {brief(error)}") from error
     return subject.cpu() if to_onnx else subject
 
 
@@ -319,11 +319,11 @@ def _program(net: nn.Module, traced: Inputs, shapes: dict[str, Any] | None) -> t
         return torch.export.export(net, *traced, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         if shapes is None:
-            raise InputError(f"net cannot be exported: {brief(error)}") from error
+            raise InputError(f"net must be exportable by torch.export, but failed: {brief(error)}") from error
         try:
             torch.export.export(net, *traced, strict=False)
         except Exception as again:
-            raise InputError(f"net cannot be exported: {brief(again)}") from again
+            raise InputError(f"net must be exportable by torch.export, but failed: {brief(again)}") from again
         raise InputError(f"{FIXED}: {brief(error)}") from error
 
 
@@ -356,7 +356,9 @@ def _as_onnx(
                 net, traced[0], content, kwargs=traced[1], dynamo=False, input_names=names, dynamic_axes=free, **options
             )
         except Exception:
-            raise InputError(f"net cannot be written as ONNX: {brief(error.__cause__ or error)}") from error
+            raise InputError(
+                f"net must consist of operators that ONNX has, but failed: {brief(error.__cause__ or error)}"
+            ) from error
         return content.getvalue()
 
 
@@ -376,7 +378,9 @@ def _checked(
         expected = _run(net, _drawn(drawn, n, None, device), f"net cannot run at batch size {n}")
         got = _run(call, drawn, f"the exported network cannot run at batch size {n}")
         if [tuple(tensor.shape) for tensor in got] != [tuple(tensor.shape) for tensor in expected]:
-            raise InputError(f"the exported network has other outputs than net at batch size {n}; not written")
+            raise InputError(
+                f"the exported network must return the outputs of net, got others at batch size {n}; not written"
+            )
         half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in expected)
         for there, here in zip(got, expected, strict=True):
             away = float((there.double() - here.double()).abs().max()) if here.numel() else 0.0
@@ -384,8 +388,8 @@ def _checked(
             share = away / size if size else math.inf if away else 0.0
             if not share <= (HALF_TOLERANCE if half else TOLERANCE):
                 raise InputError(
-                    f"the exported network differs from net by {share:.1e} (relative; {away:.1e} absolute) at batch size "
-                    f"{n}, more than {HALF_TOLERANCE if half else TOLERANCE:.0e}; not written"
+                    f"the exported network must equal net to {HALF_TOLERANCE if half else TOLERANCE:.0e}, got a relative "
+                    f"difference of {share:.1e} ({away:.1e} absolute) at batch size {n}; not written"
                 )
             error, difference = max(error, share), max(difference, away)
     return error, difference

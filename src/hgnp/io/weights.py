@@ -78,7 +78,7 @@ def described(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "format": FORMAT,
         "class": type(net).__qualname__,
         "modules": {name: [type(m).__qualname__, _widths(m)] for name, m in net.named_modules()},
-        "counts": {name: found for name, m in net.named_modules() if (found := _counts(m))},
+        "counts": {name: counts for name, m in net.named_modules() if (counts := _counts(m))},
         "channels_last": sorted(name for name, tensor in tensors.items() if _is_channels_last(tensor)),
     }
     return tensors, about
@@ -152,7 +152,7 @@ def read_saved(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def changes_to_fit(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> list[Change]:
-    """The changes that turn `net` into the network that `described` describes; InputError if there are none."""
+    """The changes that turn `net` into the network that `about` describes; InputError if there are none."""
     _fits(about, tensors, net)
     changes = [*_tensor_changes(about, tensors, net), *_width_changes(about, tensors, net)]
     return [*changes, *_count_changes(about, tensors, net)]
@@ -184,7 +184,7 @@ def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict
         and isinstance(about.get("channels_last"), list)
         and isinstance(about.get("modules"), dict)
         and isinstance(about.get("counts", {}), dict)
-        and all(isinstance(found, dict) for found in about.get("counts", {}).values())
+        and all(isinstance(counts, dict) for counts in about.get("counts", {}).values())
         and all(
             isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and isinstance(entry[1], dict)
             for entry in about["modules"].values()
@@ -261,16 +261,18 @@ def _width_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net:
         own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
         stored, current = about["modules"][name][1], _widths(module)
         if stored.keys() != current.keys() or not all(_shrunk(stored[key], current[key]) for key in current):
-            raise InputError(f"layer {name!r} cannot have {stored}: it has {current}")
+            raise InputError(f"layer {name!r} must have at least the widths of the file, {stored}, got {current}")
         shapes = {key: tuple(tensors[names[id(tensor)]].shape) for key, tensor in own.items()}
         stored = {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
         due = stated_widths(module, shapes.get, lambda: (), stored.get("groups", stored.get("num_groups")))
         if any(stored[key] != value for key, value in due.items()):
-            raise InputError(f"layer {name!r} has {stored}, but its tensors say {due}")
+            raise InputError(f"layer {name!r} of the file must have the widths of its tensors, {due}, got {stored}")
         width = next((stored[out] for out in OUTPUTS if out in stored), None)
         for key in PER_OUTPUT if width is not None else ():
             if len(shapes.get(key, ())) == 1 and shapes[key] != (width,):
-                raise InputError(f"{name}.{key} has {shapes[key][0]} entries, but the layer is {width} wide")
+                raise InputError(
+                    f"{name}.{key} must have {width} entries, the width of its layer, got {shapes[key][0]}"
+                )
         changes.append(set_attributes(module, stored))
     return changes
 

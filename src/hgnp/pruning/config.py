@@ -45,8 +45,8 @@ def _shapes(net: nn.Module, config: Any = None) -> dict[str, torch.Size]:
 
 def _changes(net: nn.Module, config: Any) -> dict[str, int]:
     """Numbers of the config that differ from the network's shapes, with the value that explains one of these shapes."""
-    stated, found = _shapes(net, config), _shapes(net)
-    pairs = {was: now for name in stated for was, now in zip(stated[name], found[name], strict=True) if was != now}
+    stated, actual = _shapes(net, config), _shapes(net)
+    pairs = {was: now for name in stated for was, now in zip(stated[name], actual[name], strict=True) if was != now}
     changes = {key: pairs[value] for key in WIDTHS if (value := getattr(config, key, None)) in pairs}
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for key in HEADS:

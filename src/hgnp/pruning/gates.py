@@ -133,10 +133,10 @@ def find_gates(
     propagation = structure.propagate(structure.inputs, losses=True) if losses else structure.propagations[False]
     path, gated_roots, ungated = _find_path(propagation, units, now)
     usable = {}
-    for name, found in remaining.items():
-        own = set(found.tolist()) - {FROZEN}
+    for name, layer_roots in remaining.items():
+        own = set(layer_roots.tolist()) - {FROZEN}
         if own and own <= gated_roots - ungated:
-            usable[name] = unit[found]
+            usable[name] = unit[layer_roots]
     return Gates(len(wanted), usable, [path], structure, units, losses, frozenset(ungated))
 
 
@@ -154,8 +154,8 @@ def _find_path(
         call = builder.build(function_call, placements, history)
         if call is not None:
             calls[function_call.module_call].append(call)
-    gated_roots = {root for arguments in reads.values() for found in arguments.values() for root in found}
-    return GatedPath({key: tuple(found) for key, found in calls.items()}, builder.weights), gated_roots, ungated
+    gated_roots = {root for arguments in reads.values() for roots in arguments.values() for root in roots}
+    return GatedPath({key: tuple(gated) for key, gated in calls.items()}, builder.weights), gated_roots, ungated
 
 
 def _as_now(function_calls: list[FunctionCall], now: Graph | None) -> list[FunctionCall]:
@@ -175,16 +175,16 @@ def _gated_reads(propagation: LabelPropagation, units: GateUnits) -> tuple[dict[
     ungated: set[int] = set()
     function_calls = propagation.graph.function_calls
     caller = {op: number for number, function_call in enumerate(function_calls) for op in function_call.op_calls}
-    for op, value, found in _channel_ends(propagation, units):
+    for op, value, ending in _channel_ends(propagation, units):
         reached: set[int] = set()
         if op in caller:
             function_call = function_calls[caller[op]]
             for argument in _source_arguments(propagation, function_call, op, value):
-                roots = found & units.roots_of(_at_first_read(propagation, function_call, argument))
+                roots = ending & units.roots_of(_at_first_read(propagation, function_call, argument))
                 if roots:
                     reads[caller[op]][argument] |= roots
                     reached |= roots
-        ungated |= found - reached
+        ungated |= ending - reached
     return reads, ungated
 
 
@@ -202,14 +202,14 @@ def _channel_ends(propagation: LabelPropagation, units: GateUnits) -> list[tuple
             for index, tensor in zip(labelled.call.reads, labelled.reads, strict=True)
             if not tensor.weight
         }
-        branches = {frozenset(found) for index in own for found in (own[index], summed[index]) if found}
+        branches = {frozenset(roots) for index in own for roots in (own[index], summed[index]) if roots}
         joins = units.per_branch and _adds(labelled.call) and len(branches) > 1
         if joins:
-            result += [(op, index, found) for index, found in own.items() if found]
+            result += [(op, index, roots) for index, roots in own.items() if roots]
         for value, label in ends[op]:
-            found = units.roots_in(label) - summed[value]
-            if found:
-                result.append((op, value, found))
+            roots = units.roots_in(label) - summed[value]
+            if roots:
+                result.append((op, value, roots))
         inherited = set().union(*(summed[index] for index in labelled.call.reads))
         for index, tensor in zip(labelled.call.writes, labelled.writes, strict=True):
             roots = units.roots_of(tensor)
@@ -234,7 +234,7 @@ def _source_arguments(propagation: LabelPropagation, function_call: FunctionCall
 def _at_first_read(propagation: LabelPropagation, function_call: FunctionCall, value: int) -> LabelledTensor:
     """The labels of an argument when the function call first reads it."""
     calls = (propagation.calls[op] for op in function_call.op_calls)
-    return next(found.reads[found.call.reads.index(value)] for found in calls if value in found.call.reads)
+    return next(labelled.reads[labelled.call.reads.index(value)] for labelled in calls if value in labelled.call.reads)
 
 
 # Where gates are placed
@@ -261,9 +261,9 @@ def _placements(
     continued, ungated_results = _continued(propagation, function_call, set(arguments), units), []
     for position, index in function_call.results.items():
         tensor = continued.get(index)
-        found = set() if tensor is None else everything & units.roots_of(tensor)
-        if tensor is not None and found:
-            ungated_results.append(GatePlacement(position, _unit_map(tensor, found, units)))
+        shared = set() if tensor is None else everything & units.roots_of(tensor)
+        if tensor is not None and shared:
+            ungated_results.append(GatePlacement(position, _unit_map(tensor, shared, units)))
     return tuple(gated_arguments), tuple(ungated_results)
 
 
@@ -284,19 +284,19 @@ def _continued(
     return result
 
 
-def _unit_map(tensor: LabelledTensor, found: set[int], units: GateUnits) -> Tensor:
+def _unit_map(tensor: LabelledTensor, gated: set[int], units: GateUnits) -> Tensor:
     """The unit of every remaining entry, as a tensor that broadcasts to the argument."""
     masks = keep_masks(tensor, units.alive)
     total: Tensor | None = None
     for label in tensor.labels:
-        if not found & units.roots_in(label):
+        if not gated & units.roots_in(label):
             continue
         for dim in varying_dims(label):
             mask = masks[dim]
             if mask is not None:
                 label = label.index_select(dim, mask.nonzero().squeeze(1))
         roots = units.roots[label]
-        mine = torch.where(torch.isin(roots, torch.tensor(sorted(found))), units.unit[roots], units.count)
+        mine = torch.where(torch.isin(roots, torch.tensor(sorted(gated))), units.unit[roots], units.count)
         total = mine if total is None else torch.where(total == units.count, mine, total)
     assert total is not None
     return total
@@ -411,7 +411,7 @@ def _broadcast_dims(
     given: Mapping[int, LabelledTensor | None], channels: Mapping[int, GatedChannels | None]
 ) -> Iterator[tuple[int, int]]:
     """(argument, dimension from the end) where an argument without gates is broadcast over the channels of another."""
-    dims = {dim - found.ndim for found in channels.values() if found is not None for dim in found.sizes}
+    dims = {dim - gated.ndim for gated in channels.values() if gated is not None for dim in gated.sizes}
     for position, tensor in given.items():
         if tensor is None or channels[position] is not None or tensor.filler:
             continue

@@ -160,10 +160,10 @@ def _sharing_layers(footprints: Iterable[Footprint]) -> list[list[Footprint]]:
     lists: list[list[Footprint]] = []
     for footprint in footprints:
         layers = {layer for layer, _ in footprint}
-        mine = [other for other in lists if any(layer in layers for found in other for layer, _ in found)]
+        mine = [other for other in lists if any(layer in layers for each in other for layer, _ in each)]
         lists = [other for other in lists if other not in mine]
-        lists.append([*(found for other in mine for found in other), footprint])
-    return [sorted(found, key=len, reverse=True) for found in lists]
+        lists.append([*(each for other in mine for each in other), footprint])
+    return [sorted(each, key=len, reverse=True) for each in lists]
 
 
 def _counts_to_multiples(

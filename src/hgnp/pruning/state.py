@@ -106,7 +106,7 @@ class PruningState:
 
     def _head_weights(self, layer: str) -> Tensor:
         structure, parameters = self.structure, dict(self.structure.net.named_parameters())
-        rows = [label for found in structure.propagations[False].rows.values() for label in found]
+        rows = [label for labels in structure.propagations[False].rows.values() for label in labels]
         firsts = {int(label[0]) for label in rows}
         heads = structure.roots[self.remaining(layer)].tolist()
         parts: dict[int, list[Tensor]] = {root: [] for root in heads}

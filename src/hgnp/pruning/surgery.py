@@ -95,9 +95,9 @@ def _check_copy(net: nn.Module, copy: nn.Module, index: int) -> None:
     mine, its = tensors_of(net), tensors_of(copy)
     for name in [*mine, *its]:
         if name not in mine or name not in its or mine[name].shape != its[name].shape:
-            found = f"shape {tuple(its[name].shape)}" if name in its else "none"
+            theirs = f"shape {tuple(its[name].shape)}" if name in its else "none"
             expected = f"of shape {tuple(mine[name].shape)}" if name in mine else "missing"
-            raise InputError(f"also[{index}] must have the tensors of net, {name} {expected}, got {found}{hint}")
+            raise InputError(f"also[{index}] must have the tensors of net, {name} {expected}, got {theirs}{hint}")
 
 
 def commit(changes: Iterable[Change]) -> None:

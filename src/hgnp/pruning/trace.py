@@ -65,7 +65,7 @@ from hgnp.pruning.graph import (
 )
 from hgnp.pruning.liveness import in_use
 from hgnp.pruning.module_calls import ModuleCall, ModuleCallTracker
-from hgnp.state_guards import module_that_raised, preserve_state, python_rng_state
+from hgnp.state_guards import compiled_functions_run_eagerly, module_that_raised, preserve_state, python_rng_state
 
 
 class UntraceableError(Exception):
@@ -573,7 +573,7 @@ def visible_operators() -> Iterator[None]:
     log.setLevel(logging.CRITICAL)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
+        with sdpa_kernel(SDPBackend.MATH), compiled_functions_run_eagerly:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -1,7 +1,7 @@
 """Inference times of full, weight-pruned and neuron-pruned networks.
 
 Weight-pruned means, as in the paper: the full-size network with random weights, all but a fraction κ of them zero, on ordinary
-dense kernels. Every network is timed in every variant (eager, compiled, half precision …), all in turns within one process
+dense kernels. Every network is timed in every variant (eager, compiled, half precision …), all alternately within one process
 under the same conditions.
 """
 
@@ -199,7 +199,7 @@ class _Runner:
 
 
 def _networks(full: nn.Module, entries: Sequence[Entry], samples: Sequence[Tensor]) -> list[_Network]:
-    found: list[_Network] = []
+    networks: list[_Network] = []
     for entry in [Entry("full", full), *entries]:
         if isinstance(entry.what, nn.Module):
             net = copy.deepcopy(entry.what).cpu().eval()
@@ -208,10 +208,10 @@ def _networks(full: nn.Module, entries: Sequence[Entry], samples: Sequence[Tenso
             macs = Neurons(net, _batch(samples, 2, torch.device("cpu"))).macs // 2
             kept = count / _parameters(full)
         else:
-            net = weight_pruned(found[0].net, entry.what)
-            count, macs, kept = found[0].parameters, found[0].macs, entry.what
-        found.append(_Network(net, entry.label, count, macs, kept, entry.accuracy))
-    return found
+            net = weight_pruned(networks[0].net, entry.what)
+            count, macs, kept = networks[0].parameters, networks[0].macs, entry.what
+        networks.append(_Network(net, entry.label, count, macs, kept, entry.accuracy))
+    return networks
 
 
 def _runners(

@@ -159,7 +159,7 @@ def _known(run: Run) -> str:
 
 def _model_and_data(runs: Sequence[Run]) -> dict[str, Any]:
     """The network and data settings of the first configuration among the runs."""
-    settings = next((found for run in runs if (found := configured(run))), {})
+    settings = next(filter(None, map(configured, runs)), {})
     return {name: value for name, value in settings.items() if _defines_study(name)}
 
 
@@ -264,11 +264,11 @@ def _group(label: str, group: Sequence[Run], used: Sequence[Run], grid: Sequence
 
 def _snapshots(runs: Sequence[Run]) -> tuple[SnapshotPoint, ...]:
     """From large κ to small."""
-    found: dict[float, list[tuple[float, float]]] = {}
+    by_value: dict[float, list[tuple[float, float]]] = {}
     for row in (row for run in runs for row in run.snapshots if row["metric"] is not None):
-        found.setdefault(row["asked"], []).append((row["kept"], row["metric"]))
+        by_value.setdefault(row["asked"], []).append((row["kept"], row["metric"]))
     points = []
-    for asked, rows in sorted(found.items(), reverse=True):
+    for asked, rows in sorted(by_value.items(), reverse=True):
         kept, metrics = zip(*rows, strict=True)
         spread = statistics.stdev(metrics) if len(rows) > 1 else None
         points.append(SnapshotPoint(asked, statistics.mean(kept), statistics.mean(metrics), spread, len(rows)))
@@ -300,8 +300,8 @@ def _pair(group: Group, baseline: Group) -> BaselineComparison:
 
 def _hgnp_and_taylor(study: Study) -> tuple[Group, Group] | None:
     """The first group of HGNP and the first of Taylor, if both have a curve."""
-    found = [next((g for g in study.groups if g.method == name and g.curve), None) for name in ("hgnp", "taylor")]
-    return None if found[0] is None or found[1] is None else (found[0], found[1])
+    both = [next((g for g in study.groups if g.method == name and g.curve), None) for name in ("hgnp", "taylor")]
+    return None if both[0] is None or both[1] is None else (both[0], both[1])
 
 
 def _sample(study: Study) -> hybrid.Sample | None:

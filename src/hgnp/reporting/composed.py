@@ -139,8 +139,8 @@ def compose(
 
 def lowest_crossing(hgnp: Curve, taylor: Curve) -> float | None:
     """The lowest crossing, if HGNP is ahead at all smaller κ."""
-    found = curves.crossings(hgnp, taylor)
-    return found[-1].kept if found and found[-1].ahead_below else None
+    crossed = curves.crossings(hgnp, taylor)
+    return crossed[-1].kept if crossed and crossed[-1].ahead_below else None
 
 
 def formula(model: hybrid.Model) -> str:

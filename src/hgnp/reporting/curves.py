@@ -81,7 +81,7 @@ def crossings(first: Curve, second: Curve) -> tuple[Crossing, ...]:
 
     Curves that touch without changing order do not cross. If they coincide over an interval, the crossing is its midpoint.
     """
-    found: list[Crossing] = []
+    result: list[Crossing] = []
     last: tuple[float, float] | None = None
     previous = zero_from = zero_to = 0.0
     for kept, a, b in reversed(list(zip(first.kept, first.mean, second.mean, strict=True))):
@@ -96,10 +96,10 @@ def crossings(first: Curve, second: Curve) -> tuple[Crossing, ...]:
                     where = (zero_from + zero_to) / 2
                 else:
                     where = last[0] + (kept - last[0]) * last[1] / (last[1] - difference)
-                found.append(Crossing(where, difference > 0))
+                result.append(Crossing(where, difference > 0))
             last = (kept, difference)
         previous = difference
-    return tuple(found)
+    return tuple(result)
 
 
 def crossings_in_short(places: Sequence[str]) -> str:

@@ -33,7 +33,7 @@ FEATURES = (
 )
 PAPERS_CHOICE = ("classes", "train_samples")
 IDENTITY = ("train_samples", "classes", "conv_layers", "linear_layers", "kernels")
-"""The features that tell datasets and networks apart, whatever the size of pictures and the choice of validation data."""
+"""The features that tell datasets and networks apart, whatever the size of images and the choice of validation data."""
 SMALLEST = 1e-2  # where the Lasso's path ends, as a fraction of the penalty at which it is empty
 
 
@@ -161,7 +161,7 @@ def fit(
         raise InputError(f"samples must be at least 3 experiments, got {len(samples)}")
     for sample in (*samples, *left_out):
         if (reason := usable(sample)) is not None:
-            raise InputError(f"sample {sample.name!r}: {reason}")
+            raise InputError(f"sample {sample.name!r} must have every feature, got {reason}")
     names = FEATURES if features is None else tuple(features)
     inputs, thresholds = _arrays(samples, names)
     intercept, slopes, penalty = (_lasso if features is None else _least_squares)(inputs, thresholds)
@@ -279,18 +279,18 @@ def recommend(features: Mapping[str, Any], model: Model | None = None) -> Recomm
     """Taylor or HGNP, at which κ, for data and a network with `features` (as in run.json); by default as the Lasso says."""
     model = fit() if model is None else model
     below = [sample.threshold for sample in model.samples]
-    seen = f"In the {len(below)} experiments known, HGNP was ahead below κ of {min(below):.0%} to {max(below):.0%}."
+    known = f"In the {len(below)} experiments known, HGNP was ahead below κ of {min(below):.0%} to {max(below):.0%}."
     try:
         threshold = model.predict(features)
     except ValueError as error:
         advice = (
             f"Below κ = {min(below):.0%} HGNP is the better guess, above {max(below):.0%} Taylor; in between run both."
         )
-        return Recommendation(None, str(error), (f"No threshold is predicted: {error}.", seen, advice))
+        return Recommendation(None, str(error), (f"No threshold is predicted: {error}.", known, advice))
     sentences = [
         f"Use Taylor above κ = {threshold:.0%} and HGNP below it.",
         f"Take it as {threshold:.0%} ± {100 * model.error:.0f} points: near it, run both and compare.",
-        seen,
+        known,
     ]
     if not model.surrounded(features):
         sentences.append(

@@ -14,7 +14,9 @@ from hgnp.reporting import curves, figures, run_charts, study_charts
 from hgnp.reporting.charts import MissingChart
 from hgnp.reporting.compare import Comparison, Study, compare_runs
 from hgnp.reporting.composed import LABEL, Choice
-from hgnp.reporting.page import write_comparison, write_paper, write_report
+from hgnp.reporting.page.comparison_page import write_comparison
+from hgnp.reporting.page.paper_page import write_paper
+from hgnp.reporting.page.run_page import write_report
 from hgnp.reporting.paper import figures as paper_figures
 from hgnp.reporting.paper.report import PaperReport, paper_report
 from hgnp.reporting.paper.reported import EXPERIMENTS

@@ -55,10 +55,10 @@ def against_kept(run: Run) -> Figure | MissingChart:
     ends = [f"{_show(axis, value)} with {share:.1%} of the parameters" for share, value in (points[0], points[-1])]
     alt = f"{run.metric} from {ends[0]} to {ends[1]}"
     series = [Series(run.method, kept, values)]
-    if found := run.snapshot_points():
-        kept, values = zip(*found, strict=True)
+    if points := run.snapshot_points():
+        kept, values = zip(*points, strict=True)
         series.append(Series(SNAPSHOTS, kept, values, colour=1, line=False))
-        alt += f"; {len(found)} fine-tuned snapshot{'s' * (len(found) > 1)}"
+        alt += f"; {len(points)} fine-tuned snapshot{'s' * (len(points) > 1)}"
     return Chart("metric_against_kept", title, alt, KEPT, axis, tuple(series))
 
 

@@ -57,8 +57,8 @@ def from_first(reducer: Reducer, read: Callable[[], dict[str, Any] | None]) -> d
     """What `read` returns, on every rank what it returns on rank 0, where alone it is called."""
     if reducer.ranks == 1:
         return read()
-    found: dict[str, Any] | None = from_bytes(reducer.on_first(lambda: to_bytes({"state": read()})))["state"]
-    return found
+    state: dict[str, Any] | None = from_bytes(reducer.on_first(lambda: to_bytes({"state": read()})))["state"]
+    return state
 
 
 def write(file: Path, ready: Packed) -> None:

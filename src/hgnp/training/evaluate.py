@@ -163,12 +163,12 @@ def gathered(outputs: Iterable[BatchOutput], reducer: Reducer, device: torch.dev
                 f"metric must have outputs and targets that ranks can send each other: {error}"
             ) from error
         parts = [checkpoint.from_bytes(part)["batch"] for part in reducer.gather(data)]
-        found = [
+        joined = [
             tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, part) for part in parts if part is not None
         ]
-        if not found:
+        if not joined:
             return
-        predictions, targets, samples = zip(*found, strict=True)
+        predictions, targets, samples = zip(*joined, strict=True)
         try:
             yield (
                 _concatenate(predictions, samples, "outputs"),
@@ -176,7 +176,7 @@ def gathered(outputs: Iterable[BatchOutput], reducer: Reducer, device: torch.dev
                 sum(samples),
             )
         except MetricError:  # one entry per sample, say: as they are, rank by rank
-            yield from found
+            yield from joined
 
 
 def metric_name(metric: Metric | None, *, classes: bool) -> str:
@@ -210,8 +210,8 @@ def check_metric(
                 raise
             except Exception as error:
                 raise InputError(
-                    "metric must take all outputs and targets and return one number, or have update, compute and reset; "
-                    f"it failed on the validation data: {brief(error)}"
+                    "metric must take all outputs and targets and return one number, or have update, compute and reset, "
+                    f"but failed on the validation data: {brief(error)}"
                 ) from error
 
 

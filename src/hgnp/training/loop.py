@@ -71,8 +71,8 @@ class TrainingLoop:
         self.progress = progress
         self._loaded: list[Change] = []
         self._noted: set[str] = set()
-        self.states: dict[int, checkpoint.Packed] = {}
-        """Without a folder: epoch → the state that a snapshot is fine-tuned from."""
+        self.states: dict[float, checkpoint.Packed] = {}
+        """Without a folder: value of `recipe.snapshots` → the state that its snapshot resumes from."""
 
     def prepare(
         self,
@@ -162,7 +162,7 @@ class TrainingLoop:
     def train(self, on_step: Callback | None = None, on_epoch: Callback | None = None) -> None:
         run = self.run_state
         self.progress.start(self._info() | {"epochs_done": run.epoch, "out": self.folder and str(self.folder.path)})
-        for note in (self._format_note, self.measurements.note, self._ranks_note()):
+        for note in (self._format_note, self.measurements.note):
             self._note_once(note)
         with self.trainer.running(), in_memory_format(self.net, self.optimizer, self.memory_format, self._contiguous):
             while self._unfinished():
@@ -171,6 +171,7 @@ class TrainingLoop:
     def _run_epoch(self, on_step: Callback | None, on_epoch: Callback | None) -> None:
         """Train one epoch, call `on_epoch`, write a checkpoint."""
         run, start = self.run_state, time.perf_counter()
+        before = self._before_rounds()
         row = self._train_epoch(on_step)
         row["seconds"] = time.perf_counter() - start
         run.history.append(row)
@@ -181,10 +182,10 @@ class TrainingLoop:
         if on_epoch is not None and self.task.reducer.any_rank(stop):
             run.stopped = f"on_epoch stopped the run after epoch {row['epoch']}"
         if passed:
-            self._take_snapshot(passed[0])
+            self._take_snapshots(passed, before)
         self._write_checkpoint()
         recent = [row["seconds"] for row in run.history[-3:]]
-        epochs = self._epochs_left() + len(self.recipe.snapshots) * self.recipe.finetune_epochs
+        epochs = self._epochs_left() + len(self.recipe.snapshots) * (1 + self.recipe.finetune_epochs)
         self.progress.epoch(row, epochs * sum(recent) / len(recent) if self._unfinished() else None)
 
     def _callback_state(self, epoch: int, *, step: int | None = None, row: Row | None = None) -> CallbackState:
@@ -299,11 +300,11 @@ class TrainingLoop:
         if task.val is None:
             return None, None
         rng_state.prepare_epoch(task.val.loader, self.run_state.epoch)
-        found = self.evaluation(
+        values = self.evaluation(
             task.val if self.run_state.epoch else with_checked_labels(task.val, task.loss, self.val_classes, "val")
         )
         self._note_once(self.evaluation.note)
-        return found
+        return values
 
     def _row(self, summary: Row, removed: int, val_loss: float | None, metric: float | None) -> Row:
         now = self.neurons.preview({})
@@ -362,12 +363,6 @@ class TrainingLoop:
         full, pruned, latency = json.loads(self.task.reducer.on_first(encoded))
         return Facts(**full), Facts(**pruned), latency
 
-    def _ranks_note(self) -> str | None:
-        ranks, auto = self.task.reducer.ranks, self.recipe.execution != "eager"
-        if ranks == 1 or self.task.train.device.type != "cuda" or not auto:
-            return None
-        return f"steps run operation by operation on {ranks} ranks: CUDA graphs hold no sums over ranks"
-
     def _info(self) -> dict[str, Any]:
         start, device = self.pruner.at_start, self.task.train.device
         return {
@@ -391,6 +386,8 @@ class TrainingLoop:
     # Checkpoints
 
     def _last_checkpoint(self) -> str:
+        if self.task.reducer.rank > 0:
+            return "rank 0 names the last good checkpoint"
         if self.folder is None:
             return "there is no checkpoint, as out is not set"
         return f"the last good checkpoint is {self.folder.checkpoint}, after {self.run_state.epoch} epochs"
@@ -406,19 +403,33 @@ class TrainingLoop:
         self.folder.write_checkpoint(self._state())
         self.folder.write_metrics(self.run_state.history)
 
-    def _take_snapshot(self, value: float) -> None:
-        """Store the state that snapshots.py fine-tunes later, as if the target had been met in the epoch that just ended."""
+    def _before_rounds(self) -> checkpoint.Packed | None:
+        """The state before this epoch, if its rounds may reach a snapshot. With a folder the last checkpoint has it."""
+        pending = len(self.run_state.snapshots) < len(self.recipe.snapshots)
+        if not pending or not self.run_state.pruning or self.folder is not None or self.task.reducer.rank:
+            return None
+        return checkpoint.pack(self._state())
+
+    def _take_snapshots(self, values: Iterable[float], before: checkpoint.Packed | None) -> None:
+        """Store the state before the epoch whose rounds reached `values`; snapshots.py resumes from it, with `keep` at each of
+        them. Called before that epoch's own checkpoint is written."""
         if self.task.reducer.rank:
             return  # rank 0's is sent to all when it is due
-        state, last = self._state(), self.run_state.epoch - 1
-        state["networks"], state["setup"] = state["networks"][:1], self.setup | {"networks in also": 0}
-        state["run"] |= {"pruning_ended": last, "stopped": None, "parts": 0, "snapshots": {}}
-        if self.folder is None:
-            self.states[last] = checkpoint.pack(state)
+        if before is not None:
+            state = checkpoint.unpack(before)
         else:
-            folder = self.folder.snapshot(value)
-            folder.write_checkpoint(state)
-            folder.flush()  # before the run's own checkpoint, which relies on it
+            assert self.folder is not None
+            self.folder.flush()
+            state = checkpoint.read(self.folder.checkpoint)
+        state["networks"], state["setup"] = state["networks"][:1], state["setup"] | {"networks in also": 0}
+        state["run"] |= {"parts": 0, "snapshots": {}}
+        for value in values:
+            if self.folder is None:
+                self.states[value] = checkpoint.pack(state)
+            else:
+                folder = self.folder.snapshot(value)
+                folder.write_checkpoint(state)
+                folder.flush()  # before the run's own checkpoint, which relies on it
 
     def _state(self) -> dict[str, Any]:
         scaler, scheduler = self.trainer.scaler, self.scheduler

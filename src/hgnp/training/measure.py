@@ -66,7 +66,7 @@ class Measurements:
 
     def with_latency(self, before: Facts, after: Facts, net: nn.Module) -> tuple[Facts, Facts, dict[str, Any] | None]:
         """`before` and `after` with the milliseconds per batch of 256 of the full network and of `net`, timed alternately, and
-        how they were timed. The copy of the full network is on the device only meanwhile, and is released afterwards."""
+        how they were timed. The copy of the full network is on the device only while it is timed; then it is released."""
         values: tuple[float | None, float | None] = None, None
         about, why = None, None
         try:
@@ -106,7 +106,7 @@ class Measurements:
         if self._task.losses:
             raise NotMeasuredError("the network returns its losses in training mode alone")
         seconds = self._time_limit(self._count, net)  # one Hessian-vector product takes longer than a step
-        found = sharpness(
+        result = sharpness(
             net,
             [self._samples],
             loss=self._task.loss,
@@ -114,11 +114,11 @@ class Measurements:
             tolerance=TOLERANCE,
             max_seconds=seconds,
         )
-        if found.converged:
-            return found.eigenvalues[0]
+        if result.converged:
+            return result.eigenvalues[0]
         if math.isfinite(seconds):
             raise NotMeasuredError(NO_TIME)
-        raise NotMeasuredError(f"it has not converged after {found.steps} products with the Hessian")
+        raise NotMeasuredError(f"it has not converged after {result.steps} products with the Hessian")
 
     def _latencies(self, net: nn.Module) -> tuple[tuple[float, float], dict[str, Any]]:
         seconds = self._time_limit(2 * LATENCY_BATCH / 3, net)  # both networks once; a forward is a third of a step

@@ -99,7 +99,7 @@ def prepare_epoch(loader: Any, epoch: int) -> None:
 
 def _components(loaders: tuple[Any, ...]) -> list[Any]:
     """Loaders, their samplers and their datasets, without duplicates."""
-    found: dict[int, Any] = {}
+    components: dict[int, Any] = {}
     for loader in loaders:
         batch_sampler = getattr(loader, "batch_sampler", None)
         for part in (
@@ -110,13 +110,13 @@ def _components(loaders: tuple[Any, ...]) -> list[Any]:
             getattr(loader, "dataset", None),
         ):
             if part is not None:
-                found.setdefault(id(part), part)
-    return list(found.values())
+                components.setdefault(id(part), part)
+    return list(components.values())
 
 
 def _generators(loaders: tuple[Any, ...]) -> list[torch.Generator]:
-    found = [getattr(part, "generator", None) for part in _components(loaders)]
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+    generators = [getattr(part, "generator", None) for part in _components(loaders)]
+    return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())
 
 
 def _stateful(loaders: tuple[Any, ...]) -> list[Any]:

@@ -81,7 +81,7 @@ class RunFolder:
                 )
         if started and self.metrics.exists() and not self.checkpoint.exists() and not self.finished:
             raise FileNotFoundError(
-                f"resume: {self.checkpoint} is missing, so the run cannot be resumed; start again in another folder"
+                f"resume: {self.checkpoint} must exist to resume the run, got no such file; start again in another folder"
             )
 
     def remove_temporary_files(self, *, older_than: float = 0.0) -> None:
@@ -103,7 +103,7 @@ class RunFolder:
             raise InputError(f"{self.info}: damaged: it has no recipe")
         if info.get("format") != FORMAT:
             raise InputError(
-                f"{self.info}: written in format {info.get('format')} by another hgnp; this one reads {FORMAT}"
+                f"{self.info}: format must be {FORMAT}, got {info.get('format')!r}, which another hgnp wrote; use that one"
             )
         was, now = info["recipe"], recipe.as_dict()
         check_renamed(was, now, str(self.info))

@@ -1,8 +1,8 @@
 """Snapshots: networks at intermediate κ, each fine-tuned separately after the run has ended.
 
-After the epoch in which a round reaches a value of `recipe.snapshots`, `TrainingLoop` stores its whole state, as if the target
-had been met in that epoch. A copy of the full-size network resumes from that state and is fine-tuned to its own end. The run
-itself is not affected: network and optimizer are copies, RNG state and loaders are restored.
+When a round reaches a value of `recipe.snapshots`, `TrainingLoop` stores the state that it had before that epoch. A copy of the
+full-size network resumes from there with `keep` at that value: it repeats the round, which now stops at its own target, and is
+fine-tuned to its own end. The run itself is not affected: network and optimizer are copies, RNG state and loaders are restored.
 """
 
 import copy
@@ -59,7 +59,7 @@ class SnapshotProgress:
         self.step, self.epoch = outer.step, outer.epoch
 
     def start(self, info: Mapping[str, Any]) -> None:
-        self._outer.note(f"{self._name}: fine-tuning starts after {info['epochs_done']} epochs")
+        self._outer.note(f"{self._name}: resumes after {info['epochs_done']} epochs")
 
     def note(self, text: str) -> None:
         self._outer.note(f"{self._name}: {text}")
@@ -69,21 +69,18 @@ class SnapshotProgress:
 
 def finetune_snapshots(loop: TrainingLoop, initial: InitialCopy) -> tuple[Snapshot, ...]:
     """Fine-tune a finished run's snapshots, from large κ to small. One whose loss diverges is left out with a note."""
-    found: list[Snapshot] = []
+    snapshots: list[Snapshot] = []
     epochs = loop.run_state.snapshots
     with rng_state.preserved(*loop.loaders()):
-        for epoch in sorted(set(epochs.values())):
-            values = [value for value in loop.recipe.snapshots if epochs.get(value) == epoch]
-            try:
-                first = _finetune(loop, initial, values[0], epoch)
-            except DivergedError as error:
-                loop.progress.note(f"snapshot {values[0]:g} is left out: {error}")
+        for value in loop.recipe.snapshots:
+            if value not in epochs:
+                loop.progress.note(f"snapshot {value:g} is left out: the run ended with {loop.pruner.left:.2%} left")
                 continue
-            found += [replace(first, asked=value) for value in values]
-    for value in loop.recipe.snapshots:
-        if value not in epochs:
-            loop.progress.note(f"snapshot {value:g} is left out: the run ended with {loop.pruner.left:.2%} left")
-    return tuple(found)
+            try:
+                snapshots.append(_finetune(loop, initial, value, epochs[value]))
+            except DivergedError as error:
+                loop.progress.note(f"snapshot {value:g} is left out: {error}")
+    return tuple(snapshots)
 
 
 def _finetune(loop: TrainingLoop, initial: InitialCopy, value: float, epoch: int) -> Snapshot:
@@ -91,22 +88,22 @@ def _finetune(loop: TrainingLoop, initial: InitialCopy, value: float, epoch: int
 
     def read() -> dict[str, Any]:
         if folder is None:
-            return {"state": checkpoint.unpack(loop.states.pop(epoch))}
+            return {"state": checkpoint.unpack(loop.states.pop(value))}
         if folder.finished:  # before the run was interrupted and resumed
             return {"result": read_json(folder.result)}
         return {"state": checkpoint.read(folder.checkpoint)}
 
-    found = checkpoint.from_first(loop.task.reducer, read)
-    assert found is not None
-    if "result" in found:
-        return _snapshot(loop, found["result"], epoch, path=None if folder is None else folder.path)
+    stored = checkpoint.from_first(loop.task.reducer, read)
+    assert stored is not None
+    if "result" in stored:
+        return _snapshot(loop, stored["result"], epoch, path=None if folder is None else folder.path)
     own = copy.deepcopy(initial)
     recipe = replace(loop.recipe, keep=value, snapshots=(), measure="none")  # `hgnp bench` times it
     own_loop = TrainingLoop(
         own.net, loop.task, recipe, folder, SnapshotProgress(loop.progress, f"snapshot {value:g}"), loop.about
     )
     try:
-        own_loop.prepare(found["state"], own.optimizer, own.scheduler, loop.setup["protect"])
+        own_loop.prepare(stored["state"], own.optimizer, own.scheduler, loop.setup["protect"])
         with preserve_modes(own.net):
             own_loop.train()
             result = own_loop.finish()

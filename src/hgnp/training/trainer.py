@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.forward import samples_in
-from hgnp.curvature.losses import Loss, normaliser
+from hgnp.curvature.losses import Loss, target_normaliser
 from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.errors import DivergedError, InputError, is_too_few_values
@@ -74,7 +74,7 @@ class GradientMean:
 
     C of a batch is a sum over samples divided by a normaliser N: the number of samples, of labels that count, or the sum of
     their class weights. With L_i the penalised loss of micro-batch i, `.grad` ends as ∇ Σ N_i·L_i / Σ N_i. Without the flatness
-    term that is the gradient of one batch of all their samples, however many there are. Each micro-batch has its own hinge.
+    term that is the gradient of one batch of all their samples, however many there are. Each micro-batch has its own penalty.
     """
 
     def __init__(self, net: nn.Module, loss: Loss, reducer: Reducer) -> None:
@@ -84,7 +84,7 @@ class GradientMean:
 
     def add(self, inputs: Any, target: Any) -> None:
         """Add what this micro-batch left in `.grad`."""
-        weight = normaliser(self._loss, target, target) if isinstance(target, Tensor) else None
+        weight = target_normaliser(self._loss, target)
         if weight is None:
             device = next(self._net.parameters()).device
             weight = torch.full((), samples_in(inputs), dtype=torch.double, device=device)
@@ -119,7 +119,6 @@ class Trainer:
         self.net, self.state, self.optimizer, self.recipe, self.device = step.net, state, optimizer, recipe, device
         self.precision = precision_on(recipe, device)
         graphs = device.type == "cuda" and recipe.execution != "eager" and self.precision != "fp16"
-        graphs = graphs and step.reducer.ranks == 1  # collectives stay outside CUDA graphs
         self.executor = make_executor(step, state, self._precision, graphs=graphs)
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         """The learning rates that a schedule scales."""

@@ -47,7 +47,7 @@ class UnsupportedOperationError(InputError):
 
 class Watch(Protocol):
     def layer(self, options: dict[str, Any], out: Tensor) -> Tensor:
-        """Sees a layer's call (input, weight, bias and a convolution's options) and may tie a probe to its output."""
+        """Sees a layer's call (input, weight, bias and a convolution's options) and may add a probe to its output."""
 
 
 def check_gradients() -> None:

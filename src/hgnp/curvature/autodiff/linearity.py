@@ -63,8 +63,8 @@ class Linearity(Forward):
         self._records[key] = (weakref.ref(x, forget), reasons)
 
     def reasons(self, x: Any) -> Reasons:
-        found = self._records.get(id(x))
-        return {} if found is None else found[1]
+        record = self._records.get(id(x))
+        return {} if record is None else record[1]
 
     def end(self, z: Any) -> Reasons:
         """`reasons` of the network's output."""

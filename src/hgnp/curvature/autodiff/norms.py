@@ -52,11 +52,11 @@ def _affine(n: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[
     return n if bias is None else n + bias.view(shape)
 
 
-def _track(running: Tensor | None, seen: Tensor, momentum: float) -> None:
+def _track(running: Tensor | None, observed: Tensor, momentum: float) -> None:
     if running is not None:
         with torch.no_grad():
             # .data: like PyTorch's own update, this must not raise the version, or a tape would refuse to run the call again
-            running.data.lerp_(seen.to(running.dtype), momentum)
+            running.data.lerp_(observed.to(running.dtype), momentum)
 
 
 def batch_norm(

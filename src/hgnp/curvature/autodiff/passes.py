@@ -6,7 +6,7 @@ paper's order v is known only after C has gone forward and back: q then reuses t
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from hgnp.curvature.validation import lacks_second_derivative, tracked, without_
 from hgnp.errors import InputError
 from hgnp.reducer import Reducer
 from hgnp.removal import Removal, listen
-from hgnp.state_guards import module_that_raised
+from hgnp.state_guards import compiled_functions_run_eagerly, module_that_raised
 
 ParameterTangents = list[tuple[Tensor, Tensor]]
 """Parameters, each with its part of v."""
@@ -79,7 +79,8 @@ class Passes:
         self.draws = False
         """Whether a pass of this network draws random numbers."""
         self.can_replay_tape = True
-        """Whether a pass can be run again from its tape: nothing but dropout masks was drawn."""
+        """Whether a pass can be run again from its tape: nothing was drawn, or nothing but dropout masks, and no block needs a
+        second pass, which would draw others."""
         listen(net, self.neurons_removed)
 
     def primal(self, inputs: Any, target: Any, weight: Weight, watch: Watch | None = None) -> Pass:
@@ -98,6 +99,10 @@ class Passes:
         loss = self._loss(output, target, weight)
         if random is not None:
             self.draws, self.can_replay_tape = not random.is_now(), mode.repeats(random)
+            if self.draws and self.can_replay_tape:
+                self.can_replay_tape = all(
+                    tape.calls_after(block.parameters.values()) is not None for block in self._blocks()
+                )
         kept = tape if self.can_replay_tape else None
         return Pass(loss, output, tape=kept, buffers=buffers, random=random, in_cuda_graph=capturing())
 
@@ -159,8 +164,11 @@ class Passes:
             buffers |= before
         try:
             # a mode sees the operations of compiled functions only if they run eagerly
-            eager = torch.compiler.set_stance("force_eager") if mode is not None else contextlib.nullcontext()
-            with eager, mode or contextlib.nullcontext(), within or contextlib.nullcontext():
+            with (
+                contextlib.nullcontext() if mode is None else compiled_functions_run_eagerly,
+                mode or contextlib.nullcontext(),
+                within or contextlib.nullcontext(),
+            ):
                 output = run(self.net, inputs, output=self.output, buffers=buffers)
             if mode is not None and mode.unfit is not None:
                 raise mode.unfit  # the network's own code has caught it and taken another path
@@ -182,11 +190,14 @@ class Passes:
         assert self._loss_curvature is not None
         return GaussNewton(tangents, self._loss_curvature, watch=watch, reducer=self._reducer)
 
+    def _blocks(self) -> Sequence[Block | WholeNetwork]:
+        return [WholeNetwork(self.net)] if self._over_network else find_blocks(self.net)
+
     def inspect(self, inputs: Any) -> None:
         """Where Gauss–Newton and Hessian differ, once for each mode of the network."""
         if self.net.training in self._reasons:
             return
-        blocks = [WholeNetwork(self.net)] if self._over_network else find_blocks(self.net)
+        blocks = self._blocks()
         mode = Linearity(blocks, reducer=self._reducer)
         with RandomState(*self.net.parameters()):
             output = self.run(inputs, mode, side_effect_free=True)

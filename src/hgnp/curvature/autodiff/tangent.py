@@ -75,14 +75,14 @@ class Tangent(Forward):
     def tangent(self, x: Any) -> Tensor | None:
         if not isinstance(x, Tensor):
             return None
-        found = self._records.get(id(x))
-        if found is None:
+        record = self._records.get(id(x))
+        if record is None:
             if x._is_view() and id(x._base) in self._records and differentiable(x):
                 raise _unfit("a view made before its base was written to is used afterwards")
             return None
-        if found[2] != x._version or found[1] is None:
+        if record[2] != x._version or record[1] is None:
             raise _unfit("a tensor is used after it was written to through another view of it")
-        return found[1]
+        return record[1]
 
     def known(self, x: Any) -> bool:
         """Whether x carries a tangent."""
@@ -101,8 +101,8 @@ class Tangent(Forward):
 
     def written(self, x: Tensor, tangent: Tensor) -> None:
         """x was returned, changed in place perhaps: its base, if it has no tangent, is then no longer known."""
-        found = self._records.get(id(x))
-        changed = found is None or found[2] != x._version
+        record = self._records.get(id(x))
+        changed = record is None or record[2] != x._version
         self.record(x, tangent)
         base = x._base
         if changed and base is not None and id(base) not in self._records:

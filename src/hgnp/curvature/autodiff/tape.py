@@ -9,6 +9,7 @@ one whose origin or change was not seen, a hook on a gradient, a part that runs 
 caller's to notice) a pass that draws random numbers.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,25 +91,34 @@ class Tape:
 
     def rerun(self, mode: "Forward", parameters: list[Tensor], z: Any) -> Tensor | None:
         """z by running again, in `mode`, all that depends on the parameters; None where that cannot be."""
-
-        if not self._whole:
+        calls = self.calls_after(parameters)
+        if calls is None:
             return None
-        changed = {id(parameter) for parameter in parameters}
         new: dict[int, Tensor] = {}
 
         def now(x: Tensor) -> Tensor:
             return new.get(id(x), x)
 
-        for call in self._calls:
-            depends = [id(x) in new or id(x) in changed for x, _ in call.given]
-            if not any(depends):
-                continue
-            if any(id(x) not in new and x._version != version for x, version in call.given):
-                return None
+        for call in calls:
             args, kwargs = untracked(call.func, call.args, call.kwargs)
             out = mode.compute(call.func, map_tensors(args, now), map_tensors(kwargs, now))
             new |= {id(old): fresh for old, fresh in zip(tensors_in(call.out), tensors_in(out), strict=True)}
         return new.get(id(z))
+
+    def calls_after(self, parameters: Iterable[Tensor]) -> list[Call] | None:
+        """The calls that depend on the parameters; None if they cannot be made again, as a tensor that one of them reads has
+        been written since."""
+        if not self._whole:
+            return None
+        changed, new, calls = {id(parameter) for parameter in parameters}, set[int](), []
+        for call in self._calls:
+            if not any(id(x) in new or id(x) in changed for x, _ in call.given):
+                continue
+            if any(id(x) not in new and x._version != version for x, version in call.given):
+                return None
+            calls.append(call)
+            new |= {id(x) for x in tensors_in(call.out)}
+        return calls
 
 
 def _saved(func: "Func", given: Given, out: Any) -> Any:

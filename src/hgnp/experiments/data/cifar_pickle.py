@@ -18,7 +18,7 @@ def read_batch(file: Path, pixels: int) -> tuple[npt.NDArray[np.uint8], list[int
     if size > LARGEST:
         raise InputError(f"{file} must have about 31,000,000 bytes, as the official CIFAR-10 files, got {size:,}")
     try:
-        found = values(file.read_bytes(), (ARRAY, KIND, MAKE), "official CIFAR-10 file")
+        content = values(file.read_bytes(), (ARRAY, KIND, MAKE), "official CIFAR-10 file")
     except UnsafePickleError as error:
         raise InputError(f"{file}: refused, {error}; nothing in it was run") from None
     except DAMAGED as error:
@@ -26,7 +26,7 @@ def read_batch(file: Path, pixels: int) -> tuple[npt.NDArray[np.uint8], list[int
             f"{file}: damaged or not an official CIFAR-10 file ({' '.join(str(error).split())[:80]})"
         ) from None
     problem = f"{file}: not an official CIFAR-10 file, whose 'data' are rows of {pixels:,} bytes, with as many 'labels'"
-    match found:
+    match content:
         case {
             "data": Record(name=name, state=(1, (int(count), int(width)), Record(args=("u1", 0, 1)), bool(fortran), str(raw))),
             "labels": list(labels),

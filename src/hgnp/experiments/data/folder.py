@@ -39,8 +39,8 @@ def image_folder(
         files, labels = [], []
         for label, name in enumerate(classes):
             inside = home / part / name
-            found = sorted(inside.iterdir()) if inside.is_dir() else []
-            images = [file for file in found if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
+            entries = sorted(inside.iterdir()) if inside.is_dir() else []
+            images = [file for file in entries if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
             if part == "train" and not images:
                 raise InputError(f"{inside} must hold images ({', '.join(sorted(ENDINGS))}), got none")
             files += images

@@ -147,7 +147,7 @@ class Loader:
 
 
 def random_crop(x: Tensor, places: Tensor, padding: int) -> Tensor:
-    """Each picture of `x` (batch, channels, height, width) cropped at its own offset (2, batch) of the zero-padded image."""
+    """Each image of `x` (batch, channels, height, width) cropped at its own offset (2, batch) of the zero-padded image."""
     height, width = x.shape[-2:]
     rows = places[0].view(-1, 1) + torch.arange(height, device=x.device)  # (batch, height)
     columns = places[1].view(-1, 1) + torch.arange(width, device=x.device)

@@ -78,9 +78,9 @@ def _alone_in(home: Path, source: Source) -> Iterator[None]:
 
 def _keep(file: File, home: Path, progress: DownloadProgress) -> bool:
     """Install a file that is not an archive; whether it had to be downloaded."""
-    found = fetch(file, home, progress)
-    if found != home / file.name:
-        os.replace(found, home / file.name)
+    fetched = fetch(file, home, progress)
+    if fetched != home / file.name:
+        os.replace(fetched, home / file.name)
         return True
     return False
 
@@ -141,12 +141,12 @@ def _manifest_file(source: Source, home: Path) -> Path:
 def _manifest(source: Source, home: Path) -> dict[str, Listing]:
     """Listings by the MD5 of their archive; empty if there are none, or none that can be read."""
     try:
-        found: Any = read_json(_manifest_file(source, home))
-        if found["format"] != FORMAT:
+        manifest: Any = read_json(_manifest_file(source, home))
+        if manifest["format"] != FORMAT:
             return {}
         return {
             md5: {str(name): (int(size), str(sha256)) for name, (size, sha256) in listing.items()}
-            for md5, listing in found["archives"].items()
+            for md5, listing in manifest["archives"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 
 class AlexNet(nn.Module):
-    """For images of 224 px; any of at least 63 px are taken. 1,152 filters and 8,192 units before the classes."""
+    """For images of 224 px; any of at least 63 px work. 1,152 filters and 8,192 units before the classes."""
 
     def __init__(self, num_classes: int = 1000, *, dropout: float = 0.5) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
 """ResNet-18 (K. He et al., *Deep residual learning for image recognition*)."""
 
+from typing import Literal
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -11,10 +13,12 @@ class ResNet18(nn.Module):
     """Four stages of two residual blocks: 4,800 filters.
 
     `stem="cifar"`: for images of 32 px; a 3 × 3 convolution that keeps their size. `stem="imagenet"`: for larger ones; a
-    7 × 7 convolution and a maximum, which leave a quarter of each side. `width` multiplies the channels of every convolution.
+    7 × 7 convolution and max pooling, which divide each side by four. `width` multiplies the channels of every convolution.
     """
 
-    def __init__(self, num_classes: int = 10, *, stem: str = "cifar", width: float = 1.0) -> None:
+    def __init__(
+        self, num_classes: int = 10, *, stem: Literal["cifar", "imagenet"] = "cifar", width: float = 1.0
+    ) -> None:
         super().__init__()
         if stem not in ("cifar", "imagenet"):
             raise InputError(f"stem must be 'cifar' or 'imagenet', got {stem!r}")

@@ -1,5 +1,7 @@
 """VGG-16 with batch normalisation (K. Simonyan and A. Zisserman, *Very deep convolutional networks*, configuration D)."""
 
+from typing import Literal
+
 from torch import Tensor, nn
 
 from hgnp.errors import InputError
@@ -8,7 +10,7 @@ STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512
 
 
 def narrowed(channels: int, width: float) -> int:
-    """So many channels at a width, a factor > 0; at least one."""
+    """`channels` times `width`, rounded; at least one."""
     if isinstance(width, bool) or not isinstance(width, int | float) or not 0 < width < float("inf"):
         raise InputError(f"width must be a finite number > 0, got {width!r}")
     return max(1, round(channels * width))
@@ -17,12 +19,19 @@ def narrowed(channels: int, width: float) -> int:
 class VGG16(nn.Module):
     """Thirteen convolutions, each with a norm, and a classifier after the features are averaged.
 
-    `form="cifar"`: for images of 32 px, whose features are a single place; one linear layer from 512 channels to the classes.
-    `form="imagenet"`: for images of 224 px; features of 7 × 7 places and three linear layers. `width` multiplies the channels
-    of every convolution: 0.5 is the network of half the width.
+    `form="cifar"`: for images of 32 px, whose features have a single position; one linear layer from 512 channels to the
+    classes. `form="imagenet"`: for images of 224 px; features of 7 × 7 positions and three linear layers. `width` multiplies
+    the channels of every convolution: 0.5 is the network of half the width.
     """
 
-    def __init__(self, num_classes: int = 10, *, form: str = "cifar", dropout: float = 0.5, width: float = 1.0) -> None:
+    def __init__(
+        self,
+        num_classes: int = 10,
+        *,
+        form: Literal["cifar", "imagenet"] = "cifar",
+        dropout: float = 0.5,
+        width: float = 1.0,
+    ) -> None:
         super().__init__()
         if form not in ("cifar", "imagenet"):
             raise InputError(f"form must be 'cifar' or 'imagenet', got {form!r}")

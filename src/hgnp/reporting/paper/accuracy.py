@@ -74,14 +74,14 @@ def areas_rows(results: PaperResults) -> Iterator[Row]:
 
 
 def ablation_groups(results: PaperResults) -> list[PaperGroup]:
-    """Full HGNP and its ablations with the same reading and schedule, nearest to the paper first; empty unless both exist."""
+    """Full HGNP and its ablations with the same penalty and schedule, nearest to the paper first; empty unless both exist."""
     experiment = EXPERIMENTS[0]
     for full in results.of(experiment, "hgnp"):
         alike = [
             group
             for variant in ("no training term", "no scoring term")
             for group in results.of(experiment, variant)
-            if (group.reading, group.schedule) == (full.reading, full.schedule)
+            if (group.penalty, group.schedule) == (full.penalty, full.schedule)
         ]
         if alike:
             return [full, *alike]

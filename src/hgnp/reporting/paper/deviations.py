@@ -11,7 +11,7 @@ from hgnp.io.runs import Run
 from hgnp.reporting.compare import configured
 from hgnp.reporting.paper.reported import LEAVES_OPEN, METHODS, PaperExperiment
 
-ASPECTS = ("data", "start", "reading", "schedule", "hardware", "seeds")
+ASPECTS = ("data", "start", "penalty", "schedule", "hardware", "seeds")
 FAST = choose("default", kfac_approx="expand")
 SCHEDULE = ("warmup_epochs", "prune_every", "prune_unit", "neurons_per_round", "finetune_epochs")
 LABELS = {
@@ -61,15 +61,15 @@ def deviations(experiment: PaperExperiment, runs: Sequence[Run]) -> tuple[Deviat
     """The deviations of runs that differ only in the seed."""
     run = runs[0]
     config = configured(run)
-    found = [
+    deviations = [
         *_data(experiment, run, config),
         *_start(experiment, run),
-        *_reading(run),
+        *_penalty(run),
         *_schedule(experiment, run, config),
         *_hardware(experiment, runs),
     ]
     count = f"{len(runs)} seed{'s' * (len(runs) > 1)}"
-    return (*found, Deviation("seeds", count, f"{count} (the paper does not say how many)", open=True))
+    return (*deviations, Deviation("seeds", count, f"{count} (the paper does not say how many)", open=True))
 
 
 def variant(run: Run) -> str:
@@ -82,7 +82,7 @@ def variant(run: Run) -> str:
     return "no training term" if training == 0 else "no scoring term" if scoring == 0 else "hgnp"
 
 
-def reading(run: Run) -> str:
+def penalty(run: Run) -> str:
     """ "literal", "fast" (as the presets of that name have it) or "other"; "" for a method without the term."""
     if not _has_term(run):
         return ""
@@ -123,12 +123,12 @@ def _choices(run: Run) -> Choices:
 
 
 def _data(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) -> list[Deviation]:
-    found = []
+    deviations = []
     features = run.info.get("features") or {}
     for name, stated in experiment.features.items():
         if (ours := features.get(name)) is not None and ours != stated:
             words = name.replace("_", " ").replace("val ", "validation ").replace("train ", "training ")
-            found.append(Deviation("data", f"{ours:,} {words}", f"{words}: {ours:,} instead of {stated:,}"))
+            deviations.append(Deviation("data", f"{ours:,} {words}", f"{words}: {ours:,} instead of {stated:,}"))
     changed = {
         "flip": ("random flips", "no random flips"),
         "resize": ("images resized", "images cropped"),
@@ -139,14 +139,14 @@ def _data(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) -> l
         if ours == stated:
             continue
         if name == "batch":
-            found.append(Deviation("data", f"batch {ours}", f"mini-batches of {ours} instead of {stated}"))
+            deviations.append(Deviation("data", f"batch {ours}", f"mini-batches of {ours} instead of {stated}"))
         else:
             words = changed[name][0 if ours else 1]
-            found.append(Deviation("data", words, f"{words}, which the paper does not state"))
-    if experiment.picture and not config.get("data_args.resize"):
-        text = experiment.picture.format(side=features.get("image_side") or experiment.features["image_side"])
-        found.append(Deviation("data", "", text, open=True))
-    return found
+            deviations.append(Deviation("data", words, f"{words}, which the paper does not state"))
+    if experiment.cropping and not config.get("data_args.resize"):
+        text = experiment.cropping.format(side=features.get("image_side") or experiment.features["image_side"])
+        deviations.append(Deviation("data", "", text, open=True))
+    return deviations
 
 
 def _start(experiment: PaperExperiment, run: Run) -> list[Deviation]:
@@ -169,8 +169,8 @@ def _start(experiment: PaperExperiment, run: Run) -> list[Deviation]:
     return [Deviation("start", short, f"{start}; the paper: {stated}")]
 
 
-def _reading(run: Run) -> list[Deviation]:
-    name = reading(run)
+def _penalty(run: Run) -> list[Deviation]:
+    name = penalty(run)
     if not name:
         return []
     chosen, literal = _choices(run), BUNDLES["paper"]
@@ -184,13 +184,13 @@ def _reading(run: Run) -> list[Deviation]:
         words.append(f"v refreshed every {every} steps")
     if skip:
         words.append("skipped while the penalty is inactive")
-    text = f"{name} reading of the penalty: {', '.join(words)}"
-    return [Deviation("reading", f"{name} reading", text, open=name == "literal" and chosen == literal)]
+    text = f"{name} penalty: {', '.join(words)}"
+    return [Deviation("penalty", f"{name} penalty", text, open=name == "literal" and chosen == literal)]
 
 
 def _schedule(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) -> list[Deviation]:
     stated, name = experiment.recipe(run.method), schedule(experiment, run)
-    found, rounds = [], []
+    deviations, rounds = [], []
     for key, paper in stated.items():
         ours = run.recipe.get(key, paper)
         if (
@@ -206,26 +206,26 @@ def _schedule(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) 
                 if key == "schedule"
                 else ""
             )
-            found.append(
+            deviations.append(
                 Deviation("schedule", "", f"{label}: {_shown(key, ours)}{how} (left open by the paper)", open=True)
             )
         elif key in SCHEDULE:
             rounds.append(f"{label} {_shown(key, ours)} instead of {_shown(key, paper)}")
         else:
             text = f"{label} {_shown(key, ours)} instead of {_shown(key, paper)}"
-            found.append(Deviation("schedule", f"{label} {_shown(key, ours)}", text))
+            deviations.append(Deviation("schedule", f"{label} {_shown(key, ours)}", text))
     if rounds:
         short = "HGNP's schedule" if name == "HGNP's" else "other schedule"
-        found.insert(0, Deviation("schedule", short, f"{short}: {', '.join(rounds)}"))
+        deviations.insert(0, Deviation("schedule", short, f"{short}: {', '.join(rounds)}"))
     own = [key for key in ("optimizer", "scheduler", "loss", "protect") if config.get(key)]
-    return [*found, *(Deviation("schedule", f"own {key}", f"{key} {config[key]}, not the paper's") for key in own)]
+    return [*deviations, *(Deviation("schedule", f"own {key}", f"{key} {config[key]}, not the paper's") for key in own)]
 
 
 def _hardware(experiment: PaperExperiment, runs: Sequence[Run]) -> list[Deviation]:
     ours = "; ".join(sorted({run.hardware for run in runs}))
     method = "taylor" if runs[0].method == "taylor" else "hgnp"
     theirs = f"{experiment.training.gpus[method]} × {experiment.training.hardware} for {METHODS[method]}"
-    found = [Deviation("hardware", ours, f"{ours}; the paper: {theirs}")]
+    deviations = [Deviation("hardware", ours, f"{ours}; the paper: {theirs}")]
     if any(run.info.get("device") != "cpu" for run in runs) and runs[0].recipe.get("precision") in (
         "auto",
         "bf16",
@@ -234,8 +234,10 @@ def _hardware(experiment: PaperExperiment, runs: Sequence[Run]) -> list[Deviatio
         precision = {"auto": "bfloat16 where the GPU has it"}.get(
             runs[0].recipe["precision"], runs[0].recipe["precision"]
         )
-        found.append(Deviation("hardware", "", f"mixed precision: {precision} (not mentioned in the paper)", open=True))
-    return found
+        deviations.append(
+            Deviation("hardware", "", f"mixed precision: {precision} (not mentioned in the paper)", open=True)
+        )
+    return deviations
 
 
 def _shown(key: str, value: Any) -> str:

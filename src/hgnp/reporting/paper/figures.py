@@ -66,11 +66,11 @@ def relative(results: PaperResults, experiment: PaperExperiment) -> Chart | Miss
 def stated_gaps(experiment: PaperExperiment) -> list[tuple[float, float]]:
     """κ and HGNP's difference from Taylor in percent, from pairs of accuracies or differences in the text."""
     values = {(each.method, each.kept): each.value for each in experiment.accuracies}
-    found = {gap.kept: gap.value for gap in experiment.gaps}
+    points = {gap.kept: gap.value for gap in experiment.gaps}
     for method, kept in values:
         if method == "hgnp" and ("taylor", kept) in values:
-            found[kept] = 100 * (values["hgnp", kept] / values["taylor", kept] - 1)
-    return sorted((kept / 100, value) for kept, value in found.items())
+            points[kept] = 100 * (values["hgnp", kept] / values["taylor", kept] - 1)
+    return sorted((kept / 100, value) for kept, value in points.items())
 
 
 def ablation(results: PaperResults) -> Chart | MissingChart:

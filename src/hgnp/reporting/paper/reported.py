@@ -82,7 +82,7 @@ class PaperExperiment:
     accuracies: tuple[StatedAccuracy, ...] = ()
     gaps: tuple[StatedGap, ...] = ()
     ahead: tuple[StatedLead, ...] = ()
-    picture: str = ""
+    cropping: str = ""
     """Image preprocessing that the paper leaves open, and ours."""
 
     def recipe(self, method: str) -> dict[str, Any]:
@@ -146,7 +146,7 @@ EXPERIMENTS = (
         ),
         gaps=(StatedGap(35, 120),),
         ahead=(StatedLead(91, "Taylor works better down to around κ = 91 %, HGNP below"),),
-        picture="the central square of each image, resized to {side} px (left open by the paper)",
+        cropping="the central square of each image, resized to {side} px (left open by the paper)",
     ),
     PaperExperiment(
         key="resnet18-cifar10",
@@ -202,7 +202,7 @@ EXPERIMENTS = (
         ),
         gaps=(StatedGap(5, 6),),
         ahead=(StatedLead(14, "HGNP outperforms again at κ = 14 % and below"),),
-        picture="a central crop of {side} px (position left open by the paper)",
+        cropping="a central crop of {side} px (position left open by the paper)",
     ),
     PaperExperiment(
         key="vgg16-cifar10",

@@ -33,7 +33,7 @@ class PaperGroup:
 
     experiment: PaperExperiment
     variant: str
-    reading: str
+    penalty: str
     schedule: str
     runs: tuple[Run, ...]
     """The finished runs; all runs if none is finished."""
@@ -52,7 +52,7 @@ class PaperGroup:
 
     @property
     def label(self) -> str:
-        parts = [NAMES.get(self.variant, self.variant), f"{self.reading} reading" if self.reading else ""]
+        parts = [NAMES.get(self.variant, self.variant), f"{self.penalty} penalty" if self.penalty else ""]
         parts += ["" if self.schedule == "the paper's" else f"{self.schedule} schedule"]
         return ", ".join(part for part in parts if part)
 
@@ -65,7 +65,7 @@ class PaperGroup:
     @property
     def short(self) -> tuple[str, ...]:
         """Deviations for table cells, without those in the title."""
-        named = ("reading", "seeds")
+        named = ("penalty", "seeds")
         shorts = [each.short for each in self.deviations if each.aspect not in named and each.short not in self.label]
         return tuple(dict.fromkeys(shorts))
 
@@ -77,11 +77,11 @@ class PaperGroup:
 
     def finetuned(self) -> dict[float, list[float]]:
         """Mean κ → accuracies over seeds, for the final networks and the snapshots."""
-        found: dict[float, list[tuple[float, float]]] = {}
+        by_value: dict[float, list[tuple[float, float]]] = {}
         for run in self.runs:
             for asked, kept, metric in finetuned(run):
-                found.setdefault(asked, []).append((kept, metric))
-        return {statistics.mean(kept for kept, _ in each): [metric for _, metric in each] for each in found.values()}
+                by_value.setdefault(asked, []).append((kept, metric))
+        return {statistics.mean(kept for kept, _ in each): [metric for _, metric in each] for each in by_value.values()}
 
     def finetuned_at(self, kept: float) -> list[float] | None:
         """Accuracies over seeds of the fine-tuned networks nearest to κ; None if none is within NEAR."""
@@ -198,7 +198,7 @@ def _group(experiment: PaperExperiment, members: Sequence[Run]) -> PaperGroup:
     return PaperGroup(
         experiment,
         deviate.variant(used[0]),
-        deviate.reading(used[0]),
+        deviate.penalty(used[0]),
         deviate.schedule(experiment, used[0]),
         used,
         tuple(run for run in members if run.result is None),
@@ -214,21 +214,22 @@ def _distance(group: PaperGroup) -> tuple[int, int, bool, int, int]:
 
 def _timings(file: Path, read: Sequence[Run]) -> Iterator[BenchTiming]:
     """A bench file belongs to the run whose folder holds it, or else to the experiment with the same number of parameters."""
-    found = read_json(file)
+    content = read_json(file)
     if (
-        not isinstance(found, dict)
-        or not isinstance(found.get("rows"), list)
-        or not isinstance(found.get("devices"), dict)
+        not isinstance(content, dict)
+        or not isinstance(content.get("rows"), list)
+        or not isinstance(content.get("devices"), dict)
     ):
         raise InputError(f"{file} must be written by hgnp bench, got another file; rename it, or move it away")
-    rows = found["rows"]
+    rows = content["rows"]
     for row in rows:
         if (
             not isinstance(row, dict)
             or not {"network", "variant", "device", "batch", "median_ms", "kept", "parameters"} <= row.keys()
         ):
             raise InputError(
-                f"{file}: a row must have network, variant, device, batch, median_ms, kept, parameters; it is damaged"
+                f"{file}: a row must have network, variant, device, batch, median_ms, kept, parameters, got one that "
+                "does not; run hgnp bench again"
             )
     home = next((run for run in read if file.resolve().is_relative_to(run.folder)), None)
     experiment = experiment_of(home) if home else None
@@ -238,5 +239,5 @@ def _timings(file: Path, read: Sequence[Run]) -> Iterator[BenchTiming]:
         experiment = EXPERIMENTS[known.index(count)] if count in known else None
     if experiment is not None:
         for row in rows:
-            hardware = str(found["devices"].get(row["device"], row["device"]))
-            yield BenchTiming(experiment, file, str(found.get("date", "")), hardware, row)
+            hardware = str(content["devices"].get(row["device"], row["device"]))
+            yield BenchTiming(experiment, file, str(content.get("date", "")), hardware, row)

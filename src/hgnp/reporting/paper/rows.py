@@ -90,8 +90,8 @@ class MethodPair:
 
     @cached_property
     def curves(self) -> tuple[Curve, Curve]:
-        found = {group.method: group.curve for group in self.study.groups}
-        ours, theirs = found[self.group.runs[0].method], found["taylor"]
+        curves_by_method = {group.method: group.curve for group in self.study.groups}
+        ours, theirs = curves_by_method[self.group.runs[0].method], curves_by_method["taylor"]
         assert ours is not None
         assert theirs is not None
         return ours, theirs

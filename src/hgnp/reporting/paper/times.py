@@ -121,12 +121,12 @@ def _place(stated: StatedInference) -> str:
 
 
 def _differences(stated: StatedInference, timing: BenchTiming) -> tuple[str, ...]:
-    found = [timing.hardware]
+    parts = [timing.hardware]
     if timing.row["batch"] != stated.batch:
-        found.append(f"batch {timing.row['batch']:,}")
+        parts.append(f"batch {timing.row['batch']:,}")
     if stated.network != FULL and f"{100 * timing.row['kept']:.1f}" != f"{stated.kept:.1f}":
-        found.append(f"κ = {100 * timing.row['kept']:.2f} %")
-    return tuple(found)
+        parts.append(f"κ = {100 * timing.row['kept']:.2f} %")
+    return tuple(parts)
 
 
 def _bench_command(stated: StatedInference) -> str:

@@ -1,5 +1,7 @@
-"""The content of a comparison's page."""
+"""The page that compares runs."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 from hgnp.reporting import study_charts
@@ -7,6 +9,7 @@ from hgnp.reporting.compare import BaselineComparison, Comparison, Group, Snapsh
 from hgnp.reporting.composed import LABEL, formula
 from hgnp.reporting.curves import crossings_in_short
 from hgnp.reporting.hybrid import FEATURES
+from hgnp.reporting.page import write_page
 from hgnp.reporting.page.plots import figure_view
 from hgnp.reporting.run_charts import metric_axis
 
@@ -15,6 +18,11 @@ CAPTIONS = {
     "separately.",
     "relative_difference": "Above zero: better than the baseline. Dotted vertical lines: crossings, if at most three.",
 }
+
+
+def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
+    """A page that compares runs: curves, differences, areas, crossings, the hybrid and its limitations."""
+    return write_page("comparison.html", comparison_view(comparison), path)
 
 
 def comparison_view(comparison: Comparison) -> dict[str, Any]:

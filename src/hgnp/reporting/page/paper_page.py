@@ -1,10 +1,12 @@
-"""The content of the page of `hgnp paper`."""
+"""The page of `hgnp paper`."""
 
 import os
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from hgnp.reporting.charts import Chart, MissingChart
+from hgnp.reporting.page import write_page
 from hgnp.reporting.page.plots import figure_view
 from hgnp.reporting.paper import figures
 from hgnp.reporting.paper.deviations import ASPECTS
@@ -30,6 +32,11 @@ NOTES = {
     "equal": "The paper has 92 % at κ = 14.4 % from its own neuron-pruned VGG-16, and at κ = 3 % from weight pruning by SNIP "
     "(Lee et al.); it times both.",
 }
+
+
+def write_paper(report: PaperReport, path: str | os.PathLike[str]) -> Path:
+    """A page with the paper's numbers next to ours, the deviations of the runs, and verdicts."""
+    return write_page("paper.html", paper_view(report), path)
 
 
 def paper_view(report: PaperReport) -> dict[str, Any]:
@@ -101,11 +108,13 @@ def _figure(figure: Chart | MissingChart, key: str) -> dict[str, Any]:
 
 def _by_experiment(rows: list[Row]) -> list[tuple[str, str, list[dict[str, Any]]]]:
     """Title, the study's command if it gives rows that are not run, and the rows."""
-    found = []
+    entries = []
     for experiment, each in groupby(rows, key=lambda row: row.claim.experiment):
         mine, command = list(each), study_command(experiment)
-        found.append((experiment.title, command if any(row.command == command for row in mine) else "", _by_what(mine)))
-    return found
+        entries.append(
+            (experiment.title, command if any(row.command == command for row in mine) else "", _by_what(mine))
+        )
+    return entries
 
 
 def _by_what(rows: list[Row]) -> list[dict[str, Any]]:
@@ -156,7 +165,7 @@ def _run(group: PaperGroup, run: Any) -> list[str]:
         run.title,
         group.experiment.title,
         name,
-        group.reading or "–",
+        group.penalty or "–",
         f"{group.schedule} schedule",
         seed,
         kept,

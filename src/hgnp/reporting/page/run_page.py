@@ -1,10 +1,14 @@
-"""The content of a run's page."""
+"""The page about runs."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from hgnp.errors import InputError
 from hgnp.io.runs import Run, missing_measurements
 from hgnp.reporting import run_charts
+from hgnp.reporting.page import write_page
 from hgnp.reporting.page.plots import figure_view
 from hgnp.reporting.run_charts import metric_axis
 
@@ -27,6 +31,15 @@ MEASURES = {
     "sharpness": "sharpness",
     "latency_ms": "latency (ms per batch)",
 }
+
+
+def write_report(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
+    """A page about one or several runs: outcome, charts, before and after, recipe."""
+    if not runs:
+        raise InputError("runs must hold at least one run, got none")
+    title = runs[0].title if len(runs) == 1 else f"{len(runs)} runs"
+    views = [run_view(run, f"run{number}") for number, run in enumerate(runs, 1)]
+    return write_page("report.html", {"title": title, "runs": views}, path)
 
 
 def run_view(run: Run, prefix: str) -> dict[str, Any]:

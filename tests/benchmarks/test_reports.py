@@ -1,0 +1,20 @@
+"""The reports under benchmarks/: tables with their command and date, and few findings."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+REPORTS = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.md"))
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda path: path.stem)
+def test_a_report_has_tables_a_command_a_date_and_at_most_ten_lines_of_findings(report: Path) -> None:
+    text = report.read_text(encoding="utf-8")
+    assert re.search(r"^\|[-:| ]+\|$", text, re.MULTILINE)
+    assert re.search(r"\b(python benchmarks/|hgnp )\w+", text)
+    assert re.search(r"\b20\d\d-\d\d-\d\d\b", text)
+    items = re.findall(r"^- .*(?:\n  .*)*", text, re.MULTILINE)
+    findings = [line for item in items if not item.startswith("- *") for line in textwrap.wrap(item, 130)]  # *legend*
+    assert len(findings) <= 10
