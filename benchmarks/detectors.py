@@ -106,10 +106,10 @@ def _tensors(output: Any) -> list[Tensor]:
 
 def render(rows: list[Row]) -> str:
     about = (
-        f"`python benchmarks/detectors.py --out benchmarks/detectors.md`, {DATE}, torch {torch.__version__}, one thread of a CPU "
-        "that was busy with other work. Generated images of 64 × 64 pixels (SSD and SSDlite resize them to 300 and 320), default "
-        "recipe (HGNP). Loads: bit-equal outputs of a fresh instance. Exports: `torch.export` of the whole network (YOLO), or of "
-        "backbone and head, what lies before non-maximum suppression, equal to 1e-10 in float64."
+        f"`python benchmarks/detectors.py --out benchmarks/detectors.md`, {DATE}, torch {torch.__version__}, one thread of a "
+        "CPU that was busy with other work. Generated images of 64 × 64 pixels (SSD and SSDlite resize them to 300 and 320), "
+        "default recipe (HGNP). Loads: bit-equal outputs of a fresh instance. Exports: `torch.export` of the whole network "
+        "(YOLO), or of backbone and head, what lies before non-maximum suppression, equal to 1e-10 in float64."
     )
     columns = (
         "neurons, before → after | parameters kept | loss, first → last epoch | epochs with a penalty | loads | exports"
