@@ -129,3 +129,14 @@ class Selective(nn.Module):
 @case("head.2")
 def softmax_over_paths() -> nn.Module:
     return Net(lambda n, x: n.head(n.select(x)), select=Selective(6), head=head(6))
+
+
+@case("a.0", "head.2")
+def two_groups_of_fixed_size() -> nn.Module:
+    """Of two groups one could be removed, but `view` then takes pixels for the other."""
+
+    def forward(n: Any, x: Tensor) -> Tensor:
+        x = n.a(x)
+        return n.head(nn.functional.normalize(x.view(len(x), 2, 4, -1), dim=2).view(x.shape))  # type: ignore[no-any-return]
+
+    return Net(forward, a=block(3, 8), head=head(8))

@@ -144,3 +144,27 @@ def test_unused_layers_are_frozen() -> None:
     net = Net(lambda n, x: n.out(n.a(x)), a=nn.Linear(5, 6), spare=nn.Linear(3, 3), out=nn.Linear(6, 2)).double()
     entry = next(entry for entry in Neurons(net, VECTORS).frozen if entry.name == "spare")
     assert entry.reason == "it is not used in the forward pass"
+
+
+class PairOfHeads(nn.Module):
+    """The code states the shape of both heads: neither can be removed, and no position inside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = (layer(x).reshape(b, n, 2, 4).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        x = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.proj(x.transpose(1, 2).reshape(b, n, 8))  # type: ignore[no-any-return]
+
+
+def test_the_reason_of_frozen_heads_names_their_own_module() -> None:
+    """One module is tried for all of its class."""
+    blocks = [nn.Sequential(nn.LayerNorm(8), PairOfHeads()) for _ in range(3)]
+    neurons = Neurons(nn.Sequential(*blocks, nn.Linear(8, 2)), torch.zeros(2, 5, 8))
+    reasons = {entry.name: entry.reason for entry in neurons.frozen}
+    for index in range(3):
+        assert reasons[f"{index}.1"].endswith(f"(view in {index}.1)")

@@ -94,9 +94,9 @@ class CutVerifier:
         # PyTorch takes other paths (fewer copies) where a width is 1. There the cut is checked with a width of 2, and with a
         # width of 1 the code must run, call the same operators and return outputs of the same shapes.
         wider = self._at_least_two(alive)
-        heads = self._structure.heads().values()
-        if any(bool(wider[slots].all()) and not bool(alive[slots].all()) for slots in heads):
-            return problem  # of two heads one is left, and no cut of heads is checked: code may still make two of it
+        slots_of = [*self._structure.heads().values(), *self._structure.coupling.slots.values()]
+        if any(bool(wider[slots].all()) and not bool(alive[slots].all()) for slots in slots_of):
+            return problem  # of two heads or groups one is left, and no cut of them is checked: code may still make two of it
         if torch.equal(wider, alive) or self._check(
             wider, lambda before, graph: _compare(before, graph, wider, self._aligned)
         ):
@@ -347,6 +347,25 @@ def _difference(
     old = labelled.call
     if _operator(call) != _operator(old) or len(call.reads) != len(old.reads) or len(call.writes) != len(old.writes):
         return ANOTHER_PATH
+    problem = _other_shape(labelled, call, graph, alive)
+    if problem is not None:
+        return problem
+    reads = [graph.values[index] for index in call.reads]
+    constants = zip((before.values[index] for index in old.reads), reads, strict=True)
+    if (
+        _width_independent(call, labelled) != _width_independent(old, labelled)
+        or not all(_same_constant(one, other) for one, other in constants)
+        or (rule_for(old.op) not in (*PRESERVES_FILLER, filler) and any(map(_resized, labelled.reads, reads)))
+    ):
+        return "a number in the network's code depends on the width"
+    moves = rearrangement(old.op) is not None and not permutes_dims(old.op)
+    if aligned and moves and not _all_alive(labelled.reads[0], alive):
+        return _misplaced(labelled, call, graph, alive)
+    return None
+
+
+def _other_shape(labelled: LabelledCall, call: OpCall, graph: Graph, alive: Tensor) -> str | None:
+    """How the shapes of a call's results differ from those that the labels give, or None."""
     for tensor, index in zip(labelled.writes, call.writes, strict=True):
         if tensor.byproduct or tensor.filler:
             continue
@@ -360,17 +379,6 @@ def _difference(
             for dim, (size, wanted) in enumerate(zip(shape, expected, strict=True))
         ):
             return f"the network's code fixes a size: expected shape {expected}, got {shape}"
-    reads = [graph.values[index] for index in call.reads]
-    constants = zip((before.values[index] for index in old.reads), reads, strict=True)
-    if (
-        _width_independent(call, labelled) != _width_independent(old, labelled)
-        or not all(_same_constant(one, other) for one, other in constants)
-        or (rule_for(old.op) not in (*PRESERVES_FILLER, filler) and any(map(_resized, labelled.reads, reads)))
-    ):
-        return "a number in the network's code depends on the width"
-    moves = rearrangement(old.op) is not None and not permutes_dims(old.op)
-    if aligned and moves and not _all_alive(labelled.reads[0], alive):
-        return _misplaced(labelled, call, graph, alive)
     return None
 
 
@@ -397,15 +405,19 @@ def _misplaced(labelled: LabelledCall, call: OpCall, graph: Graph, alive: Tensor
 
 
 def _same_operators(before: LabelPropagation, graph: Graph, alive: Tensor) -> bool:
-    """Whether two forward passes call the same operators, apart from those that depend on the memory layout."""
+    """Whether two forward passes call the same operators, with results of the right shapes, apart from those that depend on the
+    memory layout."""
 
-    def names(calls: list[OpCall]) -> list[str]:
-        return [op_name(call.op) for call in calls if rearrangement(call.op) is None and op_name(call.op) not in LAYOUT]
+    def is_compared(call: OpCall) -> bool:
+        return rearrangement(call.op) is None and op_name(call.op) not in LAYOUT
 
+    expected = [labelled for labelled in before.calls if is_compared(labelled.call)]
+    calls = [call for call in graph.op_calls if is_compared(call)]
     outputs = [shape_after(before.tensors[index], alive) for index in before.graph.outputs]
     return (
         (graph.error is None or _stops_alike(before.graph, graph))
-        and names(before.graph.op_calls) == names(graph.op_calls)
+        and [op_name(labelled.call.op) for labelled in expected] == [op_name(call.op) for call in calls]
+        and not any(_other_shape(one, other, graph, alive) for one, other in zip(expected, calls, strict=True))
         and outputs == [graph.values[index].shape for index in graph.outputs]
     )
 
