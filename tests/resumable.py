@@ -1,9 +1,10 @@
-"""A run to be killed and resumed.
+"""A run to be killed and resumed, also in a process of its own: `python resumable.py OUT RECIPE`.
 
 Its dataset draws from the generators of Python, NumPy and PyTorch in workers, and its loader has its own generator.
 """
 
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "anneal": "run",
         "mu_warmup_epochs": 2,
         "refresh_every": 4,
-        "finetune_epochs": 5,
     },
     "hybrid": {
         "method": "hybrid",
@@ -96,3 +96,7 @@ def run(out: str, name: str, on_epoch: Any = None) -> hgnp.Result:
     return hgnp.prune(
         Net(), loader, val, recipe=recipe(name), optimizer=optimizer, out=out, resume=True, on_epoch=on_epoch
     )
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], sys.argv[2])

@@ -1,7 +1,11 @@
 """A run that is killed at any moment and resumed ends as if nothing had happened, to the bit."""
 
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +14,6 @@ import pytest
 import torch
 
 import hgnp
-from forked import Forked
 from resumable import RECIPES, Net, recipe, run
 from train_cases import StopError
 
@@ -31,14 +34,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return of
 
 
-def kill_once(condition: Callable[[], bool], out: Path, name: str, wait: float = 0.0) -> None:
-    """Start a run and kill it with its workers, so many seconds after the condition holds."""
-    process = Forked(run, str(out), name)
-    while process.alive and not condition():
+def kill_once(condition: Callable[[], bool], out: Path, wait: float = 0.0) -> None:
+    """Start a run with snapshots and kill it with its workers, so many seconds after the condition holds."""
+    command = [sys.executable, str(Path(__file__).with_name("resumable.py")), str(out), "snapshots"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True)
+    while process.poll() is None and not condition():
         time.sleep(0.005)
     time.sleep(wait)
-    assert process.alive, "the run ended before it could be killed"
-    process.kill()
+    assert process.poll() is None, "the run ended before it could be killed"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def tensors(out: Path) -> dict[str, torch.Tensor]:
@@ -81,29 +87,23 @@ def _stop_after_checkpoint() -> object:
     return on_epoch
 
 
-def test_killed_at_random_moments_ends_the_same(whole: Whole, tmp_path: Path) -> None:
-    killed = tmp_path / "killed"
-    moments = random.Random(5)
-    done = [0]
-    for _ in range(2):
-        kill_once(lambda: epochs(killed) > done[-1], killed, "hgnp", wait=moments.uniform(0, 0.1))
-        done.append(epochs(killed))
-    run(str(killed), "hgnp")
-    assert 0 < done[1] < done[-1] < len(rows(whole("hgnp")))
-    assert_same(killed, whole("hgnp"))
-
-
-def test_killed_while_a_snapshot_is_fine_tuned_ends_the_same(whole: Whole, tmp_path: Path) -> None:
+def test_killed_at_a_random_moment_and_while_a_snapshot_is_fine_tuned_ends_the_same(
+    whole: Whole, tmp_path: Path
+) -> None:
     killed, complete = tmp_path / "killed", whole("snapshots")
     first, second = ("snapshots/0.8", "snapshots/0.6")
+    kill_once(lambda: epochs(killed) > 0, killed, wait=random.Random(5).uniform(0, 0.15))
+    assert epochs(killed) < len(rows(complete))
     taken = json.loads((complete / "result.json").read_text())["snapshots"][1]["epoch"]
-    kill_once(lambda: epochs(killed / second) > taken + 1, killed, "snapshots")
+    kill_once(lambda: epochs(killed / second) > taken + 1, killed)
+    assert rows(killed) == rows(complete)
     assert not (killed / "result.json").exists()
     run(str(killed), "snapshots")
     for part in (".", first, second):
         assert_same(killed / part, complete / part)
-    one, other = (json.loads((out / "result.json").read_text())["snapshots"] for out in (complete, killed))
-    assert one == other
+    one, other = (json.loads((out / "result.json").read_text()) for out in (complete, killed))
+    assert one["snapshots"] == other["snapshots"]
+    assert other["parts"] == 3
 
 
 def epochs(out: Path) -> int:

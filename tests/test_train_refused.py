@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hgnp
-from forked import Forked, limit_file_size
+from full_disk import full_disk
 from train_cases import Net, StopError, loaders, made, recipe, stripes
 
 
@@ -200,21 +200,16 @@ def test_a_loss_that_is_not_finite_stops_the_run(method: str, tmp_path: Path) ->
         hgnp.prune(made(), *loaders(), recipe=recipe(method=method, lr=1e20))
 
 
+@pytest.mark.usefixtures("capsys")
 def test_a_disk_that_is_full_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    def full(state: Any) -> None:
-        if state.epoch == 1:
-            limit_file_size()
+    with full_disk() as fill:
 
-    def run() -> None:
-        try:
-            hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path / "run", on_epoch=full)
-        except OSError as error:
-            print(error)
+        def on_epoch(state: Any) -> None:
+            if state.epoch == 1:
+                fill()
 
-    _, said, err = Forked(run).wait()
-    assert "could not be written" in said, err
-    assert "the last good checkpoint is" in said
-    assert len(said.splitlines()) == 1
+        with pytest.raises(OSError, match=r"^\S+ could not be written \(.*\); the last good checkpoint is \S+$"):
+            hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path / "run", on_epoch=on_epoch)
     assert not [p for p in (tmp_path / "run").iterdir() if p.name.startswith(".")]
     result = hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path / "run", resume=True)
     assert (result.epochs, result.parts) == (len(result.history), 2)

@@ -1,10 +1,12 @@
 """`hgnp run` around a run: what is run, where it goes, what is printed. Every run is real, on a network of four channels."""
 
 import errno
+import io
 import json
 import os
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import yaml
 
 import hgnp
 from command import call
-from forked import Forked, limit_file_size
+from full_disk import full_disk
 from hgnp.cli import app
 from hgnp.cli.run import default_folder
 from hgnp.experiments.build import Experiment
@@ -137,24 +139,23 @@ def test_a_gap_in_the_numbering_hides_no_run() -> None:
     assert default_folder("demo-l1", resume=True) == Path("runs/demo-l1-12")
 
 
-def test_an_interrupted_run_prints_the_command_to_resume() -> None:
-    process = Forked(app, ["run", *TINY, "--set", "recipe.warmup_epochs=1000", "--out", "a b"])
-    assert any(line.startswith("epoch   0 warmup") for line in process.stdout)
-    process.interrupt()
-    code, _, err = process.wait()
-    assert code == 130, err
+def test_an_interrupted_run_prints_the_command_to_resume(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LineProgress, "epoch", lambda *_: signal.raise_signal(signal.SIGINT))  # Ctrl-C
+    assert call("run", *TINY, "--set", "recipe.warmup_epochs=1000", "--out", "a b") == 130
     command = "hgnp run 'a b/config.yaml' --out 'a b' --resume"
-    assert err == f"\nhgnp: interrupted; {command} resumes after the last completed epoch\n"
+    assert capsys.readouterr().err == f"\nhgnp: interrupted; {command} resumes after the last completed epoch\n"
     assert len(Path("a b/metrics.jsonl").read_text().splitlines()) >= 1
 
 
-def test_a_full_disk_is_a_run_that_stopped_and_can_be_resumed(capsys: pytest.CaptureFixture[str]) -> None:
-    def run() -> None:
-        LineProgress.epoch = lambda *_: limit_file_size()  # type: ignore[assignment,method-assign]
-        app(["run", *TINY, "--set", "recipe.finetune_epochs=1", "--out", "x"])
-
-    code, _, err = Forked(run).wait()
-    assert code == 1, err
+def test_a_full_disk_is_a_run_that_stopped_and_can_be_resumed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with full_disk() as fill, monkeypatch.context() as patch:
+        patch.setattr(LineProgress, "epoch", lambda *_: fill())
+        assert call("run", *TINY, "--set", "recipe.finetune_epochs=1", "--out", "x") == 1
+    err = capsys.readouterr().err
     assert err.startswith("hgnp: x could not be written (")
     assert err.endswith("; the last good checkpoint is x/checkpoint.safetensors\n")
     assert call("run", "x/config.yaml", "--out", "x", "--resume") == 0
@@ -245,14 +246,11 @@ def test_a_finished_run_whose_result_is_damaged_says_so(
 
 
 @pytest.mark.usefixtures("finished")
-def test_what_a_terminal_cannot_show_is_replaced() -> None:
-    def bench() -> None:
-        sys.stdout.reconfigure(encoding="ascii")  # type: ignore[union-attr]
-        app(["bench", "x", "--batch", "2", "--repeats", "1", "--variant", "eager", "--device", "cpu"])
-
-    code, said, err = Forked(bench).wait()
-    assert code == 0, err
-    assert "1.00?" in said
+def test_what_a_terminal_cannot_show_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(said, encoding="ascii", write_through=True))
+    assert call("bench", "x", "--batch", "2", "--repeats", "1", "--variant", "eager", "--device", "cpu") == 0
+    assert b"1.00?" in said.getvalue()
     assert Path("x/bench.json").is_file()
 
 

@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import sklearn.datasets  # noqa: F401  its first import writes a file
 
 from command import call
-from forked import Forked, limit_file_size
+from full_disk import full_disk
 from hgnp.cli import app
 from hgnp.cli.run import was_interrupted
 
@@ -159,18 +160,11 @@ def test_an_error_of_the_file_system(name: str, code: int, capsys: pytest.Captur
     assert ("the disk is full" in line) == (name in ("ENOSPC", "EDQUOT"))
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
-    def run() -> None:
-        import sklearn.datasets  # noqa: F401  writes a file
-
-        sys.dont_write_bytecode = True
-        limit_file_size(10)
-        app(["run", "ok.yaml", "--out", "x"])
-
-    code, _, err = Forked(run).wait()
-    assert code == 1, err
-    assert err.startswith("hgnp: ")
-    assert err.count("\n") == 1
+def test_a_full_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    with full_disk() as fill:
+        fill(10)
+        assert call("run", "ok.yaml", "--out", "x") == 1
+    one_line(capsys)
     assert not Path("x").exists()
 
 
