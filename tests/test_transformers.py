@@ -26,6 +26,7 @@ except RuntimeError:  # built for CUDA beside a CPU build of torch: its import n
     OPERATORS.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     import torchvision  # noqa: F401
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:the network's config cannot state:UserWarning")
 
 SIZES = {"vocab_size": 40, "num_labels": 3, "max_position_embeddings": 16}
 ENCODER = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 10}
@@ -153,7 +154,7 @@ WITH_HEADS = {
     "gpt2": (
         lambda **how: transformers.GPT2ForSequenceClassification(
             transformers.GPT2Config(
-                vocab_size=40, num_labels=3, n_positions=16, n_embd=12, n_layer=1, n_head=6, n_inner=4, pad_token_id=PAD,
+                vocab_size=40, num_labels=3, n_positions=16, n_embd=12, n_layer=1, n_head=6, pad_token_id=PAD,
                 bos_token_id=0, eos_token_id=0, use_cache=False, **how,
             )
         ),
@@ -252,31 +253,47 @@ def test_heads_of_t5_are_removed_from_all_layers_that_share_their_position_bias(
         torch.testing.assert_close(net.train(mode)(**inputs).last_hidden_state, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
 def test_a_config_follows_where_it_can_state_the_widths(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     make, module, _, count = WITH_HEADS[name]
     net = make().double().eval()
     neurons, inputs = hgnp.Neurons(net, tokens("full")), tokens("padded")
     feed_forward = FEED_FORWARD[name][1]
+    stated = "n_inner" if name == "gpt2" else "intermediate_size"
+    before = net.get_submodule(feed_forward).weight.shape[name == "gpt2"]
 
     def restored() -> nn.Module:
         net.save_pretrained(tmp_path)
         return type(net).from_pretrained(tmp_path, dtype=torch.double).eval()
 
     neurons.remove({feed_forward: [1]})
-    assert net.config.intermediate_size == 3
+    assert getattr(net.config, stated) == before - 1
     assert torch.equal(restored()(**inputs).logits, net(**inputs).logits)
-    neurons.remove({module: [0]})
     if name == "llama":
+        neurons.remove({module: [0]})
         assert (net.config.num_attention_heads, net.config.num_key_value_heads, net.config.head_dim) == (4, 2, 2)
         assert torch.equal(restored()(**inputs).logits, net(**inputs).logits)
         assert "hgnp.save" not in str(neurons)
     else:  # the width of its heads is the hidden size divided by their number
+        with pytest.warns(UserWarning, match="use hgnp.save and hgnp.load, not save_pretrained"):
+            neurons.remove({module: [0]})
         assert net.config.num_attention_heads == count
         assert "hgnp.save" in str(neurons)
     found = hgnp.sensitivity(net, neurons, [(inputs, torch.arange(4) % 3)], output=lambda o: o.logits)
     assert found[module].shape == (count - 1,)
+
+
+def test_a_finished_run_that_is_loaded_brings_its_config_along(tmp_path: Path) -> None:
+    batches = [(tokens("full"), torch.arange(4) % 3)]
+    recipe = hgnp.Recipe(keep=0.97, method="l1", warmup_epochs=0, neurons_per_round=4, finetune_epochs=0)
+    for resume in (False, True):
+        net, protect = bert(), ["bert.encoder.layer.0.attention", "bert.pooler"]
+        hgnp.prune(
+            net, batches, recipe=recipe, protect=protect, output=lambda o: o.logits, out=tmp_path, resume=resume
+        )  # fmt: skip
+        width = net.get_submodule("bert.encoder.layer.0.intermediate.dense").out_features
+        assert net.config.intermediate_size == width < 10
 
 
 def test_a_bert_is_pruned_on_batches_with_masks() -> None:

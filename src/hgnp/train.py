@@ -21,6 +21,7 @@ from hgnp.io import runs
 from hgnp.io.atomic import read_json
 from hgnp.io.weights import changes_to_fit, read_saved
 from hgnp.progress import BarProgress, LineProgress, Progress, SilentProgress
+from hgnp.pruning.config import update_config
 from hgnp.pruning.surgery import Change, check_copies, commit
 from hgnp.recipe import Recipe
 from hgnp.result import Facts, Result, Snapshot, Target
@@ -245,6 +246,8 @@ def load_finished(
         except ValueError as error:
             raise InputError(f"{saved['file']}: {error}") from None
     commit(changes)
+    for network in (net, *also):
+        update_config(network)
     return result
 
 
