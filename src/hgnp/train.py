@@ -120,7 +120,7 @@ def prune(
         raise InputTypeError(f"recipe must be an hgnp.Recipe, such as Recipe(keep=0.1), got {type(recipe).__name__}")
     check_functions(
         loss=loss,
-        metric=None if isinstance(metric, Accumulator) else metric,
+        metric=None if isinstance(metric, Accumulator) and not isinstance(metric, type) else metric,
         unpack=unpack,
         output=output,
         on_step=on_step,
