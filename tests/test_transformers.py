@@ -172,6 +172,16 @@ WITH_HEADS = {
         "model.layers.0.self_attn.o_proj",
         3,
     ),
+    "qwen3": (  # its norms of queries and keys multiply every head by the same scale
+        lambda **how: transformers.Qwen3ForSequenceClassification(
+            transformers.Qwen3Config(
+                pad_token_id=PAD, num_key_value_heads=3, head_dim=4, use_cache=False, **SIZES, **HEADS, **how
+            )
+        ),
+        "model.layers.0.self_attn",
+        "model.layers.0.self_attn.o_proj",
+        3,
+    ),
     "vit": (vit, "vit.layers.0.attention", "vit.layers.0.attention.o_proj", 6),
 }  # fmt: skip
 """Network → how it is made, its attention, the layer that reads it, and how many heads can be removed: of keys, in Llama."""
@@ -236,21 +246,29 @@ def test_heads_are_scored_removed_saved_and_loaded(name: str, attention: str, tm
     optimizer.step()
 
 
-def test_heads_of_t5_are_removed_from_all_layers_that_share_their_position_bias() -> None:
+@pytest.mark.parametrize("whole_t5", [False, True])
+def test_heads_of_t5_are_removed_from_all_layers_that_share_their_position_bias(whole_t5: bool) -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 40, "d_model": 8, "d_kv": 2, "d_ff": 4, "num_layers": 2, "num_heads": 4, "pad_token_id": PAD}
-    net = transformers.T5EncoderModel(transformers.T5Config(dropout_rate=0.0, **sizes)).double()
-    inputs, modules = tokens("padded"), [f"encoder.block.{block}.layer.0.SelfAttention" for block in (0, 1)]
+    config = transformers.T5Config(dropout_rate=0.0, use_cache=False, decoder_start_token_id=PAD, **sizes)
+    net = (transformers.T5ForConditionalGeneration if whole_t5 else transformers.T5EncoderModel)(config).double()
+    parts = ["encoder.block.{}.layer.0.SelfAttention"]
+    inputs = tokens("padded")
+    if whole_t5:  # cross-attention has no bias: its first layer makes zeros for the others
+        parts += ["decoder.block.{}.layer.0.SelfAttention", "decoder.block.{}.layer.1.EncDecAttention"]
+        inputs["decoder_input_ids"] = inputs["input_ids"]
     neurons, whole, mask = hgnp.Neurons(net, inputs), copy.deepcopy(net), torch.ones(4).double()
-    selection = neurons.least({name: torch.arange(4.0) for name in modules}, 2)
-    assert selection == {name: [0] for name in modules}
-    neurons.remove(selection)
-    mask[0] = 0
-    for name in modules:
-        gate_heads(whole, f"{name}.o", mask)
+    for part in parts:
+        modules = [part.format(block) for block in (0, 1)]
+        selection = neurons.least({name: torch.arange(4.0) for name in modules}, 2)
+        assert selection == {name: [0] for name in modules}
+        neurons.remove(selection)
+        mask[0] = 0
+        for name in modules:
+            gate_heads(whole, f"{name}.o", mask)
     for mode in (False, True):
-        expected = whole.train(mode)(**inputs).last_hidden_state
-        torch.testing.assert_close(net.train(mode)(**inputs).last_hidden_state, expected, rtol=1e-10, atol=1e-12)
+        expected, got = (each.train(mode)(**inputs)[0] for each in (whole, net))
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])

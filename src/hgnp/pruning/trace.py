@@ -566,14 +566,14 @@ def _defer_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def visible_operators() -> Iterator[None]:
-    """Attention as plain ATen operators, which have rules; compiled functions run eagerly, operator by operator; and no log of
-    shape errors, which traces of cuts may cause."""
+    """Attention as plain ATen operators, which have rules; compiled and scripted functions run operator by operator; and no
+    log of shape errors, which traces of cuts may cause."""
     log = logging.getLogger(FakeTensorMode.__module__)
     level, fast = log.level, torch.backends.mha.get_fastpath_enabled()
     log.setLevel(logging.CRITICAL)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH), compiled_functions_run_eagerly:
+        with sdpa_kernel(SDPBackend.MATH), compiled_functions_run_eagerly, torch.jit.optimized_execution(False):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
