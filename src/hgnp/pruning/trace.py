@@ -37,6 +37,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.jit._fuser import optimized_execution
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -573,7 +574,7 @@ def visible_operators() -> Iterator[None]:
     log.setLevel(logging.CRITICAL)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH), compiled_functions_run_eagerly, torch.jit.optimized_execution(False):
+        with sdpa_kernel(SDPBackend.MATH), compiled_functions_run_eagerly, optimized_execution(False):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
