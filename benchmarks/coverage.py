@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from oracles import flat, masked, run, worst_error
 
 OUTPUT = "it is the network's output"
-LIMIT_S = {"hgnp": 1800, "torch-pruning": 300}
+LIMIT_S = {"hgnp": 1800, "torch-pruning": 120}
 Row = dict[str, Any]
 
 
