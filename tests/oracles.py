@@ -30,7 +30,8 @@ def flat(output: Any) -> Tensor:
 
 
 class _NoKinks(TorchFunctionMode):
-    """Skips activations that can zero a whole channel by chance, so that a zero channel is a masked one."""
+    """Skips activations that can zero a whole channel by chance, so that a zero channel is a masked one. Gates stay above zero:
+    without activations their inputs are large."""
 
     KINKS = frozenset(
         {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu6, F.hardtanh, F.hardtanh_}
@@ -48,7 +49,11 @@ class _NoKinks(TorchFunctionMode):
         }
     )
 
+    GATES = frozenset({torch.sigmoid, torch.sigmoid_, F.sigmoid, Tensor.sigmoid, Tensor.sigmoid_, F.hardsigmoid})
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in self.GATES:
+            return args[0].clamp(-30, 30).sigmoid()
         return args[0] if function in self.KINKS else function(*args, **(kwargs or {}))
 
 
