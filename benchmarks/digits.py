@@ -116,7 +116,8 @@ def readme(comparison: Comparison, folders: Mapping[str, list[Path]], command: s
         f"{platform.python_version()}, torch {torch.__version__}{took}.",
         "",
         "The demo's network (DigitsNet, on scikit-learn's 8 × 8 digits) and its schedule: pruned while it learns, one "
-        f"epoch per pruning level, fine-tuned at the last. Validation accuracy in percent, mean ± standard deviation over {seeds} seeds.",
+        f"epoch per pruning level, fine-tuned at the last. Validation accuracy in percent, mean ± standard deviation over "
+        f"{seeds} seeds.",
         "",
         f"| {' | '.join(heads)} |",
         "|---|" + "--:|" * (len(heads) - 1),
