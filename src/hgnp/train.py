@@ -164,9 +164,9 @@ def prune(
         if device is not None:
             _move((net, *also), device)
         place = next(net.parameters()).device
-        joined = reducer.ranks if stored is None else stored["setup"].get("batches per global batch", 1)
-        batches = Batches(train, "train", unpack, place, reducer, joined)
-        val_batches = None if val is None else Batches(val, "val", unpack, place, reducer, joined)
+        loader_batches = reducer.ranks if stored is None else stored["setup"].get("batches per global batch", 1)
+        batches = Batches(train, "train", unpack, place, reducer, loader_batches)
+        val_batches = None if val is None else Batches(val, "val", unpack, place, reducer, loader_batches)
         progress = _progress or _default_progress(verbose=verbose)
         if reducer.rank:
             progress = SilentProgress()

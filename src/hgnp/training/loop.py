@@ -112,7 +112,7 @@ class TrainingLoop:
             "networks in also": len(self.also),
             "batches per epoch": task.train.count,
             "accumulate": task.accumulate,
-            "batches per global batch": task.train.joined,
+            "batches per global batch": task.train.loader_batches,
         }
         step, self.scoring_step, self.step_state = make_steps(net, task, recipe, reducer)
         self.trainer = Trainer(
@@ -465,7 +465,13 @@ class TrainingLoop:
     def _restore(self, stored: dict[str, Any]) -> None:
         for name, now in self.setup.items():
             was = stored["setup"].get(name, now)
-            if name == "batches per epoch" and was and now and abs(was - now) == 1 and self.task.train.joined > 1:
+            if (
+                name == "batches per epoch"
+                and was
+                and now
+                and abs(was - now) == 1
+                and self.task.train.loader_batches > 1
+            ):
                 continue  # with other ranks, a small last batch is dropped or is not
             if was != now:
                 raise InputError(f"resume: {name} must be {was!r} as when the run started, got {now!r}")

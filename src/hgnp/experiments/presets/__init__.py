@@ -1,4 +1,4 @@
-"""Configurations that come with hgnp: the demo, the paper's four experiments (to the letter, fast and short) and its ablations.
+"""Configurations that come with hgnp: the demo, the paper's four experiments (literal, fast and short) and its ablations.
 
 A preset may `extend` another: it has the keys of that one with its own in their place, mappings such as `recipe` key by key.
 """

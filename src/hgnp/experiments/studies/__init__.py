@@ -1,4 +1,4 @@
-"""Studies that come with hgnp: the paper's four experiments, to the letter and fast, and one on handwritten digits."""
+"""Studies that come with hgnp: the paper's four experiments, literal and fast, and one on handwritten digits."""
 
 from importlib import resources
 from pathlib import Path
