@@ -1,7 +1,8 @@
 """The part of the data that each rank of a data-parallel run gets.
 
-A global batch is `loader_batches` batches of the loader, one for each rank of the run when it started. It is split into contiguous
-parts of nearly equal size; nothing is padded or repeated. A run that is resumed with other ranks keeps its global batch.
+A global batch is `loader_batches` batches of the loader, one for each rank of the run when it started. It is split into
+contiguous parts of nearly equal size; nothing is padded or repeated. A run that is resumed with other ranks keeps its global
+batch.
 """
 
 import hashlib

@@ -27,7 +27,9 @@ def read_batch(file: Path, pixels: int) -> tuple[npt.NDArray[np.uint8], list[int
         raise InputError(
             f"{file} must be an official CIFAR-10 file, got a damaged or another one ({' '.join(str(error).split())[:80]})"
         ) from None
-    problem = f"{file} must be an official CIFAR-10 file, 'data' in rows of {pixels:,} bytes and as many 'labels', got other content"
+    problem = (
+        f"{file} must be an official CIFAR-10 file, 'data' in rows of {pixels:,} bytes and as many 'labels', got others"
+    )
     match content:
         case {
             "data": Record(name=name, state=(1, (int(count), int(width)), Record(args=("u1", 0, 1)), bool(fortran), str(raw))),
