@@ -222,7 +222,7 @@ def total(loss: Loss, output: Any, target: Any) -> Tensor | None:
 
 
 def mean_and_normaliser(loss: Loss, output: Any, target: Any, samples: int) -> tuple[Tensor, Tensor]:
-    """The mean loss of a batch, and its normaliser. That of a loss which is not known is the normaliser of PyTorch's losses that
+    """The mean loss of a batch, and its normaliser. Of a loss that is not known it is that of PyTorch's losses which
     it calls with reduction="mean", if all have the same; otherwise the number of samples."""
     with _Normalisers() as calls, compiled_functions_run_eagerly:
         mean = loss(output, target).double().reshape(())

@@ -44,7 +44,8 @@ class Evaluation:
     """Computes (loss, metric) of a network over batches; each is None if no label counts.
 
     The loss is that of the whole set as one batch, Σ total / Σ `normaliser`. A loss that hgnp does not know is weighted by
-    `mean_and_normaliser`; a batch whose loss is NaN although its outputs are finite counts as one without labels, and is left out.
+    `mean_and_normaliser`. A batch whose loss is NaN although its outputs are finite counts as one without labels: it is left
+    out.
 
     A metric that is a function gets all outputs and targets at once, as many metrics are not means over batches; an
     `Accumulator` is updated batch by batch. The default is accuracy for class labels, else minus the loss: higher is better.
