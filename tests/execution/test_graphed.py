@@ -3,6 +3,7 @@
 It leaves out what a graph itself does; test_graphed_cuda.py has that."""
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from hgnp.curvature.step import make_step
 from hgnp.execution.graphed import Graphed
 from hgnp.execution.graphs import CaptureError
 from hgnp.flatness import step_and_state
+from hgnp.training.data import Prefetcher
 
 
 def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
@@ -194,6 +196,50 @@ def test_layers_that_only_some_batches_meet(choices: dict[str, Any], monkeypatch
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)
 
 
+class Branches(nn.Module):
+    """The branch with the larger input has the larger λ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.left(x[:, :3])) + torch.tanh(self.right(x[:, 3:]))
+
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ORDERS = {
+    "this_batch": {"direction_from": "this_batch"},
+    "last_batch": {},
+    "skip_inactive": {"refresh_every": 2, "skip_inactive": True},  # every other step refreshes v, without a penalty
+}
+
+
+@pytest.mark.parametrize("executor", ["eager", "stand-in", pytest.param("cuda", marks=CUDA)])
+@pytest.mark.parametrize("order", ORDERS)
+def test_v_stays_in_its_block_where_no_eigenvalue_is_finite(
+    order: str, executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its graph was captured while v was in another block."""
+    if executor != "cuda":
+        stand_in(monkeypatch)
+    torch.manual_seed(0)
+    device = "cuda" if executor == "cuda" else "cpu"
+    net, y = Branches().to(device, torch.double), torch.arange(8, device=device) % 4
+    flat, graphed, _ = prepared(net, bound=1e9, **ORDERS[order])
+    large = {"left": [1.0, 0.1], "right": [0.1, 1.0], "nan": [torch.nan, torch.nan]}
+    seen: list[str | None] = []
+    with graphed.running():
+        for kind in [*["left"] * 8, *["right"] * 4, *["nan"] * 4, "left"]:
+            x = torch.randn(8, 2, 3).double() * torch.tensor(large[kind]).view(2, 1)
+            (flat if executor == "eager" else graphed).backward(x.flatten(1).to(device), y)
+            seen.append(flat.block)
+    assert executor == "eager" or (graphed.refused is None and graphed._graphs)
+    assert (seen[7], seen[11]) == ("left", "right")
+    assert seen[12:16] == ["right"] * 4
+    assert seen[16] == ("left" if order == "this_batch" else "right")  # the lagged v is still that of the step before
+
+
 @pytest.mark.parametrize("change", ["freeze", "unfreeze", "elsewhere", "momentum", "loss", "bound", "hook", "none"])
 def test_what_is_done_to_the_network_between_epochs_is_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
@@ -253,3 +299,38 @@ def test_gradients_that_were_replaced_after_a_step_are_put_back(monkeypatch: pyt
                 optimizer.step()
         found.append(net.state_dict())
     torch.testing.assert_close(*found, rtol=1e-7, atol=1e-9)
+
+
+def test_a_refresh_without_a_penalty_does_not_send_q(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product with F takes q along v over the network; the host does not ask for it."""
+    stand_in(monkeypatch)
+    torch.manual_seed(0)
+    net, x, y = Net().double(), torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
+    flat, graphed, _ = prepared(net, bound=1e9, refresh_every=2, skip_inactive=True, direction_over="network")
+    state = step_and_state(flat)[1]
+    sent = set()
+    for _ in range(8):
+        graphed.backward(x, y)
+        assert state.statistics is not None
+        sent.add((state.plan.penalty, state.statistics.sent is not None))
+    assert {key.piece for key in graphed._graphs} >= {"unpenalized", "forward"}
+    assert sent >= {(True, True), (False, False)}
+    assert (False, True) not in sent
+
+
+def test_an_epoch_that_was_stopped_leaves_no_batch_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    torch.manual_seed(0)
+    batches = [(torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))) for _ in range(5)]
+    _, graphed, _ = prepared(Net().double(), bound=-1.0)
+    graphed.begin_epoch()
+    ahead = Prefetcher(batches)
+    graphed.fetch = ahead.fetch
+    for _, (x, y) in zip(range(4), ahead, strict=False):
+        graphed.backward(x, y)
+    left = weakref.ref(batches[4][0])
+    del batches, ahead, x, y
+    graphed.fetch = None
+    assert left() is not None
+    graphed.begin_epoch()
+    assert left() is None

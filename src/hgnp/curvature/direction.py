@@ -122,12 +122,16 @@ def _unit_or_arbitrary(v: Tensor) -> Tensor:
 class BlockChoice:
     """The block with the largest λ, an index that may still be on its way from the device."""
 
-    index: HostScalar  # into `blocks`
+    index: HostScalar
+    """Into `blocks`; −1: no λ is finite, and the block stays."""
     blocks: Sequence[Block | WholeNetwork]
+    last: str | None = None
+    """Name of the block chosen before."""
 
     @classmethod
-    def of(cls, index: Tensor, blocks: Sequence[Block | WholeNetwork]) -> "BlockChoice":
-        return cls(HostScalar.of(index), blocks)
+    def of(cls, index: Tensor, blocks: Sequence[Block | WholeNetwork], *, after: "BlockChoice | None") -> "BlockChoice":
+        """Waits for the choice before it, which the host knows already: this step or the last one has used it."""
+        return cls(HostScalar.of(index), blocks, None if after is None else after.block().name)
 
     @classmethod
     def known(cls, block: Block | WholeNetwork) -> "BlockChoice":
@@ -135,7 +139,10 @@ class BlockChoice:
 
     def block(self) -> Block | WholeNetwork:
         """Waits for the index."""
-        return self.blocks[int(self.index.item())]
+        index = int(self.index.item())
+        if index >= 0:
+            return self.blocks[index]
+        return next((block for block in self.blocks if block.name == self.last), self.blocks[0])
 
 
 @dataclass
@@ -290,15 +297,15 @@ class Direction:
                 groups[n] = torch.where(
                     known.any(), top.indices, old.group if old is not None and old.fits(block) else zero
                 )
-        name = self.name()  # the host knows it: this step or the last one has used it
-        last = next((n for n, block in enumerate(blocks) if block.name == name), 0)
-        index = torch.where(finite.any(), best.argmax(), torch.full_like(zero, last))
+        index = torch.where(
+            finite.any(), best.argmax(), zero - 1
+        )  # the host knows the last block, a CUDA graph does not
         if reducer.ranks > 1:
             (chosen,) = reducer.of_first([torch.stack([index, *groups])])
             index, *groups = chosen.unbind()
         solved = zip(blocks, psi, gamma, groups, strict=True)
         self.pairs = self.pairs | {b.name: KroneckerEigenpair(p, g, group) for b, p, g, group in solved}
-        self.choice = BlockChoice.of(index, blocks)
+        self.choice = BlockChoice.of(index, blocks, after=self.choice)
 
     def _start(self, block: Block) -> tuple[Tensor, Tensor]:
         """The last eigenvectors, or the same arbitrary ones for every run."""

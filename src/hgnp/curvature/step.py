@@ -320,19 +320,22 @@ class Step:
         self._record(state)
 
     def decide(self, state: State) -> None:
-        """C and q of all ranks. The penalty is active if q > B, which the host decides (`State.active`): to multiply an
-        inactive one by zero on the device would turn a derivative of q that is not finite, 0·∞, into NaN gradients."""
-        if self.reducer.ranks == 1:
-            return
-        assert state.loss is not None
-        own = [state.loss]
-        if self._takes_q(state):
+        """C and q of all ranks. The penalty is active if q > B, which the host decides (`State.active`), so that q is sent
+        there: to multiply an inactive penalty by zero on the device would turn a derivative of q that is not finite, 0·∞, into
+        NaN gradients."""
+        if self.reducer.ranks > 1:
+            assert state.loss is not None
+            own = [state.loss]
+            if self._takes_q(state):
+                assert state.statistics is not None
+                own.append(state.statistics.curvature)
+            state.loss, *q = self.reducer.sum([torch.stack([x.double() for x in own])])[0]
+            if q:
+                assert state.statistics is not None
+                state.statistics = Statistics(state.statistics.penalized, q[0])
+        if state.plan.penalty:
             assert state.statistics is not None
-            own.append(state.statistics.curvature)
-        state.loss, *q = self.reducer.sum([torch.stack([x.double() for x in own])])[0]
-        if q:
-            assert state.statistics is not None
-            state.statistics = Statistics(state.statistics.penalized, q[0], HostScalar.of(q[0]))
+            state.statistics = state.statistics.sending()
 
     def backward_and_refresh(
         self,
@@ -417,7 +420,7 @@ class Step:
             return
         if self._skip_inactive and state.age == 0:
             assert state.statistics is not None
-            state.first_q = HostScalar.of(state.statistics.curvature)
+            state.first_q = state.statistics.sent
         state.age += 1
 
     def reduced_gradients(self) -> AbstractContextManager[None]:

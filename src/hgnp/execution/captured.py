@@ -62,6 +62,8 @@ class Captured:
     """The next block, on the device."""
     taped: Pass | None
     """The pass that the pieces after it continue from, if this graph computes it."""
+    loss_differentiated: bool
+    """`State.loss_differentiated` after the piece."""
     versions: "Versions"
     """Of parameters, buffers and batch when it was captured."""
 
@@ -75,11 +77,13 @@ class Captured:
         if batch is not self.batch:
             refill(self.leaves, batch)
         self.graph.replay()
+        state.loss_differentiated = self.loss_differentiated
         if self.taped is not None:
             state.current = self.taped
             self.versions.restore()  # the replay computed it with the parameters as they are
         if self.choice is not None:
-            state.direction.choice = BlockChoice.of(self.choice.index.number, self.choice.blocks)
+            last = state.direction.choice
+            state.direction.choice = BlockChoice.of(self.choice.index.number, self.choice.blocks, after=last)
         if self.statistics is not None:
             state.statistics = self._copy_statistics(self.statistics, send)
         return None if self.loss is None else self.loss.clone()

@@ -77,13 +77,11 @@ class Eager:
 
     def _wait_for_active(self) -> bool:
         """Whether the penalty is active. The next batch is fetched first, while the device computes q."""
-        state = self.state
         if self.fetch is not None:
-            assert state.statistics is not None
-            state.statistics = state.statistics.sending()  # or the host would wait for the next batch's copy, too
-            with autocast_off(state.statistics.curvature):  # the step's autocast is not the loader's
+            assert self.state.loss is not None
+            with autocast_off(self.state.loss):  # the step's autocast is not the loader's
                 self.fetch()
-        return state.active()
+        return self.state.active()
 
     def loss(self, inputs: Any, target: Any, *, scale: Number = 1.0) -> Tensor:
         """L with lagged v, to be differentiated by the caller. A due refresh comes first: the caller's backward pass may be

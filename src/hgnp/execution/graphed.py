@@ -108,7 +108,7 @@ class Graphed:
 
     def begin_epoch(self) -> None:
         """Network, gradients and optimizer may have changed since the last step."""
-        self._attached = None
+        self._attached, self._upcoming = None, (None, None)
         self._optimizer.forget()
         built = fingerprint(self.net, self.step.loss), has_gradient_hooks(self.net), self.step.captured_numbers()
         if self._built != built:
@@ -257,8 +257,8 @@ class Graphed:
         loss_key = self._key("loss", shape)
         loss = self._run(loss_key, self._loss, batch)
         captured = self._graphs.get(loss_key)
-        if captured is not None:  # a replay does not run the stage's own code
-            batch, state.loss_differentiated = captured.batch, True
+        if captured is not None:
+            batch = captured.batch  # the copy that its graph and those after it read
         ahead = self._graphs.get(self._key("q", shape, self._block))
         if ahead is not None:  # most often the block is the same again: q is under way while the host learns of it
             self._replay(ahead, batch)
@@ -367,12 +367,16 @@ class Graphed:
                 statistics=None if state.statistics is statistics else state.statistics,
                 choice=None if state.direction.choice is choice else state.direction.choice,
                 taped=current if under_way is None and current is not None and current.in_cuda_graph else None,
+                loss_differentiated=state.loss_differentiated,
                 versions=Versions.of((*parameters, *self.net.buffers(), *tensors_in(batch))),
             )  # fmt: skip
 
     def _replay(self, captured: Captured, batch: Any) -> Tensor | None:
         self._sync_eigenpairs()
-        loss = captured.replay(self.state, batch, send=self.step.reducer.ranks == 1)
+        decides = (
+            captured.key.plan.penalty and self.step.reducer.ranks == 1
+        )  # or `decide` sends the sum, or nobody reads it
+        loss = captured.replay(self.state, batch, send=decides)
         if GRADIENTS[captured.key.piece] == "replace":
             self._attach_grads(captured.grads)
         return loss

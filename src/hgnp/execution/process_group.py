@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hgnp.curvature.device import upcast
+from hgnp.curvature.device import capturing, upcast
 from hgnp.curvature.validation import check_not_parallel
 from hgnp.errors import InputError, InputTypeError, RankError, one_line
 from hgnp.execution.graphs import between_graphs
@@ -70,6 +70,8 @@ class ProcessGroupReducer(Reducer):
 
     def _all_reduced(self, flat: Tensor) -> Tensor:
         """In place."""
+        # the adjoint of a norm's sum runs in a thread of autograd's, where no capture can be split
+        assert not (self.sync_norms and capturing()), "synchronised norms must not be captured"
 
         def reduce() -> None:
             sent = flat.to(self._route(flat.device))
