@@ -160,7 +160,7 @@ def main() -> None:
     if fresh:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         clock, processor = (time.perf_counter() - start) / 60, (used.ru_utime + used.ru_stime) / 60
-        took = f"; {clock:.1f} minutes, {side_by_side} runs side by side, {processor:.1f} minutes of processor time"
+        took = f"; {clock:.1f} minutes, {side_by_side} runs side by side, {processor:.1f} minutes of CPU time"
     text = readme(comparison, folders, f"python {' '.join(sys.argv)}", took)
     write(arguments.out / "README.md", text)
     print(text)
