@@ -13,6 +13,7 @@ from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
 import hgnp
+from hgnp.experiments.download import OFFICIAL
 from hgnp.experiments.models.digits import DigitsNet
 from hgnp.reporting.paper.results import scan
 
@@ -85,3 +86,9 @@ def test_the_paper_page_groups_the_runs_as_the_table_does() -> None:
     }
     assert len(groups) == len({group.title for group in groups})
     assert seeds == {"hgnp": [0, 1, 2], "taylor": [0, 1, 2]}
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_the_pages_of_the_datasets_are_linked(name: str) -> None:
+    assert OFFICIAL[name].page in README
+    assert OFFICIAL[name].page in (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
