@@ -9,7 +9,8 @@ eigenvector of the whole network's Gauss–Newton matrix instead: a refresh is t
     share                      target → n, w = own share of the loss's normaliser            normaliser, n of each rank
     prepare                    first batch → where Gauss–Newton holds, a first v             as refresh
     forward                    batch, lagged v → w·C, w·q, Ψ moments, live autograd pass     statistics of synchronised norms
-    decide                     w·C, w·q → C, q of all ranks; the penalty is active if q > B  C and q, detached, in one buffer
+    decide                     w·C, w·q → C, q of all ranks; q is sent to the host: the      C and q, detached, in one buffer
+                               penalty is active if q > B
     backward_and_refresh       pass, active → .grad of w·(C + μ·q) or w·C; probes → Γ        the norms' adjoints
                                moments; beside it `refresh`, if the plan has one             as refresh
     refresh                    moments, old eigenpairs → eigenpairs, block                   the set of blocks; each product F·x
@@ -232,8 +233,9 @@ class State:
 class Step:
     """The stages of Algorithm 1 for one network. What they write is in a `State`."""
 
-    one_draw = True
-    """Whether the passes of a step share the random numbers of its first."""
+    draws_once = True
+    """Whether the first pass of a step alone draws random numbers, and the others share its masks. To draw the same again takes
+    a restored generator, which a CUDA graph cannot have."""
 
     def __init__(
         self,
@@ -373,7 +375,10 @@ class Step:
         where there are any, C waits for the term, and Γ takes a backward pass of its own."""
         state.loss_differentiated = not has_gradient_hooks(self.net)
         if state.loss_differentiated:
-            self.backward_and_refresh(state, target, mu=0.0, scale=scale, retain_graph=self.passes.can_replay_tape)
+            continues = (
+                self.passes.can_replay_tape
+            )  # `tangents` from this pass, and the term's backward pass through it
+            self.backward_and_refresh(state, target, mu=0.0, scale=scale, retain_graph=continues)
         else:
             self.refresh(state, target, scale=scale)
         assert state.collector is not None
@@ -418,7 +423,7 @@ class Step:
         if state.plan.refresh:
             state.age, state.skipping = 0, False
             return
-        if self._skip_inactive and state.age == 0:
+        if self._skip_inactive and state.age == 0:  # the first step along this v
             assert state.statistics is not None
             state.first_q = state.statistics.sent
         state.age += 1
@@ -502,7 +507,7 @@ class Step:
     def _penalized_pass(
         self, direction: AnyDirection, state: State, inputs: Any, target: Any, **how: Any
     ) -> tuple[Pass, PenalizedDirection]:
-        """C and q along this v, and the block and eigenpair that it is."""
+        """C and q along this v, and the block and eigenpair that it is. `how`: options of `Passes.with_curvature`."""
         block: Any = direction.block()
         assert block is not None
         pair: Any = direction.pairs[block.name]
@@ -522,9 +527,10 @@ class Step:
         """Eigenpairs and block of this batch from where the last one left them."""
         assert state.collector is not None
         assert isinstance(state.direction, Direction)
+        first = not self.lagged and state.direction.block() is None  # a lagged v has its start from `prepare`
         state.direction.refresh(
-            state.collector, collect, cold=not self.lagged and state.direction.block() is None, overlap=overlap,
-            empirical=self.choices.ranking == "empirical", reducer=self.reducer,
+            state.collector, collect, cold=first, overlap=overlap, empirical=self.choices.ranking == "empirical",
+            reducer=self.reducer,
         )  # fmt: skip
 
     def _collect_gamma(

@@ -41,8 +41,8 @@ class Eager:
 
     def backward(self, inputs: Any, target: Any, *, scale: Number = 1.0) -> Tensor:
         """Adds scale·∇L to `.grad` and returns C, which is not scaled."""
-        self.step.plan(self.state)
         check_gradients()
+        self.step.plan(self.state)
         self.step.share(self.state, inputs, target)
         return self.run_stages(inputs, target, scale=scale)
 

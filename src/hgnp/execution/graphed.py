@@ -67,8 +67,8 @@ class Graphed:
         """Parameters → their memory, as one list for each set of parameters that has gradients."""
         self._attached: Gradients | None = None
         """The gradients of the last step, if they came from graphs."""
-        self._block: str | None = None
-        """The block of the last step in the paper's order."""
+        self._last_block: str | None = None
+        """Of the last step in the paper's order: the next one starts with q along it, before the host knows its own block."""
         self._built: Any = None
         """Fingerprint of what graphs were captured from."""
         self.fetch: Callable[[], Any] | None = None
@@ -182,13 +182,13 @@ class Graphed:
         self.step.forward(self.state, inputs, target)
         return self.state.loss
 
-    def _backward(self, active: bool, retain_graph: bool, inputs: Any, target: Any) -> None:
+    def _backward(self, inputs: Any, target: Any, *, active: bool, retain_graph: bool = False) -> None:
         self.step.backward_and_refresh(self.state, target, mu=self._mu, active=active, retain_graph=retain_graph)
 
     def _unpenalized(self, inputs: Any, target: Any) -> Tensor | None:
         self.step.forward(self.state, inputs, target)
         self.step.decide(self.state)
-        self._backward(False, False, inputs, target)
+        self._backward(inputs, target, active=False)
         self.state.release()
         return self.state.loss
 
@@ -197,8 +197,7 @@ class Graphed:
         self.step.prepare(self.state, inputs, target)
         self.step.forward(self.state, inputs, target)
         self.step.backward_loss_and_refresh(self.state, target)
-        assert self.state.current is not None
-        return self.state.current.loss.detach()
+        return self.state.loss
 
     def _tangents(self, inputs: Any, target: Any) -> None:
         self.step.tangents(self.state, inputs, target)
@@ -234,7 +233,7 @@ class Graphed:
         """The same stages, not captured."""
         self.step.forward(self.state, inputs, target)
         self.step.decide(self.state)
-        self._backward(self.state.active(), False, inputs, target)
+        self._backward(inputs, target, active=self.state.active())
 
     def _capture_all_three(self, key: GraphKey, batch: Any) -> bool:
         """Captures the graphs of forward and of both backward passes, or none."""
@@ -242,8 +241,8 @@ class Graphed:
         try:
             captured = (
                 self._capture(key, self._forward, batch),
-                self._capture(inactive, partial(self._backward, False, True), batch),
-                self._capture(active, partial(self._backward, True, False), batch),  # frees the autograd graph
+                self._capture(inactive, partial(self._backward, active=False, retain_graph=True), batch),
+                self._capture(active, partial(self._backward, active=True), batch),  # frees the autograd graph
             )
         except CaptureError as error:
             self.state.release()  # the eager step may need the memory
@@ -259,15 +258,15 @@ class Graphed:
         captured = self._graphs.get(loss_key)
         if captured is not None:
             batch = captured.batch  # the copy that its graph and those after it read
-        ahead = self._graphs.get(self._key("q", shape, self._block))
+        ahead = self._graphs.get(self._key("q", shape, self._last_block))
         if ahead is not None:  # most often the block is the same again: q is under way while the host learns of it
             self._replay(ahead, batch)
             self._prefetch()
         block = state.direction.name()
         q, term = self._key("q", shape, block), self._key("term", shape, block)
-        if ahead is None or block != self._block:
+        if ahead is None or block != self._last_block:
             self._run(q, self._tangents, batch)
-        self._block, state.loss = block, loss
+        self._last_block, state.loss = block, loss
         self.step.decide(state)
         if state.active():
             decided = state.loss, state.statistics
@@ -316,7 +315,7 @@ class Graphed:
     def _can_draw(self, before: RandomState) -> bool:
         """Whether graphs draw what an eager step draws: on the device, whose generator PyTorch registers with graphs, and in
         one pass, or as dropout masks that the passes after it share."""
-        if not before.is_now_on_cpu() or not self.step.one_draw:
+        if not before.is_now_on_cpu() or not self.step.draws_once:
             return False
         return not self.state.mu or self.step.lagged or self.step.passes.can_replay_tape
 
