@@ -138,7 +138,7 @@ class Objective:
     loss: Tensor
     """w·C"""
     term: Tensor | None = None
-    """μ·(q − B) as this rank has it; None where L is C alone."""
+    """w·μ·(q − B); None where L is C alone."""
     active: Tensor | None = None
     """Whether q of all ranks is above B."""
 
@@ -390,12 +390,14 @@ class Step:
         if not state.loss_differentiated:
             self._run_backward(self.total(state, mu=mu, active=active) * scale)
         elif active:
-            self._run_backward(self._penalty(state, mu) * scale, retain_graph=state.current.in_cuda_graph)
+            penalty = self._penalty(state, state.current.q, mu)
+            self._run_backward(penalty * scale, retain_graph=state.current.in_cuda_graph)
 
     def total(self, state: State, *, mu: Number, active: bool) -> Tensor:
-        """w·C + μ·(w·q − B), or w·C if the penalty is inactive."""
+        """w·L: w·C, and w·μ·(q − B) if the penalty is active."""
         assert state.current is not None
-        return state.current.loss + self._penalty(state, mu) if active else state.current.loss
+        loss = state.current.loss
+        return loss + self._penalty(state, state.current.q, mu) if active else loss
 
     def refresh(
         self, state: State, target: Any, *, mu: Number = 0.0, scale: Number = 1.0, active: bool = False
@@ -487,7 +489,7 @@ class Step:
             current, _ = self._penalized_pass(direction, state, inputs, target, side_effect_free=True, within=within)
         assert current.q is not None
         (q,) = self.reducer.sum([current.q.detach()])
-        return Objective(current.loss, mu * (current.q - state.bound), q > state.bound)
+        return Objective(current.loss, self._penalty(state, current.q, mu), q > state.bound)
 
     # What the stages are made of
 
@@ -584,11 +586,10 @@ class Step:
         """The mode of a plain pass: none, unless norms are synchronised."""
         return Forward(reducer=self.reducer) if self.reducer.sync_norms else None
 
-    def _penalty(self, state: State, mu: Number) -> Tensor:
-        """μ·(w·q − B), which an active penalty adds to the loss."""
-        assert state.current is not None
-        assert state.current.q is not None
-        return mu * (state.current.q - state.bound)
+    def _penalty(self, state: State, q: Tensor | None, mu: Number) -> Tensor:
+        """w·μ·(q − B) from w·q, which an active penalty adds to the loss."""
+        assert q is not None
+        return mu * (q - (state.bound if state.weight is None else state.bound * state.weight.to(q.dtype)))
 
     def _settle_skipping(self, state: State) -> None:
         """Whether steps skip the penalty, once the first q along this v has reached the host."""
