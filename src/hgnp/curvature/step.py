@@ -375,10 +375,9 @@ class Step:
         where there are any, C waits for the term, and Γ takes a backward pass of its own."""
         state.loss_differentiated = not has_gradient_hooks(self.net)
         if state.loss_differentiated:
-            continues = (
-                self.passes.can_replay_tape
-            )  # `tangents` from this pass, and the term's backward pass through it
-            self.backward_and_refresh(state, target, mu=0.0, scale=scale, retain_graph=continues)
+            # `tangents` continues from this pass where it can, and the term is differentiated through it
+            retain_graph = self.passes.can_replay_tape
+            self.backward_and_refresh(state, target, mu=0.0, scale=scale, retain_graph=retain_graph)
         else:
             self.refresh(state, target, scale=scale)
         assert state.collector is not None
