@@ -54,7 +54,7 @@ class Eager:
         """`backward` after `plan` and `share`."""
         step, state = self.step, self.state
         plan = state.plan
-        scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
+        scale = _scalar(scale)
         try:
             with self._precision(), step.reduced_gradients():
                 if plan == PLAIN:
@@ -101,7 +101,7 @@ class Eager:
                 f"{step.reducer.ranks} ranks; call backward(inputs, target)"
             )
         plan = self._begin(inputs, target)
-        scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
+        scale = _scalar(scale)
         try:
             if plan != PLAIN:
                 step.prepare(state, inputs, target, scale=scale)
@@ -114,3 +114,8 @@ class Eager:
             return step.total(state, mu=state.mu, active=active)
         finally:
             state.release()
+
+
+def _scalar(scale: Number) -> Number:
+    """A scale of one element without dimensions, so that the scaled loss has none."""
+    return scale.reshape(()) if isinstance(scale, Tensor) else scale

@@ -44,7 +44,7 @@ class Graphed:
 
     def __init__(self, step: Step, state: State, precision: AutocastFactory = contextlib.nullcontext) -> None:
         self.step, self.state, self.net, self._precision = step, state, step.net, precision
-        self._eager = Eager(step, state)
+        self._eager = Eager(step, state)  # `_run_eager` enters autocast around it
         self.device = next(self.net.parameters()).device
         self.refused = self._never_captured()
         """Why steps run eagerly, if they do."""
@@ -219,7 +219,9 @@ class Graphed:
         if key not in self._graphs:
             self._drop_grads()
             batch = copied_batch(batch, self.net)
-            if self.refused is not None or self._is_first(key) or not self._capture_all_three(key, batch):
+            first = key not in self._warmed_up
+            self._warmed_up.add(key)
+            if self.refused is not None or first or not self._capture_all_three(key, batch):
                 self._run_eager(self._uncaptured, batch)
                 return
         forward = self._graphs[key]
@@ -282,12 +284,6 @@ class Graphed:
         upcoming = None if self.fetch is None else self.fetch()
         self._upcoming = upcoming, None if upcoming is None else shape_key(upcoming, self.device)
 
-    def _is_first(self, key: GraphKey) -> bool:
-        """Whether this is the first time that the piece comes up; from now on it is not."""
-        new = key not in self._warmed_up
-        self._warmed_up.add(key)
-        return new
-
     def _first_of_shape(self, shape: Any, batch: Any) -> Tensor:
         """An eager step, which shows whether steps can be captured: not if graphs cannot repeat its random numbers, or hooks
         are to be called."""
@@ -325,7 +321,9 @@ class Graphed:
             if GRADIENTS[key.piece] == "replace":  # the first of a step
                 self._drop_grads()
                 batch = copied_batch(batch, self.net)
-            if self.refused is None and not self._is_first(key):
+            first = key not in self._warmed_up
+            self._warmed_up.add(key)
+            if self.refused is None and not first:
                 try:
                     self._graphs[key] = self._capture(key, piece, batch)
                 except CaptureError as error:
@@ -351,7 +349,7 @@ class Graphed:
 
             def work() -> Tensor | None:
                 loss = self._run_eager(piece, batch)
-                if state.direction.choice is not choice:  # v was refreshed
+                if state.direction.pairs is not self._memory.pairs:  # v was refreshed
                     self._memory.write(state.direction.pairs)
                 fresh = [(self._grad_memory[p], p.grad) for p in parameters if p.grad is not None]
                 if fresh:  # all graphs leave their gradients in the same memory
