@@ -112,11 +112,11 @@ def readme(comparison: Comparison, folders: Mapping[str, list[Path]], command: s
     return "\n".join([
         "# HGNP, Taylor and magnitude on handwritten digits",
         "",
-        f"`{command}`, {datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, one thread a run, Python "
+        f"`{command}`, {datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, one thread per run, Python "
         f"{platform.python_version()}, torch {torch.__version__}{took}.",
         "",
         "The demo's network (DigitsNet, on scikit-learn's 8 × 8 digits) and its schedule: pruned while it learns, one "
-        f"epoch a level, fine-tuned at the last. Validation accuracy in percent, mean ± standard deviation over {seeds} seeds.",
+        f"epoch per pruning level, fine-tuned at the last. Validation accuracy in percent, mean ± standard deviation over {seeds} seeds.",
         "",
         f"| {' | '.join(heads)} |",
         "|---|" + "--:|" * (len(heads) - 1),
@@ -130,7 +130,7 @@ def readme(comparison: Comparison, folders: Mapping[str, list[Path]], command: s
         f"Fine-tuned, the methods' means lie within {100 * (max(finals) - min(finals)):.2f} points of each other.",
         "A few seeds of one small network on easy data say little about others.",
         "",
-        "[page.html](page.html) has it all to look at (download it: one file, no network); `summary.csv`, `curves.csv`, "
+        "[page.html](page.html) shows everything (download it: one file, no network); `summary.csv`, `curves.csv`, "
         "`comparison.json` and `figures/` hold the numbers.",
         "",
         "![Accuracy against κ](figures/metric_against_kept.png)",

@@ -5,7 +5,7 @@
 
 It is what `hgnp run` does, in a folder like its own. After the first epoch at new widths a copy of the network is trained
 plainly for a moment, by the same executor on the same data in the same process, so that each epoch has a plain one beside it;
-this changes nothing in the run, and its time is not counted. After M minutes it stops with the epoch; the same command goes on.
+this changes nothing in the run, and its time is not counted. After M minutes it stops with the epoch; the same command resumes it.
 costs.json keeps what the run itself does not; report.json and report.md are written anew after every epoch.
 """
 
@@ -229,7 +229,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         experiment.run(out=args.out, resume=True, progress=costs)
     except OutOfTimeError:
-        print(f"{args.minutes:g} minutes are over; the same command goes on")
+        print(f"{args.minutes:g} minutes are over; the same command resumes the run")
     except BaseException:
         if not (args.out / "run.json").exists():  # refused before it began
             remove_created(made)

@@ -4,7 +4,7 @@
     python benchmarks/widths.py --nets vgg16-cifar10-short resnet18-cifar10-short --data DIR --device cuda --out FILE
 
 Every run is `hgnp run PRESET --set recipe.round_to=M`, a process of its own. Runs that are there already are not run again, and
-one that was interrupted goes on, so this can be stopped and started again; `--out` is rewritten after each run. The pruned
+one that was interrupted is resumed, so this can be stopped and started again; `--out` is rewritten after each run. The pruned
 networks of one seed are timed by hgnp's own bench beside the full one, alternately.
 """
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hgnp
 from hgnp.experiments.models.digits import DigitsNet
+from hgnp.reporting.paper.results import scan
 
 NAME = "vgg16-cifar10-fast"
 ROOT = Path(__file__).parents[1]
@@ -75,3 +76,12 @@ def test_the_table_of_results_is_that_of_the_runs() -> None:
                 f"| {name} | {sizes} | {statistics.mean(metric):.2f} ± {statistics.stdev(metric):.2f} % | {len(runs)} |"
             )
     assert "\n".join(rows) in README
+
+
+def test_the_paper_page_groups_the_runs_as_the_table_does() -> None:
+    groups = scan(ROOT / "results" / "paper").groups
+    seeds = {
+        group.runs[0].method: [run.seed for run in group.runs] for group in groups if group.runs[0].info["name"] == NAME
+    }
+    assert len(groups) == len({group.title for group in groups})
+    assert seeds == {"hgnp": [0, 1, 2], "taylor": [0, 1, 2]}

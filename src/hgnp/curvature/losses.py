@@ -14,15 +14,18 @@ is numel.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hgnp.curvature.device import upcast
 from hgnp.errors import InputError
+from hgnp.state_guards import compiled_functions_run_eagerly
 
 Loss = Callable[[Any, Any], Tensor]
 Rows = tuple[int, int]
@@ -216,3 +219,53 @@ def total(loss: Loss, output: Any, target: Any) -> Tensor | None:
     """The mean loss of a batch times its `normaliser`, 0 where no label counts. None for a loss that is not known."""
     known = loss_curvature(loss)
     return None if known is None else known.total(output, target).double()
+
+
+def mean_and_normaliser(loss: Loss, output: Any, target: Any, samples: int) -> tuple[Tensor, Tensor]:
+    """The mean loss of a batch, and its normaliser. Of a loss that is not known it is that of PyTorch's losses which
+    it calls with reduction="mean", if all have the same; otherwise the number of samples."""
+    with _Normalisers() as calls, compiled_functions_run_eagerly:
+        mean = loss(output, target).double().reshape(())
+    count = torch.full_like(mean, samples)
+    if not calls.found or None in calls.found:
+        return mean, count
+    first, *others = (each.to(count.device) for each in calls.found if each is not None)
+    agree = torch.stack([first == first, *(each == first for each in others)]).all()
+    return mean, torch.where(agree, first, count)
+
+
+class _Normalisers(TorchFunctionMode):
+    """Records the normaliser of each of PyTorch's losses that is called, None for one that is not a mean."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor | None] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _LABEL_LOSSES or func in _ELEMENTWISE_LOSSES:
+            self.found.append(self._normaliser(func, inspect.signature(func).bind(*args, **kwargs).arguments))
+        return func(*args, **kwargs)
+
+    def _normaliser(self, func: Any, options: dict[str, Any]) -> Tensor | None:
+        z, target = options["input"], options["target"]
+        old = options.get("size_average"), options.get("reduce")
+        if options.get("reduction", "mean") != "mean" or old != (None, None) or z.dim() < 2:
+            return None
+        if func in _LABEL_LOSSES:
+            return CrossEntropy(options.get("weight"), options.get("ignore_index", -100)).normaliser(z, target)
+        return SquaredError().normaliser(z, target)
+
+
+_LABEL_LOSSES = frozenset({F.cross_entropy, F.nll_loss})
+_ELEMENTWISE_LOSSES = frozenset(
+    {
+        F.mse_loss,
+        F.l1_loss,
+        F.smooth_l1_loss,
+        F.huber_loss,
+        F.binary_cross_entropy,
+        F.binary_cross_entropy_with_logits,
+        F.kl_div,
+        F.poisson_nll_loss,
+    }
+)

@@ -357,23 +357,22 @@ class Graphed:
                 return loss
 
             graph, loss = self._capture_context.capture(work)
-            current = state.current
+            made = state.current if under_way is None else None
             return Captured(
                 key, graph, batch, loss,
                 grads=self._grad_list(tuple(p for p in parameters if p.grad is not None)),
                 statistics=None if state.statistics is statistics else state.statistics,
                 choice=None if state.direction.choice is choice else state.direction.choice,
-                taped=current if under_way is None and current is not None and current.in_cuda_graph else None,
+                taped=made if made is not None and made.in_cuda_graph else None,
                 loss_differentiated=state.loss_differentiated,
                 versions=Versions.of((*parameters, *self.net.buffers(), *tensors_in(batch))),
             )  # fmt: skip
 
     def _replay(self, captured: Captured, batch: Any) -> Tensor | None:
         self._sync_eigenpairs()
-        decides = (
-            captured.key.plan.penalty and self.step.reducer.ranks == 1
-        )  # or `decide` sends the sum, or nobody reads it
-        loss = captured.replay(self.state, batch, send=decides)
+        # else nobody reads q, or `decide` sends the sum over ranks
+        send = captured.key.plan.penalty and self.step.reducer.ranks == 1
+        loss = captured.replay(self.state, batch, send=send)
         if GRADIENTS[captured.key.piece] == "replace":
             self._attach_grads(captured.grads)
         return loss

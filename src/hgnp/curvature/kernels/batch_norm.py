@@ -64,10 +64,10 @@ def _totals(sums, totals, channels, parts, COLUMNS: tl.constexpr, PARTS: tl.cons
 
 @triton.jit
 def _tangent(
-    ds, s, weight, mean, inv, totals, out, rows, channels,
-    has_weight: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ds, s, weight, mean, inv, keep, totals, out, rows, channels,
+    has_weight: tl.constexpr, has_keep: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """γ·inv·P(ṡ)."""
+    """keep·γ·inv·P(ṡ)."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < channels
     at, here = _tile(tl.program_id(0) * ROWS, column, rows, channels, ROWS)
@@ -75,6 +75,8 @@ def _tangent(
     scale = i
     if has_weight:
         scale = i * tl.load(weight + column, inside, other=0.0).to(ACC)
+    if has_keep:
+        scale *= tl.load(keep + column, inside, other=0.0).to(ACC)
     shift = tl.load(totals + column, inside, other=0.0) / rows
     slope = tl.load(totals + channels + column, inside, other=0.0) * i * i / rows
     x = tl.load(s + at, here, other=0.0).to(ACC) - tl.load(mean + column, inside, other=0.0).to(ACC)[None, :]
@@ -119,8 +121,8 @@ def _sums(
 
 @triton.jit
 def _factors(
-    sums, weight, inv, sum_ds, sum_dsx, factors, rows, channels, parts,
-    has_weight: tl.constexpr, ACC: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    sums, weight, inv, keep, sum_ds, sum_dsx, factors, rows, channels, parts,
+    has_weight: tl.constexpr, has_keep: tl.constexpr, ACC: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """What each channel's Y, Z, ṡ, x and 1 are to be multiplied by in the adjoints, and the adjoints of γ and β."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -137,6 +139,13 @@ def _factors(
     share = i * i / rows
     ds = tl.load(sum_ds + column, inside, other=0.0).to(ACC)
     by_Z = share * tl.load(sum_dsx + column, inside, other=0.0).to(ACC)  # inv·b
+    of_tangent = scale
+    if has_keep:
+        kept = tl.load(keep + column, inside, other=0.0).to(ACC)
+        of_tangent *= kept
+        by_Z *= kept
+        of_Zx *= kept
+        covariance *= kept
     by_ds = share * of_Zx  # inv·a
     product = by_Z * of_Zx  # rows·ab
     of_W = of_Y - by_Z * of_Z - by_ds * ds
@@ -150,6 +159,7 @@ def _factors(
     tl.store(out + 5 * channels, of_Z / rows, inside)
     tl.store(out + 6 * channels, (more - product) * i, inside)
     tl.store(out + 7 * channels, of_Y, inside)
+    tl.store(out + 8 * channels, of_tangent, inside)
 
 
 @triton.jit
@@ -173,6 +183,7 @@ def _spread(
     shift = tl.load(known + 4 * channels, inside, other=0.0)[None, :]
     tl.store(grad_s + at, (scale * (w - shift - x * slope)).to(grad_s.dtype.element_ty), here)
     shift = tl.load(known + 5 * channels, inside, other=0.0)[None, :]
+    scale = tl.load(known + 8 * channels, inside, other=0.0)[None, :]
     tl.store(grad_ds + at, (scale * (z - shift - x * by_ds)).to(grad_ds.dtype.element_ty), here)
 
 
@@ -185,8 +196,10 @@ def _tiles(s: Tensor, channels: int) -> tuple[int, int, int, int, int]:
 
 
 @on_tensor_device
-def tangent(ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """γ·inv·P(ṡ), Σṡ and Σṡx. s and ṡ lie densely in memory, with the channels last."""
+def tangent(
+    ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, keep: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """keep·γ·inv·P(ṡ), Σṡ and Σṡx. s and ṡ lie densely in memory, with the channels last."""
     channels = s.shape[1]
     rows, columns, tile, blocks, parts = _tiles(s, channels)
     wide: Any = tl.float64 if mean.dtype == torch.float64 else tl.float32
@@ -195,30 +208,31 @@ def tangent(ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Ten
     _tangent_sums[parts, blocks](ds, s, mean, sums, rows, channels, **sizes)
     _totals[(triton.cdiv(channels, 4),)](sums, totals, channels, parts, COLUMNS=4, PARTS=PARTS)
     _tangent[triton.cdiv(rows, tile), blocks](
-        ds, s, weight, mean, inv, totals, out, rows, channels, has_weight=weight is not None, **sizes
+        ds, s, weight, mean, inv, keep, totals, out, rows, channels, has_weight=weight is not None,
+        has_keep=keep is not None, **sizes,
     )  # fmt: skip
     return out, totals[0], totals[1]
 
 
 @on_tensor_device
 def adjoints(
-    Y: Tensor | None, Z: Tensor, s: Tensor, ds: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, sum_ds: Tensor,
-    sum_dsx: Tensor,
+    Y: Tensor | None, Z: Tensor, s: Tensor, ds: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, keep: Tensor | None,
+    sum_ds: Tensor, sum_dsx: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Of s, ṡ, γ and β. All of s, ṡ, Y and Z lie densely in memory, with the channels last."""
     channels = s.shape[1]
     rows, columns, tile, blocks, parts = _tiles(s, channels)
     wide: Any = tl.float64 if mean.dtype == torch.float64 else tl.float32
     sums = torch.empty(5, channels, parts, dtype=mean.dtype, device=s.device)
-    factors = torch.empty(8, channels, dtype=mean.dtype, device=s.device)
+    factors = torch.empty(9, channels, dtype=mean.dtype, device=s.device)
     grad_s, grad_ds = torch.empty_like(s), torch.empty_like(ds)
     has = {"has_Y": Y is not None, "ACC": wide}
     _sums[parts, blocks](
         Y, Z, s, ds, mean, sum_ds, sums, rows, channels, **has, ROWS=tile, COLUMNS=columns, num_warps=8
     )  # fmt: skip
     _factors[(triton.cdiv(channels, 4),)](
-        sums, weight, inv, sum_ds, sum_dsx, factors, rows, channels, parts, has_weight=weight is not None, ACC=wide, COLUMNS=4,
-        PARTS=PARTS,
+        sums, weight, inv, keep, sum_ds, sum_dsx, factors, rows, channels, parts, has_weight=weight is not None,
+        has_keep=keep is not None, ACC=wide, COLUMNS=4, PARTS=PARTS,
     )  # fmt: skip
     _spread[triton.cdiv(rows, tile), blocks](
         Y, Z, s, ds, mean, factors, grad_s, grad_ds, rows, channels, **has, ROWS=tile, COLUMNS=columns, num_warps=8
@@ -230,5 +244,5 @@ def check(dtype: torch.dtype, device: torch.device) -> None:
     """Raises what keeps the kernels from working here."""
     x = torch.arange(32, dtype=dtype, device=device).view(4, 8)
     wide = torch.ones(8, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
-    adjoints(x, x, x, x, wide, wide, wide, wide, wide)
-    tangent(x, x, wide, wide, wide)
+    adjoints(x, x, x, x, wide, wide, wide, wide, wide, wide)
+    tangent(x, x, wide, wide, wide, wide)
