@@ -84,7 +84,7 @@ def penalized_loss(
     net: nn.Module, x: Tensor, y: Tensor, *, mu: float = 1e-3, bound: float = 0.5, eigensolver: Eigensolver = eigh,
     starts: Eigenvectors | None = None,
 ) -> Penalized:  # fmt: skip
-    """L = C + μ·max(0, q − B) along the batch's own v (equations 2 to 4)."""
+    """L = C + μ·max(0, q − B) along the batch's own v (equations 2 to 4), through which no derivative of L passes."""
     layers = {name: module for name, module in net.named_modules() if isinstance(module, Layer)}
     with recorded(layers) as (inputs, outputs), PrimitiveBatchNorm():
         loss = F.cross_entropy(net(x), y)
@@ -135,7 +135,7 @@ def rayleigh_quotient(loss: Tensor, parameters: list[nn.Parameter], v: list[Tens
     """q = vᵀHv with Hv = ∇(vᵀ∇C), still to be differentiated: a third derivative of C."""
     gradient = torch.autograd.grad(loss, parameters, create_graph=True)
     product = torch.autograd.grad(gradient, parameters, v, create_graph=True)
-    return torch.stack([(part * product_part).sum() for part, product_part in zip(v, product, strict=True)]).sum()
+    return torch.stack([(a * b).sum() for a, b in zip(v, product, strict=True)]).sum()
 
 
 @contextmanager
@@ -261,7 +261,7 @@ def least_important_first(scores: Mapping[str, Tensor], masks: Masks) -> list[tu
 
 def parameters_left(net: nn.Module, masks: Masks) -> int:
     """‖W ⊙ M‖₀: a pruned neuron takes its row, its bias, its entries of norms and the columns that read it with it."""
-    left, share = 0, 1.0  # share: living neurons of the layer before
+    left, share = 0, 1.0  # share: fraction of the neurons of the layer before that live
     for name, module in net.named_modules():
         if isinstance(module, Layer):
             alive = int(masks[name].sum()) if name in masks else len(module.weight)

@@ -150,6 +150,20 @@ def test_the_network_s_product_is_summed_over_ranks() -> None:
     assert set(compare(True, "labels", (5, 3), make)["blocks"]) == {"network"}
 
 
+def test_the_objectives_of_ranks_add_up_to_that_of_the_joint_batch() -> None:
+    ((x, y),) = batches("labels", 8, steps=1)
+
+    def objective(x: Tensor, y: Tensor, reducer: Reducer) -> Tensor:
+        step, state = make_step(made(norm=True), mu=0.1, bound=-2.0, reducer=reducer)
+        step.share(state, x, y)
+        v = step.direction_of(state, x, y)
+        return step.objective(state, x, y, mu=state.mu, direction=v).value().detach()
+
+    shares = list(zip(x.split([5, 3]), y.split([5, 3]), strict=True))
+    have = run_ranks(2, lambda rank, reducer: objective(*shares[rank], reducer))
+    torch.testing.assert_close(have[0] + have[1], objective(x, y, LOCAL), **CLOSE)
+
+
 LOSSES = {
     "labels": F.cross_entropy,
     "ignored": partial(F.cross_entropy, weight=torch.tensor([0.2, 1.0, 3.0], dtype=torch.double)),

@@ -66,7 +66,7 @@ class FactorCollector:
         self._factor: float | Tensor | None = None  # N / scale while Γ is being collected
         self._probes = self._missing = 0
         self._side = SideStreams(serial=True)
-        self._read: Tensor | None = None  # by the open side stream
+        self._read: Tensor | None = None  # held for as long as the side stream reads it
 
     def layer(self, options: dict[str, Any], out: Tensor) -> Tensor:
         block = self._blocks.get(id(options["weight"]))

@@ -26,6 +26,8 @@ from hgnp.reducer import LOCAL, Reducer
 
 def _no_block(collector: FactorCollector) -> str:
     """Why no block has factors."""
+    if collector.psi:
+        return "loss must depend on a Linear or convolution layer that net calls, got none; set mu=0"
     for name, rows in collector.left_out.items():
         return (
             f"net must call a layer on a multiple of the batch's {collector.samples} samples, got {rows} rows in {name!r}; "
@@ -201,16 +203,19 @@ class Direction:
         like = blocks[0].weight
         psi: list[Eigenpair] = []
         gamma: list[Eigenpair] = []
-        known: list[int] = []
+        differentiated: list[int] = []
+        """Numbers of the blocks that C depends on."""
         with streams.fork(), torch.no_grad(), autocast_off(like):
             psi_factors = [collector.psi[block.name].factor() for block in blocks]
             psi.extend(top_of_each(psi_factors, [start for start, _ in starts], cold=cold))
 
         def solve() -> None:
-            known.extend(n for n, block in enumerate(blocks) if collector.gamma[block.name].positions)
+            differentiated.extend(n for n, block in enumerate(blocks) if collector.gamma[block.name].positions)
+            if not differentiated:
+                raise InputError(_no_block(collector))
             with torch.no_grad(), autocast_off(like):
-                gamma_factors = [collector.gamma[blocks[n].name].factor() for n in known]
-                gamma.extend(top_of_each(gamma_factors, [starts[n][1] for n in known], cold=cold))
+                gamma_factors = [collector.gamma[blocks[n].name].factor() for n in differentiated]
+                gamma.extend(top_of_each(gamma_factors, [starts[n][1] for n in differentiated], cold=cold))
 
         collector.when_complete = solve  # while the backward pass still has something to do
         try:
@@ -226,9 +231,9 @@ class Direction:
         collector.join()
         streams.join()
         with torch.no_grad(), autocast_off(like):
-            chosen, psi = [blocks[n] for n in known], [psi[n] for n in known]
-            scores = _scores(collector, chosen, psi, gamma, empirical, reducer)
-            self._choose(chosen, psi, gamma, scores, torch.isfinite(scores), reducer)
+            blocks, psi = [blocks[n] for n in differentiated], [psi[n] for n in differentiated]
+            scores = _scores(collector, blocks, psi, gamma, empirical, reducer)
+            self._choose(blocks, psi, gamma, scores, torch.isfinite(scores), reducer)
 
     def _refresh_ranks(
         self,
@@ -292,14 +297,12 @@ class Direction:
             sizes = [block.groups for block in blocks]
             tops = [part.max(0) for part in scores.split(sizes)]
             best = torch.stack([top.values for top in tops])
-            for n, (block, top, known) in enumerate(zip(blocks, tops, finite.split(sizes), strict=True)):
+            for n, (block, top, each_finite) in enumerate(zip(blocks, tops, finite.split(sizes), strict=True)):
                 old = self.pairs.get(block.name)
-                groups[n] = torch.where(
-                    known.any(), top.indices, old.group if old is not None and old.fits(block) else zero
-                )
-        index = torch.where(
-            finite.any(), best.argmax(), zero - 1
-        )  # the host knows the last block, a CUDA graph does not
+                last = old.group if old is not None and old.fits(block) else zero
+                groups[n] = torch.where(each_finite.any(), top.indices, last)
+        # the host knows the last block, a CUDA graph does not
+        index = torch.where(finite.any(), best.argmax(), -1)
         if reducer.ranks > 1:
             (chosen,) = reducer.of_first([torch.stack([index, *groups])])
             index, *groups = chosen.unbind()

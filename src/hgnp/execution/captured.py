@@ -72,8 +72,8 @@ class Captured:
         return tree_flatten(self.batch)[0]
 
     def replay(self, state: State, batch: Any, *, send: bool) -> Tensor | None:
-        """Computes the piece on a batch, and leaves in the state what its stages would leave there. Returns C, if the piece has
-        it. With `send`, q is sent to the host at once."""
+        """Computes the piece on a batch, and leaves in the state what later stages read there. Returns C, if the piece has it.
+        With `send`, q is sent to the host at once."""
         if batch is not self.batch:
             refill(self.leaves, batch)
         self.graph.replay()

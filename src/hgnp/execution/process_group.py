@@ -276,9 +276,7 @@ def failures_announced(reducer: Reducer) -> Iterator[None]:
     try:
         yield
     except RankError as error:
-        time.sleep(
-            0.2
-        )  # a rank announces its error before its connections close, but another thread may see that first
+        time.sleep(0.2)  # a rank announces its error before it closes its connections, but that may be seen first
         for rank in range(reducer.ranks):
             if rank != reducer.rank and (text := board.of(rank)) is not None:
                 raise RankError(f"rank {rank} failed: {text}") from error

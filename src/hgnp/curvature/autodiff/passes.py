@@ -8,6 +8,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,17 +123,12 @@ class Passes:
         """C and q along v, given as `tangents` of the block's parameters. With `primal`, a taped pass of this batch, only the
         operations after the block run again, where that is possible."""
         self.inspect(inputs)
-        mode, loss, output = self._mode(block, tangents, watch), None, None
-        if primal is not None and primal.tape is not None:
-            with contextlib.suppress(UnsupportedOperationError):  # which a second pass raises by its layer
-                if isinstance(mode, GaussNewton) and primal.tape.tangent(mode, primal.output) is not None:
-                    loss, output = primal.loss, primal.output
-            if output is None:
-                mode = self._mode(block, tangents, watch)
-                with contextlib.suppress(UnsupportedOperationError):
-                    output = primal.tape.rerun(mode, [parameter for parameter, _ in tangents], primal.output)
-            mode = self._mode(block, tangents, watch) if output is None else mode
-        if output is None:
+        make_mode = partial(self._mode, block, tangents, watch)
+        continued = None if primal is None else self._continued(primal, make_mode, [p for p, _ in tangents])
+        if continued is not None:
+            mode, output = continued
+        else:
+            mode = make_mode()
             if primal is not None and primal.random is not None:
                 primal.random.restore()  # the second pass draws the same
             elif primal is not None and self.draws:
@@ -141,13 +137,32 @@ class Passes:
             output = self.run(
                 inputs, mode, side_effect_free=side_effect_free or primal is not None, within=within, before=before
             )
-        loss = self._loss(output, target, weight) if loss is None else loss
+        loss = primal.loss if primal is not None and output is primal.output else self._loss(output, target, weight)
         with autocast_off(loss):
             q = mode.quotient(loss, output, target)
             if isinstance(mode, GaussNewton):  # the Hessian's is of w·C already
                 q = weighted(q, weight)
         u = mode.tangent(output) if isinstance(mode, GaussNewton) else None
         return replace(primal or Pass(loss, output), loss=loss, output=output, q=q, tangent=u)
+
+    @staticmethod
+    def _continued(
+        primal: Pass, make_mode: Callable[[], GaussNewton | Hessian], parameters: list[Tensor]
+    ) -> tuple[GaussNewton | Hessian, Any] | None:
+        """A pass along v from the tape of a pass without: its mode and output. Tangents are carried beside the values that are
+        there; where that cannot be, and for the Hessian, the operations behind the parameters run again. None where that cannot
+        be either."""
+        if primal.tape is None:
+            return None
+        with contextlib.suppress(UnsupportedOperationError):  # which a second pass raises by its layer
+            mode = make_mode()
+            if isinstance(mode, GaussNewton) and primal.tape.tangent(mode, primal.output) is not None:
+                return mode, primal.output
+        with contextlib.suppress(UnsupportedOperationError):
+            mode = make_mode()  # without the tangents of what was tried before
+            output = primal.tape.rerun(mode, parameters, primal.output)
+            return None if output is None else (mode, output)
+        return None
 
     def run(
         self,
