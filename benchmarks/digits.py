@@ -116,7 +116,8 @@ def readme(comparison: Comparison, folders: Mapping[str, list[Path]], command: s
         f"{platform.python_version()}, torch {torch.__version__}{took}.",
         "",
         "The demo's network (DigitsNet, on scikit-learn's 8 × 8 digits) and its schedule: pruned while it learns, one "
-        f"epoch per pruning level, fine-tuned at the last. Validation accuracy in percent, mean ± standard deviation over {seeds} seeds.",
+        f"epoch per pruning level, fine-tuned at the last. Validation accuracy in percent, mean ± standard deviation over "
+        f"{seeds} seeds.",
         "",
         f"| {' | '.join(heads)} |",
         "|---|" + "--:|" * (len(heads) - 1),
@@ -159,7 +160,7 @@ def main() -> None:
     if fresh:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         clock, processor = (time.perf_counter() - start) / 60, (used.ru_utime + used.ru_stime) / 60
-        took = f"; {clock:.1f} minutes, {side_by_side} runs side by side, {processor:.1f} minutes of processor time"
+        took = f"; {clock:.1f} minutes, {side_by_side} runs side by side, {processor:.1f} minutes of CPU time"
     text = readme(comparison, folders, f"python {' '.join(sys.argv)}", took)
     write(arguments.out / "README.md", text)
     print(text)

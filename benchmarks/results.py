@@ -351,7 +351,8 @@ def _field(groups: Sequence[Group]) -> list[str]:
     return [
         "## What others report", "",
         "CIFAR-10. *Ours* is VGG-16 or ResNet-18 at κ 5 %: random weights, crops, flips, label smoothing. A row at "
-        "another κ or other MACs is not a like-for-like comparison. Grade L: their own logs or notebooks; F: quoted by another paper.", "",
+        "another κ or other MACs is not a like-for-like comparison. Grade L: their own logs or notebooks; F: quoted "
+        "by another paper.", "",
         *_table("method | network | augmentation | start | epochs | grade | κ, % | MACs, % | accuracy, % | ours", rows, left=6),
     ]  # fmt: skip
 

@@ -242,7 +242,7 @@ def test_a_finished_run_whose_result_is_damaged_says_so(
     (finished / "result.json").write_text(text)
     assert call("run", *TINY, "--out", "x", "--resume") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "result.json: damaged" in line
+    assert "result.json must be a run's result, got another" in line
 
 
 @pytest.mark.usefixtures("finished")

@@ -161,7 +161,7 @@ def _known(run: Run) -> str:
 
 def _model_and_data(runs: Sequence[Run]) -> dict[str, Any]:
     """The network and data settings of the first configuration among the runs."""
-    settings = next(filter(None, map(configured, runs)), {})
+    settings = next(filter(None, map(config_settings, runs)), {})
     return {name: value for name, value in settings.items() if _defines_study(name)}
 
 
@@ -217,7 +217,7 @@ def run_settings(run: Run) -> dict[str, Any]:
     recipe = recipe_of(run)
     choices = {f"flatness.{name}": value for name, value in asdict(choices_of(recipe)).items()}
     fields = {name: value for name, value in recipe.as_dict().items() if name not in ("seed", "snapshots", "flatness")}
-    rest = {name: value for name, value in configured(run).items() if not _defines_study(name)}
+    rest = {name: value for name, value in config_settings(run).items() if not _defines_study(name)}
     return {**fields, **choices, "start": run.info.get("start"), **rest}
 
 
@@ -235,7 +235,7 @@ def choices_of(recipe: Recipe) -> Choices:
     return choose(bundle, **given)
 
 
-def configured(run: Run) -> dict[str, Any]:
+def config_settings(run: Run) -> dict[str, Any]:
     """The settings in config.yaml other than recipe and seed; empty for a run of `hgnp.prune`, which has no configuration."""
     file = run.folder / "config.yaml"
     if run.info.get("name") is None or not file.is_file():

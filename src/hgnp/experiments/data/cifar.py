@@ -82,7 +82,7 @@ def _layout(folder: Path) -> tuple[Path, str]:
 def _read_binary(file: Path) -> tuple[Tensor, Tensor]:
     """Records of one label and 3,072 pixels: the red plane, the green one, the blue one."""
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: missing; CIFAR-10 has five data_batch files and test_batch")
+        raise FileNotFoundError(f"folder must hold CIFAR-10, five data_batch files and test_batch, got none at {file}")
     size, record = file.stat().st_size, 1 + PIXELS
     if size == 0 or size % record:
         raise InputError(
@@ -94,7 +94,7 @@ def _read_binary(file: Path) -> tuple[Tensor, Tensor]:
 
 def _read_python(file: Path) -> tuple[Tensor, Tensor]:
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: missing; CIFAR-10 has five data_batch files and test_batch")
+        raise FileNotFoundError(f"folder must hold CIFAR-10, five data_batch files and test_batch, got none at {file}")
     rows, labels = read_batch(file, PIXELS)
     return _checked(file, torch.from_numpy(rows), torch.tensor(labels))
 

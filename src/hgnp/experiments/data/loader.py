@@ -97,11 +97,11 @@ class Loader:
         if self.samples == 0:
             raise InputError(f"batch must leave at least one batch of {self.source.samples} samples, got {self.batch}")
 
-    def for_rank(self, reducer: Reducer, joined: int, *, every_sample: bool) -> "Loader":
-        """The parts of a rank of global batches of `joined` times this loader's batch."""
+    def for_rank(self, reducer: Reducer, loader_batches: int, *, every_sample: bool) -> "Loader":
+        """The parts of a rank of global batches of `loader_batches` times this loader's batch."""
         check_enough(self.source.samples, "data", reducer.ranks)
         own = copy.copy(self)
-        own.batch, own._reducer, own._every_sample = self.batch * joined, reducer, every_sample
+        own.batch, own._reducer, own._every_sample = self.batch * loader_batches, reducer, every_sample
         own._count_samples()
         return own
 

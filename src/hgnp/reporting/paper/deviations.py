@@ -7,7 +7,7 @@ from typing import Any
 
 from hgnp.curvature.choices import BUNDLES, Choices, choose
 from hgnp.io.runs import Run
-from hgnp.reporting.compare import choices_of, configured, recipe_of
+from hgnp.reporting.compare import choices_of, config_settings, recipe_of
 from hgnp.reporting.paper.reported import LEAVES_OPEN, METHODS, PaperExperiment
 
 ASPECTS = ("data", "start", "penalty", "schedule", "hardware", "seeds")
@@ -59,7 +59,7 @@ class Deviation:
 def deviations(experiment: PaperExperiment, runs: Sequence[Run]) -> tuple[Deviation, ...]:
     """The deviations of runs that differ only in the seed."""
     run = runs[0]
-    config = configured(run)
+    config = config_settings(run)
     deviations = [
         *_data(experiment, run, config),
         *_start(experiment, run),
