@@ -201,13 +201,12 @@ class Direction:
             raise InputError(_no_block(collector))
         starts = [self._start(block) for block in blocks]
         like = blocks[0].weight
-        psi: list[Eigenpair] = []
         gamma: list[Eigenpair] = []
         differentiated: list[int] = []
         """Numbers of the blocks that C depends on."""
         with streams.fork(), torch.no_grad(), autocast_off(like):
             psi_factors = [collector.psi[block.name].factor() for block in blocks]
-            psi.extend(top_of_each(psi_factors, [start for start, _ in starts], cold=cold))
+            psi = top_of_each(psi_factors, [start for start, _ in starts], cold=cold)
 
         def solve() -> None:
             differentiated.extend(n for n, block in enumerate(blocks) if collector.gamma[block.name].positions)
@@ -231,9 +230,9 @@ class Direction:
         collector.join()
         streams.join()
         with torch.no_grad(), autocast_off(like):
-            blocks, psi = [blocks[n] for n in differentiated], [psi[n] for n in differentiated]
-            scores = _scores(collector, blocks, psi, gamma, empirical, reducer)
-            self._choose(blocks, psi, gamma, scores, torch.isfinite(scores), reducer)
+            met, met_psi = [blocks[n] for n in differentiated], [psi[n] for n in differentiated]
+            scores = _scores(collector, met, met_psi, gamma, empirical, reducer)
+            self._choose(met, met_psi, gamma, scores, torch.isfinite(scores), reducer)
 
     def _refresh_ranks(
         self,

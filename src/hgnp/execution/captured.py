@@ -90,8 +90,8 @@ class Captured:
 
     @staticmethod
     def _copy_statistics(statistics: Statistics, send: bool) -> Statistics:
-        """Copies the numbers out, by one kernel, since other graphs reuse this memory. With `send`, q's copy to the host starts
-        first."""
+        """Copies of them, the numbers by one kernel, since other graphs reuse this memory. With `send`, q's copy to the host
+        starts first."""
         penalized, curvature = statistics.penalized, statistics.curvature
         sent = HostScalar.of(curvature) if send else None
         radius, residuals, q = torch._foreach_mul((penalized.radius, penalized.residuals, curvature), 1)

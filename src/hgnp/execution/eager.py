@@ -45,6 +45,7 @@ class Eager:
         return self.run_stages(inputs, target, scale=scale)
 
     def _begin(self, inputs: Any, target: Any) -> Plan:
+        """The stages before the network runs."""
         plan = self.step.plan(self.state)
         check_gradients()
         self.step.share(self.state, inputs, target)

@@ -14,7 +14,7 @@ Given adjoints Y of y and Z of ẏ, and a = mean(nZ), b = mean(nṡ), c = mean(Z
     adjoint of γ = Σ nY + inv·Σ(c − ab),    adjoint of β = Σ Y.
 
 In half precision a channel may vary by less than the spacing of its numbers. Its n is rounding, and inv is large: ẏ and what
-follows from it would be rounding too, times 1/√ε. There ẏ is 0: `keep` is 0 for such channels and 1 for the others.
+follows from it would be rounding too, times 1/√ε. There ẏ is 0: `varying` is 0 for such channels and 1 for the others.
 
 ẏ is what BatchNorm's own backward makes of ṡ, because its Jacobian is symmetric: the kernels that synchronised BatchNorm is
 made of, one for sums and one that spreads them, serve all three P, and the last term is one more multiple of n in it.
@@ -224,23 +224,26 @@ class BatchNormDual(torch.autograd.Function):
             y, mean, inv = torch.native_batch_norm(s, weight, bias, running_mean, running_var, True, momentum, eps)
         else:
             y, (mean, inv) = None, known
-        ds, ours, keep = _laid_out_as(s, ds), _kernels(s), _varying(s.dtype, mean, inv, eps)
-        dy, sum_ds, sum_dsx = (batch_norm_tangent if ours is None else ours.tangent)(ds, s, weight, mean, inv, keep)
-        ctx.save_for_backward(s, ds, weight, mean, inv, keep, sum_ds, sum_dsx)
+        ds, ours = _laid_out_as(s, ds), _kernels(s)
+        ctx.limits = torch.finfo(s.dtype).eps if s.dtype in HALF else 0.0, eps
+        dy, sum_ds, sum_dsx = (batch_norm_tangent if ours is None else ours.tangent)(
+            ds, s, weight, mean, inv, *ctx.limits
+        )
+        ctx.save_for_backward(s, ds, weight, mean, inv, sum_ds, sum_dsx)
         ctx.set_materialize_grads(False)
         return y, dy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, Y: Tensor | None, Z: Tensor | None) -> tuple[Tensor | None, ...]:
-        s, ds, weight, mean, inv, keep, sum_ds, sum_dsx = ctx.saved_tensors
+        s, ds, weight, mean, inv, sum_ds, sum_dsx = ctx.saved_tensors
         needs_weight, needs_bias = ctx.needs_input_grad[2:4]
         Y, Z = (None if x is None else _laid_out_as(s, x) for x in (Y, Z))
         grad_ds: Tensor | None = None
         if Z is not None:
             ours = _kernels(s)
             adjoints = batch_norm_adjoints if ours is None else ours.adjoints
-            grad_s, grad_ds, grad_weight, sum_Y = adjoints(Y, Z, s, ds, weight, mean, inv, keep, sum_ds, sum_dsx)
+            grad_s, grad_ds, grad_weight, sum_Y = adjoints(Y, Z, s, ds, weight, mean, inv, sum_ds, sum_dsx, *ctx.limits)
         elif Y is not None:  # C alone: no tangent is touched
             sum_Y, sum_Yx = _sums(Y, s, mean, inv)
             grad_s, grad_weight = _spread(Y, s, weight, mean, inv, sum_Y, sum_Yx), sum_Yx * inv
@@ -256,24 +259,29 @@ def _kernels(s: Tensor) -> Any:
     return kernels("batch_norm", s.dtype, s.device) if s.is_cuda and _in_rows(s) else None
 
 
-def _varying(dtype: torch.dtype, mean: Tensor, inv: Tensor, eps: float) -> Tensor | None:
-    """1 for each channel that varies by at least the spacing of its numbers in half precision, else 0. None: all count."""
-    if dtype not in HALF:
+def varying(mean: Tensor, inv: Tensor, spacing: float, eps: float) -> Tensor | None:
+    """1 for each channel whose deviation is at least `spacing` times its mean, else 0. None: with no spacing all are."""
+    if not spacing:
         return None
-    variance = inv.pow(-2) - (1 - 1e-3) * eps  # 1e-3: of the rounding in inv
-    return ((torch.finfo(dtype).eps * mean).square() <= variance).to(inv.dtype)
+    variance = inv.pow(-2) - (1 - MARGIN) * eps
+    return ((spacing * mean).square() <= variance).to(inv.dtype)
 
 
-def _times(weight: Tensor | None, keep: Tensor | None) -> Tensor | None:
-    return weight if keep is None else keep if weight is None else weight * keep
+MARGIN = 1e-3
+"""Share of ε by which the variance may be off, as it is taken from inv."""
+
+
+def _times(weight: Tensor | None, factor: Tensor | None) -> Tensor | None:
+    return weight if factor is None else factor if weight is None else weight * factor
 
 
 def batch_norm_tangent(
-    ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, keep: Tensor | None
+    ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, spacing: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """keep·γ·inv·P(ṡ), Σṡ and Σṡ(s − mean)."""
+    """varying·γ·inv·P(ṡ), Σṡ and Σṡ(s − mean)."""
     sum_ds, sum_dsx = _sums(ds, s, mean, inv)
-    return _spread(ds, s, _times(weight, keep), mean, inv, sum_ds, sum_dsx), sum_ds, sum_dsx
+    weight = _times(weight, varying(mean, inv, spacing, eps))
+    return _spread(ds, s, weight, mean, inv, sum_ds, sum_dsx), sum_ds, sum_dsx
 
 
 Adjoints = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -281,17 +289,18 @@ Adjoints = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def batch_norm_adjoints(
-    Y: Tensor | None, Z: Tensor, s: Tensor, ds: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, keep: Tensor | None,
-    sum_ds: Tensor, sum_dsx: Tensor,
+    Y: Tensor | None, Z: Tensor, s: Tensor, ds: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, sum_ds: Tensor,
+    sum_dsx: Tensor, spacing: float, eps: float,
 ) -> Adjoints:  # fmt: skip
     count = s.numel() // s.shape[1]
     zero, one = _constants(len(inv), inv.dtype, inv.device)
     sum_Y, sum_Yx = (zero, zero) if Y is None else _sums(Y, s, mean, inv)
     sum_Z, sum_Zx = _sums(Z, s, mean, inv)
     _, covariance = _sums(Z, ds, sum_ds / count, one)  # count·c
-    grad_ds = _spread(Z, s, _times(weight, keep), mean, inv, sum_Z, sum_Zx)
-    if keep is not None:
-        sum_dsx, sum_Zx, covariance = sum_dsx * keep, sum_Zx * keep, covariance * keep
+    on = varying(mean, inv, spacing, eps)
+    grad_ds = _spread(Z, s, _times(weight, on), mean, inv, sum_Z, sum_Zx)
+    if on is not None:
+        sum_dsx, sum_Zx, covariance = sum_dsx * on, sum_Zx * on, covariance * on
     share = inv * inv / count
     of_Z, of_ds = share * sum_dsx, share * sum_Zx
     product = of_Z * sum_Zx  # count·ab

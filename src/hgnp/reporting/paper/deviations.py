@@ -121,6 +121,7 @@ def _data(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) -> l
         "flip": ("random flips", "no random flips"),
         "resize": ("images resized", "images cropped"),
         "crop": ("random crops", "no crops"),
+        "cutout": ("cutout", "no cutout"),
     }
     for name, stated in experiment.data_args.items():
         ours = config.get(f"data_args.{name}", stated)
