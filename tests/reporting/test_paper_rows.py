@@ -182,7 +182,7 @@ def test_inference_is_matched_by_network_device_and_kept(tmp_path: Path) -> None
     assert (found.ours, found.deviations) == (7.0, ("Some CPU", "batch 16"))
     found = row(tmp_path, "inference", "time of weight-pruned / of neuron-pruned, GPU", r18)
     assert (found.claim.paper, found.ours) == (pytest.approx(206 / 90), pytest.approx(3.3))
-    assert found.verdict == verdict.Verdict("undecided", "one seed")
+    assert found.verdict.word == "agrees in direction"
     found = row(tmp_path, "inference", "neuron-pruned, κ = 30.4 %, GPU, batch 5,000")
     assert found.verdict.word == "not run"
     assert "--set recipe.keep=0.304" in found.command

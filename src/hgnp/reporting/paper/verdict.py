@@ -8,8 +8,8 @@ from dataclasses import dataclass
 AGREES, DIRECTION, DIFFERS, UNDECIDED = "agrees", "agrees in direction", "differs", "undecided"
 NOT_RUN, NONE = "not run", ""
 RULE = (
-    "A value or a difference between methods agrees if the paper's is within one standard deviation over seeds (n − 1) of ours. "
-    "With one seed it is undecided.",
+    "A value or a difference between methods agrees if the paper's is within one standard deviation over seeds (n − 1) of "
+    "ours. With one seed it is undecided.",
     "A difference that is further off agrees in direction if it has the same sign. It is undecided if ours is "
     "no larger than its standard deviation over seeds. A ratio of times agrees in direction if it is on the same side of 1.",
     "A bound agrees if it is met.",
