@@ -157,7 +157,9 @@ def own_loop(batch: int = GLOBAL, group: Any = None) -> dict[str, Any]:
     dataset: Any = data(2 * GLOBAL, 3)
     if group is not None:  # contiguous parts: the joint batch has the samples in the order of ranks
         wrapper = nn.parallel.DistributedDataParallel(net, process_group=group)
-        wrapper(torch.zeros(1, 1, 6, 6, dtype=torch.double))  # its hooks wait for a backward pass, and must not join hgnp's
+        wrapper(
+            torch.zeros(1, 1, 6, 6, dtype=torch.double)
+        )  # its hooks wait for a backward pass, and must not join hgnp's
         own = torch.arange(GLOBAL)[part(GLOBAL, dist.get_rank(group), dist.get_world_size(group))]
         dataset = Subset(dataset, torch.cat([own, own + GLOBAL]).tolist())
     losses = []
