@@ -38,6 +38,19 @@ def inplace(x):
     return z.view(x.shape)
 
 
+def shared_tangents(x):
+    y = x + 1.0  # its tangent is that of x
+    y.neg_()
+    y.cumsum_(1)
+    return 2 * x + y
+
+
+def into_constants(x):
+    y = torch.ones_like(x)
+    y *= x
+    return y * x
+
+
 def arithmetic(x):
     return (1 - x) / 2 + 3 * x - x / (2 + x * x) + 2 / (x.exp() + 1) + (-x) ** 3 - x.abs().sqrt().mean() + x.mT.mT
 
@@ -68,6 +81,9 @@ def constants(x):
 ZOO = {
     "views": views,
     "in place": inplace,
+    "in place, with a tangent that another tensor shares": shared_tangents,
+    "in place, into a constant": into_constants,
+    "differences from a constant": lambda x: torch.diff(x, prepend=torch.ones_like(x[..., :1])),
     "arithmetic": arithmetic,
     "reductions": reductions,
     "products": products,

@@ -192,7 +192,7 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
     return a * torch.sigmoid(b)
 
 
-# InstanceNorm's modules and the functional ones end here; torch.* spellings take other arguments and are not common.
+# Modules call these functions too. `forward` refuses torch.batch_norm and the like, which take other arguments.
 PRIMITIVE: dict[Any, Callable[..., Tensor]] = {
     F.batch_norm: batch_norm,
     F.instance_norm: instance_norm,
@@ -307,6 +307,7 @@ def batch_norm_adjoints(
     W = _minus(_minus(Y, Z, of_Z), ds, of_ds)
     sum_W = sum_Y.addcmul(of_Z, sum_Z, value=-1).addcmul_(of_ds, sum_ds, value=-1)
     more = sum_Yx + covariance
+    # ΣW(s − mean) = sum_Yx − 2·product, and the last term of the adjoint adds covariance − product to it
     grad_s = _spread(W, s, weight, mean, inv, sum_W, torch.sub(more, product, alpha=3))
     return grad_s, grad_ds, (more - product) * inv, sum_Y
 
