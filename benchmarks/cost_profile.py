@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 import hgnp
 from epoch import steps
 from hgnp.experiments.build import Experiment, prepare
-from hgnp.experiments.overrides import effective
+from hgnp.experiments.overrides import resolve_config
 from hgnp.io.atomic import write
 from hgnp.progress import SilentProgress
 from hgnp.training.data import Batches
@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    config = effective(
+    config = resolve_config(
         given.preset, data=given.data, method=given.method, settings=given.set, seed=0, device=given.device
     )
     steps_of = {}

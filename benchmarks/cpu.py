@@ -161,16 +161,16 @@ def compiled(case: str, budget: float) -> list[str]:
 
 PARTS: dict[str, tuple[Callable[[str, float], list[str]], list[str]]] = {
     "formats": (formats, [
-        "## Memory format", "", "One thread, milliseconds of the processor's own time, as the machine was shared.", "",
+        "## Memory format", "", "One thread, milliseconds of CPU time, as the machine was shared.", "",
         "| network | batch | left | step | contiguous | channels last | gain |", "|---|--:|--:|---|--:|--:|--:|",
     ]),
     "threads": (threads, [
-        "## Threads", "", "Milliseconds by the clock on the wall.", "",
+        "## Threads", "", "Milliseconds of wall time.", "",
         "| network | batch | left | step | contiguous, 1 thread | 2 | gain | channels last, 1 | 2 | gain |",
         "|---|--:|--:|---|--:|--:|--:|--:|--:|--:|",
     ]),
     "compile": (compiled, [
-        "## torch.compile", "", "One thread, the processor's own time; *to compile* by the clock on the wall.", "",
+        "## torch.compile", "", "One thread, CPU time; *to compile* in wall time.", "",
         "| network | batch | left | format | what | as it is | compiled | gain | s to compile | pays after |",
         "|---|--:|--:|---|---|--:|--:|--:|--:|--:|",
     ]),

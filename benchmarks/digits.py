@@ -112,11 +112,12 @@ def readme(comparison: Comparison, folders: Mapping[str, list[Path]], command: s
     return "\n".join([
         "# HGNP, Taylor and magnitude on handwritten digits",
         "",
-        f"`{command}`, {datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, one thread a run, Python "
+        f"`{command}`, {datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, one thread per run, Python "
         f"{platform.python_version()}, torch {torch.__version__}{took}.",
         "",
         "The demo's network (DigitsNet, on scikit-learn's 8 × 8 digits) and its schedule: pruned while it learns, one "
-        f"epoch a level, fine-tuned at the last. Validation accuracy in percent, mean ± standard deviation over {seeds} seeds.",
+        f"epoch per pruning level, fine-tuned at the last. Validation accuracy in percent, mean ± standard deviation over "
+        f"{seeds} seeds.",
         "",
         f"| {' | '.join(heads)} |",
         "|---|" + "--:|" * (len(heads) - 1),
@@ -130,7 +131,7 @@ def readme(comparison: Comparison, folders: Mapping[str, list[Path]], command: s
         f"Fine-tuned, the methods' means lie within {100 * (max(finals) - min(finals)):.2f} points of each other.",
         "A few seeds of one small network on easy data say little about others.",
         "",
-        "[page.html](page.html) has it all to look at (download it: one file, no network); `summary.csv`, `curves.csv`, "
+        "[page.html](page.html) shows everything (download it: one file, no network); `summary.csv`, `curves.csv`, "
         "`comparison.json` and `figures/` hold the numbers.",
         "",
         "![Accuracy against κ](figures/metric_against_kept.png)",
@@ -159,7 +160,7 @@ def main() -> None:
     if fresh:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         clock, processor = (time.perf_counter() - start) / 60, (used.ru_utime + used.ru_stime) / 60
-        took = f"; {clock:.1f} minutes, {side_by_side} runs side by side, {processor:.1f} minutes of processor time"
+        took = f"; {clock:.1f} minutes, {side_by_side} runs side by side, {processor:.1f} minutes of CPU time"
     text = readme(comparison, folders, f"python {' '.join(sys.argv)}", took)
     write(arguments.out / "README.md", text)
     print(text)

@@ -5,8 +5,8 @@
 
 It is what `hgnp run` does, in a folder like its own. After the first epoch at new widths a copy of the network is trained
 plainly for a moment, by the same executor on the same data in the same process, so that each epoch has a plain one beside it;
-this changes nothing in the run, and its time is not counted. After M minutes it stops with the epoch; the same command goes on.
-costs.json keeps what the run itself does not; report.json and report.md are written anew after every epoch.
+this changes nothing in the run, and its time is not counted. After M minutes it stops with the epoch; the same command resumes
+it. costs.json keeps what the run itself does not; report.json and report.md are written anew after every epoch.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from epoch import steps
 from hgnp.cli.run import check_overwrites_nothing, check_same_config, remove_created
 from hgnp.curvature.step import make_step
 from hgnp.experiments.build import Experiment, prepare
-from hgnp.experiments.overrides import effective
+from hgnp.experiments.overrides import resolve_config
 from hgnp.io import runs
 from hgnp.io.atomic import read_json, write, write_json
 from hgnp.progress import LineProgress, format_duration, format_metric
@@ -214,7 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
     args.out = args.out or Path("runs") / Path(args.preset).stem
     made = [path for path in (args.out / "config.yaml", args.out) if not path.exists()]
     try:
-        experiment = prepare(effective(
+        experiment = prepare(resolve_config(
             args.preset, data=args.data, method=args.method, settings=args.set, seed=args.seed, device=args.device
         ))  # fmt: skip
         if (args.out / "run.json").exists():
@@ -229,7 +229,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         experiment.run(out=args.out, resume=True, progress=costs)
     except OutOfTimeError:
-        print(f"{args.minutes:g} minutes are over; the same command goes on")
+        print(f"{args.minutes:g} minutes are over; the same command resumes the run")
     except BaseException:
         if not (args.out / "run.json").exists():  # refused before it began
             remove_created(made)

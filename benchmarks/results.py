@@ -237,7 +237,7 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class Reported:
-    """What others report (collected 2026-11-16). Grade: L, their own logs or notebooks; F, quoted by a rival."""
+    """What others report (collected 2026-11-16). Grade: L, their own logs or notebooks; F, quoted by another paper."""
 
     method: str
     network: str
@@ -351,7 +351,8 @@ def _field(groups: Sequence[Group]) -> list[str]:
     return [
         "## What others report", "",
         "CIFAR-10. *Ours* is VGG-16 or ResNet-18 at κ 5 %: random weights, crops, flips, label smoothing. A row at "
-        "another κ or other MACs is no equal comparison. Grade L: their own logs or notebooks; F: quoted by a rival.", "",
+        "another κ or other MACs is not a like-for-like comparison. Grade L: their own logs or notebooks; F: quoted "
+        "by another paper.", "",
         *_table("method | network | augmentation | start | epochs | grade | κ, % | MACs, % | accuracy, % | ours", rows, left=6),
     ]  # fmt: skip
 
@@ -405,7 +406,7 @@ def _equal_macs(groups: Sequence[Group]) -> list[str]:
 
 
 def _robustness(root: Path) -> list[str]:
-    lines, files = ["## Where flatness could pay", ""], sorted(root.rglob("robustness.json"))
+    lines, files = ["## Where flatness could help", ""], sorted(root.rglob("robustness.json"))
     if not files:
         return [*lines, *_missing("robustness")]
     made: dict[tuple[str, str, float], list[dict[str, float]]] = {}

@@ -1,4 +1,4 @@
-"""Where flatness could pay: accuracy of trained networks on corrupted images, with 4-bit weights, and after one-shot cuts.
+"""Where flatness could help: accuracy of trained networks on corrupted images, with 4-bit weights, and after one-shot cuts.
 
     python benchmarks/robustness.py results/cifar10-best/* results/cifar10-rivals/* --data DIR --device cuda
 

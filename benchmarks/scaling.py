@@ -217,7 +217,7 @@ def main() -> None:
         "(11.2 million parameters), all steps between two refreshes. A single process sends nothing. A refresh is counted"
     )
     print("with the sums of the step that it is in: n and w, C and q, gradients.\n")
-    print("| choice | processes | collectives per step | per refresh | MB per step and rank | beside DDP |")
+    print("| choice | processes | collectives per step | per refresh | MB per step and rank | over DDP |")
     print("|---|---|---|---|---|---|")
     for ranks in (1, 2, 4):
         rows = launch(ranks)

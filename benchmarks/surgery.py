@@ -30,7 +30,7 @@ DATE = "2026-11-15"
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds on the clock and seconds of processor time: the second hardly depends on what else the machine does."""
+    """Wall time and CPU time in seconds: the second hardly depends on what else the machine does."""
 
     clock: float
     processor: float
@@ -112,9 +112,9 @@ def report(build: Time, remove: Time, step: Time, removal: Time) -> str:
         "# Surgery: how long it takes\n\n"
         f"Measured {DATE} with `python benchmarks/surgery.py --out benchmarks/surgery.md`, {torch.get_num_threads()} threads "
         f"of a two-core machine, Python {platform.python_version()}, torch {torch.__version__}; "
-        "medians.\n\n| what | clock | processor | wanted |\n|---|--:|--:|--:|\n"
+        "medians.\n\n| what | wall time | CPU time | target |\n|---|--:|--:|--:|\n"
         + "\n".join(lines)
-        + f"\n\nRemoving / training step, in the same run: {removal.clock / step.clock:.2f} on the clock.\n"
+        + f"\n\nRemoving / training step, in the same run: {removal.clock / step.clock:.2f} in wall time.\n"
     )
 
 

@@ -4,7 +4,7 @@
     python benchmarks/widths.py --nets vgg16-cifar10-short resnet18-cifar10-short --data DIR --device cuda --out FILE
 
 Every run is `hgnp run PRESET --set recipe.round_to=M`, a process of its own. Runs that are there already are not run again, and
-one that was interrupted goes on, so this can be stopped and started again; `--out` is rewritten after each run. The pruned
+one that was interrupted is resumed, so this can be stopped and started again; `--out` is rewritten after each run. The pruned
 networks of one seed are timed by hgnp's own bench beside the full one, alternately.
 """
 
@@ -31,13 +31,13 @@ from hgnp.curvature.step import make_step
 from hgnp.experiments.reload import networks, sample
 from hgnp.io import runs
 from hgnp.io.atomic import write
-from hgnp.reporting.bench import Entry, equal_accuracy
+from hgnp.reporting.bench import Entry, bench_networks
 from hgnp.timing import time_interleaved
 from hgnp.training.optimizers import make_optimizer
 from hgnp.training.trainer import Trainer
 
 STEP_BATCH, STEPS = 128, 8
-STEP = {"a step": 1e-3, "a plain step": 0.0}
+STEP = {"per step": 1e-3, "per plain step": 0.0}
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def rows_of(net: str, seed: int, arguments: argparse.Namespace, save: Callable[[
         save(rows)
     first = folders[arguments.multiples[0]]
     entries = [Entry(str(m), networks(folder)[1]) for m, folder in folders.items()]
-    bench = equal_accuracy(
+    bench = bench_networks(
         networks(first)[0], entries, sample(first), batches=arguments.batch, device=arguments.device,
         variants=arguments.variants, repeats=arguments.repeats,
     )  # fmt: skip
@@ -149,7 +149,7 @@ def against(rows: Sequence[Row], net: str, multiple: int, base: int, variants: S
     mean = f"{statistics.mean(points):+.2f} points ({min(points):+.2f} to {max(points):+.2f})" if points else "–"
     parts = [f"accuracy {mean.replace('-', '−')}", f"κ × {ratio([(a.kept, b.kept) for a, b in pairs])}"]
     parts += [f"MACs × {ratio([(a.macs, b.macs) for a, b in pairs])}"]
-    parts += [f"seconds of an epoch × {ratio([(a.epoch, b.epoch) for a, b in pairs])}"]
+    parts += [f"seconds per epoch × {ratio([(a.epoch, b.epoch) for a, b in pairs])}"]
     for variant in (*STEP, *variants):
         times = [(a.milliseconds.get(variant), b.milliseconds.get(variant)) for a, b in pairs]
         parts.append(f"ms {variant} × {ratio(times)}")
@@ -162,7 +162,7 @@ def report(rows: Sequence[Row], failures: Sequence[str], arguments: argparse.Nam
         where = torch.cuda.get_device_name(arguments.device)
     base, *others = arguments.multiples
     compared = [against(rows, net, multiple, base, arguments.variants) for net in arguments.nets for multiple in others]
-    heads = ["network", "seed", "multiple", "κ", "accuracy", "MACs", "s an epoch"]
+    heads = ["network", "seed", "multiple", "κ", "accuracy", "MACs", "s per epoch"]
     heads += [f"ms {variant}" for variant in (*STEP, *arguments.variants)]
     return "\n".join([
         "# Widths in multiples",
@@ -170,9 +170,9 @@ def report(rows: Sequence[Row], failures: Sequence[str], arguments: argparse.Nam
         f"`python {' '.join(sys.argv)}`, {datetime.date.today()}, {where}, torch {torch.__version__}.",
         "",
         f"The same preset, seed and target with `recipe.round_to` {' and '.join(map(str, arguments.multiples))}; until the "
-        "first round the runs are the same. *s an epoch*: the fastest of the fine-tuning, for the full network of the warm-up; "
-        f"*ms a step*: training on a batch of {STEP_BATCH} with the flatness term, and plain; other *ms*: inference of a batch "
-        f"of {arguments.batch}; all networks of a seed alternately, medians of {arguments.repeats}.",
+        "first round the runs are the same. *s per epoch*: the fastest of the fine-tuning, for the full network of the "
+        f"warm-up; *ms per step*: training on a batch of {STEP_BATCH} with the flatness term, and plain; other *ms*: inference "
+        f"of a batch of {arguments.batch}; all networks of a seed alternately, medians of {arguments.repeats}.",
         "",
         f"| {' | '.join([*heads, 'widths'])} |",
         "|---|" + "--:|" * (len(heads) - 1) + "---|",

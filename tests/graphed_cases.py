@@ -3,21 +3,57 @@
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import hgnp
 from hgnp.curvature.autodiff.passes import Pass
-from hgnp.curvature.step import Statistics
+from hgnp.curvature.step import State, Statistics
 from hgnp.execution import graphed as graphed_module
-from hgnp.execution.captured import Versions
+from hgnp.execution.captured import Captured, Versions
 from hgnp.execution.graphed import Graphed
+from hgnp.execution.graphs import GraphSequence
 from hgnp.flatness import step_and_state
+
+
+class Undone(TorchDispatchMode):
+    """At the end of the block, tensors from before it have the values that they had: a capture computes nothing. `buffers` are
+    given, as PyTorch does not say that a norm writes them."""
+
+    def __init__(self, buffers: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._before = {id(tensor): (tensor, tensor.clone()) for tensor in buffers}
+        self._made: dict[int, Any] = {}
+        """Storages that were made in the block; they are held, so that no other has their id."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for number, argument in enumerate(op._schema.arguments):
+            given = args[number] if number < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in tree_leaves(given):
+                    if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._made:
+                        self._before.setdefault(id(tensor), (tensor, tensor.clone()))
+        result = op(*args, **kwargs)
+        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        new = [leaf.untyped_storage() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._made |= {storage._cdata: storage for storage in new if storage._cdata not in known}
+        return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        tensors = [tensor for tensor, _ in self._before.values()]
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
+            for tensor, value in self._before.values():
+                tensor.copy_(value)
+        self._before, self._made = {}, {}
 
 
 class Again:
@@ -30,25 +66,19 @@ class Again:
     def __init__(self, work: Callable[[], Any]) -> None:
         self.graphed: Graphed = Stand.graphed
         state = self.graphed.state
-        self.work, self.choice = work, state.direction.choice
-        given = state.current
-        kept = [tensor.clone() for tensor in self._memory()]
+        self.work, self.choice, self.pairs = work, state.direction.choice, state.direction.pairs
+        given, statistics = state.current, state.statistics
         Stand.recording = True
         try:
-            self.result = self._work()
+            with Undone(self.graphed.net.buffers()):
+                self.result = self._work()
         finally:
             Stand.recording = False
-        self.left, self.captured = self._under_way(), state.current
+        self.left, self.made = self._under_way(), None if state.current is given else state.current
         self.reads = _maker(given, again=state.current is not given)
-        self.statistics, self.next = state.statistics, state.direction.choice
-        with _unsafe_preserve_version_counter(tuple(self._memory())):
-            for tensor, value in zip(self._memory(), kept, strict=True):
-                tensor.copy_(value)
-        if state.current is not None and state.current is not given:
-            Stand.makers.add(self)
-
-    def _memory(self) -> list[Tensor]:
-        return [*self.graphed.net.buffers(), *self.graphed._memory.tensors, *self.graphed._grad_memory.values()]
+        self.statistics = None if state.statistics is statistics else state.statistics
+        self.next = state.direction.choice
+        Stand.graphs.add(self)
 
     def _under_way(self) -> tuple[Any, ...]:
         state = self.graphed.state
@@ -66,18 +96,18 @@ class Again:
         direction = state.direction
         held = state.statistics, direction.choice, state.loss, self._under_way()
         grads = [p.grad for p in net.parameters()]
-        direction.choice, direction.pairs = self.choice, self.graphed._memory.pairs
+        direction.choice, direction.pairs = self.choice, self.pairs
         state.current, state.collector, state.penalized, state.loss_differentiated = (
             (None, None, None, False) if self.reads is None else self.reads.left
         )
         net.zero_grad(set_to_none=True)
         result = self._work()
+        if self.made is not None:  # a replay fills the pass of the capture in place
+            vars(self.made).update(vars(state.current))
+            state.current = self.made
         self.left = self._under_way()
         if self.result is not None:
             self.result.copy_(result)
-        for captured in self.graphed._graphs.values():
-            if captured.graph is self and captured.taped is not None:  # a replay fills it in place; this is a new one
-                vars(captured).update(taped=state.current, versions=Versions((), ()))
         if state.statistics is not held[0]:
             own, new = _tensors(self.statistics), _tensors(state.statistics)
             with _unsafe_preserve_version_counter(tuple(own)):
@@ -85,7 +115,7 @@ class Again:
                     tensor.copy_(value)
         if direction.choice is not self.choice:
             self.next.index.number.copy_(direction.choice.index.number)  # type: ignore[union-attr]
-        direction.pairs = self.graphed._memory.pairs
+        direction.pairs = self.pairs
         state.statistics, direction.choice, state.loss, under_way = held
         state.current, state.collector, state.penalized, state.loss_differentiated = under_way
         for parameter, grad in zip(net.parameters(), grads, strict=True):
@@ -102,10 +132,10 @@ def _maker(given: Pass | None, *, again: bool) -> Again | None:
     """The graph whose memory the pass is; where it is gone through `again`, the one of its tape."""
     if given is None:
         return None
-    for made in Stand.makers:
-        own = made.left[0]
-        if (own.tape is given.tape and own.q is None) if again else any(each is given for each in (own, made.captured)):
-            return made
+    for graph in Stand.graphs:
+        own = graph.made
+        if own is not None and ((own.tape is given.tape and own.q is None) if again else own is given):
+            return graph
     raise AssertionError("a pass that no graph has made cannot be read by one")
 
 
@@ -145,8 +175,8 @@ class PerThread(type):
 class Stand(metaclass=PerThread):
     """In place of `Capture`."""
 
-    makers: ClassVar["weakref.WeakSet[Again]"] = weakref.WeakSet()
-    """Those that a pass is the memory of."""
+    graphs: ClassVar["weakref.WeakSet[Again]"] = weakref.WeakSet()
+    """All that there are."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -169,8 +199,46 @@ class Stand(metaclass=PerThread):
 def stand_in(monkeypatch: pytest.MonkeyPatch, stand: type[Stand] = Stand) -> None:
     """Steps of a `Graphed` on the CPU come from such graphs."""
     monkeypatch.setattr(graphed_module, "Capture", stand)
+    monkeypatch.setattr(Versions, "restore", lambda _: None)  # what is done again has saved tensors as they are
     monkeypatch.setattr("hgnp.curvature.autodiff.passes.capturing", lambda: Stand.capturing)
     monkeypatch.setattr("hgnp.execution.process_group.between_graphs", lambda work: None if Stand.recording else work())
+
+
+class Replay(NamedTuple):
+    """A piece of a step, and the state of the executor that replayed it."""
+
+    piece: str
+    state: State
+
+
+@contextlib.contextmanager
+def replays() -> Iterator[list[Replay]]:
+    """Collects the pieces that are replayed within, from CUDA graphs or what stands in for them."""
+    found: list[Replay] = []
+    replay = Captured.replay
+
+    def recorded(captured: Captured, state: State, *args: Any, **kwargs: Any) -> Tensor | None:
+        found.append(Replay(captured.key.piece, state))
+        return replay(captured, state, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Captured, "replay", recorded)
+        yield found
+
+
+@contextlib.contextmanager
+def graph_replays() -> Iterator[list[GraphSequence]]:
+    """Collects the CUDA graphs that are replayed within: of steps, the optimizer and validation."""
+    found: list[GraphSequence] = []
+    replay = GraphSequence.replay
+
+    def recorded(graphs: GraphSequence) -> None:
+        found.append(graphs)
+        replay(graphs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphSequence, "replay", recorded)
+        yield found
 
 
 class Net(nn.Module):

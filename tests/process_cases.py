@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 import hgnp
-from graphed_cases import Stand, stand_in
+from graphed_cases import Stand, graph_replays, replays, stand_in
 from hgnp.errors import HgnpError
 from hgnp.execution.graphed import Graphed
-from hgnp.execution.graphs import GraphSequence
 from hgnp.training.split import part
 
 GLOBAL = 12
@@ -157,6 +156,10 @@ def own_loop(batch: int = GLOBAL, group: Any = None) -> dict[str, Any]:
     flat = hgnp.Flatness(net, mu=0.1, bound=0.0, fisher_type="mc", loss=WEIGHTED, group=group)
     dataset: Any = data(2 * GLOBAL, 3)
     if group is not None:  # contiguous parts: the joint batch has the samples in the order of ranks
+        wrapper = nn.parallel.DistributedDataParallel(net, process_group=group)
+        wrapper(
+            torch.zeros(1, 1, 6, 6, dtype=torch.double)
+        )  # its hooks wait for a backward pass, and must not join hgnp's
         own = torch.arange(GLOBAL)[part(GLOBAL, dist.get_rank(group), dist.get_world_size(group))]
         dataset = Subset(dataset, torch.cat([own, own + GLOBAL]).tolist())
     losses = []
@@ -365,20 +368,10 @@ def on_one_gpu(folder: Path) -> dict[str, Any]:
     """Both ranks on the first GPU, in a gloo group: nccl wants a GPU for each."""
     ranks, found = dist.get_world_size(), {}
     for name in NAMES[2]:
-        with counted_replays() as replays:
+        with graph_replays() as replayed:
             found[name] = run_case(name, 1, batch=GLOBAL // ranks, samples=FOR_GRAPHS, device="cuda:0")
-        found[f"{name}: replays"] = len(replays)
+        found[f"{name}: replays"] = len(replayed)
     return found
-
-
-@contextlib.contextmanager
-def counted_replays() -> Iterator[list[object]]:
-    """Collects the graphs that are replayed within."""
-    found: list[object] = []
-    replay = GraphSequence.replay
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GraphSequence, "replay", lambda graphs: (found.append(graphs), replay(graphs))[1])
-        yield found
 
 
 def stood_in_run(folder: Path | None = None) -> dict[str, Any]:
@@ -396,9 +389,10 @@ def stood_in_run(folder: Path | None = None) -> dict[str, Any]:
         stand_in(patch)
         patch.setattr("hgnp.training.trainer.make_executor", executor)
         for name in ("default", "paper", "sam"):
-            found[name] = run_case(name, 1, batch=GLOBAL // ranks, samples=FOR_GRAPHS)
+            with replays() as replayed:
+                found[name] = run_case(name, 1, batch=GLOBAL // ranks, samples=FOR_GRAPHS)
             assert Stand.graphed.refused is None
-            found[f"{name}: graphs"] = len(Stand.graphed._graphs)
+            found[f"{name}: replays"] = len(replayed)
     return found
 
 

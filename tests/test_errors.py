@@ -12,14 +12,14 @@ from torch import nn
 
 import hgnp
 from hgnp import errors
-from hgnp.errors import REMOVED, RENAMED, brief, first_line, is_too_few_values, meant, one_line
+from hgnp.errors import REMOVED, RENAMED, brief, did_you_mean, first_line, is_too_few_values, one_line
 
 
 def test_a_name_that_is_close_is_offered_and_otherwise_those_that_there_are() -> None:
-    assert meant("kepe", ["keep", "target"]) == "; did you mean keep?"
-    assert meant(3, ["keep", "target"]) == "; there are keep, target"
+    assert did_you_mean("kepe", ["keep", "target"]) == "; did you mean keep?"
+    assert did_you_mean(3, ["keep", "target"]) == "; there are keep, target"
     many = [f"layer{i}.weight" for i in range(60)]
-    assert meant("?", many).endswith("layer49.weight and 10 more")
+    assert did_you_mean("?", many).endswith("layer49.weight and 10 more")
 
 
 @pytest.mark.parametrize(

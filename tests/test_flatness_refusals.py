@@ -87,6 +87,24 @@ def test_what_is_no_network_or_has_no_block_is_refused():
         Flatness(None)
 
 
+class Unused(nn.Module):
+    """The loss depends on a bare parameter alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.unused = nn.Parameter(torch.ones(4, 3)), nn.Linear(4, 3)
+
+    def forward(self, x):
+        self.unused(x)
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("flatness", ["default", "paper"])
+def test_a_loss_that_depends_on_no_block_is_refused(flatness):
+    with pytest.raises(ValueError, match=r"loss must depend on a Linear or .* that net calls, got none; set mu=0"):
+        Flatness(Unused(), flatness=flatness).backward(torch.randn(6, 4), torch.arange(6) % 3)
+
+
 @pytest.mark.filterwarnings(
     "ignore:.*torch.jit.script:DeprecationWarning"
 )  # PyTorch's own, where it loads its compiler

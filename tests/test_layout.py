@@ -112,3 +112,32 @@ def test_no_two_classes_have_one_name() -> None:
                 homes.setdefault(node.name, []).append(name)
     assert len(homes) > 100
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names() -> set[str]:
+    """The private attributes, functions and classes of hgnp."""
+    nodes = [node for file in FILES for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    stored = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return {name for name in stored | defined if is_private(name)}
+
+
+def test_tests_use_no_private_attribute() -> None:
+    """Not by name either, as in `monkeypatch.setattr(trainer, "_check", …)`."""
+    private, found = private_names(), []
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names: list[str] = []
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+                names = [node.attr]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hgnp"):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+                texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
+                names = [text.rpartition(".")[2] for text in texts if isinstance(text, str)]
+            found += [f"{file.relative_to(ROOT)}:{node.lineno}: {name}" for name in names if name in private]
+    assert found == []

@@ -13,7 +13,9 @@ from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
 import hgnp
+from hgnp.experiments.download import OFFICIAL
 from hgnp.experiments.models.digits import DigitsNet
+from hgnp.reporting.paper.results import scan
 
 NAME = "vgg16-cifar10-fast"
 ROOT = Path(__file__).parents[1]
@@ -52,26 +54,47 @@ def test_an_example_runs_as_printed(
         assert (tmp_path / "small.onnx").exists()
 
 
+TABLE = [
+    ("cifar10-best", "vgg16-cifar10-best", "taylor", None),
+    ("paper/vgg16-cifar10-fast", "vgg16-cifar10-fast", "hgnp", 0.144),
+    ("paper/vgg16-cifar10-fast", "vgg16-cifar10-fast", "taylor", 0.144),
+    ("paper/vgg16-cifar10-fast", "vgg16-cifar10-fast", "hgnp", None),
+    ("paper/vgg16-cifar10-fast", "vgg16-cifar10-fast", "taylor", None),
+    ("paper/resnet18-cifar10-fast", "resnet18-cifar10-fast", "hgnp", None),
+    ("paper/resnet18-cifar10-fast", "resnet18-cifar10-fast", "taylor", None),
+]
+"""The README's rows: a folder under results/, the runs' name, their method, and a snapshot's κ or None for the end."""
+
+
 def test_the_table_of_results_is_that_of_the_runs() -> None:
-    rows = []
-    for method in ("hgnp", "taylor"):
-        files = sorted((ROOT / "results" / "paper" / NAME).glob(f"{NAME}-{method}-*/result.json"))
+    table = README[README.index("| network | recipe |") :].splitlines()[2 : 2 + len(TABLE)]
+    for row, (folder, name, method, snapshot) in zip(table, TABLE, strict=True):
+        files = sorted((ROOT / "results" / folder).glob(f"{name}-{method}-[0-9]/result.json"))
         runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-        before = runs[0]["before"]
-        for size in ("0.144", "0.1", "final"):
-            ends = [
-                run["after"]
-                if size == "final"
-                else next(row for row in run["snapshots"] if row["asked"] == float(size))
-                for run in runs
-            ]
-            kept, macs, metric = (
-                [100 * end[key] / whole for end in ends]
-                for key, whole in (("parameters", before["parameters"]), ("macs", before["macs"]), ("metric", 1))
-            )
-            name = {"hgnp": "HGNP", "taylor": "Taylor"}[method]
-            sizes = f"{statistics.mean(kept):.1f} % | {statistics.mean(macs):.1f} %"
-            rows.append(
-                f"| {name} | {sizes} | {statistics.mean(metric):.2f} ± {statistics.stdev(metric):.2f} % | {len(runs)} |"
-            )
-    assert "\n".join(rows) in README
+        ends = [
+            run["after"] if snapshot is None else next(end for end in run["snapshots"] if end["asked"] == snapshot)
+            for run in runs
+        ]
+        kept, macs = (
+            statistics.mean(100 * end[key] / run["before"][key] for run, end in zip(runs, ends, strict=True))
+            for key in ("parameters", "macs")
+        )
+        metric = [100 * end["metric"] for end in ends]
+        accuracy = f"{statistics.mean(metric):.2f}" + (f" ± {statistics.stdev(metric):.2f}" if len(runs) > 1 else "")
+        shown = {"hgnp": "HGNP", "taylor": "Taylor"}[method]
+        assert row.endswith(f"| {shown} | {kept:.1f} % | {macs:.1f} % | {accuracy} % | {len(runs)} |")
+
+
+def test_the_paper_page_groups_the_runs_as_the_table_does() -> None:
+    groups = scan(ROOT / "results" / "paper").groups
+    seeds = {
+        group.runs[0].method: [run.seed for run in group.runs] for group in groups if group.runs[0].info["name"] == NAME
+    }
+    assert len(groups) == len({group.title for group in groups})
+    assert seeds == {"hgnp": [0, 1, 2], "taylor": [0, 1, 2]}
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_the_pages_of_the_datasets_are_linked(name: str) -> None:
+    assert OFFICIAL[name].page in README
+    assert OFFICIAL[name].page in (ROOT / "docs" / "data.md").read_text(encoding="utf-8")

@@ -291,9 +291,9 @@ class Calls(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.parametrize(("times", "got"), [(0, "'a' without a call"), (2, "'a' called again")])
-def test_a_layer_that_is_not_called_once_is_refused(times: int, got: str) -> None:
-    with pytest.raises(ValueError, match=f"layers must be called once in a forward pass, got {got}; use hgnp.Flatness"):
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_layer_that_is_not_called_once_is_refused(times: int) -> None:
+    with pytest.raises(ValueError, match=f"a pass must call layer 'a' once, got {times} calls; use hgnp.Flatness"):
         reference.penalized_loss(Calls(times), torch.randn(5, 4), torch.arange(5) % 3)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hgnp
 from hgnp.flatness import step_and_state
 from hgnp.pruning import Scores
-from hgnp.scoring import scored
+from hgnp.scoring import compute_scores
 from synchronization import no_synchronization
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -46,7 +46,9 @@ def operation_by_operation(
     neurons: hgnp.Neurons, data: Any, flat: hgnp.Flatness | None = None, criterion: str = "taylor"
 ) -> Scores:
     flat = hgnp.Flatness(neurons.net, mu=0.0) if flat is None else flat
-    return scored(neurons, data, *step_and_state(flat), criterion=criterion, mu=None, coupling="coupled", graphs=False)
+    return compute_scores(
+        neurons, data, *step_and_state(flat), criterion=criterion, mu=None, coupling="coupled", graphs=False
+    )
 
 
 def block_of(flat: hgnp.Flatness, inputs: Tensor, target: Tensor) -> str | None:

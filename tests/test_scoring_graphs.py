@@ -125,7 +125,7 @@ def operation_by_operation(
     neurons: hgnp.Neurons, data: Batches, flat: hgnp.Flatness | None, criterion: str = "taylor", **given: Any
 ) -> Scores:
     flat = hgnp.Flatness(neurons.net, mu=0.0, **given) if flat is None else flat
-    return scoring.scored(
+    return scoring.compute_scores(
         neurons, data, *step_and_state(flat), criterion=criterion, mu=None, coupling="coupled", graphs=False
     )
 

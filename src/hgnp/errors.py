@@ -57,7 +57,7 @@ class RankError(HgnpError, RuntimeError):
     """Another process of a data-parallel run failed, died or does not answer."""
 
 
-MOST_NAMES = 50
+MAX_NAMES = 50
 RENAMED = {
     "v_every": "refresh_every",
     "rest_closed": "skip_inactive",
@@ -97,22 +97,22 @@ def refuse_renamed(function: Callable[P, T]) -> Callable[P, T]:
         check_renamed(kwargs, known, where)
         for name in kwargs:
             if name not in known and not takes_any:
-                raise InputTypeError(f"{where}: option must be a known one, got {name!r}{meant(name, known)}")
+                raise InputTypeError(f"{where}: option must be a known one, got {name!r}{did_you_mean(name, known)}")
         return function(*args, **kwargs)
 
     return checked
 
 
-def meant(name: object, known: Collection[str]) -> str:
+def did_you_mean(name: object, known: Collection[str]) -> str:
     """The end of a message about an unknown name: close matches, or the known names."""
     close = difflib.get_close_matches(str(name), known)
     if close:
         return f"; did you mean {' or '.join(close)}?"
-    more = f" and {len(known) - MOST_NAMES} more" if len(known) > MOST_NAMES else ""
-    return f"; there are {', '.join(list(known)[:MOST_NAMES])}{more}"
+    more = f" and {len(known) - MAX_NAMES} more" if len(known) > MAX_NAMES else ""
+    return f"; there are {', '.join(list(known)[:MAX_NAMES])}{more}"
 
 
-def named(names: Sequence[str], most: int = 3) -> str:
+def list_names(names: Sequence[str], most: int = 3) -> str:
     """Names, comma-separated; the first `most` of many."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hgnp.curvature.choices import ALLOWED, Bundle, choose
-from hgnp.errors import InputError, check_renamed, meant, refuse_renamed
+from hgnp.errors import InputError, check_renamed, did_you_mean, refuse_renamed
 from hgnp.pruning.limits import LIMITS, check_limit
 from hgnp.pruning.selection import CouplingMode
 
@@ -217,7 +217,7 @@ class Recipe:
         check_renamed(choices, ALLOWED, "flatness")
         for name in choices:
             if name not in ALLOWED:
-                raise InputError(f"flatness: key must be a known one, got {name!r}{meant(name, ALLOWED)}")
+                raise InputError(f"flatness: key must be a known one, got {name!r}{did_you_mean(name, ALLOWED)}")
         return bundle, choices
 
     def resolved(self, *, scheduler: bool = False) -> "Recipe":
@@ -245,7 +245,7 @@ class Recipe:
         check_renamed(values, names, "recipe")
         for name in values:
             if name not in names:
-                raise InputError(f"recipe: key must be a known one, got {name!r}{meant(name, names)}")
+                raise InputError(f"recipe: key must be a known one, got {name!r}{did_you_mean(name, names)}")
         if "keep" not in values:
             raise InputError(
                 "recipe must have the field keep, the fraction of the parameters to keep, got none; set keep=0.1"

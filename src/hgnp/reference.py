@@ -5,7 +5,7 @@ The rest of hgnp computes the same numbers faster, for more networks and with mo
 The tests check that in float64.
 
     C         task loss, the mean over the N samples of a batch: cross-entropy
-    a, s      input and output (pre-activation) of a layer; ã = [a; 1] if it has a bias, [patch of a; 1] if it is a convolution
+    a, s      input and output (pre-activation) of a layer; ã = a, in a convolution a patch of a, with a 1 appended for the bias
     Ψ, Γ      second moments of ã and of g = N·∂C/∂s: the Kronecker factors of the layer's K-FAC block Ψ ⊗ Γ
     λ, v      top eigenpair of the block with the largest eigenvalue; v is zero in all other blocks
     q, B, μ   curvature q = vᵀHv of C along v, with v held fixed; its bound and the weight of the penalty
@@ -18,9 +18,11 @@ once in a forward pass, whose only norms are BatchNorm. Algorithm 2 is `prune`, 
 activations, pooling and Flatten.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -82,14 +84,10 @@ def penalized_loss(
     net: nn.Module, x: Tensor, y: Tensor, *, mu: float = 1e-3, bound: float = 0.5, eigensolver: Eigensolver = eigh,
     starts: Eigenvectors | None = None,
 ) -> Penalized:  # fmt: skip
-    """L = C + μ·max(0, q − B) along the batch's own v (equations 2 to 4)."""
+    """L = C + μ·max(0, q − B) along the batch's own v (equations 2 to 4), through which no derivative of L passes."""
     layers = {name: module for name, module in net.named_modules() if isinstance(module, Layer)}
     with recorded(layers) as (inputs, outputs), PrimitiveBatchNorm():
         loss = F.cross_entropy(net(x), y)
-    if missing := sorted(layers.keys() - inputs.keys()):
-        raise ValueError(
-            f"layers must be called once in a forward pass, got {missing[0]!r} without a call; use hgnp.Flatness"
-        )
     # of C alone: those of L would feed the penalty back into its own direction
     gradients = torch.autograd.grad(loss, [outputs[name] for name in layers], retain_graph=True)
 
@@ -136,44 +134,29 @@ def kronecker_vector(layer: Layer, v_psi: Tensor, v_gamma: Tensor) -> list[Tenso
 def rayleigh_quotient(loss: Tensor, parameters: list[nn.Parameter], v: list[Tensor]) -> Tensor:
     """q = vᵀHv with Hv = ∇(vᵀ∇C), still to be differentiated: a third derivative of C."""
     gradient = torch.autograd.grad(loss, parameters, create_graph=True)
-    product = torch.autograd.grad(dot(v, gradient), parameters, create_graph=True)
-    return dot(v, product)
-
-
-def dot(left: Iterable[Tensor], right: Iterable[Tensor]) -> Tensor:
-    return torch.stack([(a * b).sum() for a, b in zip(left, right, strict=True)]).sum()
+    product = torch.autograd.grad(gradient, parameters, v, create_graph=True)
+    return torch.stack([(a * b).sum() for a, b in zip(v, product, strict=True)]).sum()
 
 
 @contextmanager
 def recorded(layers: Mapping[str, Layer]) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Inside the block a forward pass, which calls each layer once, leaves the inputs a and the outputs s of all layers
-    here."""
+    """A forward pass inside the block leaves the inputs a and the outputs s of all layers here."""
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
-    names = {layer: name for name, layer in layers.items()}
+    calls = Counter[str]()
 
-    def hook(layer: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
-        name = names[layer]
-        if name in inputs:
-            raise ValueError(
-                f"layers must be called once in a forward pass, got {name!r} called again; use hgnp.Flatness"
-            )
+    def record(name: str, layer: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        calls[name] += 1
         inputs[name], outputs[name] = args[0].detach(), output
         return output.clone()  # an in-place activation after the layer must not change s
 
-    with removing_hooks(layer.register_forward_hook(hook) for layer in layers.values()):
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_hook(partial(record, name)))
         yield inputs, outputs
-
-
-@contextmanager
-def removing_hooks(handles: Iterable[Any]) -> Iterator[None]:
-    """Removes the hooks at the end of the block."""
-    handles = list(handles)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    for name in layers:
+        if calls[name] != 1:
+            raise ValueError(f"a pass must call layer {name!r} once, got {calls[name]} calls; use hgnp.Flatness")
 
 
 class PrimitiveBatchNorm(TorchFunctionMode):
@@ -188,19 +171,13 @@ def batch_norm(
     x: Tensor, mean: Tensor | None, var: Tensor | None, weight: Tensor | None, bias: Tensor | None, training: bool,
     momentum: float, eps: float,
 ) -> Tensor:  # fmt: skip
-    """weight·(x − E x)/√(Var x + ε) + bias for each channel, of elementary operations. Updates the running `mean` and `var`."""
+    """weight·(x − E x)/√(Var x + ε) + bias for each channel, of elementary operations."""
     if not training:
         return F.batch_norm(x, mean, var, weight, bias, False, momentum, eps)
-    n = x.numel() // x.shape[1]
-    if n == 1:
-        raise ValueError(f"BatchNorm needs more than 1 value per channel in training, got {tuple(x.shape)}")
+    F.batch_norm(x.detach(), mean, var, training=True, momentum=momentum)  # updates the running mean and var
     dims, shape = [0, *range(2, x.dim())], [1, -1] + [1] * (x.dim() - 2)
-    m = x.mean(dims, keepdim=True)
-    s = (x - m).square().mean(dims, keepdim=True)
-    if mean is not None and var is not None:
-        mean.lerp_(m.detach().flatten(), momentum)
-        var.lerp_(s.detach().flatten() * n / (n - 1), momentum)
-    y = (x - m) * torch.rsqrt(s + eps)
+    y = x - x.mean(dims, keepdim=True)
+    y = y * torch.rsqrt(y.square().mean(dims, keepdim=True) + eps)
     return y if weight is None or bias is None else y * weight.view(shape) + bias.view(shape)
 
 
@@ -228,7 +205,8 @@ def prune(
     A pruned neuron is masked: its output is read as zero, which equals its physical removal by `hgnp.prune`."""
     layers, parameters = chain(net), sum(p.numel() for p in net.parameters())
     masks = {name: layers[name].weight.detach().new_ones(len(layers[name].weight)) for name, _ in pairwise(layers)}
-    least = parameters_left(net, {name: m[:1] for name, m in masks.items()}) / parameters
+    one_each = {name: m[:1] for name, m in masks.items()}  # one living neuron in each layer
+    least = parameters_left(net, one_each) / parameters
     if keep < least:
         raise ValueError(f"keep must be at least {least:.4f}, with which every layer has one neuron, got {keep}")
     eigenvectors: Eigenvectors = {}
@@ -245,7 +223,7 @@ def prune(
                     masks[name][j] = 0
                     pruned += 1
                     kept = parameters_left(net, masks) / parameters
-            mask_eigenvectors(eigenvectors, layers, masks)
+            zero_pruned(layers, masks, eigenvectors)
             rounds.append(Round(epoch, {name: m.clone() for name, m in masks.items()}, kept))
         with gated(layers, masks):
             train(net, batches, optimizer, eigenvectors, **penalty)
@@ -253,7 +231,7 @@ def prune(
     for _ in range(finetune_epochs):
         with gated(layers, masks):
             train(net, loader, optimizer, eigenvectors, **penalty)
-    mask_weights(layers, masks)
+    zero_pruned(layers, masks, eigenvectors)  # momentum has moved some weights since; from now on there are no gates
     return rounds
 
 
@@ -264,15 +242,12 @@ def sensitivity(net: nn.Sequential, x: Tensor, y: Tensor, masks: Masks, **penalt
 
         δ_i^j = N·∂L/∂γ_i^j,     score_j = (1/N) Σ_i |δ_i^j|,     divided by the L2 norm of the layer's scores.
 
-    In evaluation mode, where BatchNorm does not mix samples."""
-    training, layers = net.training, chain(net)
+    In evaluation mode, where BatchNorm does not mix samples; then the network is in training mode again."""
     gates = {name: m.repeat(len(x), 1).requires_grad_() for name, m in masks.items()}
     net.eval()
-    try:
-        with gated(layers, gates):
-            objective = penalized_loss(net, x, y, **penalty).objective
-    finally:
-        net.train(training)
+    with gated(chain(net), gates):
+        objective = penalized_loss(net, x, y, **penalty).objective
+    net.train()
     deltas = torch.autograd.grad(objective, list(gates.values()))
     scores = {name: (len(x) * d).abs().mean(0) * masks[name] for name, d in zip(gates, deltas, strict=True)}
     smallest = torch.finfo(x.dtype).tiny  # the scores of a layer without influence are zero
@@ -287,7 +262,7 @@ def least_important_first(scores: Mapping[str, Tensor], masks: Masks) -> list[tu
 
 def parameters_left(net: nn.Module, masks: Masks) -> int:
     """‖W ⊙ M‖₀: a pruned neuron takes its row, its bias, its entries of norms and the columns that read it with it."""
-    left, share = 0, 1.0  # share: living neurons of the layer before
+    left, share = 0, 1.0  # share: fraction of the neurons of the layer before that live
     for name, module in net.named_modules():
         if isinstance(module, Layer):
             alive = int(masks[name].sum()) if name in masks else len(module.weight)
@@ -298,39 +273,31 @@ def parameters_left(net: nn.Module, masks: Masks) -> int:
     return left
 
 
-def gated(layers: Mapping[str, Layer], gates: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+def gated(layers: Mapping[str, Layer], gates: Mapping[str, Tensor]) -> ExitStack:
     """Inside the block every layer reads the n neurons of the layer before it through their gates, (n,) or (N, n)."""
 
-    def hook(gate: Tensor) -> Callable[[nn.Module, tuple[Tensor]], Tensor]:
-        def multiply(reader: nn.Module, args: tuple[Tensor]) -> Tensor:
-            (a,) = args  # (N, n, height, width), or (N, n·positions) after Flatten
-            if isinstance(reader, nn.Linear) and a.dim() != 2:
-                raise ValueError(f"Linear must read (samples, features), got {tuple(a.shape)}; use hgnp.prune")
-            return (a.reshape(len(a), gate.shape[-1], -1) * gate.unsqueeze(-1)).view_as(a)
+    def multiply(gate: Tensor, reader: nn.Module, args: tuple[Tensor]) -> Tensor:
+        (a,) = args  # (N, n, height, width), or (N, n·positions) after Flatten
+        if isinstance(reader, nn.Linear) and a.dim() != 2:
+            raise ValueError(f"Linear must read (samples, features), got {tuple(a.shape)}; use hgnp.prune")
+        return (a.reshape(len(a), gate.shape[-1], -1) * gate.unsqueeze(-1)).view_as(a)
 
-        return multiply
-
-    return removing_hooks(
-        [layers[reader].register_forward_pre_hook(hook(gates[name])) for name, reader in pairwise(layers)]
-    )
-
-
-@torch.no_grad()
-def mask_eigenvectors(eigenvectors: Eigenvectors, layers: Mapping[str, Layer], masks: Masks) -> None:
-    """Zeroes the entries of pruned neurons: the next step starts from the rest."""
-    for name, reader in pairwise(layers) if eigenvectors else ():
-        (_, v_gamma), (v_psi, _) = eigenvectors[name], eigenvectors[reader]
-        inputs = layers[reader].weight[0].numel()  # the entry after them is the bias
-        v_gamma.mul_(masks[name])
-        v_psi[:inputs].view(len(masks[name]), -1).mul_(masks[name].unsqueeze(1))
-
-
-@torch.no_grad()
-def mask_weights(layers: Mapping[str, Layer], masks: Masks) -> None:
-    """Zeroes the columns that read pruned neurons: the network then computes without gates what it did with them."""
+    hooks = ExitStack()
     for name, reader in pairwise(layers):
-        weight = layers[reader].weight
-        weight.view(len(weight), len(masks[name]), -1).mul_(masks[name].unsqueeze(1))
+        hooks.enter_context(layers[reader].register_forward_pre_hook(partial(multiply, gates[name])))
+    return hooks
+
+
+@torch.no_grad()
+def zero_pruned(layers: Mapping[str, Layer], masks: Masks, eigenvectors: Eigenvectors) -> None:
+    """Zeroes the columns of weights that read pruned neurons, and the entries of eigenvectors that belong to them."""
+    for name, reader in pairwise(layers):
+        m, weight = masks[name], layers[reader].weight
+        weight.view(len(weight), len(m), -1).mul_(m.unsqueeze(1))
+        if eigenvectors:
+            (_, v_gamma), (v_psi, _) = eigenvectors[name], eigenvectors[reader]
+            v_gamma.mul_(m)
+            v_psi[: weight[0].numel()].view(len(m), -1).mul_(m.unsqueeze(1))  # the entry after them is the bias's
 
 
 CHANNELWISE = (

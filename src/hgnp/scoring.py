@@ -113,10 +113,10 @@ def sensitivity(
         step, state = make_step(net, loss=loss, mu=0.0, output=output, reducer=ranks_of(group, net))
     else:
         step, state = step_and_state(flatness)
-    return scored(neurons, batches, step, state, criterion=criterion, mu=mu, coupling=coupling)
+    return compute_scores(neurons, batches, step, state, criterion=criterion, mu=mu, coupling=coupling)
 
 
-def scored(
+def compute_scores(
     neurons: Neurons,
     batches: Iterable[tuple[Any, Any]],
     step: Step,

@@ -154,7 +154,7 @@ def prune(
                 return {"finished": read_finished(folder, len(also))}
             return {"checkpoint": checkpoint.read(folder.checkpoint) if folder.checkpoint.exists() else None}
 
-        contents = checkpoint.from_first(reducer, read)
+        contents = checkpoint.from_rank_zero(reducer, read)
         assert contents is not None
         if "finished" in contents:
             return load_finished(contents["finished"], net, also, recipe, folder)
@@ -165,13 +165,13 @@ def prune(
         if device is not None:
             _move((net, *also), device)
         place = next(net.parameters()).device
-        joined = reducer.ranks if stored is None else stored["setup"].get("batches per global batch", 1)
-        batches = Batches(train, "train", unpack, place, reducer, joined)
-        held_out = None if val is None else Batches(val, "val", unpack, place, reducer, joined)
+        loader_batches = reducer.ranks if stored is None else stored["setup"].get("batches per global batch", 1)
+        batches = Batches(train, "train", unpack, place, reducer, loader_batches)
+        val_batches = None if val is None else Batches(val, "val", unpack, place, reducer, loader_batches)
         progress = _progress or _default_progress(verbose=verbose)
         if reducer.rank:
             progress = SilentProgress()
-        task = Task(batches, held_out, loss, metric, output, accumulate, reducer=reducer)
+        task = Task(batches, val_batches, loss, metric, output, accumulate, reducer=reducer)
         loop = TrainingLoop(net, task, recipe, folder, progress, _about or {})
         initial = None
         try:
@@ -238,7 +238,9 @@ def load_finished(
             snapshots=tuple(Snapshot(**each | {"path": path / each["path"]}) for each in stored.get("snapshots", ())),
         )  # fmt: skip
     except (KeyError, TypeError) as error:
-        raise InputError(f"{path / 'result.json'}: damaged: {error}; delete it, and resume writes it again") from None
+        raise InputError(
+            f"{path / 'result.json'} must be a run's result, got another ({error}); delete it, and resume writes it again"
+        ) from None
     changes: list[Change] = []
     for network, saved in zip((net, *also), finished["networks"], strict=True):
         try:

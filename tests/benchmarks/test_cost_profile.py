@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hgnp.experiments.build import prepare
-from hgnp.experiments.overrides import effective
+from hgnp.experiments.overrides import resolve_config
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import cost_profile
@@ -18,7 +18,7 @@ SETTINGS = [
 
 
 def test_a_run_and_its_steps_are_taken_apart() -> None:
-    made = prepare(effective("demo", data=None, method=None, settings=SETTINGS, seed=0, device="cpu"))
+    made = prepare(resolve_config("demo", data=None, method=None, settings=SETTINGS, seed=0, device="cpu"))
     before = {part: getattr(*place) for part, place in cost_profile.PARTS.items()}
     seconds = cost_profile.parts(made)
     assert {part: getattr(*place) for part, place in cost_profile.PARTS.items()} == before

@@ -11,7 +11,7 @@ import torch
 import hgnp
 from hgnp.experiments.build import prepare
 from hgnp.experiments.models import DigitsNet
-from hgnp.experiments.overrides import effective
+from hgnp.experiments.overrides import resolve_config
 from hgnp.progress import SilentProgress
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -27,7 +27,7 @@ SETTINGS = [
 def runs_of_both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
     """The folder of an ordinary run, that of one with its costs, stopped after the first epoch, and how often it was called."""
     ordinary, costly = (tmp_path_factory.mktemp("runs") / name for name in ("ordinary", "costly"))
-    experiment = prepare(effective("demo", data=None, method=None, settings=SETTINGS, seed=3, device="cpu"))
+    experiment = prepare(resolve_config("demo", data=None, method=None, settings=SETTINGS, seed=3, device="cpu"))
     experiment.run(out=ordinary, resume=False, progress=SilentProgress())
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
     command = ["demo", "--seed", "3", "--device", "cpu", "--out", str(costly), *settings]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hgnp
-from hgnp.experiments.overrides import effective
+from hgnp.experiments.overrides import resolve_config
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import results
@@ -39,7 +39,7 @@ class Random:
 def test_a_rivals_networks_are_fine_tuned_measured_and_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = effective("demo", data=None, method=None, settings=SETTINGS, seed=1, device="cpu")
+    config = resolve_config("demo", data=None, method=None, settings=SETTINGS, seed=1, device="cpu")
     monkeypatch.setattr(rivals, "configuration", lambda *given: config)
     monkeypatch.setattr(rivals, "pruner_of", Random)
     given: Any = argparse.Namespace(out=tmp_path / "results" / "cifar10-rivals", data=None, device="cpu", set=[])

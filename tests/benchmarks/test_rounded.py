@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from hgnp.experiments.build import prepare
-from hgnp.experiments.overrides import effective
+from hgnp.experiments.overrides import resolve_config
 from hgnp.experiments.reload import networks
 from hgnp.progress import SilentProgress
 
@@ -18,7 +18,7 @@ SETTINGS = [
 
 
 def test_widths_are_the_nearest_multiples(tmp_path: Path) -> None:
-    experiment = prepare(effective("demo", data=None, method=None, settings=SETTINGS, seed=3, device="cpu"))
+    experiment = prepare(resolve_config("demo", data=None, method=None, settings=SETTINGS, seed=3, device="cpu"))
     result = experiment.run(out=tmp_path / "run", resume=False, progress=SilentProgress())
     experiment.config.write(tmp_path / "run" / "config.yaml")
     left = result.history[-1]["widths"]

@@ -45,7 +45,7 @@ def test_help_has_whole_summaries_and_no_python_types(capsys: pytest.CaptureFixt
         (["run", "--seed", "three"], "Invalid value for '--seed'"),
         (["run", "--seed", "-3"], "seed must be a whole number from 0 to 4294967295, got -3"),
         (["run", "dem"], "preset must be a known one or a file, got 'dem'; did you mean demo?"),
-        (["run", "missing.yaml"], "missing.yaml: no such file"),
+        (["run", "missing.yaml"], "configuration must be an existing file, got missing.yaml"),
         (["run", "."], "preset must be a known one or a file, got '.'"),
         (["run", "--set", "recipe.kepe=0.1"], "recipe: key must be a known one, got 'kepe'; did you mean keep"),
         (["run", "--set", "recipe.keep=7"], "recipe.keep must be a fraction > 0 and ≤ 1, got 7"),

@@ -13,6 +13,7 @@ import hgnp
 from command import call
 from hgnp.experiments.data import digits
 from hgnp.experiments.models import DigitsNet
+from run_cases import write_run
 
 QUICK = [
     "--set", "model_args.width=8", "--set", "data_args.batch=256", "--set", "recipe.warmup_epochs=1", "--set",
@@ -33,6 +34,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def small(runs: Path) -> torch.nn.Module:
     return hgnp.load(runs / "hgnp", DigitsNet(width=8)).eval()
+
+
+@pytest.mark.parametrize("command", ["report", "compare", "paper", "bench", "export"])
+def test_a_run_with_a_former_name_of_an_option_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(Path("old") / "run")
+    info = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(info | {"recipe": info["recipe"] | {"rest_closed": True}}))
+    given = ["old"] if command == "paper" else [str(folder)]
+    assert call(command, *given, *(["small.onnx"] if command == "export" else [])) == 2
+    assert capsys.readouterr().err == (
+        f"hgnp: {folder / 'run.json'}: recipe: rest_closed is now called skip_inactive; rename it\n"
+    )
 
 
 def test_compare(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

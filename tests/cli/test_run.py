@@ -242,7 +242,7 @@ def test_a_finished_run_whose_result_is_damaged_says_so(
     (finished / "result.json").write_text(text)
     assert call("run", *TINY, "--out", "x", "--resume") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "result.json: damaged" in line
+    assert "result.json must be " in line
 
 
 @pytest.mark.usefixtures("finished")
@@ -259,7 +259,11 @@ def test_what_a_terminal_cannot_show_is_replaced(monkeypatch: pytest.MonkeyPatch
     [
         ("unpack=failing:unpack", "def unpack(a, b):\n    pass\n", "unpack must take the batches of train, but failed"),
         ("output=nope", "", "output must take what net returns, a Tensor, but failed"),
-        ("data=failing:data", "def data(**given):\n    open('nowhere.csv')\n", "data: data failed: FileNotFoundError"),
+        (
+            "data=failing:data",
+            "def data(**given):\n    open('nowhere.csv')\n",
+            "data: data must find its files, but failed: FileNotFoundError",
+        ),
         ("device=meta", "", "device must be one that PyTorch can use here, got meta"),
     ],
 )

@@ -39,8 +39,8 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a: [1", "bad.yaml is not YAML"),
-        (b"\xff\xfe", "bad.yaml is not text in UTF-8"),
+        (b"a: [1", "bad.yaml must be YAML, got text that is not"),
+        (b"\xff\xfe", "bad.yaml must be text in UTF-8, got invalid start byte at byte 0"),
         (b"", "got None"),
         (b"a: &a [*a]", "bad.yaml must have no alias inside its own anchor"),
         (b"a: 1", "bad.yaml: key must be a known one, got 'a'"),
@@ -132,7 +132,7 @@ def test_a_bug_in_a_model_factory_shows_its_traceback(code: str, error: type[Exc
 
 @pytest.mark.parametrize(
     ("code", "message"),
-    [("import nowhere\n", "mine needs the module nowhere"), ("def (\n", "mine.py line 1 is not Python")],
+    [("import nowhere\n", "got mine, which needs nowhere; install it"), ("def (\n", "mine.py line 1: ")],
 )
 def test_a_module_that_cannot_be_imported(code: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.py").write_text(code)

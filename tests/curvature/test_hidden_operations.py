@@ -83,6 +83,22 @@ def test_a_tangent_that_norms_cancel_is_not_taken_for_a_lost_one(kind: str, prec
         assert all(not route.startswith("hessian") for route in flat.routes.values())
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_training_in_bfloat16_far_from_zero_does_not_diverge(seed: int) -> None:
+    """A channel that varies by less than the spacing of its numbers would have a tangent of rounding error times 1/√ε."""
+    torch.manual_seed(seed)
+    net, x = HEALTHY["far from zero"]()
+    y = torch.randint(0, 4, (len(x),))
+    flat = Flatness(net, bound=-1.0, mu=0.1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(20):
+        optimizer.zero_grad()
+        with running("bfloat16"):
+            loss = flat.backward(x, y)
+        assert loss < 3
+        optimizer.step()
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", CASES)
 def test_no_operation_of_the_zoo_hides_a_tangent(name: str, training: bool) -> None:

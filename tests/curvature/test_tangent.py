@@ -38,6 +38,19 @@ def inplace(x):
     return z.view(x.shape)
 
 
+def shared_tangents(x):
+    y = x + 1.0  # its tangent is that of x
+    y.neg_()
+    y.cumsum_(1)
+    return 2 * x + y
+
+
+def into_constants(x):
+    y = torch.ones_like(x)
+    y *= x
+    return y * x
+
+
 def arithmetic(x):
     return (1 - x) / 2 + 3 * x - x / (2 + x * x) + 2 / (x.exp() + 1) + (-x) ** 3 - x.abs().sqrt().mean() + x.mT.mT
 
@@ -68,6 +81,9 @@ def constants(x):
 ZOO = {
     "views": views,
     "in place": inplace,
+    "in place, with a tangent that another tensor shares": shared_tangents,
+    "in place, into a constant": into_constants,
+    "differences from a constant": lambda x: torch.diff(x, prepend=torch.ones_like(x[..., :1])),
     "arithmetic": arithmetic,
     "reductions": reductions,
     "products": products,
@@ -174,6 +190,29 @@ def test_batch_norm_with_its_tangent(shape, affine):
         ours = torch.autograd.grad(part.square().sum(), leaves, retain_graph=True, materialize_grads=True)
         want = torch.autograd.grad(other.square().sum(), leaves, retain_graph=True, materialize_grads=True)
         torch.testing.assert_close(ours, want, rtol=1e-10, atol=1e-11)
+
+
+def test_a_channel_that_half_precision_cannot_tell_from_a_constant_has_no_tangent():
+    """Its variation is rounding, which 1/√ε would blow up. The other channels are those of float64, and y is untouched."""
+    torch.manual_seed(0)
+    s = torch.randn(16, 3)
+    s[:, 1] = 500 + s[:, 1] / 2  # numbers near 500 are 2 apart in bfloat16
+    s, ds, Y, Z = (x.bfloat16() for x in (s, *torch.randn(3, 16, 3)))
+    keep = torch.tensor([True, False, True])
+
+    def adjoints(dtype, keep):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (s, ds)] + [torch.ones(3, requires_grad=True)]
+        weight = leaves[2].to(torch.promote_types(dtype, torch.float32))
+        y, dy = BatchNormDual.apply(*leaves[:2], weight, None, None, None, 0.1, 1e-5, None)
+        return y, dy, torch.autograd.grad((Y.to(dtype) * y).sum() + (Z.to(dtype) * dy * keep).sum(), leaves)
+
+    y, dy, ours = adjoints(torch.bfloat16, torch.ones(3, dtype=torch.bfloat16))
+    exact_y, exact_dy, exact = adjoints(torch.float64, keep)
+    close = {"rtol": 0.03, "atol": 0.03}
+    torch.testing.assert_close(y.double(), exact_y, **close)
+    torch.testing.assert_close(dy.double(), exact_dy * keep, **close)
+    for got, want in zip(ours, exact, strict=True):
+        torch.testing.assert_close(got.double(), want.double(), rtol=0.03, atol=0.03 * float(want.abs().max()))
 
 
 def stale_view(x):

@@ -2,7 +2,7 @@
 
 It leaves out what a graph itself does; test_graphed_cuda.py has that."""
 
-import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import hgnp
-from graphed_cases import Again, Net, Stand, prepared, stand_in
+from graphed_cases import Again, Net, Stand, prepared, replays, stand_in
 from hgnp.curvature import device, eigen
 from hgnp.curvature.step import make_step
 from hgnp.execution.graphed import Graphed
 from hgnp.execution.graphs import CaptureError
 from hgnp.flatness import step_and_state
+from hgnp.training.data import Prefetcher
 
 
 def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
@@ -30,16 +31,17 @@ def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
     if stood_in:
         Stand.graphed = trainer = Graphed(*step_and_state(flat))
     losses, seen = [], []
-    for number, (x, y) in enumerate(data):
-        if number == 22:
-            neurons.remove(neurons.least(hgnp.sensitivity(net, neurons, [(x, y)], flatness=flat), 5), optimizer)
-        flat.mu = choices["mu"] * min(1.0, (number + 1) / 6)
-        if not stood_in or number % 3:  # graphs put their gradients in place of those that are there
-            optimizer.zero_grad(set_to_none=True)
-        losses.append(trainer.backward(x, y).item())
-        optimizer.step()
-        seen.append((not step_and_state(flat)[1].plan.penalty, flat.block, flat.curvature, flat.radius))
-    assert not stood_in or (trainer.refused is None and len(trainer._graphs) > 1)
+    with replays() as replayed:
+        for number, (x, y) in enumerate(data):
+            if number == 22:
+                neurons.remove(neurons.least(hgnp.sensitivity(net, neurons, [(x, y)], flatness=flat), 5), optimizer)
+            flat.mu = choices["mu"] * min(1.0, (number + 1) / 6)
+            if not stood_in or number % 3:  # graphs put their gradients in place of those that are there
+                optimizer.zero_grad(set_to_none=True)
+            losses.append(trainer.backward(x, y).item())
+            optimizer.step()
+            seen.append((not step_and_state(flat)[1].plan.penalty, flat.block, flat.curvature, flat.radius))
+    assert not stood_in or (trainer.refused is None and len(replayed) > 20)
     return losses, seen, {name: tensor.clone() for name, tensor in net.state_dict().items()}
 
 
@@ -98,23 +100,23 @@ def test_a_scale_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(twice, [2 * grad for grad in once], rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("refused", ["loss", "q", "term"])
-def test_a_step_whose_piece_cannot_be_captured_is_made_once(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the paper's order: what the pieces before it did stands."""
-
-    class Unable(Stand):
-        def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
-            piece = inspect.getclosurevars(work).nonlocals["piece"]
-            if getattr(piece, "func", piece).__name__ == {"q": "_tangents"}.get(refused, f"_{refused}"):
-                raise CaptureError("it cannot")
-            return super().capture(work)
-
+@pytest.mark.parametrize("stage", ["backward_loss_and_refresh", "tangents", "backward_term"])
+def test_a_step_whose_piece_cannot_be_captured_is_made_once(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the paper's order, with a stage of each piece: what the pieces before it did stands."""
+    stand_in(monkeypatch)
     found = []
-    for stand in (Unable, Stand):
-        stand_in(monkeypatch, stand)
+    for able in (False, True):
         torch.manual_seed(0)
         net = Net().double()
         step, state = make_step(net, mu=0.05, bound=-1.0, direction_from="this_batch")
+        run = getattr(step, stage)
+
+        def captured(*args: Any, run: Any = run, able: bool = able, **kwargs: Any) -> Any:
+            if Stand.recording and not able:
+                raise CaptureError("it cannot")
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(step, stage, captured)
         Stand.graphed = graphed = Graphed(step, state)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
         for _ in range(6):
@@ -122,7 +124,7 @@ def test_a_step_whose_piece_cannot_be_captured_is_made_once(refused: str, monkey
             optimizer.zero_grad(set_to_none=True)
             graphed.backward(x, y)
             optimizer.step()
-        assert graphed.refused == ("it cannot" if stand is Unable else None)
+        assert graphed.refused == (None if able else "it cannot")
         found.append(net.state_dict())
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
 
@@ -194,6 +196,50 @@ def test_layers_that_only_some_batches_meet(choices: dict[str, Any], monkeypatch
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)
 
 
+class Branches(nn.Module):
+    """The branch with the larger input has the larger λ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.left(x[:, :3])) + torch.tanh(self.right(x[:, 3:]))
+
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ORDERS = {
+    "this_batch": {"direction_from": "this_batch"},
+    "last_batch": {},
+    "skip_inactive": {"refresh_every": 2, "skip_inactive": True},  # every other step refreshes v, without a penalty
+}
+
+
+@pytest.mark.parametrize("executor", ["eager", "stand-in", pytest.param("cuda", marks=CUDA)])
+@pytest.mark.parametrize("order", ORDERS)
+def test_v_stays_in_its_block_where_no_eigenvalue_is_finite(
+    order: str, executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its graph was captured while v was in another block."""
+    if executor != "cuda":
+        stand_in(monkeypatch)
+    torch.manual_seed(0)
+    device = "cuda" if executor == "cuda" else "cpu"
+    net, y = Branches().to(device, torch.double), torch.arange(8, device=device) % 4
+    flat, graphed, _ = prepared(net, bound=1e9, **ORDERS[order])
+    large = {"left": [1.0, 0.1], "right": [0.1, 1.0], "nan": [torch.nan, torch.nan]}
+    seen: list[str | None] = []
+    with replays() as replayed, graphed.running():
+        for kind in [*["left"] * 8, *["right"] * 4, *["nan"] * 4, "left"]:
+            x = torch.randn(8, 2, 3).double() * torch.tensor(large[kind]).view(2, 1)
+            (flat if executor == "eager" else graphed).backward(x.flatten(1).to(device), y)
+            seen.append(flat.block)
+    assert executor == "eager" or (graphed.refused is None and replayed)
+    assert (seen[7], seen[11]) == ("left", "right")
+    assert seen[12:16] == ["right"] * 4
+    assert seen[16] == ("left" if order == "this_batch" else "right")  # the lagged v is still that of the step before
+
+
 @pytest.mark.parametrize("change", ["freeze", "unfreeze", "elsewhere", "momentum", "loss", "bound", "hook", "none"])
 def test_what_is_done_to_the_network_between_epochs_is_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
@@ -205,12 +251,13 @@ def test_what_is_done_to_the_network_between_epochs_is_seen(change: str, monkeyp
         flat, graphed, optimizer = prepared(net, bound=-1.0, loss=nn.CrossEntropyLoss())
         for epoch in range(2):
             graphed.begin_epoch()
-            if epoch and stood_in:
-                assert bool(graphed._graphs) is (change in ("bound", "none"))
-            for _ in range(4):
+            for number in range(4):
                 x, y = torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
                 optimizer.zero_grad()
-                (graphed if stood_in else flat).backward(x, y)
+                with replays() as replayed:
+                    (graphed if stood_in else flat).backward(x, y)
+                if epoch and not number and stood_in:
+                    assert bool(replayed) is (change in ("bound", "none"))
                 optimizer.step()
             if change in ("freeze", "unfreeze"):
                 net.b.requires_grad_(change == "unfreeze")
@@ -253,3 +300,39 @@ def test_gradients_that_were_replaced_after_a_step_are_put_back(monkeypatch: pyt
                 optimizer.step()
         found.append(net.state_dict())
     torch.testing.assert_close(*found, rtol=1e-7, atol=1e-9)
+
+
+def test_a_refresh_without_a_penalty_does_not_send_q(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product with F takes q along v over the network; the host does not ask for it."""
+    stand_in(monkeypatch)
+    torch.manual_seed(0)
+    net, x, y = Net().double(), torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
+    flat, graphed, _ = prepared(net, bound=1e9, refresh_every=2, skip_inactive=True, direction_over="network")
+    state = step_and_state(flat)[1]
+    sent = set()
+    with replays() as replayed:
+        for _ in range(8):
+            graphed.backward(x, y)
+            assert state.statistics is not None
+            sent.add((state.plan.penalty, state.statistics.sent is not None))
+    assert {replay.piece for replay in replayed} >= {"unpenalized", "forward"}
+    assert sent >= {(True, True), (False, False)}
+    assert (False, True) not in sent
+
+
+def test_an_epoch_that_was_stopped_leaves_no_batch_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    torch.manual_seed(0)
+    batches = [(torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))) for _ in range(5)]
+    _, graphed, _ = prepared(Net().double(), bound=-1.0)
+    graphed.begin_epoch()
+    ahead = Prefetcher(batches)
+    graphed.fetch = ahead.fetch
+    for _, (x, y) in zip(range(4), ahead, strict=False):
+        graphed.backward(x, y)
+    left = weakref.ref(batches[4][0])
+    del batches, ahead, x, y
+    graphed.fetch = None
+    assert left() is not None
+    graphed.begin_epoch()
+    assert left() is None

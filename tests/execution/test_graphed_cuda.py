@@ -1,6 +1,7 @@
 """Steps from CUDA graphs compute what steps as they are compute."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hgnp
+from graphed_cases import graph_replays, replays
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.execution.eager import Eager
 from hgnp.execution.graphed import Graphed
-from hgnp.execution.optimizer import GraphedOptimizer
+from hgnp.execution.graphs import Capture
 from hgnp.flatness import step_and_state
 from hgnp.training.evaluate import Evaluation
 
@@ -97,10 +99,11 @@ def trained(captured: bool, dropout: float = 0.0, **choices: Any) -> tuple[nn.Mo
 )
 def test_the_same_trajectory(choices: dict[str, Any], dropout: float) -> None:
     """With dropout too: graphs draw the masks that steps as they are draw, and the passes of a step share them."""
-    model, losses, seen, graphed = trained(True, dropout, **choices)
+    with replays() as replayed:
+        model, losses, seen, graphed = trained(True, dropout, **choices)
     other, expected, also_seen, _ = trained(False, dropout, **choices)
     assert graphed.refused is None
-    assert graphed._graphs
+    assert replayed
     assert losses == pytest.approx(expected, rel=1e-7)
     torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-6, atol=1e-8)
     if choices["mu"]:
@@ -116,12 +119,12 @@ def test_sharpness_aware_steps_are_captured_too() -> None:
         graphed, eager = Graphed(step, state), Eager(step, state)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         losses = []
-        with graphed.running():
+        with graphed.running(), replays() as replayed:
             for x, y in batches(12):
                 optimizer.zero_grad(set_to_none=True)
                 losses.append((graphed if captured else eager).backward(x, y).item())
                 optimizer.step()
-        assert bool(graphed._graphs) is captured
+        assert bool(replayed) is captured
         found.append((losses, model.state_dict()))
     torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)
 
@@ -131,10 +134,10 @@ def test_validation_from_graphs_is_validation() -> None:
     neurons = hgnp.Neurons(model, data[0][0][:2])
     captured, plain = (Evaluation(model, F.cross_entropy, None, None, graphs=graphs) for graphs in (True, False))
     for _ in range(2):
-        assert captured(data) == pytest.approx(plain(data), rel=1e-9)
-        assert captured._replayed._graphs
+        with graph_replays() as replayed:
+            assert captured(data) == pytest.approx(plain(data), rel=1e-9)
+        assert replayed
         neurons.remove(neurons.least(hgnp.sensitivity(model, neurons, data[:1]), 6))
-        assert not captured._replayed._graphs
     with_metric = Evaluation(model, F.cross_entropy, lambda out, y: out.sum() + y.sum(), None, graphs=True)
     assert with_metric(data)[1] == pytest.approx(
         Evaluation(model, F.cross_entropy, lambda out, y: out.sum() + y.sum(), None)(data)[1]
@@ -178,11 +181,11 @@ def test_draws_that_graphs_cannot_repeat_are_not_captured() -> None:
         ("cuda", sam(Drawing("cuda").cuda()), False),
     ):
         graphed = Graphed(step, state)
-        with graphed.running():
+        with graphed.running(), replays() as replayed:
             losses = {graphed.backward(x, y).item() for _ in range(6)}
         assert len(losses) == 6, (device, step, state.mu)  # every step draws anew
         assert graphed.refused == (None if captured else "its forward draws random numbers"), (device, step, state.mu)
-        assert bool(graphed._graphs) is captured
+        assert bool(replayed) is captured
 
 
 def test_a_run_uses_it_and_goes_on_after_a_removal() -> None:
@@ -223,9 +226,14 @@ def test_the_optimizer_s_steps_come_from_a_graph_too(flatness: dict[str, str], m
     x = torch.randn(96, 3, 8, 8)
     y = (x[:, 0].mean((1, 2)) > 0).long()
     data = [(x[i : i + 16].cuda(), y[i : i + 16].cuda()) for i in range(0, 96, 16)]
-    captured: list[int] = []
-    capture = GraphedOptimizer._captured
-    monkeypatch.setattr(GraphedOptimizer, "_captured", lambda *args: (captured.append(0), capture(*args))[1])
+    captured: list[None] = []
+    capture = Capture.capture
+
+    def recorded(own: Capture, work: Callable[[], Any]) -> Any:
+        captured.extend([None] * isinstance(getattr(work, "__self__", None), torch.optim.Optimizer))
+        return capture(own, work)
+
+    monkeypatch.setattr(Capture, "capture", recorded)
     histories = []
     for execution in ("auto", "eager"):
         recipe = hgnp.Recipe(

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hgnp
-from graphed_cases import Again, Net, Stand, prepared, stand_in
+from graphed_cases import Again, Net, Stand, prepared, replays, stand_in
 from hgnp.curvature import eigen
 from hgnp.execution.graphed import Graphed
-from hgnp.execution.graphs import Capture, CaptureError, GraphedFunction, shape_key
+from hgnp.execution.graphs import Capture, CaptureError, GraphedFunction
 from hgnp.flatness import step_and_state
 
 
@@ -29,6 +29,7 @@ def test_a_step_whose_backward_pass_cannot_be_captured_is_made_once(
 ) -> None:
     """And what the captures took is let go before: it may be memory that they were refused for."""
     passes: list[weakref.ref[Any]] = []
+    failed: list[bool] = []
 
     class Unable(Stand):
         captures = 0
@@ -36,6 +37,7 @@ def test_a_step_whose_backward_pass_cannot_be_captured_is_made_once(
         def capture(self, work: Callable[[], Any]) -> tuple[Again, Any]:
             self.captures += 1
             if self.captures == refused:
+                failed.append(True)
                 raise CaptureError("it cannot")
             made = super().capture(work)
             passes.append(weakref.ref(self.graphed.state.current))
@@ -46,19 +48,20 @@ def test_a_step_whose_backward_pass_cannot_be_captured_is_made_once(
         stand_in(monkeypatch, stand)
         torch.manual_seed(0)
         flat, graphed, optimizer = prepared(Net().double(), bound=-1.0, refresh_every=refresh_every)
-        run = graphed._uncaptured
+        forward = graphed.step.forward
 
-        def uncaptured(*args: Any, run: Callable[..., Any] = run) -> Any:
-            assert not any(kept() for kept in passes)
-            return run(*args)
+        def released(*args: Any, forward: Callable[..., Any] = forward) -> Any:
+            assert not failed or not any(kept() for kept in passes)
+            return forward(*args)
 
-        monkeypatch.setattr(graphed, "_uncaptured", uncaptured)
-        for _ in range(7):
-            optimizer.zero_grad(set_to_none=True)
-            graphed.backward(*batch())
-            optimizer.step()
+        monkeypatch.setattr(graphed.step, "forward", released)
+        with replays() as replayed:
+            for _ in range(7):
+                optimizer.zero_grad(set_to_none=True)
+                graphed.backward(*batch())
+                optimizer.step()
         assert graphed.refused == ("it cannot" if stand is Unable else None)
-        assert bool(graphed._graphs) is (stand is Stand)
+        assert bool(replayed) is (stand is Stand)
         found.append(flat.net.state_dict())
     assert len(passes) == refused - 1
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
@@ -164,10 +167,11 @@ def test_what_was_seen_outlasts_other_graphs(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(3):
         graphed.backward(*batch())
     before = flat.residual, {name: part.clone() for name, part in flat.direction.items()}
-    for captured in graphed._graphs.values():
-        if captured.statistics is not None:
-            for tensor in (captured.statistics.penalized.residuals, *captured.statistics.penalized.vectors):
-                tensor.fill_(torch.nan)
+    own = [again.statistics for again in Stand.graphs if again.graphed is graphed and again.statistics is not None]
+    assert own
+    for statistics in own:
+        for tensor in (statistics.penalized.residuals, *statistics.penalized.vectors):
+            tensor.fill_(torch.nan)
     torch.testing.assert_close((flat.residual, flat.direction), before, rtol=0, atol=0)
 
 
@@ -176,12 +180,16 @@ def test_frozen_parameters_have_no_memory_for_gradients(monkeypatch: pytest.Monk
     stand_in(monkeypatch)
     torch.manual_seed(0)
     net = Net().double()
-    net.b.requires_grad_(False)
+    net.b = nn.Conv2d(8, 8, 5, padding=2).double().requires_grad_(False)  # of a shape that no other test has
     _, graphed, _ = prepared(net, bound=-1.0)
-    for _ in range(3):
-        graphed.backward(*batch())
-    assert graphed._graphs
-    assert set(graphed._grad_memory) == {p for p in net.parameters() if p.requires_grad}
+    with replays() as replayed:
+        for _ in range(3):
+            graphed.backward(*batch())
+    assert replayed
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) is Tensor]
+    assert any(x.shape == net.a.weight.shape for x in tensors)
+    assert not any(x.shape == net.b.weight.shape for x in tensors)
 
 
 def test_constants_that_graphs_read_are_kept() -> None:
@@ -200,13 +208,14 @@ def test_nothing_of_a_graph_s_memory_is_kept_in_the_state(
     stand_in(monkeypatch)
     torch.manual_seed(0)
     _, graphed, _ = prepared(Net().double(), **{"bound": -1.0} | choices)
-    for _ in range(4):
-        graphed.backward(*batch())
-    assert graphed._graphs
+    with replays() as replayed:
+        for _ in range(4):
+            graphed.backward(*batch())
+    assert replayed
     state = graphed.state
     held = [state.loss] if state.statistics is None else [state.loss, state.statistics.curvature]
-    for captured in graphed._graphs.values():
-        theirs = [captured.loss] if captured.statistics is None else [captured.loss, captured.statistics.curvature]
+    for again in [again for again in Stand.graphs if again.graphed is graphed]:
+        theirs = [again.result] if again.statistics is None else [again.result, again.statistics.curvature]
         pointers = {x.data_ptr() for x in theirs if x is not None}
         assert not pointers & {x.data_ptr() for x in held if x is not None}
     assert (state.current, state.collector, state.penalized) == (None, None, None)
@@ -217,7 +226,8 @@ def test_a_plain_step_that_fails_lets_its_pass_go(monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(0)
     net = Net().double()
     _, graphed, _ = prepared(net, mu=0.0)
+    graphed.backward(*batch())  # operation by operation, as the first of its shape
     monkeypatch.setattr(graphed.step, "backward_and_refresh", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        graphed._step(shape_key(batch(), graphed.device), batch())
+        graphed.backward(*batch())
     assert graphed.state.current is None

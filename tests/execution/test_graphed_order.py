@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphed_cases import Again, Net, Stand, prepared, stand_in
+from graphed_cases import Net, Stand, prepared, replays, stand_in
 from hgnp.curvature.step import Statistics, make_step
 from hgnp.execution.graphed import Graphed
 from hgnp.execution.graphs import shape_key
@@ -20,31 +20,28 @@ def test_pieces_are_captured_at_their_second_time_and_q_before_its_block_is_know
     net, x, y = Net().double(), torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))
     step, state = make_step(net, mu=0.05, bound=-1.0, direction_from="this_batch")
     Stand.graphed = graphed = Graphed(step, state)
-    graphed.backward(x, y)
-    assert not graphed._graphs
-    graphed.backward(x, y)
-    assert {key.piece for key in graphed._graphs} == {"loss", "q", "term"}
-    order: list[str] = []
-    replay, direction = Again.replay, graphed.state.direction
+    direction = graphed.state.direction
     name = direction.name
+    with replays() as replayed:
+        graphed.backward(x, y)
+        assert not replayed
+        graphed.backward(x, y)
+        assert {replay.piece for replay in replayed} == {"loss", "q", "term"}
+        replayed.clear()
+        graphed.backward(x, y)
+        assert [replay.piece for replay in replayed] == ["loss", "q", "term"]
+        replayed.clear()
+        before: list[int] = []
 
-    def replayed(again: Again) -> None:
-        order.append(next(key.piece for key, captured in graphed._graphs.items() if captured.graph is again))
-        replay(again)
+        def named() -> str | None:
+            if not Stand.capturing:  # in a graph it is known
+                before.append(len(replayed))
+            return name()
 
-    def named() -> str | None:
-        if not Stand.capturing:  # in a graph it is known
-            order.append("name")
-        return name()
-
-    monkeypatch.setattr(Again, "replay", replayed)
-    graphed.backward(x, y)
-    first = list(order)
-    assert first == ["loss", "q", "term"]
-    order.clear()
-    monkeypatch.setattr(direction, "name", named)
-    graphed.backward(x, y)
-    assert order == ["loss", "q", "name", "term"]
+        monkeypatch.setattr(direction, "name", named)
+        graphed.backward(x, y)
+    assert [replay.piece for replay in replayed] == ["loss", "q", "term"]
+    assert before == [2]
 
 
 @pytest.mark.parametrize("direction_from", ["last_batch", "this_batch"])
@@ -91,17 +88,10 @@ def test_the_backward_pass_is_chosen_once_q_is_known(
     Stand.graphed = graphed = Graphed(step, state)
     for _ in range(9):
         graphed.backward(x, y)
-    order: list[str] = []
-    replay = Again.replay
-
-    def replayed(again: Again) -> None:
-        order.append(next(key.piece for key, captured in graphed._graphs.items() if captured.graph is again))
-        replay(again)
-
-    monkeypatch.setattr(Again, "replay", replayed)
-    for _ in range(3):
-        graphed.backward(x, y)
-    assert order == ["forward", back] * 3
+    with replays() as replayed:
+        for _ in range(3):
+            graphed.backward(x, y)
+    assert [replay.piece for replay in replayed] == ["forward", back] * 3
     assert graphed.state.current is None
 
 

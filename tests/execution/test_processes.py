@@ -61,7 +61,7 @@ def test_a_run_from_graphs_is_that_of_the_joint_batch(name: str, two: list[Any])
     want = run_case(name, 1, samples=FOR_GRAPHS)
     for rank in two:
         torch.testing.assert_close(rank["stood_in_run"][name], want, **CLOSE)
-        assert rank["stood_in_run"][f"{name}: graphs"] > 0
+        assert rank["stood_in_run"][f"{name}: replays"] > 0
 
 
 def test_a_loop_of_ones_own_is_that_of_the_joint_batch(two: list[Any], three: list[Any]) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hgnp
-from graphed_cases import Again, Stand, stand_in
+from graphed_cases import Again, Stand, replays, stand_in
 from hgnp.curvature.direction import Direction
 from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import State, Step, make_step
@@ -21,7 +21,7 @@ from hgnp.execution.executor import Executor
 from hgnp.execution.graphed import Graphed
 from hgnp.execution.graphs import CaptureError
 from hgnp.reducer import LOCAL, Reducer
-from hgnp.scoring import scored
+from hgnp.scoring import compute_scores
 from ranks import run_ranks
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -94,7 +94,7 @@ def trained(
         )
         optimizer.step()
         found["weights"].append({name: tensor.clone() for name, tensor in net.state_dict().items()})
-    found["scores"] = scored(neurons, data[:3], step, state, criterion="taylor", mu=mu, coupling="coupled")
+    found["scores"] = compute_scores(neurons, data[:3], step, state, criterion="taylor", mu=mu, coupling="coupled")
     return found
 
 
@@ -150,6 +150,20 @@ def test_the_network_s_product_is_summed_over_ranks() -> None:
     assert set(compare(True, "labels", (5, 3), make)["blocks"]) == {"network"}
 
 
+def test_the_objectives_of_ranks_add_up_to_that_of_the_joint_batch() -> None:
+    ((x, y),) = batches("labels", 8, steps=1)
+
+    def objective(x: Tensor, y: Tensor, reducer: Reducer) -> Tensor:
+        step, state = make_step(made(norm=True), mu=0.1, bound=-2.0, reducer=reducer)
+        step.share(state, x, y)
+        v = step.direction_of(state, x, y)
+        return step.objective(state, x, y, mu=state.mu, direction=v).value().detach()
+
+    shares = list(zip(x.split([5, 3]), y.split([5, 3]), strict=True))
+    have = run_ranks(2, lambda rank, reducer: objective(*shares[rank], reducer))
+    torch.testing.assert_close(have[0] + have[1], objective(x, y, LOCAL), **CLOSE)
+
+
 LOSSES = {
     "labels": F.cross_entropy,
     "ignored": partial(F.cross_entropy, weight=torch.tensor([0.2, 1.0, 3.0], dtype=torch.double)),
@@ -192,7 +206,7 @@ def test_scores_of_a_batch_as_a_whole_are_summed_before_their_absolute_value() -
     def scores(net: nn.Module, data: list[tuple[Tensor, Tensor]], reducer: Reducer) -> Any:
         neurons = hgnp.Neurons(net, torch.zeros(2, 4, 2, dtype=torch.double))
         step, state = make_step(net, mu=0.0, reducer=reducer)
-        return scored(neurons, data, step, state, criterion="taylor", mu=None, coupling="coupled")
+        return compute_scores(neurons, data, step, state, criterion="taylor", mu=None, coupling="coupled")
 
     split = [[(x[:7], y[:7]), (x[7:], y[7:])] for x, y in joint]  # of a single sample nobody knows where it leads
     have = run_ranks(2, lambda rank, reducer: scores(copy.deepcopy(net), [each[rank] for each in split], reducer))
@@ -241,9 +255,11 @@ def compare_graphed(name: str) -> list[Graphed]:
 @pytest.mark.parametrize("name", GRAPHED)
 def test_ranks_whose_steps_come_from_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
-    for graphed in compare_graphed(name):
+    with replays() as replayed:
+        ranks = compare_graphed(name)
+    for graphed in ranks:
         assert graphed.refused is None
-        assert graphed._graphs
+        assert any(replay.state is graphed.state for replay in replayed)
 
 
 @pytest.mark.parametrize("capture", [1, 2, 3])

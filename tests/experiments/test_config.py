@@ -40,7 +40,7 @@ def test_what_cannot_be_a_configuration_is_named(changes: dict[str, object], mes
 def test_a_file_that_is_not_plain_yaml_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text(text)
-    with pytest.raises(ValueError, match=r"my\.yaml is not YAML: ") as caught:
+    with pytest.raises(ValueError, match=r"my\.yaml must be YAML, got text that is not: ") as caught:
         read(file)
     assert "\n" not in str(caught.value)
 
@@ -92,7 +92,7 @@ def test_a_file_without_keys_is_refused(text: str) -> None:
 
 def test_bytes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"my\.yaml is not text in UTF-8"):
+    with pytest.raises(ValueError, match=r"my\.yaml must be text in UTF-8"):
         read(tmp_path / "my.yaml")
 
 
@@ -122,7 +122,7 @@ def test_settings_reach_any_key_and_are_parsed_as_yaml() -> None:
         ("=3", "--set must be KEY=VALUE"),
         ("seed.deep=3", "seed must be a whole number.*, got 'deep' inside it"),
         ("recipe.mu.x=3", r"recipe\.mu must be a mapping, got 0\.001"),
-        ("recipe.mu={", "'{' is not YAML"),
+        ("recipe.mu={", "'{' must be YAML, got text that is not"),
         ("seed=abc", "command line: seed must be .*, got 'abc'"),
     ],
 )

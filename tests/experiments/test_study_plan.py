@@ -9,7 +9,7 @@ import pytest
 
 from command import call
 from hgnp.experiments import presets, studies
-from hgnp.experiments.overrides import completed, effective
+from hgnp.experiments.overrides import resolve_config, with_complete_recipe
 from hgnp.experiments.study_plan import StudyPlan, check_seeds, read
 from hgnp.experiments.study_runs import slots_for
 
@@ -48,10 +48,10 @@ def test_the_command_of_a_run_gives_the_configuration_that_is_checked() -> None:
             options[option] = [*options["--set"], value] if option == "--set" else value
         assert words[:2] == ["run", "demo"]
         assert (words[-1], options["--out"]) == ("--resume", f"out/{run.name}")
-        made = effective(
+        made = resolve_config(
             "demo", data=None, method=options["--method"], settings=options["--set"], seed=int(options["--seed"]), device="cpu"
         )  # fmt: skip
-        assert completed(made) == run.config
+        assert with_complete_recipe(made) == run.config
         assert made.about == "ü, 'a' = \"b\""
         assert made.recipe["mu"] == 1e-5
 
@@ -106,7 +106,7 @@ def test_the_command_refuses_in_one_line(
     Path("own.yaml").write_text("networks: [{config: demo, data: x}]\nmethods: hgnp\n")
     for arguments, message in (
         (["dem"], "study must be a known one or a file, got 'dem'; did you mean demo"),
-        (["missing.yaml"], "missing.yaml: no such file"),
+        (["missing.yaml"], "study must be an existing file, got missing.yaml"),
         (["list.yaml"], "list.yaml must be a mapping with networks and methods, got ['a', 'b']"),
         (["bomb.yaml"], "bomb.yaml must expand to at most 10,000 values"),
         (["own.yaml", "--data", "y"], "--data must be left out, got 'y': each network of the study has its own data"),
@@ -207,10 +207,10 @@ def test_a_study_that_comes_with_hgnp_is_of_its_preset(name: str) -> None:
     if name.startswith("alexnet"):
         for ablation in ("no-training-term", "no-scoring-term"):
             suffix = "-fast" if name.endswith("-fast") else ""
-            same = effective(
+            same = resolve_config(
                 f"alexnet-flowers-{ablation}{suffix}", data="x", method=None, settings=(), seed=0, device=None
             )
-            assert runs[ablation].settings() == completed(same).settings()
+            assert runs[ablation].settings() == with_complete_recipe(same).settings()
     if name.startswith("vgg16"):
         assert tuple(hgnp["snapshots"]) == (0.144, 0.1, 0.05)
     assert made.seeds == ((0, 1, 2) if name == "vgg16-cifar10-fast" else (0,))

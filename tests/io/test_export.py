@@ -242,7 +242,7 @@ WRONG: dict[str, tuple[nn.Module, Any, str]] = {
     ),
     "loose": (Loose(4, 2), {"x": torch.randn(2, 4)}, r"Loose\.forward must name its inputs, got x through \*\*inputs"),
     "silent": (Silent(4, 2), torch.randn(2, 4), "net must return at least one tensor"),
-    "shape": (nn.Linear(4, 2), torch.randn(2, 5), "net cannot run on example_input: RuntimeError: mat1"),
+    "shape": (nn.Linear(4, 2), torch.randn(2, 5), "net must run on example_input, but failed: RuntimeError: mat1"),
     "missing": (
         Two(),
         torch.randn(2, 4),

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,9 +70,9 @@ def _damage(folder: Path, file: str, old: str, new: str) -> None:
             r"run\.json: format must be at most 1, got 2, which a newer hgnp wrote; upgrade hgnp",
         ),
         ("run.json", '"format": 1', '"format": "x"', r"format must be a whole number, got 'x'"),
-        ("run.json", '"method": "hgnp"', '"method": 3', r"run\.json: method is 3; the file is damaged"),
-        ("run.json", "{", "", r"run\.json is damaged: not JSON"),
-        ("metrics.jsonl", '"epoch": 1,', '"epoch": 1', r"metrics\.jsonl line 2 is damaged: not JSON"),
+        ("run.json", '"method": "hgnp"', '"method": 3', r"run\.json: method must be a string, got 3; the file"),
+        ("run.json", "{", "", r"run\.json must be JSON, got text that is not \(.*\); it is damaged"),
+        ("metrics.jsonl", '"epoch": 1,', '"epoch": 1', r"metrics\.jsonl line 2 must be JSON"),
         (
             "metrics.jsonl",
             '"epoch": 1,',
@@ -82,7 +83,8 @@ def _damage(folder: Path, file: str, old: str, new: str) -> None:
         ("metrics.jsonl", '"kept": 1.0', '"kept": "all"', r"line 1: kept must be a number, got 'all'"),
         ("metrics.jsonl", '"phase": "warmup"', '"phase": 1', r"line 1: phase must be a string, got 1"),
         ("metrics.jsonl", '"widths": {', '"widths": 3, "x": {', r"line 1: widths must be an object, got 3"),
-        ("result.json", "{", "[1]\n", r"result\.json is damaged"),
+        ("result.json", "{", "[1]\n", r"result\.json must be JSON, got text that is not"),
+        ("result.json", "{", "3\n", r"result\.json must be JSON"),
     ],
 )
 def test_damage_is_named_in_one_line(tmp_path: Path, file: str, old: str, new: str, message: str) -> None:
@@ -93,10 +95,29 @@ def test_damage_is_named_in_one_line(tmp_path: Path, file: str, old: str, new: s
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("old", "message"),
+    [
+        ({"v_every": 8}, "recipe: v_every is now called refresh_every; rename it"),
+        ({"multiple": 8}, "recipe: multiple is now called round_to; rename it"),
+        ({"flatness": {"labels": "mc"}}, "recipe.flatness: labels is now called fisher_type; rename it"),
+        ({"flatness": {"norm": "frozen"}}, "recipe.flatness: norm was removed: .*; omit it"),
+    ],
+)
+def test_former_names_of_options_are_refused_with_the_new_name(
+    old: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = write_run(tmp_path / "run")
+    info = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(info | {"recipe": info["recipe"] | old}))
+    with pytest.raises(ValueError, match=rf"run\.json: {message}"):
+        read(folder)
+
+
 def test_bytes_that_are_no_text_are_damage(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "metrics.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="is not text"):
+    with pytest.raises(ValueError, match="must be text in UTF-8, got invalid start byte at byte 0"):
         read(folder)
 
 

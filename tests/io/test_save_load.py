@@ -169,7 +169,12 @@ def refused(file: Path, net: nn.Module, message: str, kind: type[Exception] = Va
 
 
 def test_loading_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    refused(tmp_path / "nothing", make(), "no such file; hgnp.save writes it", FileNotFoundError)
+    refused(
+        tmp_path / "nothing",
+        make(),
+        "path must be a file or folder that hgnp.save wrote, got .*, which does not exist",
+        FileNotFoundError,
+    )
 
 
 def test_a_truncated_file(small: tuple[nn.Sequential, Path]) -> None:
@@ -177,7 +182,7 @@ def test_a_truncated_file(small: tuple[nn.Sequential, Path]) -> None:
     whole = file.read_bytes()
     for size in [0, 4, 8, 100, len(whole) // 2, len(whole) - 1]:
         file.write_bytes(whole[:size])
-        refused(file, make(), "not a readable safetensors file")
+        refused(file, make(), "must be a safetensors file, but cannot be read")
 
 
 def test_an_altered_file(small: tuple[nn.Sequential, Path]) -> None:
@@ -188,7 +193,7 @@ def test_an_altered_file(small: tuple[nn.Sequential, Path]) -> None:
         altered = bytearray(whole)
         altered[place] ^= 1
         file.write_bytes(bytes(altered))
-        refused(file, make(), "damaged|not a readable safetensors file|not written by hgnp.save")
+        refused(file, make(), "damaged|must be a safetensors file|must be written by hgnp.save")
 
 
 def rewrite(file: Path, change: Any) -> None:
@@ -214,9 +219,9 @@ def grow(about: Any, tensors: dict[str, Tensor]) -> None:
     ("change", "message"),
     [
         (lambda about, tensors: about.update(format=2), "format must be at most 1, got 2, which a newer hgnp wrote"),
-        (lambda about, tensors: about.update(format="1"), "its description is damaged"),
-        (lambda about, tensors: about.update(modules=[]), "its description is damaged"),
-        (lambda about, tensors: about.pop("class"), "its description is damaged"),
+        (lambda about, tensors: about.update(format="1"), "its metadata must describe a network"),
+        (lambda about, tensors: about.update(modules=[]), "its metadata must describe a network"),
+        (lambda about, tensors: about.pop("class"), "its metadata must describe a network"),
         (
             lambda about, tensors: about["modules"]["0"][1].update(groups=0),
             "layer '0' must have at least the widths of the file",
@@ -264,15 +269,15 @@ def test_tensors_that_do_not_fit_each_other(small: tuple[nn.Sequential, Path]) -
 
 def test_a_file_of_somebody_else(tmp_path: Path) -> None:
     save_file(make().state_dict(), tmp_path / "other.safetensors")
-    refused(tmp_path / "other.safetensors", make(), "not written by hgnp.save")
+    refused(tmp_path / "other.safetensors", make(), "it must be written by hgnp.save")
     (tmp_path / "header.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
-    refused(tmp_path / "header.safetensors", make(), "not a readable safetensors file")
+    refused(tmp_path / "header.safetensors", make(), "must be a safetensors file, but cannot be read")
 
 
 def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
     bomb = tmp_path / "model.safetensors"
     torch.save({"x": Bomb(tmp_path / "boom")}, bomb)
-    refused(tmp_path, make(), "not a readable safetensors file")
+    refused(tmp_path, make(), "must be a safetensors file, but cannot be read")
     assert not (tmp_path / "boom").exists()
 
 

@@ -289,7 +289,7 @@ def test_an_exception_that_the_network_catches_is_traced_correctly() -> None:
 def test_an_error_names_the_layer_that_raised_it() -> None:
     net = Spare()
     net.b = nn.Linear(3, 6)
-    with pytest.raises(ValueError, match=r"^net\(example_input\) failed in b \(eval mode\)"):
+    with pytest.raises(ValueError, match=r"^net must run on example_input in eval mode, but failed in b: "):
         hgnp.Neurons(net, torch.randn(5, 4))
 
 

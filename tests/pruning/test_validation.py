@@ -22,7 +22,7 @@ def test_net_and_example_input_are_checked() -> None:
         TypeError, match=r"^example_input must be a tensor, a tuple or a dict of keyword arguments, got int$"
     ):
         Neurons(three_layers(nn.Linear(6, 7)), 5)
-    with pytest.raises(ValueError, match=r"net\(example_input\) failed in 0 \(eval mode\)"):
+    with pytest.raises(ValueError, match=r"net must run on example_input in eval mode, but failed in 0: "):
         Neurons(three_layers(nn.Linear(6, 7)), VECTORS[:, :3])
 
 

@@ -178,6 +178,33 @@ def test_runs_of_prune_are_grouped_by_recipe(tmp_path: Path) -> None:
     assert [(group.label, group.seeds) for group in study.groups] == [("hgnp", (0, 1))]
 
 
+def test_equal_recipes_are_one_group_however_they_are_written(tmp_path: Path) -> None:
+    """An older hgnp had fewer fields; a choice of the flatness term may be named or be the default."""
+    folders = [write_run(tmp_path / str(seed), seed=seed) for seed in range(3)]
+    older = json.loads((folders[1] / "run.json").read_text())
+    del older["recipe"]["scheduler_interval"], older["recipe"]["nesterov"]
+    (folders[1] / "run.json").write_text(json.dumps(older))
+    named = json.loads((folders[2] / "run.json").read_text())
+    named["recipe"]["flatness"] = {"flatness": "default", "curvature": "ggn"}
+    (folders[2] / "run.json").write_text(json.dumps(named))
+    (study,) = compare_runs([read(folder) for folder in folders]).studies
+    assert [(group.label, group.seeds) for group in study.groups] == [("hgnp", (0, 1, 2))]
+
+
+def test_groups_are_labelled_by_the_choices_of_the_flatness_term(tmp_path: Path) -> None:
+    runs = [read(write_run(tmp_path / f"{name}", flatness=name)) for name in ("default", {"curvature": "hessian"})]
+    (study,) = compare_runs(runs).studies
+    assert [group.label for group in study.groups] == [f"hgnp, flatness.curvature={c}" for c in ("ggn", "hessian")]
+
+
+def test_a_recipe_that_is_not_valid_is_refused_by_file(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    info = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(info | {"recipe": info["recipe"] | {"execution": "measured"}}))
+    with pytest.raises(ValueError, match=r"run\.json: recipe\.execution must be 'auto' or 'eager', got 'measured'"):
+        compare_runs([read(folder)])
+
+
 def test_a_setting_that_is_not_set_is_not_named(tmp_path: Path) -> None:
     runs = [read(write_run(tmp_path / f"mu{mu}", score_mu=mu)) for mu in (0.0, None)]
     (study,) = compare_runs(runs, baseline="hgnp").studies

@@ -151,7 +151,7 @@ def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "bench.json").unlink()
     folder = write_paper_run(tmp_path / "run", "vgg16-cifar10")
     info = json.loads((folder / "run.json").read_text())
-    info["recipe"]["flatness"] = {"convention": "expand"}
+    info["recipe"]["flatness"] = {"kfac_approx": "all"}
     (folder / "run.json").write_text(json.dumps(info))
-    with pytest.raises(ValueError, match=r"recipe\.flatness must be valid flatness choices, got"):
+    with pytest.raises(ValueError, match=r"recipe\.flatness\.kfac_approx must be one of 'reduce', 'expand', got 'all'"):
         scan(tmp_path)

@@ -105,6 +105,13 @@ CASES: dict[str, tuple[Any, torch.Tensor]] = {
     "mse": (F.mse_loss, torch.randn(N, 3, dtype=torch.double, generator=_generator())),
     "bce": (nn.BCEWithLogitsLoss(weight=W, pos_weight=W.flip(0)), _bits()),
     "a function of one's own": (lambda z, y: F.cross_entropy(z, y), torch.arange(N) % 3),
+    "a function with weights": (lambda z, y: F.cross_entropy(z, y, weight=W, ignore_index=-1), _labels(ignored=-1)),
+    "a sum of two": (lambda z, y: F.cross_entropy(z, y) + 0.4 * F.multi_margin_loss(z, y), torch.arange(N) % 3),
+    "a sum of two with weights": (
+        lambda z, y: F.cross_entropy(z, y, weight=W) + 0.4 * F.nll_loss(F.log_softmax(2 * z, 1), y, weight=W),
+        _labels(),
+    ),
+    "nll": (lambda z, y: nn.NLLLoss(weight=W)(z.log_softmax(1), y), _labels()),
     "l1": (nn.L1Loss(), torch.randn(N, 3, dtype=torch.double, generator=_generator())),
 }
 
@@ -159,7 +166,7 @@ def test_a_custom_loss_that_is_nan_leaves_a_batch_out_only_if_its_outputs_are_fi
     torch.manual_seed(0)
     net, x, y = nn.Linear(4, 3).double(), torch.randn(N, 4, dtype=torch.double), torch.arange(N) % 3
     y[5] = -100
-    evaluation = Evaluation(net, lambda z, y: F.cross_entropy(z, y), None, None)
+    evaluation = Evaluation(net, lambda z, y: F.cross_entropy(z, y, reduction="none")[y != -100].mean(), None, None)
     mine = y != -100
     assert evaluation(_split(x, y))[0] == pytest.approx(F.cross_entropy(net(x[mine]), y[mine]).item(), rel=1e-13)
     assert str(evaluation.note).startswith("val: 1 of 4 batches have finite outputs but a NaN loss")

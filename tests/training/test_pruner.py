@@ -210,13 +210,13 @@ def test_the_last_round_with_round_to_is_minimal_and_confirms_its_best_selection
     )  # fmt: skip
     scores = hgnp.sensitivity(net, neurons, [], criterion="l2")
     possible = [neurons.preview(neurons.least(scores, n, round_to=2)).kept for n in range(1, neurons.count)]
-    tried, misfit = [], CutVerifier.misfit
+    tried, mismatch = [], CutVerifier.mismatch
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         tried.append(args)
-        return misfit(*args, **kwargs)
+        return mismatch(*args, **kwargs)
 
-    monkeypatch.setattr(CutVerifier, "misfit", counted)
+    monkeypatch.setattr(CutVerifier, "mismatch", counted)
     pruner.round([])
     assert max(kept for kept in possible if kept <= keep) <= neurons.kept <= keep
     assert all(layer.alive % 2 == 0 for layer in neurons.layers)

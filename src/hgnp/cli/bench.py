@@ -48,7 +48,7 @@ def bench(
     from hgnp.io import runs as folders
     from hgnp.io.atomic import as_json as text
     from hgnp.io.atomic import write_json
-    from hgnp.reporting.bench import Entry, equal_accuracy
+    from hgnp.reporting.bench import Entry, bench_networks
 
     stream = sys.stderr if as_json else sys.stdout
     full = networks(runs[0])[0]
@@ -79,7 +79,7 @@ def bench(
                 f"\r\x1b[K{done}/{total} {label}", end="" if done < total else "\r\x1b[K", file=sys.stderr, flush=True
             )
 
-    timings = equal_accuracy(
+    timings = bench_networks(
         full,
         entries,
         sample(runs[0]),

@@ -72,14 +72,16 @@ def _threshold(given: str) -> "Choice":
 
 
 def _features(given: list[str]) -> dict[str, float]:
-    from hgnp.errors import meant
+    from hgnp.errors import did_you_mean
     from hgnp.reporting.hybrid import FEATURES
 
     features: dict[str, float] = {}
     for each in given:
         name, equals, value = each.partition("=")
         if name not in FEATURES:
-            raise InputError(f"--new must be FEATURE=NUMBER, such as classes=10, got {each!r}{meant(name, FEATURES)}")
+            raise InputError(
+                f"--new must be FEATURE=NUMBER, such as classes=10, got {each!r}{did_you_mean(name, FEATURES)}"
+            )
         if not equals:
             raise InputError(f"--new must be FEATURE=NUMBER, such as classes=10, got {each!r}")
         try:

@@ -19,12 +19,12 @@ def data(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
     """Download, verify and unpack a dataset. Resumes; a complete folder is verified and left unchanged."""
-    from hgnp.errors import meant
+    from hgnp.errors import did_you_mean
     from hgnp.experiments.download import OFFICIAL, install
     from hgnp.io.atomic import as_json as text
 
     if name not in OFFICIAL:
-        raise InputError(f"dataset must be one of {', '.join(OFFICIAL)}, got {name!r}{meant(name, OFFICIAL)}")
+        raise InputError(f"dataset must be one of {', '.join(OFFICIAL)}, got {name!r}{did_you_mean(name, OFFICIAL)}")
     source = OFFICIAL[name] if mirror is None else OFFICIAL[name].at(mirror)
     stream = sys.stderr if as_json else sys.stdout
     with DownloadDisplay(stream) as display:

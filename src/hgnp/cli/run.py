@@ -52,11 +52,11 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
     """Train, prune and fine-tune a network. Default: the demo, about 20 seconds on two cores."""  # fmt: skip
-    from hgnp.experiments.overrides import effective
+    from hgnp.experiments.overrides import resolve_config
     from hgnp.progress import BarProgress, LineProgress
 
     with across_ranks() as reducer:
-        config = effective(what, data=data, method=method, settings=set_ or [], seed=seed, device=device)
+        config = resolve_config(what, data=data, method=method, settings=set_ or [], seed=seed, device=device)
         name = f"{config.name}-{method}" if method else config.name
         path, begun, done = on_first(reducer, lambda: checked_folder(out, name, resume=resume))
         folder = Path(path)
@@ -233,9 +233,9 @@ def _occupied(path: Path) -> bool:
 
 def check_same_config(config: "Config", folder: Path) -> None:
     """Refuse to resume a run of another configuration. Device and data folder may differ."""
-    from hgnp.experiments.overrides import difference
+    from hgnp.experiments.overrides import first_difference
 
-    differs = difference(config, folder) if (folder / "config.yaml").exists() else None
+    differs = first_difference(config, folder) if (folder / "config.yaml").exists() else None
     if differs is not None:
         key, now, before = differs
         raise InputError(

@@ -66,9 +66,10 @@ class FactorCollector:
         self._factor: float | Tensor | None = None  # N / scale while Γ is being collected
         self._probes = self._missing = 0
         self._side = SideStreams(serial=True)
-        self._read: Tensor | None = None  # by the open side stream
+        self._read: Tensor | None = None  # held for as long as the side stream reads it
 
     def layer(self, options: dict[str, Any], out: Tensor) -> Tensor:
+        """A call of a layer (`forward.Watch`): adds its input to Ψ, and attaches a probe for Γ to its output."""
         block = self._blocks.get(id(options["weight"]))
         if block is None or not out.requires_grad:
             return out

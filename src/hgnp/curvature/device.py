@@ -18,10 +18,13 @@ from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
 STREAMS = 12
+"""Side streams of a stream, beside the serial one."""
 CONSTANTS = 256
 """Tensors that each function caches."""
 _holders: dict[int, list[object]] = {}
+"""The lists of `holding_constants` that are open, by identity."""
 _turns = itertools.count()
+"""Which side stream is next."""
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -26,6 +26,8 @@ from hgnp.reducer import LOCAL, Reducer
 
 def _no_block(collector: FactorCollector) -> str:
     """Why no block has factors."""
+    if collector.psi:
+        return "loss must depend on a Linear or convolution layer that net calls, got none; set mu=0"
     for name, rows in collector.left_out.items():
         return (
             f"net must call a layer on a multiple of the batch's {collector.samples} samples, got {rows} rows in {name!r}; "
@@ -39,7 +41,7 @@ def _no_block(collector: FactorCollector) -> str:
 
 @dataclass(frozen=True)
 class KroneckerEigenpair:
-    """The top eigenpair of each group of a block, and the group with the largest λ."""
+    """The top eigenpair of each group of a block, and the group that ranks first: by λ, unless ranking="empirical"."""
 
     psi: Eigenpair
     gamma: Eigenpair
@@ -120,14 +122,18 @@ def _unit_or_arbitrary(v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """The block with the largest λ, an index that may still be on its way from the device."""
+    """The block that ranks first, an index that may still be on its way from the device."""
 
-    index: HostScalar  # into `blocks`
+    index: HostScalar
+    """Into `blocks`; −1: no score is finite, and the block stays."""
     blocks: Sequence[Block | WholeNetwork]
+    last: str | None = None
+    """Name of the block chosen before."""
 
     @classmethod
-    def of(cls, index: Tensor, blocks: Sequence[Block | WholeNetwork]) -> "BlockChoice":
-        return cls(HostScalar.of(index), blocks)
+    def of(cls, index: Tensor, blocks: Sequence[Block | WholeNetwork], *, after: "BlockChoice | None") -> "BlockChoice":
+        """Reads the choice before it. The host need not wait for that any more: this step or the last one has used it."""
+        return cls(HostScalar.of(index), blocks, None if after is None else after.block().name)
 
     @classmethod
     def known(cls, block: Block | WholeNetwork) -> "BlockChoice":
@@ -135,7 +141,10 @@ class BlockChoice:
 
     def block(self) -> Block | WholeNetwork:
         """Waits for the index."""
-        return self.blocks[int(self.index.item())]
+        index = int(self.index.item())
+        if index >= 0:
+            return self.blocks[index]
+        return next((block for block in self.blocks if block.name == self.last), self.blocks[0])
 
 
 @dataclass
@@ -192,18 +201,20 @@ class Direction:
             raise InputError(_no_block(collector))
         starts = [self._start(block) for block in blocks]
         like = blocks[0].weight
-        psi: list[Eigenpair] = []
         gamma: list[Eigenpair] = []
-        known: list[int] = []
+        differentiated: list[int] = []
+        """Numbers of the blocks that C depends on."""
         with streams.fork(), torch.no_grad(), autocast_off(like):
             psi_factors = [collector.psi[block.name].factor() for block in blocks]
-            psi.extend(top_of_each(psi_factors, [start for start, _ in starts], cold=cold))
+            psi = top_of_each(psi_factors, [start for start, _ in starts], cold=cold)
 
         def solve() -> None:
-            known.extend(n for n, block in enumerate(blocks) if collector.gamma[block.name].positions)
+            differentiated.extend(n for n, block in enumerate(blocks) if collector.gamma[block.name].positions)
+            if not differentiated:
+                raise InputError(_no_block(collector))
             with torch.no_grad(), autocast_off(like):
-                gamma_factors = [collector.gamma[blocks[n].name].factor() for n in known]
-                gamma.extend(top_of_each(gamma_factors, [starts[n][1] for n in known], cold=cold))
+                gamma_factors = [collector.gamma[blocks[n].name].factor() for n in differentiated]
+                gamma.extend(top_of_each(gamma_factors, [starts[n][1] for n in differentiated], cold=cold))
 
         collector.when_complete = solve  # while the backward pass still has something to do
         try:
@@ -219,9 +230,9 @@ class Direction:
         collector.join()
         streams.join()
         with torch.no_grad(), autocast_off(like):
-            chosen, psi = [blocks[n] for n in known], [psi[n] for n in known]
-            scores = _scores(collector, chosen, psi, gamma, empirical, reducer)
-            self._choose(chosen, psi, gamma, scores, torch.isfinite(scores), reducer)
+            blocks, psi = [blocks[n] for n in differentiated], [psi[n] for n in differentiated]
+            scores = _scores(collector, blocks, psi, gamma, empirical, reducer)
+            self._choose(blocks, psi, gamma, scores, torch.isfinite(scores), reducer)
 
     def _refresh_ranks(
         self,
@@ -244,8 +255,8 @@ class Direction:
         like = blocks[0].weight
         own = [block.name in collector.gamma and collector.gamma[block.name].positions > 0 for block in blocks]
         with torch.no_grad(), autocast_off(like):
-            met = reducer.sum([as_numbers(own, upcast(like.detach()))])[0] > 0
-            if not any(own) and not capturing() and not bool(met.any()):
+            differentiated = reducer.sum([as_numbers(own, upcast(like.detach()))])[0] > 0  # by any rank
+            if not any(own) and not capturing() and not bool(differentiated.any()):
                 raise InputError(_no_block(collector))
             for block in blocks:
                 collector.include(block)
@@ -256,14 +267,16 @@ class Direction:
             for n in (n for n, known in enumerate(own) if not known):
                 old = self.pairs.get(blocks[n].name)
                 kept = (old.psi, old.gamma) if old is not None and old.fits(blocks[n]) else map(_unknown, starts[n])
-                psi[n], gamma[n] = (_where(met[n], *each) for each in zip((psi[n], gamma[n]), kept, strict=True))
+                psi[n], gamma[n] = (
+                    _where(differentiated[n], *each) for each in zip((psi[n], gamma[n]), kept, strict=True)
+                )
         if overlap is not None:
             overlap()
         with torch.no_grad(), autocast_off(like):
             scores = _scores(collector, blocks, psi, gamma, empirical, reducer)
             finite = torch.isfinite(scores)
             if not all(own):
-                finite = finite & torch.cat([met[n].expand(block.groups) for n, block in enumerate(blocks)])
+                finite = finite & torch.cat([differentiated[n].expand(block.groups) for n, block in enumerate(blocks)])
             self._choose(blocks, psi, gamma, scores, finite, reducer)
 
     def _choose(
@@ -285,20 +298,18 @@ class Direction:
             sizes = [block.groups for block in blocks]
             tops = [part.max(0) for part in scores.split(sizes)]
             best = torch.stack([top.values for top in tops])
-            for n, (block, top, known) in enumerate(zip(blocks, tops, finite.split(sizes), strict=True)):
+            for n, (block, top, each_finite) in enumerate(zip(blocks, tops, finite.split(sizes), strict=True)):
                 old = self.pairs.get(block.name)
-                groups[n] = torch.where(
-                    known.any(), top.indices, old.group if old is not None and old.fits(block) else zero
-                )
-        name = self.name()  # the host knows it: this step or the last one has used it
-        last = next((n for n, block in enumerate(blocks) if block.name == name), 0)
-        index = torch.where(finite.any(), best.argmax(), torch.full_like(zero, last))
+                last = old.group if old is not None and old.fits(block) else zero
+                groups[n] = torch.where(each_finite.any(), top.indices, last)
+        # the host knows the last block, a CUDA graph does not
+        index = torch.where(finite.any(), best.argmax(), -1)
         if reducer.ranks > 1:
             (chosen,) = reducer.of_first([torch.stack([index, *groups])])
             index, *groups = chosen.unbind()
         solved = zip(blocks, psi, gamma, groups, strict=True)
         self.pairs = self.pairs | {b.name: KroneckerEigenpair(p, g, group) for b, p, g, group in solved}
-        self.choice = BlockChoice.of(index, blocks)
+        self.choice = BlockChoice.of(index, blocks, after=self.choice)
 
     def _start(self, block: Block) -> tuple[Tensor, Tensor]:
         """The last eigenvectors, or the same arbitrary ones for every run."""

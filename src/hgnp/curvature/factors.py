@@ -29,7 +29,7 @@ from hgnp.curvature.kernels.support import kernels
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MERGED_ROWS = 512  # at most so many rows of a factor are copied into one tensor with those of others
 FEW = 128  # entries of a patch, of all groups
-WARM = 8
+WARM = 8  # products from a warm start, but for `Patches`
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ class Factor(Protocol):
 
     @property
     def entries(self) -> int:
-        """Groups."""
+        """G; a factor that is merged of several has the groups of all."""
 
     @property
     def side(self) -> int: ...

@@ -23,7 +23,7 @@ from hgnp.reducer import LOCAL, Reducer
 class SAMStep(Step):
     """SAM's stages: forward, gradient, sum over ranks, perturb, forward, backward, restore. Every step is the same."""
 
-    one_draw = False
+    draws_once = False
 
     def __init__(
         self,

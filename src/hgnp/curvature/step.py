@@ -5,11 +5,12 @@ the largest eigenvalue (equations 3 and 4), held fixed while q is differentiated
 eigenvector of the whole network's Gauss–Newton matrix instead: a refresh is then one product with it (`network_direction`).
 
     stage                      in → out                                                      what ranks sum
-    plan                       schedule, last q → what this step does                        –
+    plan                       schedule, first q along v → what this step does               –
     share                      target → n, w = own share of the loss's normaliser            normaliser, n of each rank
     prepare                    first batch → where Gauss–Newton holds, a first v             as refresh
     forward                    batch, lagged v → w·C, w·q, Ψ moments, live autograd pass     statistics of synchronised norms
-    decide                     w·C, w·q → C, q of all ranks; the penalty is active if q > B  C and q, detached, in one buffer
+    decide                     w·C, w·q → C, q of all ranks; q is sent to the host: the      C and q, detached, in one buffer
+                               penalty is active if q > B
     backward_and_refresh       pass, active → .grad of w·(C + μ·q) or w·C; probes → Γ        the norms' adjoints
                                moments; beside it `refresh`, if the plan has one             as refresh
     refresh                    moments, old eigenpairs → eigenpairs, block                   the set of blocks; each product F·x
@@ -66,7 +67,7 @@ from hgnp.curvature.device import HostScalar, as_numbers
 from hgnp.curvature.direction import BlockChoice, Direction
 from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.factors import Block, WholeNetwork, find_blocks
-from hgnp.curvature.losses import Loss, Rows, loss_curvature, target_normaliser, weighted
+from hgnp.curvature.losses import Loss, RankRows, loss_curvature, target_normaliser, weighted
 from hgnp.curvature.network_direction import COLD_PRODUCTS, AnyDirection, NetworkDirection
 from hgnp.curvature.validation import check_bound, check_functions, check_mu, check_network, has_gradient_hooks
 from hgnp.errors import InputError, one_line, refuse_renamed
@@ -82,7 +83,7 @@ backward pass, as by a GradScaler."""
 class Plan:
     """What a step does."""
 
-    penalty: bool  # whether q is computed
+    penalty: bool  # whether q is computed and penalised
     refresh: bool  # whether the next v is solved for
 
 
@@ -111,7 +112,7 @@ class Statistics:
 
     penalized: PenalizedDirection
     curvature: Tensor
-    """q, of all ranks."""
+    """q, of all ranks from `decide` on; before it this rank's w·q."""
     sent: HostScalar | None = None
     """q on its way to the host, if it was sent there."""
 
@@ -137,7 +138,7 @@ class Objective:
     loss: Tensor
     """w·C"""
     term: Tensor | None = None
-    """μ·(q − B) as this rank has it; None where L is C alone."""
+    """w·μ·(q − B); None where L is C alone."""
     active: Tensor | None = None
     """Whether q of all ranks is above B."""
 
@@ -183,7 +184,7 @@ class State:
     loss: Tensor | None = None
     """w·C, detached; from `decide` on that of all ranks."""
     statistics: Statistics | None = None
-    """Of the last step with a penalty; its q is that of all ranks from `decide` on."""
+    """Of the last step that took q."""
 
     @property
     def samples(self) -> int:
@@ -232,8 +233,9 @@ class State:
 class Step:
     """The stages of Algorithm 1 for one network. What they write is in a `State`."""
 
-    one_draw = True
-    """Whether the passes of a step share the random numbers of its first."""
+    draws_once = True
+    """Whether the first pass of a step alone draws random numbers, and the others share its masks. To draw the same again takes
+    a restored generator, which a CUDA graph cannot have."""
 
     def __init__(
         self,
@@ -320,19 +322,22 @@ class Step:
         self._record(state)
 
     def decide(self, state: State) -> None:
-        """C and q of all ranks. The penalty is active if q > B, which the host decides (`State.active`): to multiply an
-        inactive one by zero on the device would turn a derivative of q that is not finite, 0·∞, into NaN gradients."""
-        if self.reducer.ranks == 1:
-            return
-        assert state.loss is not None
-        own = [state.loss]
-        if self._takes_q(state):
+        """C and q of all ranks. The penalty is active if q > B, which the host decides (`State.active`), so that q is sent
+        there: to multiply an inactive penalty by zero on the device would turn a derivative of q that is not finite, 0·∞, into
+        NaN gradients."""
+        if self.reducer.ranks > 1:
+            assert state.loss is not None
+            own = [state.loss]
+            if self._takes_q(state):
+                assert state.statistics is not None
+                own.append(state.statistics.curvature)
+            state.loss, *q = self.reducer.sum([torch.stack([x.double() for x in own])])[0]
+            if q:
+                assert state.statistics is not None
+                state.statistics = Statistics(state.statistics.penalized, q[0])
+        if state.plan.penalty:
             assert state.statistics is not None
-            own.append(state.statistics.curvature)
-        state.loss, *q = self.reducer.sum([torch.stack([x.double() for x in own])])[0]
-        if q:
-            assert state.statistics is not None
-            state.statistics = Statistics(state.statistics.penalized, q[0], HostScalar.of(q[0]))
+            state.statistics = state.statistics.sending()
 
     def backward_and_refresh(
         self,
@@ -370,7 +375,9 @@ class Step:
         where there are any, C waits for the term, and Γ takes a backward pass of its own."""
         state.loss_differentiated = not has_gradient_hooks(self.net)
         if state.loss_differentiated:
-            self.backward_and_refresh(state, target, mu=0.0, scale=scale, retain_graph=self.passes.can_replay_tape)
+            # `tangents` continues from this pass where it can, and the term is differentiated through it
+            retain_graph = self.passes.can_replay_tape
+            self.backward_and_refresh(state, target, mu=0.0, scale=scale, retain_graph=retain_graph)
         else:
             self.refresh(state, target, scale=scale)
         assert state.collector is not None
@@ -382,12 +389,14 @@ class Step:
         if not state.loss_differentiated:
             self._run_backward(self.total(state, mu=mu, active=active) * scale)
         elif active:
-            self._run_backward(self._penalty(state, mu) * scale, retain_graph=state.current.in_cuda_graph)
+            penalty = self._penalty(state, state.current.q, mu)
+            self._run_backward(penalty * scale, retain_graph=state.current.in_cuda_graph)
 
     def total(self, state: State, *, mu: Number, active: bool) -> Tensor:
-        """w·C + μ·(w·q − B), or w·C if the penalty is inactive."""
+        """w·L: w·C, and w·μ·(q − B) if the penalty is active."""
         assert state.current is not None
-        return state.current.loss + self._penalty(state, mu) if active else state.current.loss
+        loss = state.current.loss
+        return loss + self._penalty(state, state.current.q, mu) if active else loss
 
     def refresh(
         self, state: State, target: Any, *, mu: Number = 0.0, scale: Number = 1.0, active: bool = False
@@ -415,9 +424,9 @@ class Step:
         if state.plan.refresh:
             state.age, state.skipping = 0, False
             return
-        if self._skip_inactive and state.age == 0:
+        if self._skip_inactive and state.age == 0:  # the first step along this v
             assert state.statistics is not None
-            state.first_q = HostScalar.of(state.statistics.curvature)
+            state.first_q = state.statistics.sent
         state.age += 1
 
     def reduced_gradients(self) -> AbstractContextManager[None]:
@@ -443,11 +452,11 @@ class Step:
         """The trained parameters, each with its `.grad` summed over the ranks, in one buffer; None where no rank has any."""
         parameters = [p for p in self.net.parameters() if p.requires_grad]
         own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        met = [p.grad is not None for p in parameters]
-        *grads, ranks = self.reducer.sum([*own, as_numbers(met, own[0])])
-        if not all(met):  # the host waits only where there may be parameters that no rank has met
-            met = ranks.bool().tolist()
-        return [(p, grad if known else None) for p, grad, known in zip(parameters, grads, met, strict=True)]
+        present = [p.grad is not None for p in parameters]
+        *grads, ranks_with_grad = self.reducer.sum([*own, as_numbers(present, own[0])])
+        if not all(present):  # the host waits only where there may be parameters without a gradient on any rank
+            present = ranks_with_grad.bool().tolist()
+        return [(p, grad if there else None) for p, grad, there in zip(parameters, grads, present, strict=True)]
 
     # Scores
 
@@ -479,7 +488,7 @@ class Step:
             current, _ = self._penalized_pass(direction, state, inputs, target, side_effect_free=True, within=within)
         assert current.q is not None
         (q,) = self.reducer.sum([current.q.detach()])
-        return Objective(current.loss, mu * (current.q - state.bound), q > state.bound)
+        return Objective(current.loss, self._penalty(state, current.q, mu), q > state.bound)
 
     # What the stages are made of
 
@@ -499,7 +508,7 @@ class Step:
     def _penalized_pass(
         self, direction: AnyDirection, state: State, inputs: Any, target: Any, **how: Any
     ) -> tuple[Pass, PenalizedDirection]:
-        """C and q along this v, and the block and eigenpair that it is."""
+        """C and q along this v, and the block and eigenpair that it is. `how`: options of `Passes.with_curvature`."""
         block: Any = direction.block()
         assert block is not None
         pair: Any = direction.pairs[block.name]
@@ -519,9 +528,10 @@ class Step:
         """Eigenpairs and block of this batch from where the last one left them."""
         assert state.collector is not None
         assert isinstance(state.direction, Direction)
+        first = not self.lagged and state.direction.block() is None  # a lagged v has its start from `prepare`
         state.direction.refresh(
-            state.collector, collect, cold=not self.lagged and state.direction.block() is None, overlap=overlap,
-            empirical=self.choices.ranking == "empirical", reducer=self.reducer,
+            state.collector, collect, cold=first, overlap=overlap, empirical=self.choices.ranking == "empirical",
+            reducer=self.reducer,
         )  # fmt: skip
 
     def _collect_gamma(
@@ -540,7 +550,7 @@ class Step:
                 drawn = drawn * (state.weight * collector.samples / collector.total).sqrt()
             collector.collect(output, drawn, scale)
 
-    def _rows(self, state: State, output: Tensor) -> Rows | None:
+    def _rows(self, state: State, output: Tensor) -> RankRows | None:
         """This rank's rows of the joint batch's output: where they begin, and how many all ranks have."""
         if state.counts is None:
             return None
@@ -575,11 +585,10 @@ class Step:
         """The mode of a plain pass: none, unless norms are synchronised."""
         return Forward(reducer=self.reducer) if self.reducer.sync_norms else None
 
-    def _penalty(self, state: State, mu: Number) -> Tensor:
-        """μ·(w·q − B), which an active penalty adds to the loss."""
-        assert state.current is not None
-        assert state.current.q is not None
-        return mu * (state.current.q - state.bound)
+    def _penalty(self, state: State, q: Tensor | None, mu: Number) -> Tensor:
+        """w·μ·(q − B) from w·q, which an active penalty adds to the loss."""
+        assert q is not None
+        return mu * (q - (state.bound if state.weight is None else state.bound * state.weight.to(q.dtype)))
 
     def _settle_skipping(self, state: State) -> None:
         """Whether steps skip the penalty, once the first q along this v has reached the host."""

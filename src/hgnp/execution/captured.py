@@ -62,6 +62,8 @@ class Captured:
     """The next block, on the device."""
     taped: Pass | None
     """The pass that the pieces after it continue from, if this graph computes it."""
+    loss_differentiated: bool
+    """`State.loss_differentiated` after the piece."""
     versions: "Versions"
     """Of parameters, buffers and batch when it was captured."""
 
@@ -70,24 +72,26 @@ class Captured:
         return tree_flatten(self.batch)[0]
 
     def replay(self, state: State, batch: Any, *, send: bool) -> Tensor | None:
-        """Computes the piece on a batch, and leaves in the state what its stages would leave there. Returns C, if the piece has
-        it. With `send`, q is sent to the host at once."""
+        """Computes the piece on a batch, and leaves in the state what later stages read there. Returns C, if the piece has it.
+        With `send`, q is sent to the host at once."""
         if batch is not self.batch:
             refill(self.leaves, batch)
         self.graph.replay()
+        state.loss_differentiated = self.loss_differentiated
         if self.taped is not None:
             state.current = self.taped
             self.versions.restore()  # the replay computed it with the parameters as they are
         if self.choice is not None:
-            state.direction.choice = BlockChoice.of(self.choice.index.number, self.choice.blocks)
+            last = state.direction.choice
+            state.direction.choice = BlockChoice.of(self.choice.index.number, self.choice.blocks, after=last)
         if self.statistics is not None:
             state.statistics = self._copy_statistics(self.statistics, send)
         return None if self.loss is None else self.loss.clone()
 
     @staticmethod
     def _copy_statistics(statistics: Statistics, send: bool) -> Statistics:
-        """Copies the numbers out, by one kernel, since other graphs reuse this memory. With `send`, q's copy to the host starts
-        first."""
+        """Copies of them, the numbers by one kernel, since other graphs reuse this memory. With `send`, q's copy to the host
+        starts first."""
         penalized, curvature = statistics.penalized, statistics.curvature
         sent = HostScalar.of(curvature) if send else None
         radius, residuals, q = torch._foreach_mul((penalized.radius, penalized.residuals, curvature), 1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hgnp.curvature.autodiff.forward import autocast_off, check_gradients
-from hgnp.curvature.step import PLAIN, Number, State, Step
+from hgnp.curvature.step import PLAIN, Number, Plan, State, Step
 from hgnp.errors import InputError
 
 AutocastFactory = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -41,16 +41,21 @@ class Eager:
 
     def backward(self, inputs: Any, target: Any, *, scale: Number = 1.0) -> Tensor:
         """Adds scale·∇L to `.grad` and returns C, which is not scaled."""
-        self.step.plan(self.state)
+        self._begin(inputs, target)
+        return self.run_stages(inputs, target, scale=scale)
+
+    def _begin(self, inputs: Any, target: Any) -> Plan:
+        """The stages before the network runs."""
+        plan = self.step.plan(self.state)
         check_gradients()
         self.step.share(self.state, inputs, target)
-        return self.run_stages(inputs, target, scale=scale)
+        return plan
 
     def run_stages(self, inputs: Any, target: Any, *, scale: Number = 1.0) -> Tensor:
         """`backward` after `plan` and `share`."""
         step, state = self.step, self.state
         plan = state.plan
-        scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
+        scale = _scalar(scale)
         try:
             with self._precision(), step.reduced_gradients():
                 if plan == PLAIN:
@@ -77,18 +82,15 @@ class Eager:
 
     def _wait_for_active(self) -> bool:
         """Whether the penalty is active. The next batch is fetched first, while the device computes q."""
-        state = self.state
         if self.fetch is not None:
-            assert state.statistics is not None
-            state.statistics = state.statistics.sending()  # or the host would wait for the next batch's copy, too
-            with autocast_off(state.statistics.curvature):  # the step's autocast is not the loader's
+            assert self.state.loss is not None
+            with autocast_off(self.state.loss):  # the step's autocast is not the loader's
                 self.fetch()
-        return state.active()
+        return self.state.active()
 
     def loss(self, inputs: Any, target: Any, *, scale: Number = 1.0) -> Tensor:
         """L with lagged v, to be differentiated by the caller. A due refresh comes first: the caller's backward pass may be
         scaled, repeated or left out. `scale` keeps the refresh's own backward pass, for Γ, in a half-precision range."""
-        check_gradients()
         step, state = self.step, self.state
         if not step.lagged:
             raise InputError(
@@ -99,9 +101,8 @@ class Eager:
                 "group must be None for loss(), whose gradient the caller would have to sum over the ranks, got one of "
                 f"{step.reducer.ranks} ranks; call backward(inputs, target)"
             )
-        scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
-        plan = step.plan(state)
-        step.share(state, inputs, target)
+        plan = self._begin(inputs, target)
+        scale = _scalar(scale)
         try:
             if plan != PLAIN:
                 step.prepare(state, inputs, target, scale=scale)
@@ -114,3 +115,8 @@ class Eager:
             return step.total(state, mu=state.mu, active=active)
         finally:
             state.release()
+
+
+def _scalar(scale: Number) -> Number:
+    """A scale of one element without dimensions, so that the scaled loss has none."""
+    return scale.reshape(()) if isinstance(scale, Tensor) else scale

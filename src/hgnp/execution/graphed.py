@@ -44,7 +44,7 @@ class Graphed:
 
     def __init__(self, step: Step, state: State, precision: AutocastFactory = contextlib.nullcontext) -> None:
         self.step, self.state, self.net, self._precision = step, state, step.net, precision
-        self._eager = Eager(step, state)
+        self._eager = Eager(step, state)  # `_run_eager` enters autocast around it
         self.device = next(self.net.parameters()).device
         self.refused = self._never_captured()
         """Why steps run eagerly, if they do."""
@@ -67,8 +67,8 @@ class Graphed:
         """Parameters → their memory, as one list for each set of parameters that has gradients."""
         self._attached: Gradients | None = None
         """The gradients of the last step, if they came from graphs."""
-        self._block: str | None = None
-        """The block of the last step in the paper's order."""
+        self._last_block: str | None = None
+        """Of the last step in the paper's order: the next one starts with q along it, before the host knows its own block."""
         self._built: Any = None
         """Fingerprint of what graphs were captured from."""
         self.fetch: Callable[[], Any] | None = None
@@ -108,7 +108,7 @@ class Graphed:
 
     def begin_epoch(self) -> None:
         """Network, gradients and optimizer may have changed since the last step."""
-        self._attached = None
+        self._attached, self._upcoming = None, (None, None)
         self._optimizer.forget()
         built = fingerprint(self.net, self.step.loss), has_gradient_hooks(self.net), self.step.captured_numbers()
         if self._built != built:
@@ -182,13 +182,13 @@ class Graphed:
         self.step.forward(self.state, inputs, target)
         return self.state.loss
 
-    def _backward(self, active: bool, retain_graph: bool, inputs: Any, target: Any) -> None:
+    def _backward(self, inputs: Any, target: Any, *, active: bool, retain_graph: bool = False) -> None:
         self.step.backward_and_refresh(self.state, target, mu=self._mu, active=active, retain_graph=retain_graph)
 
     def _unpenalized(self, inputs: Any, target: Any) -> Tensor | None:
         self.step.forward(self.state, inputs, target)
         self.step.decide(self.state)
-        self._backward(False, False, inputs, target)
+        self._backward(inputs, target, active=False)
         self.state.release()
         return self.state.loss
 
@@ -197,8 +197,7 @@ class Graphed:
         self.step.prepare(self.state, inputs, target)
         self.step.forward(self.state, inputs, target)
         self.step.backward_loss_and_refresh(self.state, target)
-        assert self.state.current is not None
-        return self.state.current.loss.detach()
+        return self.state.loss
 
     def _tangents(self, inputs: Any, target: Any) -> None:
         self.step.tangents(self.state, inputs, target)
@@ -220,7 +219,9 @@ class Graphed:
         if key not in self._graphs:
             self._drop_grads()
             batch = copied_batch(batch, self.net)
-            if self.refused is not None or self._is_first(key) or not self._capture_all_three(key, batch):
+            first = key not in self._warmed_up
+            self._warmed_up.add(key)
+            if self.refused is not None or first or not self._capture_all_three(key, batch):
                 self._run_eager(self._uncaptured, batch)
                 return
         forward = self._graphs[key]
@@ -234,7 +235,7 @@ class Graphed:
         """The same stages, not captured."""
         self.step.forward(self.state, inputs, target)
         self.step.decide(self.state)
-        self._backward(self.state.active(), False, inputs, target)
+        self._backward(inputs, target, active=self.state.active())
 
     def _capture_all_three(self, key: GraphKey, batch: Any) -> bool:
         """Captures the graphs of forward and of both backward passes, or none."""
@@ -242,8 +243,8 @@ class Graphed:
         try:
             captured = (
                 self._capture(key, self._forward, batch),
-                self._capture(inactive, partial(self._backward, False, True), batch),
-                self._capture(active, partial(self._backward, True, False), batch),  # frees the autograd graph
+                self._capture(inactive, partial(self._backward, active=False, retain_graph=True), batch),
+                self._capture(active, partial(self._backward, active=True), batch),  # frees the autograd graph
             )
         except CaptureError as error:
             self.state.release()  # the eager step may need the memory
@@ -257,17 +258,17 @@ class Graphed:
         loss_key = self._key("loss", shape)
         loss = self._run(loss_key, self._loss, batch)
         captured = self._graphs.get(loss_key)
-        if captured is not None:  # a replay does not run the stage's own code
-            batch, state.loss_differentiated = captured.batch, True
-        ahead = self._graphs.get(self._key("q", shape, self._block))
+        if captured is not None:
+            batch = captured.batch  # the copy that its graph and those after it read
+        ahead = self._graphs.get(self._key("q", shape, self._last_block))
         if ahead is not None:  # most often the block is the same again: q is under way while the host learns of it
             self._replay(ahead, batch)
             self._prefetch()
         block = state.direction.name()
         q, term = self._key("q", shape, block), self._key("term", shape, block)
-        if ahead is None or block != self._block:
+        if ahead is None or block != self._last_block:
             self._run(q, self._tangents, batch)
-        self._block, state.loss = block, loss
+        self._last_block, state.loss = block, loss
         self.step.decide(state)
         if state.active():
             decided = state.loss, state.statistics
@@ -282,12 +283,6 @@ class Graphed:
         """Fetches the next batch before the host waits for the device."""
         upcoming = None if self.fetch is None else self.fetch()
         self._upcoming = upcoming, None if upcoming is None else shape_key(upcoming, self.device)
-
-    def _is_first(self, key: GraphKey) -> bool:
-        """Whether this is the first time that the piece comes up; from now on it is not."""
-        new = key not in self._warmed_up
-        self._warmed_up.add(key)
-        return new
 
     def _first_of_shape(self, shape: Any, batch: Any) -> Tensor:
         """An eager step, which shows whether steps can be captured: not if graphs cannot repeat its random numbers, or hooks
@@ -316,7 +311,7 @@ class Graphed:
     def _can_draw(self, before: RandomState) -> bool:
         """Whether graphs draw what an eager step draws: on the device, whose generator PyTorch registers with graphs, and in
         one pass, or as dropout masks that the passes after it share."""
-        if not before.is_now_on_cpu() or not self.step.one_draw:
+        if not before.is_now_on_cpu() or not self.step.draws_once:
             return False
         return not self.state.mu or self.step.lagged or self.step.passes.can_replay_tape
 
@@ -326,7 +321,9 @@ class Graphed:
             if GRADIENTS[key.piece] == "replace":  # the first of a step
                 self._drop_grads()
                 batch = copied_batch(batch, self.net)
-            if self.refused is None and not self._is_first(key):
+            first = key not in self._warmed_up
+            self._warmed_up.add(key)
+            if self.refused is None and not first:
                 try:
                     self._graphs[key] = self._capture(key, piece, batch)
                 except CaptureError as error:
@@ -352,7 +349,7 @@ class Graphed:
 
             def work() -> Tensor | None:
                 loss = self._run_eager(piece, batch)
-                if state.direction.choice is not choice:  # v was refreshed
+                if state.direction.pairs is not self._memory.pairs:  # v was refreshed
                     self._memory.write(state.direction.pairs)
                 fresh = [(self._grad_memory[p], p.grad) for p in parameters if p.grad is not None]
                 if fresh:  # all graphs leave their gradients in the same memory
@@ -360,19 +357,22 @@ class Graphed:
                 return loss
 
             graph, loss = self._capture_context.capture(work)
-            current = state.current
+            made = state.current if under_way is None else None
             return Captured(
                 key, graph, batch, loss,
                 grads=self._grad_list(tuple(p for p in parameters if p.grad is not None)),
                 statistics=None if state.statistics is statistics else state.statistics,
                 choice=None if state.direction.choice is choice else state.direction.choice,
-                taped=current if under_way is None and current is not None and current.in_cuda_graph else None,
+                taped=made if made is not None and made.in_cuda_graph else None,
+                loss_differentiated=state.loss_differentiated,
                 versions=Versions.of((*parameters, *self.net.buffers(), *tensors_in(batch))),
             )  # fmt: skip
 
     def _replay(self, captured: Captured, batch: Any) -> Tensor | None:
         self._sync_eigenpairs()
-        loss = captured.replay(self.state, batch, send=self.step.reducer.ranks == 1)
+        # without a penalty nobody reads q, and of several ranks `decide` sends the sum
+        send = captured.key.plan.penalty and self.step.reducer.ranks == 1
+        loss = captured.replay(self.state, batch, send=send)
         if GRADIENTS[captured.key.piece] == "replace":
             self._attach_grads(captured.grads)
         return loss

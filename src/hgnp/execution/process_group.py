@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hgnp.curvature.device import upcast
+from hgnp.curvature.device import capturing, upcast
 from hgnp.curvature.validation import check_not_parallel
 from hgnp.errors import InputError, InputTypeError, RankError, one_line
 from hgnp.execution.graphs import between_graphs
@@ -70,6 +70,8 @@ class ProcessGroupReducer(Reducer):
 
     def _all_reduced(self, flat: Tensor) -> Tensor:
         """In place."""
+        # the adjoint of a norm's sum runs in a thread of autograd's, where no capture can be split
+        assert not (self.sync_norms and capturing()), "synchronised norms must not be captured"
 
         def reduce() -> None:
             sent = flat.to(self._route(flat.device))
@@ -274,9 +276,7 @@ def failures_announced(reducer: Reducer) -> Iterator[None]:
     try:
         yield
     except RankError as error:
-        time.sleep(
-            0.2
-        )  # a rank announces its error before its connections close, but another thread may see that first
+        time.sleep(0.2)  # a rank announces its error before it closes its connections, but that may be seen first
         for rank in range(reducer.ranks):
             if rank != reducer.rank and (text := board.of(rank)) is not None:
                 raise RankError(f"rank {rank} failed: {text}") from error

@@ -18,11 +18,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from hgnp.errors import InputError, brief, meant, one_line
+from hgnp.errors import InputError, brief, did_you_mean, one_line
 from hgnp.execution.process_group import device_of_rank
 from hgnp.experiments.config import Config
 from hgnp.experiments.models import load_weights
-from hgnp.experiments.overrides import completed, recipe_of
+from hgnp.experiments.overrides import recipe_of, with_complete_recipe
 from hgnp.io.weights import load
 from hgnp.recipe import Recipe
 from hgnp.train import as_device, prune
@@ -63,8 +63,8 @@ def prepare(config: Config) -> Experiment:
     extend_import_path(config)
     recipe = recipe_of(config)
     device = str(device_of_rank(as_device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))))
-    _named("model", config.model, MODELS)
-    data = _named("data", config.data, DATA)
+    _find_built_in("model", config.model, MODELS)
+    data = _find_built_in("data", config.data, DATA)
     data_args = dict(config.data_args)
     if "device" in _parameters(data):
         data_args.setdefault("device", device)
@@ -73,15 +73,15 @@ def prepare(config: Config) -> Experiment:
 
     rng_state.seed(config.seed)
     net = network(config)
-    start = "random weights" if config.weights is None else _fill(net, Path(config.weights))
-    loaders = _make("data", data, **data_args)
-    train, val = _pair(config.data, loaders)
+    start = "random weights" if config.weights is None else _load_initial_weights(net, Path(config.weights))
+    loaders = _call_factory("data", data, **data_args)
+    train, val = _train_and_val(config.data, loaders)
     known = {name: getattr(loaders, name, None) for name in FEATURES}
     features = {name: value for name, value in known.items() if value is not None}
     about: dict[str, Any] = {"name": config.name, "start": start, "features": features}
     if (shared_by := os.environ.get("HGNP_SHARED_BY", "1")) != "1":  # set by hgnp study
         about["shared_by"] = int(shared_by)
-    return Experiment(completed(config), net, train, val, recipe, options, about)
+    return Experiment(with_complete_recipe(config), net, train, val, recipe, options, about)
 
 
 def extend_import_path(config: Config) -> None:
@@ -93,9 +93,9 @@ def extend_import_path(config: Config) -> None:
 
 def network(config: Config) -> nn.Module:
     """Build the unpruned network."""
-    model = _named("model", config.model, MODELS)
+    model = _find_built_in("model", config.model, MODELS)
     _check_args("model_args", model, config.model_args)
-    net = _make("model", model, **config.model_args)
+    net = _call_factory("model", model, **config.model_args)
     if not isinstance(net, nn.Module):
         raise InputError(f"model must return an nn.Module, got {type(net).__name__} from {config.model}")
     return net
@@ -111,17 +111,20 @@ def find(key: str, path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise InputError(
-                f"{key}: {module_name} needs the module {error.name}, which is not installed; install it"
+                f"{key} must be the import path of a module that can be imported, got {module_name}, which needs "
+                f"{error.name}; install it"
             ) from error
         raise InputError(f"{key} must be the import path of an existing module, got {path!r} without a module {error.name} in "
                          "the current folder, beside the configuration and among installed packages") from error  # fmt: skip
     except SyntaxError as error:
-        raise InputError(f"{key}: {error.filename} line {error.lineno} is not Python: {error.msg}") from error
+        raise InputError(
+            f"{key} must be the import path of valid Python, got {error.filename} line {error.lineno}: {error.msg}"
+        ) from error
     for part in name.split("."):
         if not hasattr(value, part):
             known = [each for each in dir(value) if not each.startswith("_")]
             raise InputError(
-                f"{key} must name something in {module_name}, got {name!r}{meant(part, known) if known else ''}"
+                f"{key} must name something in {module_name}, got {name!r}{did_you_mean(part, known) if known else ''}"
             )
         value = getattr(value, part)
     if not callable(value):
@@ -129,10 +132,10 @@ def find(key: str, path: str) -> Any:
     return value
 
 
-def _named(key: str, name: str, built_in: Mapping[str, str]) -> Any:
+def _find_built_in(key: str, name: str, built_in: Mapping[str, str]) -> Any:
     if ":" not in name and name not in built_in:
         raise InputError(
-            f"{key} must be a built-in or an import path, package.module:name, got {name!r}{meant(name, built_in)}"
+            f"{key} must be a built-in or an import path, package.module:name, got {name!r}{did_you_mean(name, built_in)}"
         )
     return find(key, built_in.get(name, name))
 
@@ -143,79 +146,87 @@ def _options(config: Config) -> dict[str, Any]:
         if path := getattr(config, key):
             options[key] = find(key, path)
     if config.output:
-        options["output"] = find("output", config.output) if ":" in config.output else partial(_part, config.output)
+        options["output"] = (
+            find("output", config.output) if ":" in config.output else partial(_output_part, config.output)
+        )
     if config.loss:
         loss = find("loss", config.loss)
         _check_args("loss_args", loss, config.loss_args, before=0 if inspect.isclass(loss) else 2)
         options["loss"] = (
-            _make("loss", loss, **config.loss_args) if inspect.isclass(loss) else partial(loss, **config.loss_args)
+            _call_factory("loss", loss, **config.loss_args)
+            if inspect.isclass(loss)
+            else partial(loss, **config.loss_args)
         )
     for key in ("optimizer", "scheduler"):
         if path := getattr(config, key):
-            maker, args = find(key, path), getattr(config, f"{key}_args")
-            _check_args(f"{key}_args", maker, args, before=1)
-            options[key] = partial(_make, key, maker, **args)
+            factory, args = find(key, path), getattr(config, f"{key}_args")
+            _check_args(f"{key}_args", factory, args, before=1)
+            options[key] = partial(_call_factory, key, factory, **args)
     for key in ("loss", "optimizer", "scheduler"):
         if not getattr(config, key) and getattr(config, f"{key}_args"):
             raise InputError(f"{key}_args must come with {key}, got them alone; set {key} to an import path")
     return options
 
 
-def _part(name: str, output: Any) -> Any:
+def _output_part(name: str, output: Any) -> Any:
     return output[name] if isinstance(output, Mapping) else getattr(output, name)
 
 
-def _parameters(maker: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        return inspect.signature(maker).parameters
+        return inspect.signature(factory).parameters
     except ValueError:  # implemented in C, without a signature
         return {"args": inspect.Parameter("args", inspect.Parameter.VAR_KEYWORD)}
 
 
-def _check_args(key: str, maker: Callable[..., Any], args: Mapping[str, Any], before: int = 0) -> None:
-    """Check that `maker` takes these keyword arguments, after `before` positional ones, and lacks none."""
-    parameters = list(_parameters(maker).values())[before:]
+def _check_args(key: str, factory: Callable[..., Any], args: Mapping[str, Any], before: int = 0) -> None:
+    """Check that `factory` takes these keyword arguments, after `before` positional ones, and lacks none."""
+    parameters = list(_parameters(factory).values())[before:]
     named = [each for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
     known = [each.name for each in named]
     if not any(each.kind == each.VAR_KEYWORD for each in parameters):
         for name in args:
             if (key, name) == ("data_args", "folder") and name not in known:
-                raise InputError(f"--data must be omitted for {_title(maker)}, which takes no folder, got {args[name]}")
+                raise InputError(
+                    f"--data must be omitted for {_name_of(factory)}, which takes no folder, got {args[name]}"
+                )
             if name not in known:
-                what = meant(name, known) if known else "; it takes none"
-                raise InputError(f"{key} must be arguments of {_title(maker)}, got {name!r}{what}")
+                what = did_you_mean(name, known) if known else "; it takes none"
+                raise InputError(f"{key} must be arguments of {_name_of(factory)}, got {name!r}{what}")
     for each in named:
         if each.default is each.empty and each.name not in args:
             how = "--data DIR" if (key, each.name) == ("data_args", "folder") else f"--set {key}.{each.name}=…"
-            raise InputError(f"{key} must have {each.name!r} for {_title(maker)}, got none; pass {how}")
+            raise InputError(f"{key} must have {each.name!r} for {_name_of(factory)}, got none; pass {how}")
 
 
-def _make(key: str, maker: Callable[..., Any], /, *before: Any, **args: Any) -> Any:
+def _call_factory(key: str, factory: Callable[..., Any], /, *before: Any, **args: Any) -> Any:
     try:
-        return maker(*before, **args)
+        return factory(*before, **args)
     except (TypeError, ValueError, RuntimeError) as error:  # torch raises the last for a width of -1
-        raise InputError(f"{key}: {_title(maker)} must accept its arguments, but failed: {one_line(error)}") from error
+        raise InputError(
+            f"{key}: {_name_of(factory)} must accept its arguments, but failed: {one_line(error)}"
+        ) from error
     except OSError as error:
-        if str(maker.__module__).startswith("hgnp."):
+        if str(factory.__module__).startswith("hgnp."):
             raise  # hgnp's own loaders name what is missing
-        raise InputError(f"{key}: {_title(maker)} failed: {brief(error)}") from error
+        raise InputError(f"{key}: {_name_of(factory)} must find its files, but failed: {brief(error)}") from error
 
 
-def _title(maker: Callable[..., Any]) -> str:
-    return getattr(maker, "__qualname__", repr(maker))
+def _name_of(factory: Callable[..., Any]) -> str:
+    return getattr(factory, "__qualname__", repr(factory))
 
 
-def _pair(name: str, made: Any) -> tuple[Any, Any]:
-    if hasattr(made, "train"):
-        return made.train, getattr(made, "val", None)
-    if isinstance(made, tuple | list) and len(made) == 2:
-        return made[0], made[1]
+def _train_and_val(name: str, loaders: Any) -> tuple[Any, Any]:
+    if hasattr(loaders, "train"):
+        return loaders.train, getattr(loaders, "val", None)
+    if isinstance(loaders, tuple | list) and len(loaders) == 2:
+        return loaders[0], loaders[1]
     raise InputError(
-        f"data must return (train, val) or an object with .train and .val, got {type(made).__name__} from {name}"
+        f"data must return (train, val) or an object with .train and .val, got {type(loaders).__name__} from {name}"
     )
 
 
-def _fill(net: nn.Module, file: Path) -> str:
+def _load_initial_weights(net: nn.Module, file: Path) -> str:
     """Load initial weights into `net`. Returns a description of them."""
     if file.is_file() and file.suffix == ".safetensors":
         with contextlib.suppress(SafetensorError), safe_open(file, framework="pt") as opened:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from hgnp.errors import InputError, meant
+from hgnp.errors import InputError, did_you_mean
 from hgnp.experiments import safe_yaml
 from hgnp.io.atomic import write
 
@@ -68,7 +68,7 @@ class Config:
             raise InputError(f"{where} must be a mapping with model, data and recipe, got {values!r}")
         for key in values:
             if key not in KEYS:
-                raise InputError(f"{where}: key must be a known one, got {key!r}{meant(key, KEYS)}")
+                raise InputError(f"{where}: key must be a known one, got {key!r}{did_you_mean(key, KEYS)}")
         for key in ("model", "data", "recipe"):
             if values.get(key) is None:
                 raise InputError(f"{where}: {key} must be {_EXPECTED[key]}, got none")
@@ -178,7 +178,7 @@ def _set(values: dict[str, Any], path: list[str], value: Any) -> None:
     """Set `value` at `path`, copying mappings that are shared with other configurations."""
     head, *rest = path
     if head not in KEYS:
-        raise InputError(f"--set: key must be a known one, got {head!r}{meant(head, KEYS)}")
+        raise InputError(f"--set: key must be a known one, got {head!r}{did_you_mean(head, KEYS)}")
     if not rest:
         values[head] = value
         return

@@ -1,4 +1,4 @@
-"""The effective configuration of a command: a preset or a file with overrides; and how a run's configuration differs."""
+"""From the arguments of a command to a configuration: a preset or a file with overrides; and how a run's own differs."""
 
 import dataclasses
 import json
@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hgnp.errors import InputError, meant, one_line
+from hgnp.errors import InputError, did_you_mean, one_line
 from hgnp.experiments import presets
 from hgnp.experiments.config import Config, read
 from hgnp.recipe import Recipe
 
 
-def effective(
+def resolve_config(
     what: str, *, data: str | None, method: str | None, settings: Iterable[str], seed: int | None, device: str | None
 ) -> Config:
     """The preset or file `what` with the overrides of the command line: the method, then the data, then `settings`."""
@@ -21,9 +21,9 @@ def effective(
     elif Path(what).is_file():
         config = read(Path(what))
     elif what.endswith((".yaml", ".yml")):
-        raise FileNotFoundError(f"{what}: no such file")
+        raise FileNotFoundError(f"configuration must be an existing file, got {what}")
     else:
-        raise InputError(f"preset must be a known one or a file, got {what!r}{meant(what, presets.names())}")
+        raise InputError(f"preset must be a known one or a file, got {what!r}{did_you_mean(what, presets.names())}")
     if method is not None:
         config = config.with_method(method)
     if data is not None:
@@ -46,19 +46,19 @@ def recipe_of(config: Config) -> Recipe:
         raise InputError(message if message.startswith("recipe") else f"recipe.{message}") from error
 
 
-def completed(config: Config) -> Config:
+def with_complete_recipe(config: Config) -> Config:
     """The configuration with every field of its recipe, as a run writes it."""
     fields = recipe_of(config).as_dict()
     return dataclasses.replace(config, recipe={name: value for name, value in fields.items() if name != "seed"})
 
 
-def difference(config: Config, folder: Path) -> tuple[str, Any, Any] | None:
+def first_difference(config: Config, folder: Path) -> tuple[str, Any, Any] | None:
     """The first setting, by its dotted name, in which a run's config.yaml differs from `config`, with `config`'s value and
     the run's. None if there is none. Device and data folder may differ. Omitted fields of the recipe have their
     defaults."""
     file = folder / "config.yaml"
     try:
-        before, now = completed(read(file)).settings(), completed(config).settings()
+        before, now = with_complete_recipe(read(file)).settings(), with_complete_recipe(config).settings()
     except ValueError as error:
         raise InputError(f"{file}: {one_line(error)}") from error
     for key in [*now, *before]:

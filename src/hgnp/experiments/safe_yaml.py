@@ -27,7 +27,7 @@ def read(file: Path) -> Any:
         with file.open(encoding="utf-8") as stream:
             text = stream.read(MAX_CHARACTERS + 1)
     except UnicodeDecodeError as error:
-        raise InputError(f"{file} is not text in UTF-8: {error}") from error
+        raise InputError(f"{file} must be text in UTF-8, got {error.reason} at byte {error.start}") from error
     return load(text, where=str(file))
 
 
@@ -40,7 +40,7 @@ def load(text: str, *, where: str) -> Any:
     except TooLargeError as error:
         raise InputError(f"{where} {error}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date, a number of thousands of digits
-        raise InputError(f"{where} is not YAML: {one_line(error)}") from error
+        raise InputError(f"{where} must be YAML, got text that is not: {one_line(error)}") from error
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hgnp.errors import InputError, meant, one_line
+from hgnp.errors import InputError, did_you_mean, one_line
 from hgnp.experiments import presets, safe_yaml
 from hgnp.experiments.config import Config
-from hgnp.experiments.overrides import completed, difference, effective
+from hgnp.experiments.overrides import first_difference, resolve_config, with_complete_recipe
 
-MOST_RUNS = 1000
+MAX_RUNS = 1000
 RESULTS = Path("results")
 KEYS = ("name", "about", "networks", "methods", "seeds", "set", "baseline", "out")
 NETWORK_KEYS, METHOD_KEYS = ("config", "name", "data", "set"), ("method", "set")
@@ -75,7 +75,7 @@ class PlannedRun:
             raise InputError(
                 f"{folder} must hold a run of hgnp run, got one without config.yaml; choose another --out or move it away"
             )
-        differs = difference(self.config, folder)
+        differs = first_difference(self.config, folder)
         if differs is not None:
             key, now, before = differs
             raise InputError(
@@ -127,7 +127,7 @@ class StudyPlan:
         )
         names = [method.name for method in plan.methods]
         if plan.baseline is not None and plan.baseline not in names:
-            known = meant(plan.baseline, names)
+            known = did_you_mean(plan.baseline, names)
             raise InputError(f"{where}: baseline must be one of the methods, got {plan.baseline!r}{known}")
         return plan
 
@@ -147,12 +147,12 @@ class StudyPlan:
         names = [method.name for method in self.methods]
         for name in methods or ():
             if name not in names:
-                raise InputError(f"--methods must be methods of the study, got {name!r}{meant(name, names)}")
+                raise InputError(f"--methods must be methods of the study, got {name!r}{did_you_mean(name, names)}")
         chosen = [method for method in self.methods if methods is None or method.name in methods]
         seeds = self.seeds if seeds is None else seeds
         count = len(self.networks) * len(seeds) * len(chosen)
-        if count > MOST_RUNS:
-            raise InputError(f"{self.name}: a study must have at most {MOST_RUNS:,} runs, got {count:,}")
+        if count > MAX_RUNS:
+            raise InputError(f"{self.name}: a study must have at most {MAX_RUNS:,} runs, got {count:,}")
         made = [
             self._run(network, method, seed, data, device, settings)
             for network, seed, method in itertools.product(self.networks, seeds, chosen)
@@ -171,8 +171,10 @@ class StudyPlan:
         folder = network.data if network.data is not None else data
         changes = [*self.settings, *network.settings, *method.settings, *settings]
         try:
-            config = completed(
-                effective(network.config, data=folder, method=method.method, settings=changes, seed=seed, device=device)
+            config = with_complete_recipe(
+                resolve_config(
+                    network.config, data=folder, method=method.method, settings=changes, seed=seed, device=device
+                )
             )
         except ValueError as error:
             raise InputError(f"{self.name}: {method.name} on {network.config}: {one_line(error)}") from error
@@ -204,7 +206,7 @@ def check_seeds(text: str) -> tuple[int, ...]:
 def _known(values: Mapping[Any, Any], keys: Sequence[str], where: str) -> None:
     for key in values:
         if key not in keys:
-            raise InputError(f"{where}: key must be a known one, got {key!r}{meant(key, keys)}")
+            raise InputError(f"{where}: key must be a known one, got {key!r}{did_you_mean(key, keys)}")
 
 
 def _name(name: Any, where: str) -> str:
@@ -256,12 +258,12 @@ def _methods(given: Any, where: str) -> tuple[Method, ...]:
 
 def _seeds(given: Any, where: str) -> tuple[int, ...]:
     """`given`: a list of seeds, or their number."""
-    if isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= MOST_RUNS:
+    if isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= MAX_RUNS:
         return tuple(range(given))
     fits = isinstance(given, list) and given and all(type(seed) is int and 0 <= seed < 2**32 for seed in given)
     if not fits or len(set(given)) < len(given):
         kind = "a list of different whole numbers from 0 to 4294967295"
-        also = "" if where.startswith("--") else f", or how many from 1 to {MOST_RUNS}"
+        also = "" if where.startswith("--") else f", or how many from 1 to {MAX_RUNS}"
         shown = ",".join(map(str, given)) if also == "" else given
         raise InputError(f"{where} must be {kind}{also}, got {shown!r}")
     return tuple(given)

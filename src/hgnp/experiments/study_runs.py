@@ -19,7 +19,7 @@ from hgnp.experiments.study_plan import PlannedRun
 
 POLL = 0.1  # seconds
 SHARED_BY = "HGNP_SHARED_BY"
-PATIENCE = 30.0  # seconds for a run to write its last checkpoint
+GRACE_SECONDS = 30.0  # for a run to write its last checkpoint
 TAIL = 65536  # bytes
 
 
@@ -113,8 +113,8 @@ class _Job:
         end = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(self._before, end - TAIL))
         lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
-        said = [line.removeprefix("hgnp: ") for line in lines if line.startswith("hgnp: ")]
-        return (said or lines or [f"exit code {code}"])[-1].strip()
+        messages = [line.removeprefix("hgnp: ") for line in lines if line.startswith("hgnp: ")]
+        return (messages or lines or [f"exit code {code}"])[-1].strip()
 
 
 def execute_runs(missing: Sequence[PlannedRun], out: Path, slots: Slots, watcher: Watcher) -> list[RunOutcome]:
@@ -147,7 +147,7 @@ def _stop(processes: Sequence["subprocess.Popen[bytes]"], interrupts: "_Interrup
     """Interrupt each process. After half a minute, or at a second Ctrl-C, kill those left with their children."""
     for process in processes:
         process.send_signal(signal.SIGINT if os.name == "posix" else signal.SIGTERM)
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline and interrupts.count < 2 and any(each.poll() is None for each in processes):
         time.sleep(POLL)
     for process in processes:

@@ -23,13 +23,13 @@ except ImportError:  # Windows: no locks
 
 
 @contextmanager
-def locked(folder: Path, *, patience: float) -> Iterator[None]:
-    """Hold an exclusive lock on `folder`. Waits up to `patience` seconds for another process: the children of a killed one may
+def locked(folder: Path, *, timeout: float) -> Iterator[None]:
+    """Hold an exclusive lock on `folder`. Waits up to `timeout` seconds for another process: the children of a killed one may
     outlive it briefly. BlockingIOError if it keeps the lock. The lock ends with its process."""
     handle = None if fcntl is None else os.open(folder, os.O_RDONLY)
     try:
         if handle is not None:
-            _lock(handle, time.monotonic() + patience)
+            _lock(handle, time.monotonic() + timeout)
         yield
     finally:
         if handle is not None:
@@ -99,7 +99,7 @@ def read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InputError(f"{file}: damaged: {error}") from None
+        raise InputError(f"{file} must be JSON, got text that is not ({error}); it is damaged") from None
 
 
 def as_json(value: Any, indent: int | None = None) -> str:

@@ -103,33 +103,33 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any, *, 
         raise InputError(f"path must end in {' or '.join(FORMATS)}, got {str(path)!r}")
     check_file_path(path)
     check_net(net)
-    inputs, arguments = _bound(net, as_inputs(example_input), dynamic_batch)
+    inputs, arguments = _bind_inputs(net, as_inputs(example_input), dynamic_batch)
     rows = _rows(inputs)
     to_onnx = path.suffix == ".onnx"
     if to_onnx:
-        _need_onnx()
-    subject = _duplicate(net, to_onnx)
+        _check_onnx_installed()
+    subject = _eval_copy(net, to_onnx)
     device = next((tensor.device for tensor in [*subject.parameters(), *subject.buffers()]), torch.device("cpu"))
-    example = _drawn(inputs, rows, None, device)
+    example = _random_inputs(inputs, rows, None, device)
     output = _call(
-        subject, example, "net cannot run on example_input"
+        subject, example, "net must run on example_input, but failed"
     )  # on a copy: some networks write into their input
     if not _is_plain(output):
         subject.forward = _with_plain_output(subject.forward)
         output = _plain(output)
     if not _tensors(output):
         raise InputError("net must return at least one tensor, got none")
-    traced, shapes = _drawn(inputs, rows, None, device), None
+    traced, shapes = _random_inputs(inputs, rows, None, device), None
     if dynamic_batch:
-        traced = _drawn(inputs, rows, TRACED, device)
+        traced = _random_inputs(inputs, rows, TRACED, device)
         for n in (
             TRACED,
             1,
         ):  # last at 1: a network that compares shapes with its last ones must not meet those of the trace
-            _run(subject, _drawn(inputs, rows, n, device), FIXED)
+            _run(subject, _random_inputs(inputs, rows, n, device), FIXED)
         batch = torch.export.Dim("batch")
         shapes = tree_map(lambda leaf: {0: batch} if _batched(leaf, rows) else None, arguments)
-    with atomic_path(path) as draft, _known_noise():
+    with atomic_path(path) as draft, _expected_warnings_ignored():
         program = _program(subject, traced, shapes)
         if to_onnx:
             draft.write_bytes(_as_onnx(subject, program, traced, shapes, _output_names(output)))
@@ -166,13 +166,13 @@ def run_onnx(session: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.from_numpy(output) for output in session.run(None, feed)]
 
 
-def _need_onnx() -> None:
+def _check_onnx_installed() -> None:
     missing = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingPackageError(f"ONNX export needs {', '.join(missing)}; pip install 'hgnp[onnx]'")
 
 
-def _duplicate(net: nn.Module, to_onnx: bool) -> nn.Module:
+def _eval_copy(net: nn.Module, to_onnx: bool) -> nn.Module:
     """A copy in eval mode to trace. For ONNX on the CPU, where it runs."""
     for name, tensor in net.named_parameters():
         if to_onnx and tensor.dtype == torch.bfloat16:
@@ -195,7 +195,7 @@ def _batched(leaf: Any, rows: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
 
 
-def _bound(net: nn.Module, inputs: Inputs, dynamic_batch: bool) -> tuple[Inputs, dict[str, Any]]:
+def _bind_inputs(net: nn.Module, inputs: Inputs, dynamic_batch: bool) -> tuple[Inputs, dict[str, Any]]:
     """The inputs with keywords in the order of forward's signature, and the arguments by parameter of forward."""
     args, kwargs = inputs
     forward = f"{type(net).__name__}.forward"
@@ -213,7 +213,7 @@ def _bound(net: nn.Module, inputs: Inputs, dynamic_batch: bool) -> tuple[Inputs,
     return (args, {name: kwargs[name] for name in [*bound, *kwargs] if name in kwargs}), dict(bound)
 
 
-def _drawn(inputs: Inputs, rows: int, n: int | None, device: torch.device, *, seed: int = 0) -> Inputs:
+def _random_inputs(inputs: Inputs, rows: int, n: int | None, device: torch.device, *, seed: int = 0) -> Inputs:
     """`inputs` at batch size n, each tensor's entries drawn from its own (normal ones where it is constant). None: a copy."""
     random = torch.Generator().manual_seed(seed)
 
@@ -286,8 +286,8 @@ def _output_names(output: Any) -> list[str]:
 
 
 @contextmanager
-def _known_noise() -> Iterator[None]:
-    """Without what torch says about itself while it exports."""
+def _expected_warnings_ignored() -> Iterator[None]:
+    """Ignores the warnings and log lines of torch's own exporters."""
     skipped = logging.getLogger(
         "torch.onnx._internal.exporter._registration"
     )  # operators of a torchvision not installed
@@ -374,8 +374,8 @@ def _checked(
     much."""
     error = difference = 0.0
     for seed, n in enumerate(sizes, 1):
-        drawn = _drawn(inputs, rows, n, device, seed=seed)
-        expected = _run(net, _drawn(drawn, n, None, device), f"net cannot run at batch size {n}")
+        drawn = _random_inputs(inputs, rows, n, device, seed=seed)
+        expected = _run(net, _random_inputs(drawn, n, None, device), f"net cannot run at batch size {n}")
         got = _run(call, drawn, f"the exported network cannot run at batch size {n}")
         if [tuple(tensor.shape) for tensor in got] != [tuple(tensor.shape) for tensor in expected]:
             raise InputError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hgnp.errors import InputError
+from hgnp.errors import RENAMED, InputError, check_renamed
 
 FORMAT = 1
 NUMBERS = (
@@ -133,9 +133,21 @@ def read(folder: str | os.PathLike[str]) -> Run:
         raise InputError(
             f"{folder / 'run.json'}: format must be at most {FORMAT}, got {version}, which a newer hgnp wrote; upgrade hgnp"
         )
-    for key, kind in (("method", str), ("recipe", dict), ("at_start", dict)):
+    for key, kind, expected in (
+        ("method", str, "a string"),
+        ("recipe", dict, "an object"),
+        ("at_start", dict, "an object"),
+    ):
         if not isinstance(info.get(key), kind):
-            raise InputError(f"{folder / 'run.json'}: {key} is {info.get(key)!r}; the file is damaged")
+            raise InputError(
+                f"{folder / 'run.json'}: {key} must be {expected}, got {info.get(key)!r}; the file is damaged"
+            )
+    flatness = info["recipe"].get("flatness")
+    for options, where in (
+        (info["recipe"], "recipe"),
+        (flatness if isinstance(flatness, dict) else {}, "recipe.flatness"),
+    ):
+        check_renamed(options, RENAMED.values(), f"{folder / 'run.json'}: {where}")
     result = _object(folder / "result.json") if (folder / "result.json").is_file() else None
     _check_snapshots(result or {}, folder / "result.json")
     return Run(folder.resolve(), info, _rows(folder / "metrics.jsonl"), result)
@@ -144,11 +156,13 @@ def read(folder: str | os.PathLike[str]) -> Run:
 def _check_snapshots(result: Mapping[str, Any], file: Path) -> None:
     rows = result.get("snapshots") or []
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise InputError(f"{file}: snapshots is {rows!r}; the file is damaged")
+        raise InputError(f"{file}: snapshots must be a list of objects, got {rows!r}; the file is damaged")
     for row in rows:
         for key in ("asked", "kept", "metric"):
             if not isinstance(row.get(key), int | float) and (key != "metric" or row.get(key, 0) is not None):
-                raise InputError(f"{file}: {key} of a snapshot is {row.get(key)!r}; the file is damaged")
+                raise InputError(
+                    f"{file}: {key} of a snapshot must be a number, got {row.get(key)!r}; the file is damaged"
+                )
 
 
 def _rows(file: Path) -> tuple[Row, ...]:
@@ -181,7 +195,9 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{file} is damaged: it is not text ({error.reason} at byte {error.start})") from error
+        raise InputError(
+            f"{file} must be text in UTF-8, got {error.reason} at byte {error.start}; it is damaged"
+        ) from error
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:
@@ -189,7 +205,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         value = json.loads(text, parse_constant=lambda _: None)
     except (json.JSONDecodeError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "too deeply nested"
-        raise InputError(f"{where} is damaged: not JSON ({reason})") from error
+        raise InputError(f"{where} must be JSON, got text that is not ({reason}); it is damaged") from error
     if not isinstance(value, dict):
-        raise InputError(f"{where} is damaged: it must be an object, got {type(value).__name__}")
+        raise InputError(f"{where} must be a JSON object, got a {type(value).__name__}; it is damaged")
     return value

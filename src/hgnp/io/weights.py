@@ -26,6 +26,7 @@ from hgnp.pruning.widths import stated_widths
 
 FORMAT = 1
 FILE = "model.safetensors"
+DAMAGED = "its metadata must describe a network, got something else; the file is damaged"
 OUTPUTS = ("out_features", "out_channels", "num_features", "num_channels")
 PER_OUTPUT = ("weight", "bias", "running_mean", "running_var")
 Net = TypeVar("Net", bound=nn.Module)
@@ -50,7 +51,7 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> Path:
     """
     file = _file(path)
     check_file_path(file)
-    tensors, about = described(net)
+    tensors, about = describe(net)
     # copies: safetensors refuses tensors that share memory
     tensors = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     about["sha256"] = digest(tensors, about)
@@ -58,7 +59,7 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> Path:
     return file
 
 
-def described(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def describe(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Every tensor of `net`, and the description that `changes_to_fit` needs to shrink a fresh instance."""
     check_net(net)
     for name, module in net.named_modules():
@@ -99,7 +100,7 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name).clone() for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise InputError(f"{file}: not a readable safetensors file: {first_line(error)}") from error
+        raise InputError(f"{file} must be a safetensors file, but cannot be read: {first_line(error)}") from error
 
 
 def load(path: str | os.PathLike[str], net: Net) -> Net:
@@ -130,7 +131,7 @@ def load(path: str | os.PathLike[str], net: Net) -> Net:
     """
     file = _file(path)
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file; hgnp.save writes it")
+        raise FileNotFoundError(f"path must be a file or folder that hgnp.save wrote, got {file}, which does not exist")
     check_net(net)
     about, tensors = read_saved(file)
     try:
@@ -146,14 +147,14 @@ def read_saved(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The description and the tensors in a file that `save` wrote."""
     tensors, metadata = read_tensors(file)
     try:
-        return _checked(metadata, tensors), tensors
+        return _read_description(metadata, tensors), tensors
     except ValueError as error:
         raise InputError(f"{file}: {error}") from None
 
 
 def changes_to_fit(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> list[Change]:
     """The changes that turn `net` into the network that `about` describes; InputError if there are none."""
-    _fits(about, tensors, net)
+    _check_fits(about, tensors, net)
     changes = [*_tensor_changes(about, tensors, net), *_width_changes(about, tensors, net)]
     return [*changes, *_count_changes(about, tensors, net)]
 
@@ -163,22 +164,22 @@ def _file(path: str | os.PathLike[str]) -> Path:
     return path if path.suffix == ".safetensors" else path / FILE
 
 
-def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _read_description(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if "hgnp" not in metadata:
-        raise InputError("not written by hgnp.save: it has no metadata of hgnp")
+        raise InputError("it must be written by hgnp.save, got a file without its metadata")
     try:
         about = json.loads(metadata["hgnp"])
     except (ValueError, RecursionError):
         about = None
     if not isinstance(about, dict) or not isinstance(about.get("format"), int):
-        raise InputError("its description is damaged")
+        raise InputError(DAMAGED)
     if about["format"] > FORMAT:
         raise InputError(
             f"format must be at most {FORMAT}, got {about['format']}, which a newer hgnp wrote; upgrade hgnp"
         )
     expected = about.pop("sha256", None)
     if expected != digest(tensors, about):
-        raise InputError("damaged: its content does not match its checksum")
+        raise InputError("its content must match its checksum, got another; the file is damaged")
     well_formed = (
         isinstance(about.get("class"), str)
         and isinstance(about.get("channels_last"), list)
@@ -191,11 +192,11 @@ def _checked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict
         )
     )
     if not well_formed:
-        raise InputError("its description is damaged")
+        raise InputError(DAMAGED)
     return about
 
 
-def _fits(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> None:
+def _check_fits(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> None:
     if about["class"] != type(net).__qualname__:
         raise InputError(f"net must be a {about['class']}, got {type(net).__qualname__}")
     here = {name: type(module).__qualname__ for name, module in net.named_modules()}

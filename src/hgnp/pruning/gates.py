@@ -68,7 +68,7 @@ class Gates:
     """The number of units."""
     rows: Mapping[str, Tensor]
     """Layer → the unit of each remaining neuron, or `count` for those that stay. Layers whose output is read where no gate can
-    sit are missing."""
+    be placed are missing."""
     paths: list[GatedPath]
     """Paths through the network's code, the last one taken first."""
     structure: Structure
@@ -76,7 +76,7 @@ class Gates:
     losses: bool = False
     """Whether the paths are those of training mode with norms and dropout in evaluation mode."""
     ungated: frozenset[int] = frozenset()
-    """Roots of channels that are read where no gate can sit."""
+    """Roots of channels that are read where no gate can be placed."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def to(self, device: torch.device) -> "Gates":
@@ -99,7 +99,7 @@ class Gates:
         lost = {int(self.units.unit[root]) for root in ungated} - {self.count}
         for name, units in self.rows.items():
             if lost & set(units.tolist()):
-                raise PathError(name, "its output is read where no gate can sit")
+                raise PathError(name, "its output is read where no gate can be placed")
         self.paths.insert(0, path.to(self.device))
         del self.paths[MAX_PATHS:]
         return forward()

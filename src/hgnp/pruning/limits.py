@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
-from hgnp.errors import InputError, meant
+from hgnp.errors import InputError, did_you_mean
 
 Number = TypeVar("Number", int, float)
 
@@ -51,7 +51,7 @@ def limit_by_layer(name: str, given: Number | Mapping[str, Number], layers: Coll
         return dict.fromkeys(layers, given)
     for pattern in given:
         if not any(fnmatchcase(layer, pattern) for layer in layers):
-            raise InputError(f"{name}: pattern must match a layer, got {pattern!r}{meant(pattern, layers)}")
+            raise InputError(f"{name}: pattern must match a layer, got {pattern!r}{did_you_mean(pattern, layers)}")
     default = LIMITS[name][2]
     return {
         layer: next((value for pattern, value in given.items() if fnmatchcase(layer, pattern)), default)

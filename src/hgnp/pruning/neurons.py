@@ -313,7 +313,7 @@ class Neurons:
             cut = self._as_selection(chosen, n, coupling)
             if not cut or not confirm:
                 return cut
-            problem = verifier.misfit(self._after(cut).alive)
+            problem = verifier.mismatch(self._after(cut).alive)
             if problem is None:
                 return cut
             blamed = [units.pop(root) for root in set(self._structure.roots[problem.slots].tolist()) & units.keys()]
@@ -467,7 +467,7 @@ class Neurons:
     def _removal(self, left: PruningState, removed: Selection) -> Removal:
         verifier = self._verifier_of(removed.coupling)
         if not verifier.is_verified(left.alive):  # `least` has verified the cut that it proposed
-            problem = verifier.misfit(left.alive)
+            problem = verifier.mismatch(left.alive)
             if problem is not None:
                 raise InputError(
                     f"selection must be removable as a whole, got neurons of {', '.join(removed)}: {problem.reason}"

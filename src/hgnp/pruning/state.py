@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.rnn import pad_sequence
 
-from hgnp.errors import InputError, meant
+from hgnp.errors import InputError, did_you_mean
 from hgnp.pruning.rules import op_name
 from hgnp.pruning.selection import Unit, as_positions
 from hgnp.pruning.structure import Structure
@@ -59,7 +59,9 @@ class PruningState:
         removed = torch.zeros(len(roots), dtype=torch.bool)
         for layer, positions in selection.items():
             if layer not in self.rows:
-                raise InputError(f"selection must name layers with neurons, got {layer!r}{meant(layer, self.rows)}")
+                raise InputError(
+                    f"selection must name layers with neurons, got {layer!r}{did_you_mean(layer, self.rows)}"
+                )
             remaining = self.remaining(layer)
             slots = remaining[as_positions(layer, positions, len(remaining))]
             frozen = slots[structure.frozen[slots]]

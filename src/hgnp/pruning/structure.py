@@ -217,7 +217,7 @@ class Structure:
             where = f" in {graph.error_module}" if graph.error_module else ""
             mode = "train" if training else "eval"
             raise InputError(
-                f"net(example_input) failed{where} ({mode} mode): {first_line(graph.error)}"
+                f"net must run on example_input in {mode} mode, but failed{where}: {first_line(graph.error)}"
             ) from graph.error
         return graph
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hgnp.errors import named
+from hgnp.errors import list_names
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ def table(layers: Sequence[Layer], frozen: Sequence[Frozen], left_out: Sequence[
     for entry in frozen:
         reasons[entry.reason].append(entry)
     for reason, entries in reasons.items():
-        shown = named([entry.name for entry in entries])
+        shown = list_names([entry.name for entry in entries])
         lines.append(f"frozen: {sum(entry.count for entry in entries)} in {shown}: {reason}")
     if left_out:
-        shown = named([layer.name for layer in left_out])
+        shown = list_names([layer.name for layer in left_out])
         lines.append(f"in outputs that do not count: {sum(layer.alive for layer in left_out)} in {shown}")
     return "\n".join(lines)

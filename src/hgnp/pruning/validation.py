@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hgnp.errors import InputError, InputTypeError, meant
+from hgnp.errors import InputError, InputTypeError, did_you_mean
 from hgnp.pruning.graph import Inputs, Outputs
 
 
@@ -99,7 +99,8 @@ def protected_modules(net: nn.Module, protect: Iterable[str]) -> set[str]:
         inside = {name for name in names if name == entry or name.startswith(f"{entry}.")}
         if not inside:
             raise InputError(
-                f"protect must name modules of the network, got {entry!r}{meant(entry, [name for name in names if name])}"
+                f"protect must name modules of the network, got {entry!r}"
+                f"{did_you_mean(entry, [name for name in names if name])}"
             )
         protected |= inside
     return protected

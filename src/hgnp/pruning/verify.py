@@ -49,7 +49,7 @@ RootClass = tuple[Root, ...]
 
 
 @dataclass(frozen=True)
-class Misfit:
+class Mismatch:
     """Why a cut does not work."""
 
     problem: str
@@ -74,7 +74,7 @@ class CutVerifier:
     def __init__(self, structure: Structure, *, aligned: bool = True) -> None:
         self._structure, self._aligned = structure, aligned
         self._adapted: set[tuple[type, str]] = set()
-        self._failures: dict[RootClass, Misfit] = {}
+        self._failures: dict[RootClass, Mismatch] = {}
         """Classes that nothing helped, by themselves."""
         self.verified: tuple[Tensor, TracedForward] | None = None
         """The last cut that was found to work, and its trace."""
@@ -86,7 +86,7 @@ class CutVerifier:
         """Whether this is the last cut that was found to work."""
         return self.verified is not None and torch.equal(self.verified[0], alive)
 
-    def misfit(self, alive: Tensor) -> Misfit | None:
+    def mismatch(self, alive: Tensor) -> Mismatch | None:
         """Traces the network's own code at the smaller shapes. None if every operator call gives what it should."""
         problem = self._check(alive, lambda before, graph: _compare(before, graph, alive, self._aligned))
         if problem is None:
@@ -103,7 +103,7 @@ class CutVerifier:
             return problem
         return self._check(alive, lambda before, graph: None if _same_operators(before, graph, alive) else problem)
 
-    def _check(self, alive: Tensor, compare: Callable[[LabelPropagation, Graph], Misfit | None]) -> Misfit | None:
+    def _check(self, alive: Tensor, compare: Callable[[LabelPropagation, Graph], Mismatch | None]) -> Mismatch | None:
         graphs = {}
         for before, training, graph in self._structure.trace_cut(alive):
             graphs[training] = graph
@@ -143,7 +143,7 @@ class CutVerifier:
         suspects: list[RootClass] = []
         while classes:
             alive, tried = self._sample(classes)
-            problem = self.misfit(alive)
+            problem = self.mismatch(alive)
             if self.caches and not structure.caches:
                 return  # the network must be traced again, with what it keeps
             if problem is None:
@@ -161,7 +161,7 @@ class CutVerifier:
             classes = [found for found in classes if found not in (*blamed, *frozen)]
         for suspect in suspects:
             alive, tried = self._sample([suspect])
-            problem = (self._failures.get(suspect) or self.misfit(alive)) if tried else None
+            problem = (self._failures.get(suspect) or self.mismatch(alive)) if tried else None
             if problem is not None:
                 structure.coupling.freeze(torch.tensor(suspect), problem.reason)
         structure.update_roots()
@@ -170,7 +170,7 @@ class CutVerifier:
         """A cut of every class of groups that contains a neuron; groups that would empty a tensor together are left out."""
         return self._sample(self._root_classes(neurons))[0]
 
-    def _adapt(self, problem: Misfit, blamed: list[RootClass], classes: list[RootClass]) -> list[RootClass] | None:
+    def _adapt(self, problem: Mismatch, blamed: list[RootClass], classes: list[RootClass]) -> list[RootClass] | None:
         """Finds what a cut needs that fails: the fewest integer attributes, such as a number of heads or the width of a split,
         that change with it in every module of the same class; and widths that the code takes to be equal.
 
@@ -200,18 +200,18 @@ class CutVerifier:
         if not kind[1]:
             for found in alike:
                 own = first.module == module_of[mine[0]]
-                misfit = replace(first, module=module_of[found[0]] if own else first.module)
-                structure.coupling.freeze(torch.tensor(found), misfit.reason)
+                mismatch = replace(first, module=module_of[found[0]] if own else first.module)
+                structure.coupling.freeze(torch.tensor(found), mismatch.reason)
         return [] if kind[1] else alike
 
-    def _find_adaptation(self, mine: RootClass, alike: list[RootClass], *, of_heads: bool) -> Misfit | None:
+    def _find_adaptation(self, mine: RootClass, alike: list[RootClass], *, of_heads: bool) -> Mismatch | None:
         """Adapts attributes and couples equal widths, step by step, until a cut of `mine` works; each step must lead further
-        into the forward pass. Otherwise the misfit without any of it."""
+        into the forward pass. Otherwise the mismatch without any of it."""
         structure = self._structure
         modules = dict(structure.net.named_modules())
         roots, every_root = torch.tensor(mine), torch.tensor([root for found in alike for root in found])
         alive = self._sample([mine])[0]
-        problem = first = self.misfit(alive)
+        problem = first = self.mismatch(alive)
         while problem is not None:
             kind = type(modules[problem.module])
             if of_heads:
@@ -236,11 +236,11 @@ class CutVerifier:
                     | {key: slots for key, slots in counting.get(name, {}).items() if (type(module), key) in chosen}
                     for name, module in modules.items()
                 }
-                misfit = self.misfit(alive)
-                if misfit is None:
+                mismatch = self.mismatch(alive)
+                if mismatch is None:
                     return None
-                if misfit.position > best.position:
-                    best, best_attributes = misfit, structure.attributes
+                if mismatch.position > best.position:
+                    best, best_attributes = mismatch, structure.attributes
             structure.attributes = best_attributes
             if best is problem:
                 return first
@@ -300,7 +300,7 @@ def _subsets(names: list[tuple[type, str]]) -> Iterator[tuple[tuple[type, str], 
     return chain.from_iterable(combinations(names, size) for size in range(len(names) + 1))
 
 
-def _compare(before: LabelPropagation, graph: Graph, alive: Tensor, aligned: bool) -> Misfit | None:
+def _compare(before: LabelPropagation, graph: Graph, alive: Tensor, aligned: bool) -> Mismatch | None:
     expected = [labelled for labelled in before.calls if not _copies(labelled.call)]
     calls = [call for call in graph.op_calls if not _copies(call)]
     old, new = _ValueNumbers(before.graph.op_calls), _ValueNumbers(graph.op_calls)
@@ -309,12 +309,12 @@ def _compare(before: LabelPropagation, graph: Graph, alive: Tensor, aligned: boo
         if problem is None and old.of(labelled.call) != new.of(call):
             problem = ANOTHER_PATH
         if problem is not None:
-            return _misfit(labelled, alive, problem, position)
+            return _mismatch(labelled, alive, problem, position)
     if graph.error is not None and not _stops_alike(before.graph, graph):
         last = expected[min(len(calls), len(expected) - 1)]
-        return _misfit(last, alive, f"the network's code fails: {first_line(graph.error)}", len(calls))
+        return _mismatch(last, alive, f"the network's code fails: {first_line(graph.error)}", len(calls))
     if len(calls) != len(expected):
-        return _misfit(expected[-1], alive, ANOTHER_PATH, len(expected))
+        return _mismatch(expected[-1], alive, ANOTHER_PATH, len(expected))
     return None
 
 
@@ -460,7 +460,7 @@ def _same_constant(one: Value, other: Value) -> bool:
     return one.constant.shape == other.constant.shape and torch.equal(one.constant, other.constant)
 
 
-def _misfit(labelled: LabelledCall, alive: Tensor, problem: str, position: int) -> Misfit:
+def _mismatch(labelled: LabelledCall, alive: Tensor, problem: str, position: int) -> Mismatch:
     labels = [label.reshape(-1) for tensor in labelled.reads + labelled.writes for label in tensor.labels]
     slots = torch.unique(torch.cat(labels)) if labels else torch.zeros(0, dtype=torch.long)
-    return Misfit(problem, op_name(labelled.call.op), labelled.call.module, slots[~alive[slots]], position)
+    return Mismatch(problem, op_name(labelled.call.op), labelled.call.module, slots[~alive[slots]], position)

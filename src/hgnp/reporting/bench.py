@@ -109,12 +109,12 @@ def bench(
         Entry("weight-pruned", _parameters(small) / _parameters(full)),
         Entry("neuron-pruned", small),
     ]
-    return equal_accuracy(
+    return bench_networks(
         full, entries, sample, batches=batches, device=device, variants=variants, repeats=repeats, progress=progress
     )
 
 
-def equal_accuracy(
+def bench_networks(
     full: nn.Module,
     entries: Sequence[Entry],
     sample: Any,

@@ -7,12 +7,14 @@ Runs with the same data, network and metric form a *study*. Within a study, runs
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hgnp.curvature.choices import Choices, choose
 from hgnp.errors import InputError
 from hgnp.experiments import config
 from hgnp.io.runs import Run
+from hgnp.recipe import Recipe
 from hgnp.reporting import curves, hybrid
 from hgnp.reporting.composed import Choice, ComposedHybrid, check_choice, compose, lowest_crossing
 from hgnp.reporting.curves import Crossing, Curve
@@ -159,7 +161,7 @@ def _known(run: Run) -> str:
 
 def _model_and_data(runs: Sequence[Run]) -> dict[str, Any]:
     """The network and data settings of the first configuration among the runs."""
-    settings = next(filter(None, map(configured, runs)), {})
+    settings = next(filter(None, map(config_settings, runs)), {})
     return {name: value for name, value in settings.items() if _defines_study(name)}
 
 
@@ -210,13 +212,30 @@ def _name(run: Run) -> str:
 
 
 def run_settings(run: Run) -> dict[str, Any]:
-    """The settings that must be equal for runs to be repeats that differ only in the seed."""
-    recipe = {name: value for name, value in run.recipe.items() if name not in ("seed", "snapshots")}
-    rest = {name: value for name, value in configured(run).items() if not _defines_study(name)}
-    return {**recipe, "start": run.info.get("start"), **rest}
+    """The settings that must be equal for runs to be repeats that differ only in the seed. Fields that a run's recipe does not
+    list, as its hgnp did not have them yet, have their defaults; so have choices of the flatness term."""
+    recipe = recipe_of(run)
+    choices = {f"flatness.{name}": value for name, value in asdict(choices_of(recipe)).items()}
+    fields = {name: value for name, value in recipe.as_dict().items() if name not in ("seed", "snapshots", "flatness")}
+    rest = {name: value for name, value in config_settings(run).items() if not _defines_study(name)}
+    return {**fields, **choices, "start": run.info.get("start"), **rest}
 
 
-def configured(run: Run) -> dict[str, Any]:
+def recipe_of(run: Run) -> Recipe:
+    """The recipe in run.json, validated."""
+    try:
+        return Recipe.from_dict(run.recipe)
+    except ValueError as error:
+        message = str(error) if str(error).startswith("recipe") else f"recipe.{error}"
+        raise InputError(f"{run.folder / 'run.json'}: {message}") from error
+
+
+def choices_of(recipe: Recipe) -> Choices:
+    bundle, given = recipe.flatness_choices
+    return choose(bundle, **given)
+
+
+def config_settings(run: Run) -> dict[str, Any]:
     """The settings in config.yaml other than recipe and seed; empty for a run of `hgnp.prune`, which has no configuration."""
     file = run.folder / "config.yaml"
     if run.info.get("name") is None or not file.is_file():

@@ -102,7 +102,7 @@ def crossings(first: Curve, second: Curve) -> tuple[Crossing, ...]:
     return tuple(result)
 
 
-def crossings_in_short(places: Sequence[str]) -> str:
+def summarise_crossings(places: Sequence[str]) -> str:
     """All of up to three crossings; of more, their number and the lowest."""
     if len(places) > 3:
         return f"{len(places)}, the lowest at {places[-1]}"

@@ -229,8 +229,8 @@ def _path(inputs: np.ndarray, thresholds: np.ndarray, names: Sequence[str]) -> t
 def sample_counts(model: Model) -> str:
     """The numbers of samples, distinct inputs and coefficients, in a sentence."""
     used = tuple(model.coefficients)
-    ownership = sum(sample in PAPER for sample in model.samples)
-    about = f"{len(model.samples)} samples, {ownership} of them the paper's"
+    from_paper = sum(sample in PAPER for sample in model.samples)
+    about = f"{len(model.samples)} samples, {from_paper} of them the paper's"
     if not used:
         return f"{about}; no feature is used."
     distinct = len({tuple(sample.features[name] for name in used) for sample in model.samples})
@@ -243,7 +243,7 @@ def sample_counts(model: Model) -> str:
 def limitations(model: Model) -> tuple[str, ...]:
     """Why the threshold is uncertain, in sentences."""
     used = tuple(model.coefficients)
-    ownership = sum(sample in PAPER for sample in model.samples)
+    from_paper = sum(sample in PAPER for sample in model.samples)
     sentences = [
         sample_counts(model),
         f"The leave-one-out error is {100 * model.error:.0f} points of κ (root mean square); "
@@ -257,7 +257,7 @@ def limitations(model: Model) -> tuple[str, ...]:
     unseen = [name for name in PAPERS_CHOICE if all(name not in step.features for step in model.path)]
     if model.path and unseen:
         sentences.append(f"The Lasso selects at no penalty {' or '.join(unseen)}, which the paper uses.")
-    if ownership:
+    if from_paper:
         sentences.append(
             "The paper's thresholds are its regression's own predictions; the crossings it states in words (AlexNet about 91, "
             "ResNet-18 85, VGG-16 90, Birds 14 %) differ, and its p-values do not follow from either. Its two features, "

@@ -53,7 +53,7 @@ def from_bytes(data: bytes) -> dict[str, Any]:
     return unpack(Packed(load(data), about))
 
 
-def from_first(reducer: Reducer, read: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+def from_rank_zero(reducer: Reducer, read: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
     """What `read` returns, on every rank what it returns on rank 0, where alone it is called."""
     if reducer.ranks == 1:
         return read()
@@ -73,7 +73,7 @@ def read(file: Path) -> dict[str, Any]:
         version = content["format"]
         if version == FORMAT:
             if content.pop("sha256", None) != digest(tensors, content):
-                raise InputError("its content does not match its checksum")
+                raise InputError("its content must match its checksum")
             return unpack(Packed(tensors, content))
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise InputError(f"{file} must be a checkpoint of hgnp, got a damaged or foreign file: {error}") from error

@@ -32,7 +32,7 @@ def unpack_batch(batch: Any, name: str = "train") -> tuple[Any, Any]:
 
 class Batches:
     """A loader's batches as (inputs, target) on a device. Of several ranks each gets its part of global batches, which are
-    `joined` batches of the loader; of a list, one (`split.py`). Validation data lose no sample."""
+    `loader_batches` batches of the loader; of a list, one (`split.py`). Validation data lose no sample."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Batches:
         custom_unpack: Unpack | None,
         device: torch.device,
         reducer: Reducer = LOCAL,
-        joined: int = 1,
+        loader_batches: int = 1,
     ) -> None:
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise InputTypeError(f"{name} must be a DataLoader or a list of batches, got {_describe(loader)}")
@@ -52,12 +52,12 @@ class Batches:
             )
         self.loader, self.name, self.device = loader, name, device
         self._custom_unpack, self._reducer = custom_unpack, reducer
-        self.joined = 1 if isinstance(loader, Sequence) else joined
+        self.loader_batches = 1 if isinstance(loader, Sequence) else loader_batches
         """Batches of the loader in a global batch."""
         own = None
-        if reducer.ranks > 1 or self.joined > 1:
-            own = for_rank(loader, name, reducer, self.joined, every_sample=name == "val")
-        self.joined = 1 if own is loader else self.joined  # its sampler splits it already
+        if reducer.ranks > 1 or self.loader_batches > 1:
+            own = for_rank(loader, name, reducer, self.loader_batches, every_sample=name == "val")
+        self.loader_batches = 1 if own is loader else self.loader_batches  # its sampler splits it already
         self._own = loader if own is None else own
         self._slices = reducer.ranks > 1 and own is None
         if self._slices:

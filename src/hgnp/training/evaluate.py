@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.autodiff.operations import tensors_in
-from hgnp.curvature.losses import Loss, normaliser, total
+from hgnp.curvature.losses import Loss, mean_and_normaliser, normaliser, total
 from hgnp.errors import InputError, InputTypeError, brief
 from hgnp.execution.graphs import Capture, GraphedFunction, fingerprint
 from hgnp.reducer import LOCAL, Reducer
@@ -43,8 +43,9 @@ BatchOutput = tuple[Any, Any, int]
 class Evaluation:
     """Computes (loss, metric) of a network over batches; each is None if no label counts.
 
-    The loss is that of the whole set as one batch, Σ total / Σ `normaliser`. A loss that hgnp does not know is averaged over
-    samples; a batch whose loss is NaN although its outputs are finite counts as one without labels, and is left out.
+    The loss is that of the whole set as one batch, Σ total / Σ `normaliser`. A loss that hgnp does not know is weighted by
+    `mean_and_normaliser`. A batch whose loss is NaN although its outputs are finite counts as one without labels: it is left
+    out.
 
     A metric that is a function gets all outputs and targets at once, as many metrics are not means over batches; an
     `Accumulator` is updated batch by batch. The default is accuracy for class labels, else minus the loss: higher is better.
@@ -139,11 +140,11 @@ class Evaluation:
         known, count = total(self.loss, out, target), normaliser(self.loss, out, target)
         if known is not None and count is not None:
             return known, count, torch.zeros_like(count)
-        mean = self.loss(out, target).double().reshape(())
+        mean, count = mean_and_normaliser(self.loss, out, target, samples)
         skipped = mean.isnan()
         for part in tensors_in(out):
             skipped = skipped & part.isfinite().all()
-        return (mean * samples).masked_fill(skipped, 0.0), (~skipped).double() * samples, skipped
+        return (mean * count).masked_fill(skipped, 0.0), count.masked_fill(skipped, 0.0), skipped & (count > 0)
 
     def neurons_removed(self, removal: Removal) -> Callable[[], None]:
         return self._replayed.forget

@@ -21,7 +21,7 @@ from torch import nn
 from hgnp.curvature.autodiff.forward import samples_in
 from hgnp.errors import DivergedError, InputError
 from hgnp.flatness import Flatness
-from hgnp.io.weights import changes_to_fit, described
+from hgnp.io.weights import changes_to_fit, describe
 from hgnp.progress import Progress
 from hgnp.pruning import Neurons, Preview
 from hgnp.pruning.config import update_config
@@ -113,7 +113,7 @@ class TrainingLoop:
             "networks in also": len(self.also),
             "batches per epoch": task.train.count,
             "accumulate": task.accumulate,
-            "batches per global batch": task.train.joined,
+            "batches per global batch": task.train.loader_batches,
         }
         step, self.scoring_step, self.step_state = make_steps(net, task, recipe, reducer)
         self.trainer = Trainer(
@@ -177,7 +177,7 @@ class TrainingLoop:
         row["seconds"] = time.perf_counter() - start
         run.history.append(row)
         run.seconds += row["seconds"]
-        passed = run.pass_snapshots(self.pruner.left)
+        passed = run.record_snapshots(self.pruner.left)
         run.epoch += 1
         stop = on_epoch is not None and on_epoch(self._callback_state(row["epoch"], row=row)) is True
         if on_epoch is not None and self.task.reducer.any_rank(stop):
@@ -438,7 +438,7 @@ class TrainingLoop:
         scaler, scheduler = self.trainer.scaler, self.scheduler
         return {
             "networks": [
-                dict(zip(("tensors", "widths"), described(net), strict=True)) for net in (self.net, *self.also)
+                dict(zip(("tensors", "widths"), describe(net), strict=True)) for net in (self.net, *self.also)
             ],
             "neurons": self.neurons.state_dict(),
             "at_start": dataclasses.asdict(self.pruner.at_start),
@@ -468,7 +468,13 @@ class TrainingLoop:
     def _restore(self, stored: dict[str, Any]) -> None:
         for name, now in self.setup.items():
             was = stored["setup"].get(name, now)
-            if name == "batches per epoch" and was and now and abs(was - now) == 1 and self.task.train.joined > 1:
+            if (
+                name == "batches per epoch"
+                and was
+                and now
+                and abs(was - now) == 1
+                and self.task.train.loader_batches > 1
+            ):
                 continue  # with other ranks, a small last batch is dropped or is not
             if was != now:
                 raise InputError(f"resume: {name} must be {was!r} as when the run started, got {now!r}")

@@ -42,12 +42,12 @@ class Measurements:
     numbers out but never changes them.
     """
 
-    def __init__(self, net: nn.Module, task: Task, run_state: RunState, batch: Batch, held_out: Batch | None) -> None:
-        """`batch`: one of the training data; `held_out`: one of the validation data, if there are any."""
+    def __init__(self, net: nn.Module, task: Task, run_state: RunState, batch: Batch, val_batch: Batch | None) -> None:
+        """`batch`: one of the training data; `val_batch`: one of the validation data, if there are any."""
         self._task, self._run, self._inputs = task, run_state, batch[0]
         self._measure = run_state.recipe.measure if task.reducer.rank == 0 else "none"  # one rank measures for all
         self._full, self._copy_error = (None, None) if self._measure == "none" else copy_to_cpu(net)
-        inputs, target = held_out or batch
+        inputs, target = val_batch or batch
         self._count = min(samples_in(inputs), SHARPNESS_SAMPLES)
         index, whole = torch.arange(self._count), not isinstance(target, Tensor) or not target.dim()
         self._samples = select_samples(inputs, index), target if whole else select_samples(target, index)

@@ -12,12 +12,12 @@ from torch import nn
 
 from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.step import State, Step
-from hgnp.errors import InputError, RankError, named
+from hgnp.errors import InputError, RankError, list_names
 from hgnp.pruning import Neurons, Preview, Scores, Selection
 from hgnp.pruning.importance import WEIGHT_SCORES
 from hgnp.pruning.limits import values_of
 from hgnp.recipe import Method, Recipe
-from hgnp.scoring import Criterion, scored
+from hgnp.scoring import Criterion, compute_scores
 
 SEARCH_BELOW = 12  # sizes tried below the bisected one
 CRITERION: dict[Method, Criterion] = {
@@ -82,7 +82,7 @@ class Pruner:
             frozen = sum(entry.count for entry in self.neurons.frozen)
             without = [name for name in alive if name not in selectable]
             unscored = sum(alive[name] for name in without)
-            others = f", {unscored} neurons ({named(without)}) have no {self._criterion} score" if without else ""
+            others = f", {unscored} neurons ({list_names(without)}) have no {self._criterion} score" if without else ""
             reachable = math.ceil(least * 1e4) / 1e4  # rounded up, so that it can be met
             raise InputError(
                 f"keep must be at least {reachable:g} of the {self.recipe.target}, got {self.recipe.keep:g}: every layer keeps "
@@ -112,7 +112,7 @@ class Pruner:
         reasons: dict[str, list[str]] = {}
         for entry in self.neurons.frozen:
             reasons.setdefault(entry.reason, []).append(entry.name)
-        why = "; ".join(f"{named(names)}: {reason}" for reason, names in reasons.items())
+        why = "; ".join(f"{list_names(names)}: {reason}" for reason, names in reasons.items())
         return why or "it has no linear or convolutional layer"
 
     @property
@@ -124,7 +124,7 @@ class Pruner:
         more can be."""
         coupling = self.recipe.coupling
         mu = self.recipe.scoring_mu if self.recipe.uses_term(self.neurons.kept) else 0.0
-        scores = scored(
+        scores = compute_scores(
             self.neurons, batches, self.step, self.state, mu=mu, coupling=coupling,
             criterion=self._criterion, graphs=self.recipe.execution != "eager", losses=self.losses,
         )  # fmt: skip

@@ -52,12 +52,14 @@ class RunFolder:
         except FileExistsError:
             raise FileExistsError(f"out must be a folder, got the file {self.path}") from None
         except OSError as error:
-            raise type(error)(error.errno, f"out: {self.path} cannot be created ({error.strerror})") from None
+            raise type(error)(
+                error.errno, f"out must be a folder that can be created, got {self.path} ({error.strerror})"
+            ) from None
         if not os.access(self.path, os.W_OK):
             raise PermissionError(f"out must be a writable folder, got {self.path}")
         with ExitStack() as stack:
             try:
-                stack.enter_context(locked(self.path, patience=LOCK_TIMEOUT))
+                stack.enter_context(locked(self.path, timeout=LOCK_TIMEOUT))
             except BlockingIOError:
                 raise BlockingIOError(
                     f"out must be a folder without a running process, got {self.path}; choose another folder"
@@ -100,7 +102,7 @@ class RunFolder:
         """InputError unless `recipe` is the one that the run started with."""
         info = read_json(self.info)
         if not isinstance(info, dict) or not isinstance(info.get("recipe"), dict):
-            raise InputError(f"{self.info}: damaged: it has no recipe")
+            raise InputError(f"{self.info} must have a recipe, got none; the file is damaged")
         if info.get("format") != FORMAT:
             raise InputError(
                 f"{self.info}: format must be {FORMAT}, got {info.get('format')!r}, which another hgnp wrote; use that one"

@@ -73,7 +73,7 @@ class RunState:
         over = self.pruning_ended is not None and self.epoch > self.pruning_ended + self.recipe.finetune_epochs
         return over or self.stopped is not None
 
-    def pass_snapshots(self, left: float) -> list[float]:
+    def record_snapshots(self, left: float) -> list[float]:
         """Record and return the values of `recipe.snapshots` that this epoch's rounds reached."""
         values = [value for value in self.recipe.snapshots if left <= value and value not in self.snapshots]
         self.snapshots |= dict.fromkeys(values, self.epoch)

@@ -93,7 +93,7 @@ def _finetune(loop: TrainingLoop, initial: InitialCopy, value: float, epoch: int
             return {"result": read_json(folder.result)}
         return {"state": checkpoint.read(folder.checkpoint)}
 
-    stored = checkpoint.from_first(loop.task.reducer, read)
+    stored = checkpoint.from_rank_zero(loop.task.reducer, read)
     assert stored is not None
     if "result" in stored:
         return _snapshot(loop, stored["result"], epoch, path=None if folder is None else folder.path)

@@ -1,7 +1,8 @@
 """The part of the data that each rank of a data-parallel run gets.
 
-A global batch is `joined` batches of the loader, one for each rank of the run when it started. It is split into contiguous
-parts of nearly equal size; nothing is padded or repeated. A run that is resumed with other ranks keeps its global batch.
+A global batch is `loader_batches` batches of the loader, one for each rank of the run when it started. It is split into
+contiguous parts of nearly equal size; nothing is padded or repeated. A run that is resumed with other ranks keeps its global
+batch.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from hgnp.reducer import Reducer
 class Splittable(Protocol):
     """A loader that splits itself, such as hgnp's own."""
 
-    def for_rank(self, reducer: Reducer, joined: int, *, every_sample: bool) -> Iterable[Any]:
+    def for_rank(self, reducer: Reducer, loader_batches: int, *, every_sample: bool) -> Iterable[Any]:
         """A loader of this rank's parts of global batches. With `every_sample` none is dropped, and a rank may get fewer parts
         than others; otherwise all get equally many."""
 
@@ -57,19 +58,19 @@ def check_enough(samples: int, name: str, ranks: int) -> None:
 class RankBatches:
     """A batch sampler: this rank's part of every global batch, in the order of rank 0's own batch sampler."""
 
-    def __init__(self, batches: Any, reducer: Reducer, joined: int, name: str, *, every_sample: bool) -> None:
-        self._batches, self._reducer, self._joined = batches, reducer, joined
+    def __init__(self, batches: Any, reducer: Reducer, loader_batches: int, name: str, *, every_sample: bool) -> None:
+        self._batches, self._reducer, self._loader_batches = batches, reducer, loader_batches
         self._name, self._every_sample = name, every_sample
         self._plain = type(batches) is BatchSampler
         self.note: str | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
-        reducer, ranks, joined = self._reducer, self._reducer.ranks, self._joined
+        reducer, ranks, loader_batches = self._reducer, self._reducer.ranks, self._loader_batches
         batches = self._of_first()
         check_enough(sum(map(len, batches)), self._name, ranks)
-        for start in range(0, len(batches), joined):
-            group = batches[start : start + joined]
-            if self._plain and self._batches.drop_last and len(group) < joined:
+        for start in range(0, len(batches), loader_batches):
+            group = batches[start : start + loader_batches]
+            if self._plain and self._batches.drop_last and len(group) < loader_batches:
                 return  # one process with the global batch would drop it too
             joint = np.concatenate(group)
             if drops(len(joint), ranks, every_sample=self._every_sample):
@@ -93,19 +94,21 @@ class RankBatches:
         return np.split(numbers[1 + count :], np.cumsum(numbers[1 : 1 + count])[:-1]) if count else []
 
     def __len__(self) -> int:
-        ranks, joined = self._reducer.ranks, self._joined
+        ranks, loader_batches = self._reducer.ranks, self._loader_batches
         if not self._plain:
-            return -(-len(self._batches) // joined)
-        whole, left = divmod(len(self._batches.sampler), self._batches.batch_size * joined)
+            return -(-len(self._batches) // loader_batches)
+        whole, left = divmod(len(self._batches.sampler), self._batches.batch_size * loader_batches)
         last = left > 0 and not self._batches.drop_last and not drops(left, ranks, every_sample=self._every_sample)
         return whole + last
 
 
-def for_rank(loader: Any, name: str, reducer: Reducer, joined: int, *, every_sample: bool) -> Iterable[Any] | None:
+def for_rank(
+    loader: Any, name: str, reducer: Reducer, loader_batches: int, *, every_sample: bool
+) -> Iterable[Any] | None:
     """A loader of this rank's parts; None for a list, whose batches are split one by one. InputError for any other loader that
     hgnp cannot split."""
     if isinstance(loader, Splittable):
-        return loader.for_rank(reducer, joined, every_sample=every_sample)
+        return loader.for_rank(reducer, loader_batches, every_sample=every_sample)
     if isinstance(loader, Sequence):
         return None
     sampler = _distributed_sampler(loader)
@@ -118,7 +121,7 @@ def for_rank(loader: Any, name: str, reducer: Reducer, joined: int, *, every_sam
             f"{name} must be a torch DataLoader over a dataset with a length, a list of batches, or a loader with the method "
             f"for_rank, to be split over {reducer.ranks} ranks, got {_described(loader)}"
         )
-    batches = RankBatches(loader.batch_sampler, reducer, joined, name, every_sample=every_sample)
+    batches = RankBatches(loader.batch_sampler, reducer, loader_batches, name, every_sample=every_sample)
     return DataLoader(
         loader.dataset, batch_sampler=batches, num_workers=loader.num_workers, collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory, timeout=loader.timeout, worker_init_fn=loader.worker_init_fn,

@@ -26,7 +26,12 @@ SHAPES = [
 ]
 
 
-def given(shape: tuple[int, ...], dtype: torch.dtype, *, affine: bool) -> tuple[list[Tensor], list[Tensor]]:
+EPS = 1e-5
+SPACING = 0.34375
+"""A mean of 3 and a deviation of 1 are about as far apart: some channels vary by less, some by more."""
+
+
+def given(shape: tuple[int, ...], dtype: torch.dtype, *, affine: bool = True) -> tuple[list[Tensor], list[Tensor]]:
     """Y, Z, s, ṡ and γ, mean, inv, Σṡ, Σṡ(s − mean)."""
     generator = torch.Generator().manual_seed(0)
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape), torch.contiguous_format)
@@ -35,7 +40,7 @@ def given(shape: tuple[int, ...], dtype: torch.dtype, *, affine: bool) -> tuple[
     s, ds = values[2].double(), values[3].double()
     dims = [d for d in range(len(shape)) if d != 1]
     mean = s.mean(dims)
-    inv = (s.var(dims, unbiased=False) + 1e-5).rsqrt()
+    inv = (s.var(dims, unbiased=False) + EPS).rsqrt()
     centred = s - mean.view(1, -1, *[1] * (len(shape) - 2))
     vectors = [torch.rand(shape[1], generator=generator, dtype=torch.float64).to(DEVICE) if affine else None]
     vectors += [mean, inv, ds.sum(dims), (ds * centred).sum(dims)]
@@ -45,12 +50,13 @@ def given(shape: tuple[int, ...], dtype: torch.dtype, *, affine: bool) -> tuple[
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("spacing", [SPACING, 0.0])
 @pytest.mark.parametrize("both", [True, False])
-def test_the_same_adjoints(shape: tuple[int, ...], affine: bool, both: bool) -> None:
+def test_the_same_adjoints(shape: tuple[int, ...], affine: bool, spacing: float, both: bool) -> None:
     from hgnp.curvature.kernels.batch_norm import adjoints
 
     (Y, *rest), vectors = given(shape, torch.float64, affine=affine)
-    arguments = [Y if both else None, *rest, *vectors]
+    arguments = [Y if both else None, *rest, *vectors, spacing, EPS]
     found, expected = adjoints(*arguments), norms.batch_norm_adjoints(*arguments)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
     assert found[0].stride() == rest[1].stride()
@@ -58,11 +64,13 @@ def test_the_same_adjoints(shape: tuple[int, ...], affine: bool, both: bool) -> 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("affine", [True, False])
-def test_the_same_tangent(shape: tuple[int, ...], affine: bool) -> None:
+@pytest.mark.parametrize("spacing", [SPACING, 0.0])
+def test_the_same_tangent(shape: tuple[int, ...], affine: bool, spacing: float) -> None:
     from hgnp.curvature.kernels.batch_norm import tangent
 
-    (_, _, s, ds), (weight, mean, inv, *_) = given(shape, torch.float64, affine=affine)
-    found, expected = tangent(ds, s, weight, mean, inv), norms.batch_norm_tangent(ds, s, weight, mean, inv)
+    (_, _, s, ds), vectors = given(shape, torch.float64, affine=affine)
+    arguments = [ds, s, *vectors[:3], spacing, EPS]
+    found, expected = tangent(*arguments), norms.batch_norm_tangent(*arguments)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
     assert found[0].stride() == s.stride()
 
@@ -74,10 +82,14 @@ def test_low_precision_is_of_the_tensors_alone(shape: tuple[int, ...], dtype: to
     """Sums are in float32: the result is the exact one of the given numbers, rounded."""
     ours = kernels("batch_norm", dtype, torch.device("cuda", 0))
     assert ours is not None
-    values, vectors = given(shape, dtype, affine=True)
-    found = *ours.adjoints(*values, *vectors), *ours.tangent(*values[:1:-1], *vectors[:3])
+    values, vectors = given(shape, dtype)
+    limits = (SPACING, EPS)
+    found = *ours.adjoints(*values, *vectors, *limits), *ours.tangent(*values[:1:-1], *vectors[:3], *limits)
     values, vectors = [x.double() for x in values], [x.double() for x in vectors]
-    exact = *norms.batch_norm_adjoints(*values, *vectors), *norms.batch_norm_tangent(*values[:1:-1], *vectors[:3])
+    exact = (
+        *norms.batch_norm_adjoints(*values, *vectors, *limits),
+        *norms.batch_norm_tangent(*values[:1:-1], *vectors[:3], *limits),
+    )
     eps = torch.finfo(dtype).eps
     for got, want in zip(found, exact, strict=True):
         assert (got - want).abs().max() <= 4 * max(eps, 1e-5) * want.abs().max()  # sums cancel

@@ -185,10 +185,12 @@ def test_a_damaged_picture_is_named(made: tuple[Path, Callable[..., Data]]) -> N
     whole = file.read_bytes()
     for content in (whole[: len(whole) // 2], b"", b"no picture"):
         file.write_bytes(content)
-        with pytest.raises(OSError, match=rf"{file.name}: not a readable image .*check that it is complete") as caught:
+        with pytest.raises(
+            OSError, match=rf"{file.name} must be an image, but cannot be read .*check that it is complete"
+        ) as caught:
             read(folder, batch=2, side=SIDE)
         assert "\n" not in str(caught.value)
-    with pytest.raises(OSError, match=rf"{file.name}: not a readable image") as caught:
+    with pytest.raises(OSError, match=rf"{file.name} must be an image, but cannot be read") as caught:
         [list(loader) for data in [read(folder, batch=1, side=SIDE, memory=1)] for loader in (data.train, data.val)]
     assert "\n" not in str(caught.value)
 
@@ -197,14 +199,18 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     home = flowers(tmp_path / "flowers")
     (home / "jpg" / "image_00005.jpg").unlink()
     with pytest.raises(
-        FileNotFoundError, match=r"image_00005.jpg: missing, the first of 1 missing images of Flowers-102, which has 10"
+        FileNotFoundError,
+        match=r"must hold the 10 images of Flowers-102, got 1 fewer; the first missing is .*image_00005.jpg",
     ):
         flowers102(home, batch=2)
     (home / "setid.mat").write_bytes((home / "setid.mat").read_bytes()[:150])
-    with pytest.raises(ValueError, match=r"setid.mat: damaged, or without whole numbers named 'trnid'"):
+    with pytest.raises(ValueError, match=r"setid.mat must hold whole numbers named 'trnid', but cannot be read"):
         flowers102(home, batch=2)
     (home / "imagelabels.mat").unlink()
-    with pytest.raises(FileNotFoundError, match=r"imagelabels.mat: missing; Flowers-102 has jpg/"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"folder must hold jpg/, imagelabels.mat and setid.mat of Flowers-102, got no .*imagelabels.mat",
+    ):
         flowers102(home, batch=2)
     home = cub(tmp_path / "cub")
     (home / "image_class_labels.txt").write_text("1 1\n2 x\n")

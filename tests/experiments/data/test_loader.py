@@ -52,6 +52,19 @@ def test_flips_are_of_whole_pictures_and_about_half_of_them() -> None:
     assert 150 < mirrored.sum() < 250
 
 
+def test_cutout_hides_a_square_around_a_pixel_of_the_picture() -> None:
+    plain, _ = epoch(make(300))
+    x, _ = epoch(make(300, cutout=3))
+    hidden = (x != plain).any(1)
+    assert (x[hidden.unsqueeze(1).expand_as(x)] == 0).all()
+    squares = {(r, c): torch.zeros(6, 6, dtype=torch.bool) for r in range(6) for c in range(6)}
+    for (r, c), square in squares.items():
+        square[max(r - 1, 0) : r + 2, max(c - 1, 0) : c + 2] = True
+    found = {place for mask in hidden for place, square in squares.items() if torch.equal(mask, square)}
+    assert all(any(torch.equal(mask, square) for square in squares.values()) for mask in hidden)
+    assert found == set(squares)
+
+
 def test_crops_are_windows_of_the_padded_picture() -> None:
     loader = make(60, crop=2)
     images = loader.source.images  # type: ignore[attr-defined]
@@ -64,7 +77,9 @@ def test_crops_are_windows_of_the_padded_picture() -> None:
     assert len(places) > 15
 
 
-@pytest.mark.parametrize("options", [{"shuffle": True}, {"shuffle": True, "flip": True, "crop": 1}, {"flip": True}])
+@pytest.mark.parametrize(
+    "options", [{"shuffle": True}, {"shuffle": True, "flip": True, "crop": 1, "cutout": 2}, {"flip": True}]
+)
 def test_an_epoch_is_a_function_of_the_global_state_at_its_start(options: dict[str, object]) -> None:
     loader = make(**options)
     epoch(loader)
@@ -135,6 +150,7 @@ def test_a_limit_is_even_over_classes_and_always_the_same() -> None:
         (lambda: make(batch=0), "batch must be a whole number ≥ 1, got 0"),
         (lambda: make(batch=2.0), "batch must be a whole number ≥ 1, got 2.0"),
         (lambda: make(crop=-1), "crop must be a whole number ≥ 0, got -1"),
+        (lambda: make(cutout=1.5), "cutout must be a whole number ≥ 0, got 1.5"),
         (lambda: make(3, drop_last=True), "batch must leave at least one batch of 3 samples, got 4"),
         (lambda: subset_indices(torch.arange(5), 6), "limit must be None or a whole number from 1 to 5, got 6"),
         (lambda: as_device("gpu"), "device must be one that PyTorch can use here, got gpu"),

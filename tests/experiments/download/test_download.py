@@ -248,7 +248,7 @@ def test_a_disk_that_takes_no_more(tmp_path: Path) -> None:
 
 
 def test_a_second_call_at_the_same_time_is_refused(tmp_path: Path) -> None:
-    with locked(tmp_path, patience=0), pytest.raises(DownloadError, match=r"another hgnp data is running there"):
+    with locked(tmp_path, timeout=0), pytest.raises(DownloadError, match=r"another hgnp data is running there"):
         install(OFFICIAL["cifar10"].at("http://127.0.0.1:1"), tmp_path, Quiet())
 
 
@@ -267,7 +267,7 @@ def test_what_a_killed_call_left_is_removed(tmp_path: Path) -> None:
     [
         (["cifar", "d"], "got 'cifar'; did you mean cifar10?"),
         (["cifar10"], "Missing argument 'DIR'"),
-        (["cifar10", "file"], "file must be a folder, but is a file"),
+        (["cifar10", "file"], "DIR must be a folder, got the file "),
         (["cifar10", "file/below"], "file/below could not be written: Not a directory"),
         (
             ["cifar10", "d", "--mirror", "file:///etc"],

@@ -195,7 +195,8 @@ def test_hostile_pickles_run_nothing(zipped: bool, smuggle: Callable[[Any], Any]
     assert trace.read_text() == "ran\n"
     trace.unlink()
     with pytest.raises(
-        ValueError, match=r"bad.pth: refused, it names 'posix.system', which no .*; nothing in it was run"
+        ValueError,
+        match=r"bad.pth must be a .*, got another pickle: it names 'posix.system', which no .*; nothing in it was run",
     ):
         read_state_dict(file)
     assert not trace.exists()
@@ -204,7 +205,10 @@ def test_hostile_pickles_run_nothing(zipped: bool, smuggle: Callable[[Any], Any]
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_bare_pickles_are_refused(protocol: int, tmp_path: Path) -> None:
     (tmp_path / "bare.pth").write_bytes(pickle.dumps(Exploit(tmp_path / "trace"), protocol))
-    with pytest.raises(ValueError, match=r"bare.pth: (refused, .*; nothing in it was run|damaged or not)"):
+    with pytest.raises(
+        ValueError,
+        match=r"bare.pth must be a .*, got (another pickle: .*; nothing in it was run|a damaged or another file)",
+    ):
         read_state_dict(tmp_path / "bare.pth")
     assert not (tmp_path / "trace").exists()
 
@@ -225,7 +229,7 @@ def test_bare_pickles_are_refused(protocol: int, tmp_path: Path) -> None:
 def test_what_is_no_state_dict_is_refused_by_name(state: Any, reason: str, tmp_path: Path) -> None:
     for zipped in (True, False):
         file = save(state, tmp_path / "net.pth", zipped=zipped)
-        with pytest.raises(ValueError, match=r"net.pth: ") as caught:
+        with pytest.raises(ValueError, match=r"net.pth must be a file of PyTorch weights, got ") as caught:
             read_state_dict(file)
         assert reason in str(caught.value)
         assert "\n" not in str(caught.value)
@@ -264,7 +268,7 @@ def test_damage_anywhere_is_one_line(zipped: bool, tmp_path: Path) -> None:
     whole = file.read_bytes()
     for length in range(0, len(whole) - 1, 17):
         file.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=r"net.pth: (damaged or not|refused)"):
+        with pytest.raises(ValueError, match=r"net.pth must be a .*, got (a damaged or another file|another pickle)"):
             read_state_dict(file)
     said = []
     for place in range(0, len(whole), 11):  # a changed byte is refused or changes numbers, and nothing else
@@ -274,7 +278,7 @@ def test_damage_anywhere_is_one_line(zipped: bool, tmp_path: Path) -> None:
         except ValueError as error:
             said.append(str(error))
     assert len(said) > 10
-    assert all(line.startswith(f"{file}: ") and "\n" not in line for line in said)
+    assert all(line.startswith(f"{file} must be a file of PyTorch weights, got ") and "\n" not in line for line in said)
 
 
 def test_compressed_records_are_refused(tmp_path: Path) -> None:
@@ -282,16 +286,18 @@ def test_compressed_records_are_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(file) as plain, zipfile.ZipFile(tmp_path / "small.pth", "w", zipfile.ZIP_DEFLATED) as packed:
         for info in plain.infolist():
             packed.writestr(info.filename, plain.read(info))
-    with pytest.raises(ValueError, match=r"small.pth: damaged or not a .* \(record .* is compressed\)"):
+    with pytest.raises(
+        ValueError, match=r"small.pth must be a .*, got a damaged or another file \(record .* is compressed\)"
+    ):
         read_state_dict(tmp_path / "small.pth")
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["gone.pth", "out.safetensors"], "gone.pth: no such file"),
+        (["gone.pth", "out.safetensors"], "file must be an existing .pth file of weights, got "),
         (["net.pth", "out.pth"], "OUT must end in .safetensors, got"),
-        (["text.pth", "out.safetensors"], "text.pth: damaged or not a file of PyTorch weights"),
+        (["text.pth", "out.safetensors"], "text.pth must be a file of PyTorch weights, got a damaged or another file"),
     ],
 )
 def test_the_weights_command_refuses_bad_files_in_one_line_with_exit_code_2(

@@ -13,6 +13,9 @@ Given adjoints Y of y and Z of ẏ, and a = mean(nZ), b = mean(nṡ), c = mean(Z
     adjoint of s = γ·inv·[P(Y − inv·b·Z − inv·a·ṡ) − inv·(c − ab)·n]
     adjoint of γ = Σ nY + inv·Σ(c − ab),    adjoint of β = Σ Y.
 
+In half precision a channel may vary by less than the spacing of its numbers. Its n is rounding, and inv is large: ẏ and what
+follows from it would be rounding too, times 1/√ε. There ẏ is 0: `varying` is 0 for such channels and 1 for the others.
+
 ẏ is what BatchNorm's own backward makes of ṡ, because its Jacobian is symmetric: the kernels that synchronised BatchNorm is
 made of, one for sums and one that spreads them, serve all three P, and the last term is one more multiple of n in it.
 
@@ -29,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hgnp.curvature.device import constant, upcast
+from hgnp.curvature.device import HALF, constant, upcast
 from hgnp.curvature.kernels.support import kernels
 from hgnp.errors import InputError
 from hgnp.reducer import Reducer
@@ -189,7 +192,7 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
     return a * torch.sigmoid(b)
 
 
-# InstanceNorm's modules and the functional ones end here; torch.* spellings take other arguments and are not common.
+# Modules call these functions too. `forward` refuses torch.batch_norm and the like, which take other arguments.
 PRIMITIVE: dict[Any, Callable[..., Tensor]] = {
     F.batch_norm: batch_norm,
     F.instance_norm: instance_norm,
@@ -222,7 +225,10 @@ class BatchNormDual(torch.autograd.Function):
         else:
             y, (mean, inv) = None, known
         ds, ours = _laid_out_as(s, ds), _kernels(s)
-        dy, sum_ds, sum_dsx = (batch_norm_tangent if ours is None else ours.tangent)(ds, s, weight, mean, inv)
+        ctx.limits = torch.finfo(s.dtype).eps if s.dtype in HALF else 0.0, eps
+        dy, sum_ds, sum_dsx = (batch_norm_tangent if ours is None else ours.tangent)(
+            ds, s, weight, mean, inv, *ctx.limits
+        )
         ctx.save_for_backward(s, ds, weight, mean, inv, sum_ds, sum_dsx)
         ctx.set_materialize_grads(False)
         return y, dy
@@ -237,7 +243,7 @@ class BatchNormDual(torch.autograd.Function):
         if Z is not None:
             ours = _kernels(s)
             adjoints = batch_norm_adjoints if ours is None else ours.adjoints
-            grad_s, grad_ds, grad_weight, sum_Y = adjoints(Y, Z, s, ds, weight, mean, inv, sum_ds, sum_dsx)
+            grad_s, grad_ds, grad_weight, sum_Y = adjoints(Y, Z, s, ds, weight, mean, inv, sum_ds, sum_dsx, *ctx.limits)
         elif Y is not None:  # C alone: no tangent is touched
             sum_Y, sum_Yx = _sums(Y, s, mean, inv)
             grad_s, grad_weight = _spread(Y, s, weight, mean, inv, sum_Y, sum_Yx), sum_Yx * inv
@@ -253,11 +259,28 @@ def _kernels(s: Tensor) -> Any:
     return kernels("batch_norm", s.dtype, s.device) if s.is_cuda and _in_rows(s) else None
 
 
+def varying(mean: Tensor, inv: Tensor, spacing: float, eps: float) -> Tensor | None:
+    """1 for each channel whose deviation is at least `spacing` times its mean, else 0. None: with no spacing all are."""
+    if not spacing:
+        return None
+    variance = inv.pow(-2) - (1 - MARGIN) * eps
+    return ((spacing * mean).square() <= variance).to(inv.dtype)
+
+
+MARGIN = 1e-3
+"""Share of ε by which the variance may be off, as it is taken from inv."""
+
+
+def _times(weight: Tensor | None, factor: Tensor | None) -> Tensor | None:
+    return weight if factor is None else factor if weight is None else weight * factor
+
+
 def batch_norm_tangent(
-    ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor
+    ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, spacing: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """γ·inv·P(ṡ), Σṡ and Σṡ(s − mean)."""
+    """varying·γ·inv·P(ṡ), Σṡ and Σṡ(s − mean)."""
     sum_ds, sum_dsx = _sums(ds, s, mean, inv)
+    weight = _times(weight, varying(mean, inv, spacing, eps))
     return _spread(ds, s, weight, mean, inv, sum_ds, sum_dsx), sum_ds, sum_dsx
 
 
@@ -267,20 +290,24 @@ Adjoints = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def batch_norm_adjoints(
     Y: Tensor | None, Z: Tensor, s: Tensor, ds: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, sum_ds: Tensor,
-    sum_dsx: Tensor,
+    sum_dsx: Tensor, spacing: float, eps: float,
 ) -> Adjoints:  # fmt: skip
     count = s.numel() // s.shape[1]
     zero, one = _constants(len(inv), inv.dtype, inv.device)
     sum_Y, sum_Yx = (zero, zero) if Y is None else _sums(Y, s, mean, inv)
     sum_Z, sum_Zx = _sums(Z, s, mean, inv)
     _, covariance = _sums(Z, ds, sum_ds / count, one)  # count·c
-    grad_ds = _spread(Z, s, weight, mean, inv, sum_Z, sum_Zx)
+    on = varying(mean, inv, spacing, eps)
+    grad_ds = _spread(Z, s, _times(weight, on), mean, inv, sum_Z, sum_Zx)
+    if on is not None:
+        sum_dsx, sum_Zx, covariance = sum_dsx * on, sum_Zx * on, covariance * on
     share = inv * inv / count
     of_Z, of_ds = share * sum_dsx, share * sum_Zx
     product = of_Z * sum_Zx  # count·ab
     W = _minus(_minus(Y, Z, of_Z), ds, of_ds)
     sum_W = sum_Y.addcmul(of_Z, sum_Z, value=-1).addcmul_(of_ds, sum_ds, value=-1)
     more = sum_Yx + covariance
+    # ΣW(s − mean) = sum_Yx − 2·product, and the last term of the adjoint adds covariance − product to it
     grad_s = _spread(W, s, weight, mean, inv, sum_W, torch.sub(more, product, alpha=3))
     return grad_s, grad_ds, (more - product) * inv, sum_Y
 
@@ -320,11 +347,12 @@ def _spread(
     count = s.numel() // s.shape[1]
     if z.is_cuda:
         return torch.batch_norm_backward_elemt(z, s, mean, inv, weight, sum_z, sum_zx, _counts(count, z.device))
+    wide = upcast(z)  # as the kernels do: s may be far from zero
     scale = inv if weight is None else inv * weight
     slope = scale * inv * inv * sum_zx / count
     shift = slope * mean - scale * sum_z / count
-    scale, slope, shift = (k.to(z.dtype).view(_shape(s)) for k in (scale, slope, shift))
-    return torch.addcmul(shift, z, scale).addcmul_(s, slope, value=-1)
+    scale, slope, shift = (k.to(wide.dtype).view(_shape(s)) for k in (scale, slope, shift))
+    return torch.addcmul(shift, wide, scale).addcmul_(upcast(s), slope, value=-1).to(z.dtype)
 
 
 def _minus(x: Tensor | None, y: Tensor, k: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class Pass:
     tape: Tape | None = None
     """Its operations, where they can be run again."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    """As they were before it; norms that write theirs do not read them."""
+    """As they were before it, without running statistics: a norm that updates its own does not read them."""
     random: RandomState | None = None
     """As it was before it; None in a capture."""
     in_cuda_graph: bool = False
@@ -74,13 +75,13 @@ class Passes:
         self._gauss_newton, self._over_network, self._reducer = gauss_newton, over_network, reducer
         self._reasons: dict[bool, Reasons] = {}
         self._hidden: dict[bool, dict[str, str]] = {}
-        """Mode → blocks whose tangent would be lost, with the operation that hides it."""
+        """In training or not → blocks whose tangent would be lost, with the operation that hides it."""
         self._warned: set[tuple[str, str]] = set()
         self.draws = False
         """Whether a pass of this network draws random numbers."""
         self.can_replay_tape = True
-        """Whether a pass can be run again from its tape: nothing was drawn, or nothing but dropout masks, and no block needs a
-        second pass, which would draw others."""
+        """Whether a pass can be run again from its tape: it drew nothing, or dropout masks alone and no block needs a second
+        pass instead. That would have to draw the same masks, which a CUDA graph cannot."""
         listen(net, self.neurons_removed)
 
     def primal(self, inputs: Any, target: Any, weight: Weight, watch: Watch | None = None) -> Pass:
@@ -94,11 +95,11 @@ class Passes:
         tape, random = Tape(), None if capturing() else RandomState(*self.net.parameters())
         unread = {id(buffer) for norm in tracked(self.net) for buffer in norm.buffers()}
         buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers() if id(buffer) not in unread}
-        mode = Forward(watch=watch, tape=tape, reducer=self._reducer)
+        mode = Forward(watch=watch, tape=tape, reducer=self._reducer, before=random)
         output = self.run(inputs, mode)
         loss = self._loss(output, target, weight)
         if random is not None:
-            self.draws, self.can_replay_tape = not random.is_now(), mode.repeats(random)
+            self.draws, self.can_replay_tape = not random.is_now(), mode.drew_only_masks()
             if self.draws and self.can_replay_tape:
                 self.can_replay_tape = all(
                     tape.calls_after(block.parameters.values()) is not None for block in self._blocks()
@@ -122,17 +123,12 @@ class Passes:
         """C and q along v, given as `tangents` of the block's parameters. With `primal`, a taped pass of this batch, only the
         operations after the block run again, where that is possible."""
         self.inspect(inputs)
-        mode, loss, output = self._mode(block, tangents, watch), None, None
-        if primal is not None and primal.tape is not None:
-            with contextlib.suppress(UnsupportedOperationError):  # which a second pass raises by its layer
-                if isinstance(mode, GaussNewton) and primal.tape.tangent(mode, primal.output) is not None:
-                    loss, output = primal.loss, primal.output
-            if output is None:
-                mode = self._mode(block, tangents, watch)
-                with contextlib.suppress(UnsupportedOperationError):
-                    output = primal.tape.rerun(mode, [parameter for parameter, _ in tangents], primal.output)
-            mode = self._mode(block, tangents, watch) if output is None else mode
-        if output is None:
+        make_mode = partial(self._mode, block, tangents, watch)
+        continued = None if primal is None else self._continued(primal, make_mode, [p for p, _ in tangents])
+        if continued is not None:
+            mode, output = continued
+        else:
+            mode = make_mode()
             if primal is not None and primal.random is not None:
                 primal.random.restore()  # the second pass draws the same
             elif primal is not None and self.draws:
@@ -141,13 +137,32 @@ class Passes:
             output = self.run(
                 inputs, mode, side_effect_free=side_effect_free or primal is not None, within=within, before=before
             )
-        loss = self._loss(output, target, weight) if loss is None else loss
+        loss = primal.loss if primal is not None and output is primal.output else self._loss(output, target, weight)
         with autocast_off(loss):
             q = mode.quotient(loss, output, target)
             if isinstance(mode, GaussNewton):  # the Hessian's is of w·C already
                 q = weighted(q, weight)
         u = mode.tangent(output) if isinstance(mode, GaussNewton) else None
         return replace(primal or Pass(loss, output), loss=loss, output=output, q=q, tangent=u)
+
+    @staticmethod
+    def _continued(
+        primal: Pass, make_mode: Callable[[], GaussNewton | Hessian], parameters: list[Tensor]
+    ) -> tuple[GaussNewton | Hessian, Any] | None:
+        """A pass along v from the tape of a pass without: its mode and output. Tangents are carried beside the values that are
+        there; where that cannot be, and for the Hessian, the operations behind the parameters run again. None where that cannot
+        be either."""
+        if primal.tape is None:
+            return None
+        with contextlib.suppress(UnsupportedOperationError):  # which a second pass raises by its layer
+            mode = make_mode()
+            if isinstance(mode, GaussNewton) and primal.tape.tangent(mode, primal.output) is not None:
+                return mode, primal.output
+        with contextlib.suppress(UnsupportedOperationError):
+            mode = make_mode()  # without the tangents of what was tried before
+            output = primal.tape.rerun(mode, parameters, primal.output)
+            return None if output is None else (mode, output)
+        return None
 
     def run(
         self,
@@ -194,7 +209,7 @@ class Passes:
         return [WholeNetwork(self.net)] if self._over_network else find_blocks(self.net)
 
     def inspect(self, inputs: Any) -> None:
-        """Where Gauss–Newton and Hessian differ, once for each mode of the network."""
+        """Where Gauss–Newton and Hessian differ, once in training and once in evaluation mode."""
         if self.net.training in self._reasons:
             return
         blocks = self._blocks()

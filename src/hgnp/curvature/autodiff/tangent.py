@@ -10,7 +10,6 @@ refused, never guessed.
 
 import contextlib
 import functools
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from hgnp.curvature.autodiff.operations import (
     PASSIVE,
     Func,
     differentiable,
+    in_place,
     map_tensors,
     name_of,
     tensors_in,
@@ -144,8 +144,9 @@ class Tangent(Forward):
         if given is not args and self.call is None:
             self.primal(func, args, kwargs)  # jvp cannot update running statistics
         args, kwargs = given, options
-        duals = {id(x): x for x in tensors_in((args, kwargs)) if self.tangent(x) is not None}
-        tangents = tuple(self.tangent(x) for x in duals.values())
+        written = args[0] if writes else None  # has a tangent afterwards, zero before if it had none
+        duals = {id(x): x for x in tensors_in((args, kwargs)) if self.tangent(x) is not None or x is written}
+        tangents = tuple(torch.zeros_like(x) if (t := self.tangent(x)) is None else t for x in duals.values())
         body = PRIMITIVE.get(func, func)
         structure: list[Any] = []
         lowered = _autocast_dtype(args) if name in FUSED else None
@@ -205,25 +206,3 @@ def load_jvp() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.zeros(()),))
-
-
-@functools.cache
-def _inplace_position(func: Func) -> int | None:
-    try:
-        names = list(inspect.signature(func).parameters)
-    except (ValueError, TypeError):
-        return None
-    return names.index("inplace") if "inplace" in names else None
-
-
-def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Does the call write into its first argument?"""
-    name: str = getattr(func, "__name__", "")
-    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-        return True
-    if name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__"):
-        return True
-    if "inplace" in kwargs:
-        return bool(kwargs["inplace"])
-    position = _inplace_position(func)
-    return position is not None and len(args) > position and bool(args[position])

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hgnp.curvature.autodiff.norms import MARGIN
 from hgnp.curvature.kernels.support import on_tensor_device
 
 PARTS = 256  # at most so many programs share the rows of a channel
@@ -30,6 +31,12 @@ def _total(sums, which, column, channels, parts, inside, PARTS: tl.constexpr):
     part = tl.arange(0, PARTS)
     at = (which * channels + column)[:, None] * parts + part[None, :]
     return tl.sum(tl.load(sums + at, inside[:, None] & (part < parts)[None, :], other=0.0), 1)
+
+
+@triton.jit
+def _varying(mean, inv, spacing, eps):
+    """`norms.varying`; eps is what is taken from 1 / inv² there."""
+    return tl.where(spacing * mean * spacing * mean <= 1 / (inv * inv) - eps, 1.0, 0.0)
 
 
 @triton.jit
@@ -64,20 +71,22 @@ def _totals(sums, totals, channels, parts, COLUMNS: tl.constexpr, PARTS: tl.cons
 
 @triton.jit
 def _tangent(
-    ds, s, weight, mean, inv, totals, out, rows, channels,
+    ds, s, weight, mean, inv, totals, out, rows, channels, spacing, eps,
     has_weight: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """γ·inv·P(ṡ)."""
+    """varying·γ·inv·P(ṡ)."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < channels
     at, here = _tile(tl.program_id(0) * ROWS, column, rows, channels, ROWS)
-    i = tl.load(inv + column, inside, other=0.0).to(ACC)
+    i = tl.load(inv + column, inside, other=1.0).to(ACC)
     scale = i
     if has_weight:
         scale = i * tl.load(weight + column, inside, other=0.0).to(ACC)
+    m = tl.load(mean + column, inside, other=0.0).to(ACC)
+    scale *= _varying(m, i, spacing, eps)
     shift = tl.load(totals + column, inside, other=0.0) / rows
     slope = tl.load(totals + channels + column, inside, other=0.0) * i * i / rows
-    x = tl.load(s + at, here, other=0.0).to(ACC) - tl.load(mean + column, inside, other=0.0).to(ACC)[None, :]
+    x = tl.load(s + at, here, other=0.0).to(ACC) - m[None, :]
     z = tl.load(ds + at, here, other=0.0).to(ACC)
     tl.store(out + at, (scale[None, :] * (z - shift[None, :] - x * slope[None, :])).to(out.dtype.element_ty), here)
 
@@ -119,7 +128,7 @@ def _sums(
 
 @triton.jit
 def _factors(
-    sums, weight, inv, sum_ds, sum_dsx, factors, rows, channels, parts,
+    sums, weight, mean, inv, sum_ds, sum_dsx, factors, rows, channels, parts, spacing, eps,
     has_weight: tl.constexpr, ACC: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """What each channel's Y, Z, ṡ, x and 1 are to be multiplied by in the adjoints, and the adjoints of γ and β."""
@@ -130,13 +139,17 @@ def _factors(
     of_Z = _total(sums, 2, column, channels, parts, inside, PARTS)
     of_Zx = _total(sums, 3, column, channels, parts, inside, PARTS)
     covariance = _total(sums, 4, column, channels, parts, inside, PARTS)  # rows·c
-    i = tl.load(inv + column, inside, other=0.0).to(ACC)
+    i = tl.load(inv + column, inside, other=1.0).to(ACC)
     scale = i
     if has_weight:
         scale = i * tl.load(weight + column, inside, other=0.0).to(ACC)
     share = i * i / rows
     ds = tl.load(sum_ds + column, inside, other=0.0).to(ACC)
     by_Z = share * tl.load(sum_dsx + column, inside, other=0.0).to(ACC)  # inv·b
+    varying = _varying(tl.load(mean + column, inside, other=0.0).to(ACC), i, spacing, eps)
+    by_Z *= varying
+    of_Zx *= varying
+    covariance *= varying
     by_ds = share * of_Zx  # inv·a
     product = by_Z * of_Zx  # rows·ab
     of_W = of_Y - by_Z * of_Z - by_ds * ds
@@ -150,6 +163,7 @@ def _factors(
     tl.store(out + 5 * channels, of_Z / rows, inside)
     tl.store(out + 6 * channels, (more - product) * i, inside)
     tl.store(out + 7 * channels, of_Y, inside)
+    tl.store(out + 8 * channels, scale * varying, inside)
 
 
 @triton.jit
@@ -173,6 +187,7 @@ def _spread(
     shift = tl.load(known + 4 * channels, inside, other=0.0)[None, :]
     tl.store(grad_s + at, (scale * (w - shift - x * slope)).to(grad_s.dtype.element_ty), here)
     shift = tl.load(known + 5 * channels, inside, other=0.0)[None, :]
+    scale = tl.load(known + 8 * channels, inside, other=0.0)[None, :]
     tl.store(grad_ds + at, (scale * (z - shift - x * by_ds)).to(grad_ds.dtype.element_ty), here)
 
 
@@ -185,8 +200,10 @@ def _tiles(s: Tensor, channels: int) -> tuple[int, int, int, int, int]:
 
 
 @on_tensor_device
-def tangent(ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """γ·inv·P(ṡ), Σṡ and Σṡx. s and ṡ lie densely in memory, with the channels last."""
+def tangent(
+    ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, spacing: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """varying·γ·inv·P(ṡ), Σṡ and Σṡx. s and ṡ lie densely in memory, with the channels last."""
     channels = s.shape[1]
     rows, columns, tile, blocks, parts = _tiles(s, channels)
     wide: Any = tl.float64 if mean.dtype == torch.float64 else tl.float32
@@ -195,7 +212,8 @@ def tangent(ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Ten
     _tangent_sums[parts, blocks](ds, s, mean, sums, rows, channels, **sizes)
     _totals[(triton.cdiv(channels, 4),)](sums, totals, channels, parts, COLUMNS=4, PARTS=PARTS)
     _tangent[triton.cdiv(rows, tile), blocks](
-        ds, s, weight, mean, inv, totals, out, rows, channels, has_weight=weight is not None, **sizes
+        ds, s, weight, mean, inv, totals, out, rows, channels, spacing, (1 - MARGIN) * eps, has_weight=weight is not None,
+        **sizes,
     )  # fmt: skip
     return out, totals[0], totals[1]
 
@@ -203,22 +221,22 @@ def tangent(ds: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Ten
 @on_tensor_device
 def adjoints(
     Y: Tensor | None, Z: Tensor, s: Tensor, ds: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor, sum_ds: Tensor,
-    sum_dsx: Tensor,
+    sum_dsx: Tensor, spacing: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Of s, ṡ, γ and β. All of s, ṡ, Y and Z lie densely in memory, with the channels last."""
     channels = s.shape[1]
     rows, columns, tile, blocks, parts = _tiles(s, channels)
     wide: Any = tl.float64 if mean.dtype == torch.float64 else tl.float32
     sums = torch.empty(5, channels, parts, dtype=mean.dtype, device=s.device)
-    factors = torch.empty(8, channels, dtype=mean.dtype, device=s.device)
+    factors = torch.empty(9, channels, dtype=mean.dtype, device=s.device)
     grad_s, grad_ds = torch.empty_like(s), torch.empty_like(ds)
     has = {"has_Y": Y is not None, "ACC": wide}
     _sums[parts, blocks](
         Y, Z, s, ds, mean, sum_ds, sums, rows, channels, **has, ROWS=tile, COLUMNS=columns, num_warps=8
     )  # fmt: skip
     _factors[(triton.cdiv(channels, 4),)](
-        sums, weight, inv, sum_ds, sum_dsx, factors, rows, channels, parts, has_weight=weight is not None, ACC=wide, COLUMNS=4,
-        PARTS=PARTS,
+        sums, weight, mean, inv, sum_ds, sum_dsx, factors, rows, channels, parts, spacing, (1 - MARGIN) * eps,
+        has_weight=weight is not None, ACC=wide, COLUMNS=4, PARTS=PARTS,
     )  # fmt: skip
     _spread[triton.cdiv(rows, tile), blocks](
         Y, Z, s, ds, mean, factors, grad_s, grad_ds, rows, channels, **has, ROWS=tile, COLUMNS=columns, num_warps=8
@@ -230,5 +248,5 @@ def check(dtype: torch.dtype, device: torch.device) -> None:
     """Raises what keeps the kernels from working here."""
     x = torch.arange(32, dtype=dtype, device=device).view(4, 8)
     wide = torch.ones(8, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
-    adjoints(x, x, x, x, wide, wide, wide, wide, wide)
-    tangent(x, x, wide, wide, wide)
+    adjoints(x, x, x, x, wide, wide, wide, wide, wide, 0.0, 0.0)
+    tangent(x, x, wide, wide, wide, 0.0, 0.0)

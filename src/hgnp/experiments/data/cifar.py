@@ -27,6 +27,7 @@ def cifar10(
     device: str | torch.device = "cpu",
     flip: bool = True,
     crop: int = 0,
+    cutout: int = 0,
     limit: int | None = None,
     holdout: int = 0,
     drop_last: bool = False,
@@ -34,7 +35,8 @@ def cifar10(
     """50,000 training and 10,000 test images of 32 px, in device memory.
 
     `folder` holds the official files (data_batch_1.bin … test_batch.bin, or the same without .bin) or their folder.
-    `crop=4` adds the usual random crops to the paper's flips; `limit` takes so many training images, evenly over the classes.
+    `crop=4` adds the usual random crops to the paper's flips, `cutout=8` squares of that side in the mean colour.
+    `limit` takes so many training images, evenly over the classes.
     `holdout=5000` is for choices between settings: it validates on so many training images, evenly over the classes and always
     the same ones, trains on the others, and leaves the test images alone.
     """
@@ -56,7 +58,8 @@ def cifar10(
     val = InMemorySource(*(held or read(home / f"{TEST}{ending}")), where)
     return Data(
         train=Loader(
-            train, batch=batch, mean=MEAN, std=STD, device=where, shuffle=True, flip=flip, crop=crop, drop_last=drop_last
+            train, batch=batch, mean=MEAN, std=STD, device=where, shuffle=True, flip=flip, crop=crop, cutout=cutout,
+            drop_last=drop_last,
         ),
         val=Loader(val, batch=batch if where.type == "cpu" else max(batch, VAL_BATCH), mean=MEAN, std=STD, device=where),
         classes=10,
@@ -82,7 +85,7 @@ def _layout(folder: Path) -> tuple[Path, str]:
 def _read_binary(file: Path) -> tuple[Tensor, Tensor]:
     """Records of one label and 3,072 pixels: the red plane, the green one, the blue one."""
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: missing; CIFAR-10 has five data_batch files and test_batch")
+        raise FileNotFoundError(f"folder must hold CIFAR-10, five data_batch files and test_batch, got none at {file}")
     size, record = file.stat().st_size, 1 + PIXELS
     if size == 0 or size % record:
         raise InputError(
@@ -94,7 +97,7 @@ def _read_binary(file: Path) -> tuple[Tensor, Tensor]:
 
 def _read_python(file: Path) -> tuple[Tensor, Tensor]:
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: missing; CIFAR-10 has five data_batch files and test_batch")
+        raise FileNotFoundError(f"folder must hold CIFAR-10, five data_batch files and test_batch, got none at {file}")
     rows, labels = read_batch(file, PIXELS)
     return _checked(file, torch.from_numpy(rows), torch.tensor(labels))
 

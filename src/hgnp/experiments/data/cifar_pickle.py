@@ -20,12 +20,16 @@ def read_batch(file: Path, pixels: int) -> tuple[npt.NDArray[np.uint8], list[int
     try:
         content = values(file.read_bytes(), (ARRAY, KIND, MAKE), "official CIFAR-10 file")
     except UnsafePickleError as error:
-        raise InputError(f"{file}: refused, {error}; nothing in it was run") from None
+        raise InputError(
+            f"{file} must be an official CIFAR-10 file, got another pickle: {error}; nothing in it was run"
+        ) from None
     except DAMAGED as error:
         raise InputError(
-            f"{file}: damaged or not an official CIFAR-10 file ({' '.join(str(error).split())[:80]})"
+            f"{file} must be an official CIFAR-10 file, got a damaged or another one ({' '.join(str(error).split())[:80]})"
         ) from None
-    problem = f"{file}: not an official CIFAR-10 file, whose 'data' are rows of {pixels:,} bytes, with as many 'labels'"
+    problem = (
+        f"{file} must be an official CIFAR-10 file, 'data' in rows of {pixels:,} bytes and as many 'labels', got others"
+    )
     match content:
         case {
             "data": Record(name=name, state=(1, (int(count), int(width)), Record(args=("u1", 0, 1)), bool(fortran), str(raw))),

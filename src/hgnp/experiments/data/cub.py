@@ -58,7 +58,8 @@ def _table(file: Path) -> dict[str, str]:
     """Lines of a number, a space and a value."""
     if not file.is_file():
         raise FileNotFoundError(
-            f"{file}: missing; CUB-200-2011 has images.txt, image_class_labels.txt, train_test_split.txt and images/"
+            f"folder must hold CUB-200-2011, images.txt, image_class_labels.txt, train_test_split.txt and images/, got no "
+            f"{file}"
         )
     table: dict[str, str] = {}
     for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
@@ -69,7 +70,7 @@ def _table(file: Path) -> dict[str, str]:
             )
         table[name] = value
     if not table:
-        raise InputError(f"{file}: empty")
+        raise InputError(f"{file} must list images, got an empty file")
     return table
 
 

@@ -33,11 +33,11 @@ def decode(file: Path, side: int, *, resize: bool = True) -> Pixels:
                 picture = picture.crop((left, top, left + side, top + side))
             square = ImageOps.fit(picture, (side, side), Image.Resampling.BILINEAR)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{file}: no such image") from None
+        raise FileNotFoundError(f"image must be an existing file, got {file}") from None
     # Pillow's decoders raise many exceptions
     except Exception as error:
         reason = " ".join(str(error).replace(str(file), "the file").split()) or type(error).__name__
-        raise OSError(f"{file}: not a readable image ({reason}); check that it is complete") from None
+        raise OSError(f"{file} must be an image, but cannot be read ({reason}); check that it is complete") from None
     return np.asarray(square).transpose(2, 0, 1)
 
 

@@ -53,13 +53,15 @@ def flowers102(
 
 def _numbers(file: Path, name: str) -> np.ndarray:
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: missing; Flowers-102 has jpg/, imagelabels.mat and setid.mat")
+        raise FileNotFoundError(f"folder must hold jpg/, imagelabels.mat and setid.mat of Flowers-102, got no {file}")
     try:
         values = loadmat(file)[name]
         numbers = np.asarray(values, dtype=np.int64).reshape(-1)
     # a damaged file can fail anywhere in scipy's reader
     except Exception as error:
-        raise InputError(f"{file}: damaged, or without whole numbers named {name!r} ({type(error).__name__})") from None
+        raise InputError(
+            f"{file} must hold whole numbers named {name!r}, but cannot be read ({type(error).__name__})"
+        ) from None
     if not len(numbers):
-        raise InputError(f"{file}: {name!r} is empty")
+        raise InputError(f"{file}: {name!r} must list images, got none")
     return numbers

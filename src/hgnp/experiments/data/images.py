@@ -83,5 +83,6 @@ def _all_there(title: str, files: Sequence[Path]) -> None:
     missing = [file for file in files if not file.is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{missing[0]}: missing, the first of {len(missing):,} missing images of {title}, which has {len(files):,}"
+            f"folder must hold the {len(files):,} images of {title}, got {len(missing):,} fewer; the first "
+            f"missing is {missing[0]}"
         )

@@ -50,8 +50,9 @@ class Loader:
     """Batches (x, y) of a source: x float32, y int64, on the device. Every iteration is one epoch.
 
     `mean` and `std` are those of the pixels' values as stored (0 to 255), by channel. `flip` mirrors each image with
-    probability ½; `crop` pads each image with that many black pixels and crops it at a random position. Without
-    `shuffle` images keep their stored order.
+    probability ½; `crop` pads each image with that many black pixels and crops it at a random position; `cutout`
+    replaces a square of that side around a random pixel of each image by the mean colour, as far as it lies inside the image.
+    Without `shuffle` images keep their stored order.
 
     A shuffled epoch drops a last batch of a single sample (unless `batch` is 1), which BatchNorm cannot process; which
     sample that is changes from epoch to epoch. `drop_last` drops every incomplete batch. `samples` is the number of samples
@@ -71,13 +72,14 @@ class Loader:
         shuffle: bool = False,
         flip: bool = False,
         crop: int = 0,
+        cutout: int = 0,
         drop_last: bool = False,
     ) -> None:
-        for field, value, least in (("batch", batch, 1), ("crop", crop, 0)):
+        for field, value, least in (("batch", batch, 1), ("crop", crop, 0), ("cutout", cutout, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InputError(f"{field} must be a whole number ≥ {least}, got {value!r}")
         self.source, self.batch = source, batch
-        self.shuffle, self.flip, self.crop = shuffle, flip, crop
+        self.shuffle, self.flip, self.crop, self.cutout = shuffle, flip, crop, cutout
         deviation = torch.tensor(std, device=device).view(-1, 1, 1)
         self._scale, self._shift = 1 / deviation, -torch.tensor(mean, device=device).view(-1, 1, 1) / deviation
         self.batches_per_launch = (
@@ -97,11 +99,11 @@ class Loader:
         if self.samples == 0:
             raise InputError(f"batch must leave at least one batch of {self.source.samples} samples, got {self.batch}")
 
-    def for_rank(self, reducer: Reducer, joined: int, *, every_sample: bool) -> "Loader":
-        """The parts of a rank of global batches of `joined` times this loader's batch."""
+    def for_rank(self, reducer: Reducer, loader_batches: int, *, every_sample: bool) -> "Loader":
+        """The parts of a rank of global batches of `loader_batches` times this loader's batch."""
         check_enough(self.source.samples, "data", reducer.ranks)
         own = copy.copy(self)
-        own.batch, own._reducer, own._every_sample = self.batch * joined, reducer, every_sample
+        own.batch, own._reducer, own._every_sample = self.batch * loader_batches, reducer, every_sample
         own._count_samples()
         return own
 
@@ -110,7 +112,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         # drawn here and not with the first batch, so that the epoch starts with iter()
-        if self.shuffle or self.flip or self.crop:
+        if self.shuffle or self.flip or self.crop or self.cutout:
             seed = torch.empty((), dtype=torch.int64)
             if self._reducer.rank == 0:
                 seed.random_()
@@ -123,16 +125,18 @@ class Loader:
         order = torch.arange(self.source.samples)
         if self.shuffle:
             order = torch.randperm(self.source.samples, generator=generator)
-        mirrored = places = None
+        mirrored = places = centres = None
         if self.flip:
             mirrored = torch.rand(total, generator=generator) < 0.5
         if self.crop:
             places = torch.randint(2 * self.crop + 1, (2, total), generator=generator)
+        if self.cutout:
+            centres = torch.rand(2, total, generator=generator)  # as fractions of the sides
         parts = [each[part(len(each), rank, self._reducer.ranks)] for each in torch.arange(total).split(self.batch)]
         sizes = [len(each) for each in parts if len(each)]
         own = torch.cat(parts)
         mirrored = None if mirrored is None else mirrored[own].to(device)
-        places = None if places is None else places[:, own].to(device)
+        places, centres = (None if each is None else each[:, own].to(device) for each in (places, centres))
         launches = [sum(sizes[n : n + self.batches_per_launch]) for n in range(0, len(sizes), self.batches_per_launch)]
         start = number = 0
         for x, y in self.source.batches(order[own].split(launches)):
@@ -142,6 +146,8 @@ class Loader:
             if mirrored is not None:
                 x = torch.where(mirrored[now].view(-1, 1, 1, 1), x.flip(-1), x)
             x = x.float().mul_(self._scale).add_(self._shift)
+            if centres is not None:
+                x = cut_out(x, centres[:, now], self.cutout)
             now_sizes = sizes[number : (number := number + self.batches_per_launch)]
             yield from zip(x.split(now_sizes), y.split(now_sizes), strict=True)
 
@@ -155,6 +161,19 @@ def random_crop(x: Tensor, places: Tensor, padding: int) -> Tensor:
     which = torch.arange(len(x), device=x.device).view(-1, 1, 1)
     # the run chooses the memory format: channels last would spread through a network, and some of its CPU kernels crash
     return padded[which, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
+
+
+def cut_out(x: Tensor, centres: Tensor, side: int) -> Tensor:
+    """Images of `x` (batch, channels, height, width), in place, with zeros in a square around each image's own pixel, whose row
+    and column are fractions (2, batch) of height and width."""
+
+    def inside(fractions: Tensor, size: int) -> Tensor:
+        first = (fractions * size).long().view(-1, 1) - side // 2
+        position = torch.arange(size, device=x.device)
+        return (position >= first) & (position < first + side)  # (batch, size)
+
+    rows, columns = (inside(*each) for each in zip(centres, x.shape[-2:], strict=True))
+    return x.masked_fill_((rows[:, :, None] & columns[:, None, :]).unsqueeze(1), 0.0)
 
 
 @dataclass(frozen=True)

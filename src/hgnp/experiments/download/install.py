@@ -55,14 +55,14 @@ def install(source: Source, folder: str | os.PathLike[str], progress: DownloadPr
 def _alone_in(home: Path, source: Source) -> Iterator[None]:
     """Create and lock the folder, and remove drafts of killed calls. A folder that stays empty is removed again."""
     if home.exists() and not home.is_dir():
-        raise DownloadError(f"{home} must be a folder, but is a file")
+        raise DownloadError(f"DIR must be a folder, got the file {home}")
     made = not home.exists()
     try:
         home.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         unwritable(home, error)
     try:
-        with locked(home, patience=0):
+        with locked(home, timeout=0):
             for left in home.glob(f"{_draft(source)}*"):
                 shutil.rmtree(left, ignore_errors=True)
             yield

@@ -114,18 +114,20 @@ def convert(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Conv
 def read_state_dict(file: Path) -> dict[str, Tensor]:
     """The tensors of a state dict that `torch.save` wrote, each with its own memory."""
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file; pass a .pth file of weights")
+        raise FileNotFoundError(f"file must be an existing .pth file of weights, got {file}")
     with file.open("rb") as stream:
         try:
             read = _read_zip if stream.read(4) == b"PK\x03\x04" else _read_legacy
             stream.seek(0)
             return read(stream, file.stat().st_size)
         except UnsafePickleError as error:
-            raise InputError(f"{file}: refused, {error}; nothing in it was run") from None
+            raise InputError(
+                f"{file} must be a {FILE_TYPE}, got another pickle: {error}; nothing in it was run"
+            ) from None
         # OSError: a damaged zip file has negative offsets
         except (*DAMAGED, struct.error, zipfile.BadZipFile, EOFError, RuntimeError, OSError) as error:
             reason = " ".join(str(error).split())[:100] or type(error).__name__
-            raise InputError(f"{file}: damaged or not a {FILE_TYPE} ({reason})") from None
+            raise InputError(f"{file} must be a {FILE_TYPE}, got a damaged or another file ({reason})") from None
 
 
 def _read_zip(stream: BinaryIO, size: int) -> dict[str, Tensor]:

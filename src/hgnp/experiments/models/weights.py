@@ -40,7 +40,7 @@ def load_weights(net: nn.Module, path: str | os.PathLike[str]) -> Loaded:
     """
     file = Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file; weights must be a .safetensors file")
+        raise FileNotFoundError(f"weights must be an existing .safetensors file, got {file}")
     if file.suffix != ".safetensors":
         raise InputError(
             f"weights must be a .safetensors file, got {str(file)!r}; "
@@ -60,8 +60,8 @@ def load_weights(net: nn.Module, path: str | os.PathLike[str]) -> Loaded:
     loaded = tuple(name for name in weights if name in fits)
     if not loaded:
         raise InputError(
-            f"{file}: none of its {len(stored)} tensors fits {type(net).__name__}; it has {_layers(stored)}, "
-            f"the network {_layers(weights)}"
+            f"{file} must have tensors of {type(net).__name__} ({_layers(weights)}), got {len(stored)} that do not fit "
+            f"({_layers(stored)})"
         )
     with torch.no_grad():
         for name, tensor in fits.items():

@@ -1,4 +1,4 @@
-"""Configurations that come with hgnp: the demo, the paper's four experiments (to the letter, fast and short) and its ablations.
+"""Configurations that come with hgnp: the demo, the paper's four experiments (literal, fast and short) and its ablations.
 
 A preset may `extend` another: it has the keys of that one with its own in their place, mappings such as `recipe` key by key.
 """
@@ -6,7 +6,7 @@ A preset may `extend` another: it has the keys of that one with its own in their
 from importlib import resources
 from typing import Any
 
-from hgnp.errors import InputError, meant
+from hgnp.errors import InputError, did_you_mean
 from hgnp.experiments import safe_yaml
 from hgnp.experiments.config import Config, extended
 
@@ -38,5 +38,5 @@ def _resolved(name: str) -> dict[str, Any]:
 
 def _file(name: str) -> str:
     if name not in names():
-        raise InputError(f"preset must be a known one, got {name!r}{meant(name, names())}")
+        raise InputError(f"preset must be a known one, got {name!r}{did_you_mean(name, names())}")
     return resources.files(__name__).joinpath(name + ENDING).read_text(encoding="utf-8")

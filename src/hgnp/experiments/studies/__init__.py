@@ -1,9 +1,9 @@
-"""Studies that come with hgnp: the paper's four experiments, to the letter and fast, and one on handwritten digits."""
+"""Studies that come with hgnp: the paper's four experiments, literal and fast, and one on handwritten digits."""
 
 from importlib import resources
 from pathlib import Path
 
-from hgnp.errors import InputError, meant
+from hgnp.errors import InputError, did_you_mean
 from hgnp.experiments import safe_yaml
 from hgnp.experiments.study_plan import StudyPlan, read
 
@@ -30,5 +30,5 @@ def find(what: str) -> StudyPlan:
     if Path(what).is_file():
         return read(Path(what))
     if what.endswith((".yaml", ".yml")):
-        raise FileNotFoundError(f"{what}: no such file")
-    raise InputError(f"study must be a known one or a file, got {what!r}{meant(what, names())}")
+        raise FileNotFoundError(f"study must be an existing file, got {what}")
+    raise InputError(f"study must be a known one or a file, got {what!r}{did_you_mean(what, names())}")

@@ -7,7 +7,7 @@ from typing import Any
 from hgnp.reporting import study_charts
 from hgnp.reporting.compare import BaselineComparison, Comparison, Group, SnapshotPoint, Study
 from hgnp.reporting.composed import LABEL, formula
-from hgnp.reporting.curves import crossings_in_short
+from hgnp.reporting.curves import summarise_crossings
 from hgnp.reporting.hybrid import FEATURES
 from hgnp.reporting.page import write_page
 from hgnp.reporting.page.plots import figure_view
@@ -117,7 +117,7 @@ def _summary(study: Study, group: Group, pair: BaselineComparison | None) -> lis
     gain = "baseline" if group.label == study.baseline else "–"
     if pair is not None and pair.gain is not None:
         gain = f"{pair.gain:+.2f}".replace("-", "−")
-    crossed = crossings_in_short([f"{crossing.kept:.1%}" for crossing in pair.crossings]) if pair else "–"
+    crossed = summarise_crossings([f"{crossing.kept:.1%}" for crossing in pair.crossings]) if pair else "–"
     used, all_runs = group.curve.count if group.curve else 0, len(group.runs)
     runs = str(used) if used == all_runs else f"{used} of {all_runs}"
     area = "–" if group.area is None else f"{group.area:.4f}"

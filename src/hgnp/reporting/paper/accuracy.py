@@ -146,7 +146,7 @@ def _ahead(claim: Claim, pair: MethodPair, kept: float) -> Row | None:
     share = curves.share_ahead(*pair.curves, kept / 100)
     if share is None:
         return None
-    crossed = curves.crossings_in_short([f"{100 * each.kept:.1f} %" for each in pair.study.pairs[0].crossings])
+    crossed = curves.summarise_crossings([f"{100 * each.kept:.1f} %" for each in pair.study.pairs[0].crossings])
     text = f"{_ahead_on(share, pair.curves[0].kept[0], kept)}; crossings: {crossed}"
     judged = _settled(verdict.ahead(share), pair.group, pair.taylor)
     return Row(claim, text, 100 * share, None, pair.title, pair.deviations, judged)

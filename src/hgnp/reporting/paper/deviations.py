@@ -6,9 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hgnp.curvature.choices import BUNDLES, Choices, choose
-from hgnp.errors import InputError
 from hgnp.io.runs import Run
-from hgnp.reporting.compare import configured
+from hgnp.reporting.compare import choices_of, config_settings, recipe_of
 from hgnp.reporting.paper.reported import LEAVES_OPEN, METHODS, PaperExperiment
 
 ASPECTS = ("data", "start", "penalty", "schedule", "hardware", "seeds")
@@ -60,7 +59,7 @@ class Deviation:
 def deviations(experiment: PaperExperiment, runs: Sequence[Run]) -> tuple[Deviation, ...]:
     """The deviations of runs that differ only in the seed."""
     run = runs[0]
-    config = configured(run)
+    config = config_settings(run)
     deviations = [
         *_data(experiment, run, config),
         *_start(experiment, run),
@@ -87,7 +86,7 @@ def penalty(run: Run) -> str:
     if not _has_term(run):
         return ""
     refresh = (run.recipe.get("refresh_every"), run.recipe.get("skip_inactive"))
-    chosen = _choices(run)
+    chosen = choices_of(recipe_of(run))
     if chosen == BUNDLES["paper"] and refresh == (1, False):
         return "literal"
     return "fast" if chosen == FAST and refresh == (8, True) else "other"
@@ -111,17 +110,6 @@ def _has_term(run: Run) -> bool:
     return run.method in ("hgnp", "hybrid") and any(_weights(run))
 
 
-def _choices(run: Run) -> Choices:
-    given = run.recipe.get("flatness", "default")
-    named = dict(given) if isinstance(given, Mapping) else {"flatness": given}
-    try:
-        return choose(named.pop("flatness", "default"), **named)
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"{run.folder / 'run.json'}: recipe.flatness must be valid flatness choices, got {given!r}"
-        ) from error
-
-
 def _data(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) -> list[Deviation]:
     deviations = []
     features = run.info.get("features") or {}
@@ -133,6 +121,7 @@ def _data(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) -> l
         "flip": ("random flips", "no random flips"),
         "resize": ("images resized", "images cropped"),
         "crop": ("random crops", "no crops"),
+        "cutout": ("cutout", "no cutout"),
     }
     for name, stated in experiment.data_args.items():
         ours = config.get(f"data_args.{name}", stated)
@@ -173,7 +162,7 @@ def _penalty(run: Run) -> list[Deviation]:
     name = penalty(run)
     if not name:
         return []
-    chosen, literal = _choices(run), BUNDLES["paper"]
+    chosen, literal = choices_of(recipe_of(run)), BUNDLES["paper"]
     words = [
         CHOICES[field.name][value]
         for field in fields(Choices)

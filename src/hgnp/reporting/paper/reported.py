@@ -157,7 +157,7 @@ EXPERIMENTS = (
         start="random",
         fresh=(),
         features={"train_samples": 50_000, "val_samples": 10_000, "image_side": 32, "classes": 10},
-        data_args={"batch": 128, "flip": True, "crop": 0},
+        data_args={"batch": 128, "flip": True, "crop": 0, "cutout": 0},
         hgnp={
             "keep": 0.045,
             "warmup_epochs": 50,
@@ -213,7 +213,7 @@ EXPERIMENTS = (
         start="random",
         fresh=(),
         features={"train_samples": 50_000, "val_samples": 10_000, "image_side": 32, "classes": 10},
-        data_args={"batch": 128, "flip": True, "crop": 0},
+        data_args={"batch": 128, "flip": True, "crop": 0, "cutout": 0},
         hgnp={
             "keep": 0.045,
             "warmup_epochs": 50,

@@ -14,7 +14,7 @@ from hgnp.io import runs
 from hgnp.io.atomic import read_json
 from hgnp.io.runs import Run
 from hgnp.reporting import curves, hybrid
-from hgnp.reporting.compare import configured, run_settings
+from hgnp.reporting.compare import config_settings, run_settings
 from hgnp.reporting.curves import Curve
 from hgnp.reporting.paper import deviations as deviate
 from hgnp.reporting.paper.deviations import Deviation
@@ -175,7 +175,7 @@ def scan(folder: Path) -> PaperResults:
 
 def experiment_of(run: Run) -> PaperExperiment | None:
     """The experiment with the run's network and data: from config.yaml, or else the model class and number of classes."""
-    config, features = configured(run), run.info.get("features") or {}
+    config, features = config_settings(run), run.info.get("features") or {}
     for experiment in EXPERIMENTS:
         same_data = (
             config["data"] == experiment.data
