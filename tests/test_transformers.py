@@ -249,13 +249,13 @@ def test_heads_are_scored_removed_saved_and_loaded(name: str, attention: str, tm
 @pytest.mark.parametrize("whole_t5", [False, True])
 def test_heads_of_t5_are_removed_from_all_layers_that_share_their_position_bias(whole_t5: bool) -> None:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "d_model": 8, "d_kv": 2, "d_ff": 4, "num_layers": 2, "num_heads": 4, "pad_token_id": PAD}
-    config = transformers.T5Config(dropout_rate=0.0, use_cache=False, decoder_start_token_id=PAD, **sizes)
+    sizes = {"vocab_size": 40, "d_model": 8, "d_kv": 2, "d_ff": 4, "num_heads": 4, "pad_token_id": PAD}
+    sizes |= {"num_layers": 1 if whole_t5 else 2, "num_decoder_layers": 2, "decoder_start_token_id": PAD}
+    config = transformers.T5Config(dropout_rate=0.0, use_cache=False, **sizes)
     net = (transformers.T5ForConditionalGeneration if whole_t5 else transformers.T5EncoderModel)(config).double()
-    parts = ["encoder.block.{}.layer.0.SelfAttention"]
-    inputs = tokens("padded")
+    parts, inputs = ["encoder.block.{}.layer.0.SelfAttention"], tokens("padded")
     if whole_t5:  # cross-attention has no bias: its first layer makes zeros for the others
-        parts += ["decoder.block.{}.layer.0.SelfAttention", "decoder.block.{}.layer.1.EncDecAttention"]
+        parts = ["decoder.block.{}.layer.0.SelfAttention", "decoder.block.{}.layer.1.EncDecAttention"]
         inputs["decoder_input_ids"] = inputs["input_ids"]
     neurons, whole, mask = hgnp.Neurons(net, inputs), copy.deepcopy(net), torch.ones(4).double()
     for part in parts:
