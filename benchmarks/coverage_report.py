@@ -69,7 +69,7 @@ def render(rows: Sequence[Row], names: Iterable[str]) -> str:
     ours = {row["model"]: row for row in rows if row["tool"] == "hgnp"}
     theirs = {row["model"]: row for row in rows if row["tool"] == "torch-pruning"}
     parts = [
-        _head({row.get("commit", "older ones") for row in rows}),
+        _head(_commits(ours), _commits(theirs)),
         _summary(ours, theirs),
         _table(ours, theirs),
         _frozen(ours),
@@ -79,7 +79,11 @@ def render(rows: Sequence[Row], names: Iterable[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _head(commits: Iterable[str]) -> str:
+def _commits(rows: dict[str, Row]) -> str:
+    return ", ".join(sorted({row.get("commit", "older ones") for row in rows.values()})) or "none"
+
+
+def _head(ours: str, theirs: str) -> str:
     packages = ("torch", "torchvision", "timm", "transformers", "ultralytics", "torch-pruning")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     return (
@@ -87,7 +91,7 @@ def _head(commits: Iterable[str]) -> str:
         f"Measured {DATE} with `python benchmarks/coverage.py --out benchmarks/coverage.md`, Python "
         f"{platform.python_version()}, {versions}. Random weights, float64, norms and biases drawn at random. One thread of a "
         "two-core machine that was busy with other work: build times are clock times and up to ten times too long. The "
-        f"library as of commit {', '.join(sorted(commits))}."
+        f"library as of commit {ours}; Torch-Pruning's rows were made with that of {theirs}, which names the outputs for it."
     )
 
 
@@ -101,6 +105,7 @@ def _summary(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
     pruned = [row for row in done.values() if "error" in row]
     wrong = [row["model"] for row in pruned if not row["error"] < EXACT]
     passed = [row for row in pruned if row["trains"] and row["loads"] and row["exports"]]
+    late = [row for row in theirs.values() if row.get("crash", "").startswith("not done")]
     exact = [row for row in theirs.values() if row.get("error", math.nan) < EXACT]
     run = [row for row in theirs.values() if row.get("runs")]
     lines = [
@@ -115,7 +120,8 @@ def _summary(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
         f"worst error {max((row['error'] for row in pruned), default=0):.1e}.",
         f"- Pruned by half, {len(passed)} of {len(pruned)} continue training with their optimizer, load bit-equal into "
         "a fresh instance and export.",
-        f"- Torch-Pruning: of {len(theirs)} networks {len(run)} ran after pruning, {len(exact)} of them equal to masking; "
+        f"- Torch-Pruning: of {len(theirs)} networks measured {len(run)} ran after pruning, {len(exact)} of them equal to "
+        f"masking; {len(late)} were not done in the time allowed on the busy machine, which says little about them; "
         f"{sum(bool(row.get('trains')) for row in theirs.values())} continued training with their optimizer; "
         f"{sum(bool(row.get('loads')) for row in theirs.values())} loaded into a fresh instance without pickle.",
     ]
