@@ -183,7 +183,8 @@ def group_norm(
 
 def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     """PyTorch's has no second derivative formula at all."""
-    return F.relu6(input + 3) / 6
+    out = F.relu6(input + 3) / 6
+    return input.copy_(out) if inplace else out
 
 
 def glu(input: Tensor, dim: int = -1) -> Tensor:
