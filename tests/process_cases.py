@@ -156,6 +156,10 @@ def own_loop(batch: int = GLOBAL, group: Any = None) -> dict[str, Any]:
     flat = hgnp.Flatness(net, mu=0.1, bound=0.0, fisher_type="mc", loss=WEIGHTED, group=group)
     dataset: Any = data(2 * GLOBAL, 3)
     if group is not None:  # contiguous parts: the joint batch has the samples in the order of ranks
+        wrapper = nn.parallel.DistributedDataParallel(net, process_group=group)
+        wrapper(
+            torch.zeros(1, 1, 6, 6, dtype=torch.double)
+        )  # its hooks wait for a backward pass, and must not join hgnp's
         own = torch.arange(GLOBAL)[part(GLOBAL, dist.get_rank(group), dist.get_world_size(group))]
         dataset = Subset(dataset, torch.cat([own, own + GLOBAL]).tolist())
     losses = []

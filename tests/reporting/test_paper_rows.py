@@ -39,7 +39,7 @@ def test_accuracies_and_gaps_are_those_of_the_curves(lines: Path) -> None:
     assert found.text == "80.00 %, fine-tuned"
     found = row(lines, "accuracy", "HGNP over Taylor at κ = 35 %")
     assert found.ours == pytest.approx(100 * (0.8 / 0.67 - 1))
-    assert found.verdict.word == "agrees in direction"
+    assert found.verdict == verdict.Verdict("undecided", "one seed")
     found = row(lines, "accuracy", "around κ = 91 %")
     assert found.ours == pytest.approx(100)
     assert found.verdict.word == "agrees"
@@ -61,7 +61,7 @@ def test_areas_and_the_hybrid_are_integrals(lines: Path) -> None:
     area = taylor(0.35, 1)
     found = row(lines, "areas", "HGNP over Taylor")
     assert found.ours == pytest.approx(100 * (0.8 * 0.65 / area - 1))
-    assert found.verdict.word == "agrees in direction"
+    assert found.verdict == verdict.Verdict("undecided", "one seed")
     found = row(lines, "areas", "at the paper's threshold κ = 91 %")
     assert found.ours == pytest.approx(100 * ((0.8 * (0.91 - 0.35) + taylor(0.91, 1)) / area - 1))
     threshold = row(lines, "areas", "hybrid's threshold κ")
@@ -218,9 +218,9 @@ def test_runs_without_epochs_or_validation_data_give_no_rows(tmp_path: Path) -> 
         (verdict.value(1.0, Measured(2.0, 0.0)), "differs"),
         (verdict.signed(-0.3, Measured(0.1, 0.5)), "agrees"),
         (verdict.signed(5.0, Measured(0.1, 0.5)), "undecided"),
-        (verdict.signed(5.0, Measured(0.1)), "agrees in direction"),
-        (verdict.signed(5.0, Measured(-0.1)), "differs"),
-        (verdict.signed(5.0, Measured(0.0)), "differs"),
+        (verdict.signed(5.0, Measured(0.1, 0.05)), "agrees in direction"),
+        (verdict.signed(5.0, Measured(-0.1, 0.05)), "differs"),
+        (verdict.signed(5.0, Measured(4.9)), "undecided"),
         (verdict.bound(8.0, Measured(8.1)), "agrees"),
         (verdict.bound(8.0, Measured(7.9)), "differs"),
         (verdict.ratio(0.9, 0.5), "agrees in direction"),

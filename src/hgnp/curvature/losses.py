@@ -228,10 +228,13 @@ def mean_and_normaliser(loss: Loss, output: Any, target: Any, samples: int) -> t
     with _Normalisers() as calls, compiled_functions_run_eagerly:
         mean = loss(output, target).double().reshape(())
     count = torch.full_like(mean, samples)
-    if not calls.found or None in calls.found:
+    known = [each.to(count.device) for each in calls.found if each is not None]
+    if not known or len(known) < len(calls.found):
         return mean, count
-    first, *others = (each.to(count.device) for each in calls.found if each is not None)
-    agree = torch.stack([first == first, *(each == first for each in others)]).all()
+    first, *others = known
+    agree = torch.ones_like(first, dtype=torch.bool)
+    for each in others:
+        agree = agree & (each == first)
     return mean, torch.where(agree, first, count)
 
 

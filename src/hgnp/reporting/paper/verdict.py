@@ -8,8 +8,9 @@ from dataclasses import dataclass
 AGREES, DIRECTION, DIFFERS, UNDECIDED = "agrees", "agrees in direction", "differs", "undecided"
 NOT_RUN, NONE = "not run", ""
 RULE = (
-    "A value agrees if the paper's is within one standard deviation over seeds (n − 1) of ours. With one seed it is undecided.",
-    "A difference between methods that is further off agrees in direction if it has the same sign. It is undecided if ours is "
+    "A value or a difference between methods agrees if the paper's is within one standard deviation over seeds (n − 1) of "
+    "ours. With one seed it is undecided.",
+    "A difference that is further off agrees in direction if it has the same sign. It is undecided if ours is "
     "no larger than its standard deviation over seeds. A ratio of times agrees in direction if it is on the same side of 1.",
     "A bound agrees if it is met.",
     "“HGNP is ahead below κ” agrees if its mean curve is above Taylor's at every such κ that both reach.",
@@ -49,9 +50,11 @@ def value(paper: float, ours: Measured) -> Verdict:
 
 
 def signed(paper: float, ours: Measured) -> Verdict:
-    if ours.spread is not None and abs(ours.mean - paper) <= ours.spread:
+    if ours.spread is None:
+        return Verdict(UNDECIDED, "one seed")
+    if abs(ours.mean - paper) <= ours.spread:
         return Verdict(AGREES, "within one standard deviation")
-    if ours.spread is not None and abs(ours.mean) <= ours.spread:
+    if abs(ours.mean) <= ours.spread:
         return Verdict(UNDECIDED, "smaller than its standard deviation")
     same = math.copysign(1, paper) == math.copysign(1, ours.mean) and ours.mean != 0
     return Verdict(DIRECTION, "same sign") if same else Verdict(DIFFERS, "other sign")
