@@ -30,7 +30,7 @@ from hgnp.curvature.validation import check_bound, check_mu
 from hgnp.errors import refuse_renamed
 from hgnp.execution.eager import Eager
 from hgnp.execution.process_group import ranks_of
-from hgnp.reducer import average_statistics, equalise
+from hgnp.reducer import average_statistics, broadcast_networks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -108,7 +108,7 @@ class Flatness:
             gamma_from=gamma_from, direction_over=direction_over, refresh_every=refresh_every, skip_inactive=skip_inactive,
             reducer=ranks_of(group, net),
         )  # fmt: skip
-        equalise(self._step.reducer, net)
+        broadcast_networks(self._step.reducer, net)
         self._eager = Eager(self._step, self._state)
 
     @classmethod

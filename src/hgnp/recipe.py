@@ -191,7 +191,7 @@ class Recipe:
                 "got 'fp16'"
             )
 
-    def uses_term(self, kept: float) -> bool:
+    def uses_penalty(self, kept: float) -> bool:
         """Whether training and scores use the flatness term when this fraction of the parameters is left."""
         return self.method == "hgnp" or (self.threshold is not None and kept <= self.threshold)
 

@@ -126,20 +126,20 @@ def compute_scores(
     mu: float | None,
     coupling: CouplingMode,
     graphs: bool = True,
-    losses: bool | None = None,
+    training_losses: bool | None = None,
 ) -> Scores:
     """`sensitivity` with validated arguments. With `graphs`, batches on a GPU come from CUDA graphs where they can.
-    `losses`: whether the network returns what the loss takes in training mode alone; None: find out."""
+    `training_losses`: whether the network returns what the loss takes in training mode alone; None: find out."""
     reducer, net = step.reducer, neurons.net
     average_statistics(reducer, net)
     if criterion in WEIGHT_SCORES:
-        return _of_first(reducer, normalised(WEIGHT_SCORES[criterion](neurons)))
-    if losses is None:
-        batches, losses = _detect_training_losses(step, batches)
-    gates = neurons.gates(coupling, losses=losses)
+        return _from_rank_zero(reducer, normalised(WEIGHT_SCORES[criterion](neurons)))
+    if training_losses is None:
+        batches, training_losses = _detect_training_losses(step, batches)
+    gates = neurons.gates(coupling, training_losses=training_losses)
     # a graph holds no sums over ranks
-    capture = make_capture(net) if graphs and not losses and reducer.ranks == 1 else None
-    with evaluating(net, losses=losses), torch.enable_grad(), RandomState(*net.parameters()):
+    capture = make_capture(net) if graphs and not training_losses and reducer.ranks == 1 else None
+    with evaluating(net, training_losses=training_losses), torch.enable_grad(), RandomState(*net.parameters()):
         raw = _means(step, state, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture)
     has_gate = {layer: (indices < gates.count) for layer, indices in gates.rows.items()}
     free = normalised({layer: raw[indices[has_gate[layer]].to(raw.device)] for layer, indices in gates.rows.items()})
@@ -147,29 +147,29 @@ def compute_scores(
     for layer, values in free.items():  # those that stay have no gate: they are not counted, and are never chosen
         scores[layer] = values.max().repeat(len(has_gate[layer]))
         scores[layer][has_gate[layer].to(raw.device)] = values
-    return _of_first(reducer, scores)
+    return _from_rank_zero(reducer, scores)
 
 
-def _of_first(reducer: Reducer, scores: Scores) -> Scores:
+def _from_rank_zero(reducer: Reducer, scores: Scores) -> Scores:
     """Rank 0's scores, so that every rank selects the same neurons: random ones too, and to the last digit."""
     if reducer.ranks == 1:
         return scores
-    return dict(zip(scores, reducer.of_first(list(scores.values())), strict=True))
+    return dict(zip(scores, reducer.from_rank_zero(list(scores.values())), strict=True))
 
 
 def loss_in_training_only(net: nn.Module, loss: Loss, output: Output | None, inputs: Any, target: Any) -> bool:
     """Whether the network returns what the loss takes in training mode alone, as torchvision's detectors do."""
     if loss_curvature(loss) is not None:
         return False
-    for losses in (False, True):
+    for training_losses in (False, True):
         buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
-        with evaluating(net, losses=losses), torch.no_grad(), RandomState(*net.parameters()):
+        with evaluating(net, training_losses=training_losses), torch.no_grad(), RandomState(*net.parameters()):
             try:
                 value = loss(run(net, inputs, output=output, buffers=buffers), target)
             except Exception:  # whatever the network's code or the loss raises
                 continue
         if isinstance(value, Tensor) and value.numel() == 1:
-            return losses
+            return training_losses
     return False
 
 
@@ -179,8 +179,8 @@ def _detect_training_losses(step: Step, batches: Iterable[Any]) -> tuple[Iterabl
     first = next(pairs, None)
     if first is None:
         return (), False
-    losses = loss_in_training_only(step.net, step.loss, step.output, *first[:2])
-    return itertools.chain([first[:2]], (pair[:2] for pair in pairs)), losses
+    training_losses = loss_in_training_only(step.net, step.loss, step.output, *first[:2])
+    return itertools.chain([first[:2]], (pair[:2] for pair in pairs)), training_losses
 
 
 def normalised(scores: Scores) -> Scores:

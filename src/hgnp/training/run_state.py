@@ -34,7 +34,7 @@ class RunState:
     stopped: str | None = None
     """Why the run ended early, if it did."""
     before: dict[str, Any] | None = None
-    """`Facts` of the network before the first removal."""
+    """`NetworkStats` of the network before the first removal."""
     snapshots: dict[float, int] = field(default_factory=dict)
     """Value of `recipe.snapshots` → the epoch in which a round reached it."""
     history: list[Row] = field(default_factory=list)
@@ -45,7 +45,7 @@ class RunState:
 
     def update_switch(self, kept: float) -> None:
         """Record the epoch in which method "hybrid" switches from Taylor to HGNP."""
-        if self.switched is None and self.recipe.uses_term(kept):
+        if self.switched is None and self.recipe.uses_penalty(kept):
             self.switched = self.epoch
 
     @property
