@@ -425,7 +425,7 @@ def _robustness(root: Path) -> list[str]:
 def _term(root: Path) -> list[str]:
     file = root / "flatness_term" / "records.jsonl"
     if not file.is_file():
-        return ["## The flatness term", "", *_missing("flatness_term")]
+        return ["## The flatness penalty", "", *_missing("flatness_term")]
     facts: dict[str, dict[str, float]] = {}
     for line in file.read_text().splitlines():
         facts |= {name: value for name, value in json.loads(line).items() if name.startswith("c ")}
@@ -443,7 +443,7 @@ def _term(root: Path) -> list[str]:
             "–" if ratio is None else f"{math.exp(ratio.mean):.2f} ({math.exp(ratio.low):.2f} to {math.exp(ratio.high):.2f})",
             "–" if accuracy is None else f"{100 * accuracy.mean:+.2f} ({_range(accuracy)})",
         ])  # fmt: skip
-    return ["## The flatness term", "", "Dense training; sharpness in training mode over that of μ = 0 (geometric mean) and "
+    return ["## The flatness penalty", "", "Dense training; sharpness in training mode over that of μ = 0 (geometric mean) and "
             "difference in accuracy, paired by seed, with 95 % t intervals.", "",
             *_table("training | seeds | sharpness ratio | accuracy, points", rows)]  # fmt: skip
 

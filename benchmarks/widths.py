@@ -171,8 +171,8 @@ def report(rows: Sequence[Row], failures: Sequence[str], arguments: argparse.Nam
         "",
         f"The same preset, seed and target with `recipe.round_to` {' and '.join(map(str, arguments.multiples))}; until the "
         "first round the runs are the same. *s per epoch*: the fastest of the fine-tuning, for the full network of the "
-        f"warm-up; *ms per step*: training on a batch of {STEP_BATCH} with the flatness term, and plain; other *ms*: inference "
-        f"of a batch of {arguments.batch}; all networks of a seed alternately, medians of {arguments.repeats}.",
+        f"warm-up; *ms per step*: training on a batch of {STEP_BATCH} with the flatness penalty, and plain; other *ms*: "
+        f"inference of a batch of {arguments.batch}; all networks of a seed alternately, medians of {arguments.repeats}.",
         "",
         f"| {' | '.join([*heads, 'widths'])} |",
         "|---|" + "--:|" * (len(heads) - 1) + "---|",

@@ -1,4 +1,4 @@
-"""Equation 6: how much the loss, with its flatness term, changes when a neuron's output is attenuated.
+"""Equation 6: how much the loss, with its flatness penalty, changes when a neuron's output is attenuated.
 
 With a gate γ_j on the output of neuron j (`neurons.gates`: after norm and activation, shared by channels that are removed
 together) and L = C + μ·max(0, q − B) the mean over N samples,
@@ -65,6 +65,8 @@ def sensitivity(
     group: "ProcessGroup | None" = None,
 ) -> Scores:
     """Importance scores: how much the loss changes when a neuron's output is attenuated (equation 6).
+
+    A gate γ_j = 1 multiplies the output of neuron j wherever it is read. δ_i is the derivative of the loss of sample i by it.
 
     >>> import torch, hgnp
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
@@ -261,7 +263,7 @@ def _sum(
 
 class _Sums:
     """The `work` above on batch after batch. With `capture`, batches of a shape that was met before come from graphs: with the
-    flatness term one graph finds v, and one for each block that v was in does the rest."""
+    flatness penalty one graph finds v, and one for each block that v was in does the rest."""
 
     def __init__(
         self,

@@ -98,8 +98,8 @@ def prune(
         on_epoch: on_epoch(state) is called after every epoch, with the epoch's `row` of the history too; returning True stops
             the run.
         accumulate: Batches per step of the optimizer. Its gradient is their mean, weighted by samples (labels that count, class
-            weights), as of one large batch; each batch has its own batch-norm statistics and flatness term. The last step of an
-            epoch takes the batches that are left.
+            weights), as of one large batch; each batch has its own batch-norm statistics and penalty. The last step of an epoch
+            takes the batches that are left.
         verbose: Show progress on stderr: a bar on a terminal, one line per epoch elsewhere.
 
     Returns:

@@ -95,7 +95,8 @@ def exit_code(error: Exception) -> tuple[int, str] | None:
     """The exit code and the line for an error that a user can fix; None for a bug."""
     line = " ".join(str(error).split())
     if hasattr(error, "format_message"):  # typer's own: an unknown option, a missing argument
-        return BAD_INPUT, f"{error.format_message()} (see hgnp --help)"
+        command = getattr(getattr(error, "ctx", None), "command_path", "hgnp")
+        return BAD_INPUT, f"{error.format_message()} (see {command} --help)"
     if isinstance(
         error, FileNotFoundError | FileExistsError | PermissionError | NotADirectoryError | IsADirectoryError
     ):

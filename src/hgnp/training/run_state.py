@@ -20,7 +20,7 @@ class RunState:
     pruning_ended: int | None = None
     """The epoch in which the target was met, or in which no more neurons could be removed."""
     switched: int | None = None
-    """The first epoch with the flatness term; None before method "hybrid" has switched."""
+    """The first epoch with the flatness penalty; None before method "hybrid" has switched."""
     last_round: int | None = None
     """The epoch of the last round of pruning."""
     steps: int = 0
@@ -110,7 +110,7 @@ class RunState:
         return start, self.position
 
     def mu(self, share: float) -> float:
-        """The weight of the flatness term when `share` of this epoch is over."""
+        """The weight of the flatness penalty when `share` of this epoch is over."""
         if self.switched is None:
             return 0.0
         warmup, since = self.recipe.mu_warmup_epochs, self.epoch - self.switched
