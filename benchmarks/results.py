@@ -288,7 +288,8 @@ def page(root: Path, out: Path, command: str) -> tuple[str, list[charts.Chart]]:
     drawn = [_chart(tested, "kept"), _chart(tested, "macs")]
     lines = [
         "# Results", "",
-        f"`{command}`, {datetime.date.today()}, from the runs under `{root.name}/`. Accuracy on CIFAR-10's test images; κ is the fraction of the parameters that is kept.", "",
+        f"`{command}`, {datetime.date.today()}, from the runs under `{root.name}/`. Accuracy on CIFAR-10's test images; κ is "
+        "the fraction of the parameters that is kept.", "",
         *PROTOCOL, "",
         *_endpoints(own), *_field(own), *_groups("Our recipes", "cifar10-best", own),
         *_groups("Methods at one schedule", "cifar10-rivals", own),

@@ -31,7 +31,7 @@ from hgnp.curvature.step import make_step
 from hgnp.experiments.reload import networks, sample
 from hgnp.io import runs
 from hgnp.io.atomic import write
-from hgnp.reporting.bench import Entry, bench_networks
+from hgnp.reporting.bench import BenchEntry, bench_networks
 from hgnp.timing import time_interleaved
 from hgnp.training.optimizers import make_optimizer
 from hgnp.training.trainer import Trainer
@@ -109,7 +109,7 @@ def rows_of(net: str, seed: int, arguments: argparse.Namespace, save: Callable[[
         rows += [row_of(run, net, seed, m) for m in ([multiple] if rows else [0, multiple])]
         save(rows)
     first = folders[arguments.multiples[0]]
-    entries = [Entry(str(m), networks(folder)[1]) for m, folder in folders.items()]
+    entries = [BenchEntry(str(m), networks(folder)[1]) for m, folder in folders.items()]
     bench = bench_networks(
         networks(first)[0], entries, sample(first), batches=arguments.batch, device=arguments.device,
         variants=arguments.variants, repeats=arguments.repeats,

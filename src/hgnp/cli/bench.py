@@ -51,7 +51,7 @@ def bench(
     from hgnp.io import runs as folders
     from hgnp.io.atomic import as_json as text
     from hgnp.io.atomic import write_json
-    from hgnp.reporting.bench import Entry, bench_networks
+    from hgnp.reporting.bench import BenchEntry, bench_networks
 
     for kept in weights or ():
         if not 0 < kept <= 1:
@@ -73,10 +73,10 @@ def bench(
         kept = sum(p.numel() for p in small.parameters()) / sum(p.numel() for p in full.parameters())
         of = "" if len(runs) == 1 else f", {run.name if by_name else run}"
         if weights is None:
-            entries.append(Entry(f"weight-pruned{of}", kept))
-        entries.append(Entry(f"neuron-pruned{of}", small, accuracy))
+            entries.append(BenchEntry(f"weight-pruned{of}", kept))
+        entries.append(BenchEntry(f"neuron-pruned{of}", small, accuracy))
     fractions = list(dict.fromkeys(weights or []))
-    entries += [Entry(f"weight-pruned, {kept}" if fractions[1:] else "weight-pruned", kept) for kept in fractions]
+    entries += [BenchEntry(f"weight-pruned, {kept}" if fractions[1:] else "weight-pruned", kept) for kept in fractions]
     devices = device or ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
     def progress(label: str, done: int, total: int) -> None:

@@ -20,7 +20,7 @@ from hgnp.recipe import Method, Recipe
 from hgnp.scoring import Criterion, compute_scores
 
 SEARCH_BELOW = 12  # sizes tried below the bisected one
-CRITERION: dict[Method, Criterion] = {
+METHOD_CRITERION: dict[Method, Criterion] = {
     "hgnp": "taylor", "taylor": "taylor", "hybrid": "taylor", "sam": "taylor", "l1": "l1", "l2": "l2",
     "bn_scale": "bn_scale", "geometric_median": "geometric_median", "random": "random",
 }  # fmt: skip
@@ -117,7 +117,7 @@ class Pruner:
 
     @property
     def _criterion(self) -> Criterion:
-        return CRITERION[self.recipe.method]
+        return METHOD_CRITERION[self.recipe.method]
 
     def round(self, batches: list[tuple[Any, Any]]) -> int:
         """Remove `recipe.neurons_per_round` neurons, fewer if the target needs fewer. Returns how many were removed: 0 once no
