@@ -34,7 +34,7 @@ from hgnp.training.split import rank_slice
 GLOBAL = 12
 """Samples in a global batch, whatever the ranks."""
 SAMPLES, HELD_OUT = 17, 13  # the last batch has 5 samples, and 1
-PATIENCE = 8.0  # seconds
+TIMEOUT_SECONDS = 8.0
 
 
 class GhostNorm(nn.BatchNorm2d):
@@ -327,7 +327,7 @@ def failures(folder: Path) -> dict[str, Any]:
 
     def hang(state: Any) -> None:
         if rank == 1 and state.epoch == 1:
-            time.sleep(2 * PATIENCE)
+            time.sleep(2 * TIMEOUT_SECONDS)
 
     def die(state: Any) -> None:
         if rank == 1 and state.epoch == 2:
@@ -335,7 +335,7 @@ def failures(folder: Path) -> dict[str, Any]:
 
     def wrapped() -> nn.Module:
         everybody = list(range(dist.get_world_size()))
-        impatient = dist.new_group(everybody, timeout=timedelta(seconds=PATIENCE))
+        impatient = dist.new_group(everybody, timeout=timedelta(seconds=TIMEOUT_SECONDS))
         return nn.parallel.DistributedDataParallel(network(1), process_group=impatient)
 
     one, other = wrapped(), wrapped()

@@ -27,7 +27,7 @@ from hgnp.reducer import LOCAL, Reducer
 
 TIMEOUT = timedelta(minutes=10)
 """Of the groups that hgnp makes: how long a rank waits for another that hangs without dying."""
-PATIENCE = 2.0  # seconds in which rank 0 reports an error that all ranks have
+RANK_ZERO_SECONDS = 2.0  # within which rank 0 reports an error that all ranks have
 LAUNCHER = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun sets, besides WORLD_SIZE."""
 
@@ -298,7 +298,7 @@ def prints_error(error: BaseException) -> bool:
         return all(board.of(other) is None for other in range(board.ranks)) and board.claim()
     if board.rank == 0:
         return True
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + RANK_ZERO_SECONDS
     while time.monotonic() < until:
         if board.of(0) is not None:
             return False
