@@ -4,8 +4,8 @@
                                       [--set recipe.finetune_epochs=20] [--steps 40]
 
 A run of the preset in a temporary folder, with timers (which wait for the device) around its training steps, rounds,
-validation, checkpoints and measurements (sharpness and latency). Then steps of the preset's method under PyTorch's profiler, from the
-executor that a run uses: the full network, cut to `--kept` percent by L1 norms at any width, and at multiples of 8.
+validation, checkpoints and measurements (sharpness and latency). Then steps of the preset's method under PyTorch's profiler,
+from the executor that a run uses: the full network, cut to `--kept` percent by L1 norms at any width, and at multiples of 8.
 """
 
 import argparse

@@ -143,8 +143,10 @@ def compute_scores(
     capture = make_capture(net) if graphs and not training_losses and reducer.ranks == 1 else None
     with evaluating(net, training_losses=training_losses), torch.enable_grad(), RandomState(*net.parameters()):
         raw = _means(step, state, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture)
-    has_gate = {layer: (indices < gates.count) for layer, indices in gates.rows.items()}
-    free = normalised({layer: raw[indices[has_gate[layer]].to(raw.device)] for layer, indices in gates.rows.items()})
+    has_gate = {layer: (indices < gates.count) for layer, indices in gates.layer_units.items()}
+    free = normalised(
+        {layer: raw[indices[has_gate[layer]].to(raw.device)] for layer, indices in gates.layer_units.items()}
+    )
     scores = {}
     for layer, values in free.items():  # those that stay have no gate: they are not counted, and are never chosen
         scores[layer] = values.max().repeat(len(has_gate[layer]))

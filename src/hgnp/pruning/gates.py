@@ -66,7 +66,7 @@ class GateUnits:
 class Gates:
     count: int
     """The number of units."""
-    rows: Mapping[str, Tensor]
+    layer_units: Mapping[str, Tensor]
     """Layer → the unit of each remaining neuron, or `count` for those that stay. Layers whose output is read where no gate can
     be placed are missing."""
     paths: list[GatedPath]
@@ -101,7 +101,7 @@ class Gates:
         )
         path, _, ungated = _find_path(propagation, self.units, now)
         lost = {int(self.units.unit[root]) for root in ungated} - {self.count}
-        for name, units in self.rows.items():
+        for name, units in self.layer_units.items():
             if lost & set(units.tolist()):
                 raise PathError(name, "its output is read where no gate can be placed")
         self.paths.insert(0, path.to(self.device))
@@ -118,18 +118,18 @@ def gated(gates: Gates, gamma: Tensor) -> AbstractContextManager[None]:
 
 def find_gates(
     structure: Structure,
-    rows: Mapping[str, Tensor],
+    layer_slots: Mapping[str, Tensor],
     alive: Tensor,
     *,
     per_branch: bool,
     training_losses: bool = False,
     now: Graph | None = None,
 ) -> Gates:
-    """The gates of the neurons in `rows`; with `per_branch`, layers that are added together have gates of their own. With
-    `training_losses`, gates are for training mode with norms and dropout in evaluation mode. `now` is the traced forward
+    """The gates of the neurons in `layer_slots`; with `per_branch`, layers that are added together have gates of their own.
+    With `training_losses`, gates are for training mode with norms and dropout in evaluation mode. `now` is the traced forward
     pass of the network as it is, if neurons were removed from it."""
     roots = torch.where(structure.frozen, FROZEN, structure.roots)
-    remaining = {name: roots[slots[alive[slots]]] for name, slots in rows.items()}
+    remaining = {name: roots[slots[alive[slots]]] for name, slots in layer_slots.items()}
     wanted = torch.unique(torch.cat([*remaining.values(), torch.tensor([FROZEN])]))[1:]  # FROZEN is the lowest
     unit = torch.full((len(roots),), len(wanted))
     unit[wanted] = torch.arange(len(wanted))

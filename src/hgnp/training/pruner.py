@@ -104,7 +104,7 @@ class Pruner:
     def _scored_layers(self) -> Collection[str]:
         """Layers that the criterion has scores for: some have no norm behind them, or no place for a gate."""
         if self._criterion not in WEIGHT_SCORES:
-            return self.neurons.gates(self.recipe.coupling, training_losses=self.training_losses).rows
+            return self.neurons.gates(self.recipe.coupling, training_losses=self.training_losses).layer_units
         with RandomState(*self.neurons.net.parameters()):
             return WEIGHT_SCORES[self._criterion](self.neurons)
 
