@@ -251,12 +251,23 @@ def test_siamese_sharing_is_exact():
     assert results[0][2] == {"head": "exact", "tower": "exact"}
 
 
+class Blended(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        h = self.body(x)
+        return self.head(torch.lerp(torch.zeros_like(h), h, h))
+
+
 DIFFERENT = {
     "reused in series": (Series, (5, 4), "twice", "a layer reused in series"),
     "gated": (Gated, (5, 2, 6, 6), "body", "mul of two tensors"),
     "layer norm": (
         lambda: nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.ReLU(), nn.Linear(5, 3)), (5, 4), "0", "layer_norm"
     ),
+    "blended by itself": (Blended, (5, 4), "body", "lerp"),
     "gelu": (lambda: nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 3)), (5, 4), "0", "gelu"),
     "batch norm in train mode": (
         lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)), (5, 4), "0", "batch_norm"

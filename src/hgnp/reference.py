@@ -5,7 +5,7 @@ The rest of hgnp computes the same numbers faster, for more networks and with mo
 The tests check that in float64.
 
     C         task loss, the mean over the N samples of a batch: cross-entropy
-    a, s      input and output (pre-activation) of a layer; ã = [a; 1] if it has a bias, [patch of a; 1] if it is a convolution
+    a, s      input and output (pre-activation) of a layer; ã = a, in a convolution a patch of a, with a 1 appended for the bias
     Ψ, Γ      second moments of ã and of g = N·∂C/∂s: the Kronecker factors of the layer's K-FAC block Ψ ⊗ Γ
     λ, v      top eigenpair of the block with the largest eigenvalue; v is zero in all other blocks
     q, B, μ   curvature q = vᵀHv of C along v, with v held fixed; its bound and the weight of the penalty
@@ -205,7 +205,8 @@ def prune(
     A pruned neuron is masked: its output is read as zero, which equals its physical removal by `hgnp.prune`."""
     layers, parameters = chain(net), sum(p.numel() for p in net.parameters())
     masks = {name: layers[name].weight.detach().new_ones(len(layers[name].weight)) for name, _ in pairwise(layers)}
-    least = parameters_left(net, {name: m[:1] for name, m in masks.items()}) / parameters
+    one_each = {name: m[:1] for name, m in masks.items()}  # one living neuron in each layer
+    least = parameters_left(net, one_each) / parameters
     if keep < least:
         raise ValueError(f"keep must be at least {least:.4f}, with which every layer has one neuron, got {keep}")
     eigenvectors: Eigenvectors = {}

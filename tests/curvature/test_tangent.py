@@ -38,6 +38,19 @@ def inplace(x):
     return z.view(x.shape)
 
 
+def shared_tangents(x):
+    y = x + 1.0  # its tangent is that of x
+    y.neg_()
+    y.cumsum_(1)
+    return 2 * x + y
+
+
+def into_constants(x):
+    y = torch.ones_like(x)
+    y *= x
+    return y * x
+
+
 def arithmetic(x):
     return (1 - x) / 2 + 3 * x - x / (2 + x * x) + 2 / (x.exp() + 1) + (-x) ** 3 - x.abs().sqrt().mean() + x.mT.mT
 
@@ -68,6 +81,9 @@ def constants(x):
 ZOO = {
     "views": views,
     "in place": inplace,
+    "in place, with a tangent that another tensor shares": shared_tangents,
+    "in place, into a constant": into_constants,
+    "differences from a constant": lambda x: torch.diff(x, prepend=torch.ones_like(x[..., :1])),
     "arithmetic": arithmetic,
     "reductions": reductions,
     "products": products,
@@ -93,6 +109,19 @@ ZOO = {
     ),
     "normalise": lambda x: F.normalize(x, dim=1) * F.cosine_similarity(x, x.flip(1)).unsqueeze(1),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "attention that sees nothing": lambda x: (
+        F.scaled_dot_product_attention(x, x, x, torch.ones(4, 4).tril(-1).bool())
+        + F.scaled_dot_product_attention(
+            x, x, x, torch.zeros(4, 4).masked_fill(torch.ones(4, 4).tril(-2) == 0, -torch.inf)
+        )
+    ),
+    "determinants": lambda x: (
+        x * torch.linalg.det(x)[..., None, None] + torch.slogdet(x)[1][..., None, None] * x.det().mean()
+    ),
+    "solve": lambda x: torch.linalg.solve(x + 3 * torch.eye(4, dtype=x.dtype), x.flip(1)),
+    "products along a dimension": lambda x: (
+        x.masked_fill(x > 0.4, 0.0).cumprod(1) + x.scatter_reduce(1, torch.zeros_like(x).long(), x.flip(1), "prod")
+    ),
     "unfold": lambda x: F.unfold(x, 2).view(x.shape[0], 4, 4, 9),
     "topk": lambda x: x.topk(2, 1)[0] + x.sort(1)[0][:, 1:3],
     "transposed convolution": lambda x: F.conv_transpose2d(x, torch.ones(4, 2, 2, 2, dtype=x.dtype)),

@@ -31,7 +31,9 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.na(self.a(x)), inplace=self.way != "plain")
         main, side = self.nb(self.b(x)), self.nc(self.c(x))
-        if self.way in ("dropout", "drawn and dropout"):
+        if self.way == "drawn before dropout":
+            side = side * torch.rand_like(side)
+        if self.way in ("dropout", "drawn and dropout", "drawn before dropout"):
             side = F.dropout(side, 0.4, self.training)
         if self.way in ("drawn", "drawn and dropout"):
             side = side * torch.rand(1)
@@ -67,6 +69,7 @@ REPEATS = {
     "dropout": "abc",
     "drawn": "",
     "drawn and dropout": "",
+    "drawn before dropout": "",
     "hidden": "",
 }
 

@@ -41,7 +41,7 @@ def _no_block(collector: FactorCollector) -> str:
 
 @dataclass(frozen=True)
 class KroneckerEigenpair:
-    """The top eigenpair of each group of a block, and the group with the largest λ."""
+    """The top eigenpair of each group of a block, and the group that ranks first: by λ, unless ranking="empirical"."""
 
     psi: Eigenpair
     gamma: Eigenpair
@@ -122,17 +122,17 @@ def _unit_or_arbitrary(v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """The block with the largest λ, an index that may still be on its way from the device."""
+    """The block that ranks first, an index that may still be on its way from the device."""
 
     index: HostScalar
-    """Into `blocks`; −1: no λ is finite, and the block stays."""
+    """Into `blocks`; −1: no score is finite, and the block stays."""
     blocks: Sequence[Block | WholeNetwork]
     last: str | None = None
     """Name of the block chosen before."""
 
     @classmethod
     def of(cls, index: Tensor, blocks: Sequence[Block | WholeNetwork], *, after: "BlockChoice | None") -> "BlockChoice":
-        """Waits for the choice before it, which the host knows already: this step or the last one has used it."""
+        """Reads the choice before it. The host need not wait for that any more: this step or the last one has used it."""
         return cls(HostScalar.of(index), blocks, None if after is None else after.block().name)
 
     @classmethod
@@ -230,9 +230,9 @@ class Direction:
         collector.join()
         streams.join()
         with torch.no_grad(), autocast_off(like):
-            met, met_psi = [blocks[n] for n in differentiated], [psi[n] for n in differentiated]
-            scores = _scores(collector, met, met_psi, gamma, empirical, reducer)
-            self._choose(met, met_psi, gamma, scores, torch.isfinite(scores), reducer)
+            blocks, psi = [blocks[n] for n in differentiated], [psi[n] for n in differentiated]
+            scores = _scores(collector, blocks, psi, gamma, empirical, reducer)
+            self._choose(blocks, psi, gamma, scores, torch.isfinite(scores), reducer)
 
     def _refresh_ranks(
         self,
@@ -255,8 +255,8 @@ class Direction:
         like = blocks[0].weight
         own = [block.name in collector.gamma and collector.gamma[block.name].positions > 0 for block in blocks]
         with torch.no_grad(), autocast_off(like):
-            met = reducer.sum([as_numbers(own, upcast(like.detach()))])[0] > 0
-            if not any(own) and not capturing() and not bool(met.any()):
+            differentiated = reducer.sum([as_numbers(own, upcast(like.detach()))])[0] > 0  # by any rank
+            if not any(own) and not capturing() and not bool(differentiated.any()):
                 raise InputError(_no_block(collector))
             for block in blocks:
                 collector.include(block)
@@ -267,14 +267,16 @@ class Direction:
             for n in (n for n, known in enumerate(own) if not known):
                 old = self.pairs.get(blocks[n].name)
                 kept = (old.psi, old.gamma) if old is not None and old.fits(blocks[n]) else map(_unknown, starts[n])
-                psi[n], gamma[n] = (_where(met[n], *each) for each in zip((psi[n], gamma[n]), kept, strict=True))
+                psi[n], gamma[n] = (
+                    _where(differentiated[n], *each) for each in zip((psi[n], gamma[n]), kept, strict=True)
+                )
         if overlap is not None:
             overlap()
         with torch.no_grad(), autocast_off(like):
             scores = _scores(collector, blocks, psi, gamma, empirical, reducer)
             finite = torch.isfinite(scores)
             if not all(own):
-                finite = finite & torch.cat([met[n].expand(block.groups) for n, block in enumerate(blocks)])
+                finite = finite & torch.cat([differentiated[n].expand(block.groups) for n, block in enumerate(blocks)])
             self._choose(blocks, psi, gamma, scores, finite, reducer)
 
     def _choose(

@@ -197,6 +197,7 @@ def _ritz(product: Callable[[Tensor], Tensor], start: Tensor, products: int, col
             torch.div(q, F.threshold(length, 0.5, torch.inf), out=basis[:, k : k + 1])
             images.append((yield product(basis[:, k])))
         image = torch.stack(images, 1)
+        # a high power of F, as a matrix of the space, times the start, which is the first vector of the basis;
         # no eigh: it waits for the device, and cannot be captured
         weights = _matrix_power(basis @ image.mT, COLD_POWER if cold else RITZ_POWER)[:, :1]
         v, image = (weights @ basis).squeeze(1), (weights @ image).squeeze(1)

@@ -107,7 +107,7 @@ class Factor(Protocol):
 
     @property
     def entries(self) -> int:
-        """Groups."""
+        """G; a factor that is merged of several has the groups of all."""
 
     @property
     def side(self) -> int: ...

@@ -1,7 +1,8 @@
 """The loss at the network's output z: its curvature along u and draws from its Fisher information.
 
 A `LossCurvature` knows, for the mean loss C(z), the Gauss–Newton quotient uᵀ(∂²C/∂z²)u and cotangents ξ at z with
-E[ξξᵀ] = N·∂²C/∂z² per sample (the gradient of C at labels drawn from the network itself). With p = softmax(z):
+E[ξ_i ξ_iᵀ] = (1/N)·∂²C/∂z_i² for each sample: the gradient of C at labels drawn from the network itself. With g_i = N·ξ_i that
+is E[g_i g_iᵀ] = N·∂²C/∂z_i². With p = softmax(z):
 
     cross-entropy  Σ_i ω_i (Σ_k p u² − (Σ_k p u)²) / Σ_i w(y_i),  ω_i = Σ_k t_ik w_k, t the smoothed target
     MSE            2·Σ u² / numel
@@ -28,14 +29,14 @@ from hgnp.errors import InputError
 from hgnp.state_guards import compiled_functions_run_eagerly
 
 Loss = Callable[[Any, Any], Tensor]
-Rows = tuple[int, int]
+RankRows = tuple[int, int]
 """A rank's part of the joint batch: its first row, and the rows of all ranks."""
 
 
 class LossCurvature(Protocol):
     def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor: ...
 
-    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator, rows: Rows | None = None) -> Tensor:
+    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator, rows: RankRows | None = None) -> Tensor:
         """Cotangents ξ, shaped as z. With `rows` all ranks draw for the joint batch, and each takes its own part."""
 
     def total(self, z: Tensor, target: Tensor) -> Tensor: ...
@@ -68,7 +69,7 @@ class CrossEntropy:
         mean = (p * u).sum(1, keepdim=True)
         return ((p * (u - mean) ** 2).sum(1) * self._weights(z, target)).sum()
 
-    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator, rows: Rows | None = None) -> Tensor:
+    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator, rows: RankRows | None = None) -> Tensor:
         z = upcast(z)
         p = z.softmax(1).movedim(1, -1)
         # the least of exponential waiting times with rates p, as torch.multinomial draws a label
@@ -98,7 +99,7 @@ class SquaredError:
     def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor:
         return 2 * (upcast(u) ** 2).mean()
 
-    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator, rows: Rows | None = None) -> Tensor:
+    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator, rows: RankRows | None = None) -> Tensor:
         z = upcast(z)
         noise = _noise(z, rows, lambda x: x.normal_(generator=generator))
         return noise * (2 * z.shape[0] / z.numel()) ** 0.5 / z.shape[0]
@@ -125,7 +126,7 @@ class BinaryCrossEntropy:
         p = z.sigmoid()
         return (self._weights(z, target) * p * (1 - p) * u**2).sum()
 
-    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator, rows: Rows | None = None) -> Tensor:
+    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator, rows: RankRows | None = None) -> Tensor:
         z = upcast(z)
         p, n = z.sigmoid(), z.shape[0]
         label = (_noise(p, rows, lambda x: x.uniform_(generator=generator)) < p).to(p.dtype)
@@ -147,7 +148,7 @@ def weighted(value: Tensor, weight: Tensor | None) -> Tensor:
     return value if weight is None else torch.where(weight == 0, 0.0, value * weight)
 
 
-def _noise(like: Tensor, rows: Rows | None, fill: Callable[[Tensor], Tensor]) -> Tensor:
+def _noise(like: Tensor, rows: RankRows | None, fill: Callable[[Tensor], Tensor]) -> Tensor:
     """Random numbers shaped as `like`; with `rows` its part of those of the joint batch."""
     start, total = rows or (0, like.shape[0])
     return fill(like.new_empty((total, *like.shape[1:])))[start : start + like.shape[0]]

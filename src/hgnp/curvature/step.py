@@ -5,7 +5,7 @@ the largest eigenvalue (equations 3 and 4), held fixed while q is differentiated
 eigenvector of the whole network's Gauss–Newton matrix instead: a refresh is then one product with it (`network_direction`).
 
     stage                      in → out                                                      what ranks sum
-    plan                       schedule, last q → what this step does                        –
+    plan                       schedule, first q along v → what this step does               –
     share                      target → n, w = own share of the loss's normaliser            normaliser, n of each rank
     prepare                    first batch → where Gauss–Newton holds, a first v             as refresh
     forward                    batch, lagged v → w·C, w·q, Ψ moments, live autograd pass     statistics of synchronised norms
@@ -67,7 +67,7 @@ from hgnp.curvature.device import HostScalar, as_numbers
 from hgnp.curvature.direction import BlockChoice, Direction
 from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.factors import Block, WholeNetwork, find_blocks
-from hgnp.curvature.losses import Loss, Rows, loss_curvature, target_normaliser, weighted
+from hgnp.curvature.losses import Loss, RankRows, loss_curvature, target_normaliser, weighted
 from hgnp.curvature.network_direction import COLD_PRODUCTS, AnyDirection, NetworkDirection
 from hgnp.curvature.validation import check_bound, check_functions, check_mu, check_network, has_gradient_hooks
 from hgnp.errors import InputError, one_line, refuse_renamed
@@ -83,7 +83,7 @@ backward pass, as by a GradScaler."""
 class Plan:
     """What a step does."""
 
-    penalty: bool  # whether q is computed
+    penalty: bool  # whether q is computed and penalised
     refresh: bool  # whether the next v is solved for
 
 
@@ -112,7 +112,7 @@ class Statistics:
 
     penalized: PenalizedDirection
     curvature: Tensor
-    """q, of all ranks."""
+    """q, of all ranks from `decide` on; before it this rank's w·q."""
     sent: HostScalar | None = None
     """q on its way to the host, if it was sent there."""
 
@@ -184,7 +184,7 @@ class State:
     loss: Tensor | None = None
     """w·C, detached; from `decide` on that of all ranks."""
     statistics: Statistics | None = None
-    """Of the last step with a penalty; its q is that of all ranks from `decide` on."""
+    """Of the last step that took q."""
 
     @property
     def samples(self) -> int:
@@ -452,11 +452,11 @@ class Step:
         """The trained parameters, each with its `.grad` summed over the ranks, in one buffer; None where no rank has any."""
         parameters = [p for p in self.net.parameters() if p.requires_grad]
         own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        met = [p.grad is not None for p in parameters]
-        *grads, ranks = self.reducer.sum([*own, as_numbers(met, own[0])])
-        if not all(met):  # the host waits only where there may be parameters that no rank has met
-            met = ranks.bool().tolist()
-        return [(p, grad if known else None) for p, grad, known in zip(parameters, grads, met, strict=True)]
+        present = [p.grad is not None for p in parameters]
+        *grads, ranks_with_grad = self.reducer.sum([*own, as_numbers(present, own[0])])
+        if not all(present):  # the host waits only where there may be parameters without a gradient on any rank
+            present = ranks_with_grad.bool().tolist()
+        return [(p, grad if there else None) for p, grad, there in zip(parameters, grads, present, strict=True)]
 
     # Scores
 
@@ -550,7 +550,7 @@ class Step:
                 drawn = drawn * (state.weight * collector.samples / collector.total).sqrt()
             collector.collect(output, drawn, scale)
 
-    def _rows(self, state: State, output: Tensor) -> Rows | None:
+    def _rows(self, state: State, output: Tensor) -> RankRows | None:
         """This rank's rows of the joint batch's output: where they begin, and how many all ranks have."""
         if state.counts is None:
             return None

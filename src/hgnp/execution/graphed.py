@@ -370,7 +370,7 @@ class Graphed:
 
     def _replay(self, captured: Captured, batch: Any) -> Tensor | None:
         self._sync_eigenpairs()
-        # else nobody reads q, or `decide` sends the sum over ranks
+        # without a penalty nobody reads q, and of several ranks `decide` sends the sum
         send = captured.key.plan.penalty and self.step.reducer.ranks == 1
         loss = captured.replay(self.state, batch, send=send)
         if GRADIENTS[captured.key.piece] == "replace":

@@ -207,7 +207,7 @@ class GraphedFunction:
         """Why it runs eagerly, if it does."""
 
     def __call__(self, batch: Any) -> Any:
-        """Within `Capture.running`, but for the first of all."""
+        """Call it within `Capture.running`; the first call may be outside."""
         key = shape_key(batch, self._capture.device)
         if key is None or self.refused is not None:
             return self._function(batch)

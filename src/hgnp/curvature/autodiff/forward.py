@@ -71,15 +71,23 @@ class Forward(TorchFunctionMode):
         watch: Is shown the calls of linear layers and convolutions.
         tape: Records all calls.
         reducer: Sums over ranks, for norms that take their statistics over all of them.
+        before: The random state before the pass, for `drew_only_masks`.
     """
 
-    def __init__(self, *, watch: Watch | None = None, tape: Tape | None = None, reducer: Reducer = LOCAL) -> None:
+    def __init__(
+        self,
+        *,
+        watch: Watch | None = None,
+        tape: Tape | None = None,
+        reducer: Reducer = LOCAL,
+        before: RandomState | None = None,
+    ) -> None:
         super().__init__()
         self.watch = watch
         self.tape = tape
         self.reducer = reducer
-        self._drawn: RandomState | None = None
-        """As it was left by the last mask."""
+        self._drawn = before
+        """The random state that the last mask left, at first the one before the pass."""
         self._others_drew = False
         self.unfit: UnsupportedOperationError | None = None
         """What the pass met that cannot be carried; the network's own code may have caught it."""
@@ -113,9 +121,10 @@ class Forward(TorchFunctionMode):
         self._drawn = None if capturing() else RandomState(args[0])
         return kept
 
-    def repeats(self, before: RandomState) -> bool:
-        """Whether nothing but masks was drawn in the pass, since `before`."""
-        return not self._others_drew and (self._drawn or before).is_now()
+    def drew_only_masks(self) -> bool:
+        """Whether nothing but dropout masks was drawn since `before`."""
+        assert self._drawn is not None
+        return not self._others_drew and self._drawn.is_now()
 
     def _operation(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.tape is None:

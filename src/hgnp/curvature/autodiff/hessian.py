@@ -1,7 +1,7 @@
 """The full Hessian along v: q = VᵀHV by two reverse passes over a forward whose norms are primitive operations.
 
-V may depend on the weights (the scale-invariant direction does): it enters as a cotangent, so that H is never applied
-to its derivative and q's own derivative still sees it.
+V may depend on the weights (the scale-invariant direction does). It enters the second pass as a cotangent, which that pass does
+not differentiate; the gradient of q does.
 """
 
 import contextlib

@@ -35,7 +35,7 @@ Reasons = dict[str, str | None]
 
 
 class Linearity(Forward):
-    """Runs the network; `reasons(output)` then names, for each block the output depends on, what is nonlinear, or None."""
+    """Runs the network; `end(output)` then names, for each block the output depends on, what is nonlinear, or None."""
 
     def __init__(self, blocks: Sequence[Block | WholeNetwork], *, reducer: Reducer = LOCAL) -> None:
         super().__init__(reducer=reducer)
@@ -67,7 +67,7 @@ class Linearity(Forward):
         return {} if record is None else record[1]
 
     def end(self, z: Any) -> Reasons:
-        """`reasons` of the network's output."""
+        """`reasons` of the network's output. From now on `lost` is complete."""
         for x in tensors_in(z):
             self._compare(x.grad_fn, self.reasons(x))
         return self.reasons(z)
@@ -119,8 +119,9 @@ class Linearity(Forward):
         return out
 
     def _is_linear(self, func: Func, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if name in ("div", "true_divide"):
-            return not any(self.reasons(x) for x in tensors_in((args[1:], kwargs)))
+        if name in ("div", "true_divide", "lerp"):  # linear in all but the last argument: divisor, weight
+            last = args[2:] if name == "lerp" else args[1:]
+            return not any(self.reasons(x) for x in tensors_in((last, kwargs)))
         if func is F.batch_norm:
             options = batch_norm_options(args, kwargs)
             return not options["training"] and options["running_mean"] is not None

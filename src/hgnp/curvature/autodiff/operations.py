@@ -5,6 +5,8 @@ ones among them) keeps such tensors linear. A `BILINEAR` one does so while at mo
 else is taken to be nonlinear, and is named as the reason.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,20 +16,20 @@ from torch import Tensor
 
 Func = Callable[..., Any]
 
-# T(x) is the same operation on the tangent of the first argument
+# The tangent of the result is the same operation on the tangent of the first argument.
 SAME = frozenset(
     """view reshape flatten unflatten permute transpose movedim swapaxes t squeeze unsqueeze expand expand_as repeat
     repeat_interleave contiguous clone mean sum neg roll flip __getitem__ chunk split unbind select narrow index_select
     view_as reshape_as avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
     upsample interpolate pixel_shuffle pixel_unshuffle channel_shuffle unfold fold cumsum tril triu diagonal float
-    double half bfloat16 to type_as gather diff""".split()  # noqa: SIM905
+    double half bfloat16 to type_as gather""".split()  # noqa: SIM905
 )
-SUMS = frozenset("add sub __rsub__ subtract cat concat concatenate stack hstack vstack".split())  # noqa: SIM905
+SUMS = frozenset("add sub __rsub__ subtract cat concat concatenate stack hstack vstack diff".split())  # noqa: SIM905
 SELECTIONS = frozenset(
     """relu relu6 leaky_relu prelu hardtanh clamp clamp_min clamp_max clip threshold abs rrelu max_pool1d max_pool2d
     max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d amax amin max min maximum minimum topk sort
     masked_fill where pad dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout
-    index_copy index_add scatter scatter_add masked_select lerp""".split()  # noqa: SIM905
+    index_copy index_add scatter scatter_add masked_select""".split()  # noqa: SIM905
 )
 LINEAR = SAME | SUMS | SELECTIONS
 BILINEAR = frozenset(
@@ -56,6 +58,28 @@ def name_of(func: Callable[..., Any]) -> str:
         bare = name[2:-2]
         return bare[1:] if bare in ("iadd", "isub", "imul", "radd", "rmul", "itruediv") else name
     return name[:-1] if name.endswith("_") else name
+
+
+@functools.cache
+def _inplace_position(func: Func) -> int | None:
+    try:
+        names = list(inspect.signature(func).parameters)
+    except (ValueError, TypeError):
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Does the call write into its first argument?"""
+    name: str = getattr(func, "__name__", "")
+    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        return True
+    if name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__"):
+        return True
+    if "inplace" in kwargs:
+        return bool(kwargs["inplace"])
+    position = _inplace_position(func)
+    return position is not None and len(args) > position and bool(args[position])
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -50,7 +50,7 @@ class Pass:
     tape: Tape | None = None
     """Its operations, where they can be run again."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    """As they were before it; norms that write theirs do not read them."""
+    """As they were before it, without running statistics: a norm that updates its own does not read them."""
     random: RandomState | None = None
     """As it was before it; None in a capture."""
     in_cuda_graph: bool = False
@@ -75,13 +75,13 @@ class Passes:
         self._gauss_newton, self._over_network, self._reducer = gauss_newton, over_network, reducer
         self._reasons: dict[bool, Reasons] = {}
         self._hidden: dict[bool, dict[str, str]] = {}
-        """Mode → blocks whose tangent would be lost, with the operation that hides it."""
+        """In training or not → blocks whose tangent would be lost, with the operation that hides it."""
         self._warned: set[tuple[str, str]] = set()
         self.draws = False
         """Whether a pass of this network draws random numbers."""
         self.can_replay_tape = True
-        """Whether a pass can be run again from its tape: nothing was drawn, or nothing but dropout masks, and no block needs a
-        second pass, which would draw others."""
+        """Whether a pass can be run again from its tape: it drew nothing, or dropout masks alone and no block needs a second
+        pass instead. That would have to draw the same masks, which a CUDA graph cannot."""
         listen(net, self.neurons_removed)
 
     def primal(self, inputs: Any, target: Any, weight: Weight, watch: Watch | None = None) -> Pass:
@@ -95,11 +95,11 @@ class Passes:
         tape, random = Tape(), None if capturing() else RandomState(*self.net.parameters())
         unread = {id(buffer) for norm in tracked(self.net) for buffer in norm.buffers()}
         buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers() if id(buffer) not in unread}
-        mode = Forward(watch=watch, tape=tape, reducer=self._reducer)
+        mode = Forward(watch=watch, tape=tape, reducer=self._reducer, before=random)
         output = self.run(inputs, mode)
         loss = self._loss(output, target, weight)
         if random is not None:
-            self.draws, self.can_replay_tape = not random.is_now(), mode.repeats(random)
+            self.draws, self.can_replay_tape = not random.is_now(), mode.drew_only_masks()
             if self.draws and self.can_replay_tape:
                 self.can_replay_tape = all(
                     tape.calls_after(block.parameters.values()) is not None for block in self._blocks()
@@ -209,7 +209,7 @@ class Passes:
         return [WholeNetwork(self.net)] if self._over_network else find_blocks(self.net)
 
     def inspect(self, inputs: Any) -> None:
-        """Where Gauss–Newton and Hessian differ, once for each mode of the network."""
+        """Where Gauss–Newton and Hessian differ, once in training and once in evaluation mode."""
         if self.net.training in self._reasons:
             return
         blocks = self._blocks()

@@ -19,6 +19,7 @@ from hgnp.curvature.autodiff.operations import (
     SAME,
     Func,
     batch_norm_options,
+    in_place,
     name_of,
     tensors_in,
     uses_batch_statistics,
@@ -53,6 +54,8 @@ def same(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if tangent is None:
         return NotImplemented
     out = mode.primal(func, args, kwargs)
+    if in_place(func, args, kwargs):  # not into a tangent that other tensors share
+        tangent = tangent.clone()
     if isinstance(out, Tensor):
         if out.is_floating_point():
             mode.record(out, func(tangent, *args[1:], **kwargs))

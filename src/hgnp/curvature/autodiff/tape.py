@@ -49,7 +49,7 @@ class Tape:
         self._calls: list[Call] = []
         self._made: dict[int, int] = {}  # versions that calls left tensors with
         self._precision = _precision()
-        self._whole = True
+        self._whole = True  # whether all that was done to its tensors is on it, in one precision
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         """What a call is about to be made with."""
@@ -71,7 +71,6 @@ class Tape:
     def tangent(self, mode: "Tangent", z: Any) -> Tensor | None:
         """The tangent of z along `mode`'s direction, by the rules alone. It uses the values of the recorded pass and is
         differentiable with them. None where that is not possible."""
-
         if not self._whole:
             return None
         for call in self._calls:
