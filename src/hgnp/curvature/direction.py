@@ -305,7 +305,7 @@ class Direction:
         # the host knows the last block, a CUDA graph does not
         index = torch.where(finite.any(), best.argmax(), -1)
         if reducer.ranks > 1:
-            (chosen,) = reducer.of_first([torch.stack([index, *groups])])
+            (chosen,) = reducer.from_rank_zero([torch.stack([index, *groups])])
             index, *groups = chosen.unbind()
         solved = zip(blocks, psi, gamma, groups, strict=True)
         self.pairs = self.pairs | {b.name: KroneckerEigenpair(p, g, group) for b, p, g, group in solved}
