@@ -230,9 +230,9 @@ class Direction:
         collector.join()
         streams.join()
         with torch.no_grad(), autocast_off(like):
-            blocks, psi = [blocks[n] for n in differentiated], [psi[n] for n in differentiated]
-            scores = _scores(collector, blocks, psi, gamma, empirical, reducer)
-            self._choose(blocks, psi, gamma, scores, torch.isfinite(scores), reducer)
+            solved, psi = [blocks[n] for n in differentiated], [psi[n] for n in differentiated]
+            scores = _scores(collector, solved, psi, gamma, empirical, reducer)
+            self._choose(solved, psi, gamma, scores, torch.isfinite(scores), reducer)
 
     def _refresh_ranks(
         self,

@@ -195,7 +195,8 @@ def scaled_dot_product_attention(
 
 def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     """PyTorch's has no second derivative formula at all."""
-    return F.relu6(input + 3) / 6
+    out = F.relu6(input + 3) / 6
+    return input.copy_(out) if inplace else out
 
 
 def glu(input: Tensor, dim: int = -1) -> Tensor:
