@@ -21,8 +21,6 @@ KINDS: list[tuple[str, str, str, str]] = [
      "removal; `approximate=True` allows it."),
     (r"reduced to one value", "a mean or maximum over channels", INHERENT,
      "An RMSNorm, response norm or attention gate in plain operations: it divides by the number of channels."),
-    (r"shape '\[[\d, ]+, -1, \d+\]' is invalid|a size: .* \(view in \S*(attn|attention)", "heads of fixed size", TO_FOLLOW,
-     "The code states the size of a head and infers their number: whole heads could be removed."),
     (r"combined with a tensor that cannot be cut \((bmm|(add|mul) in \S*([aA]tt|token_mixer))|^all of \S*attn",
      "attention values", TO_FOLLOW,
      "The same position could be removed from the values of all heads, where the code does not state the size of a head."),
@@ -37,10 +35,12 @@ KINDS: list[tuple[str, str, str, str]] = [
      "Layers dropped at random in training (`if torch.rand([]) < p`): both paths could be recorded."),
     (r"multiplied with a tensor that cannot be cut \(mm in \S*cpb_mlp", "a layer applied to parameters alone", TO_FOLLOW,
      "Swin's position bias is an MLP over parameters and buffers; a zero there is not known to stay zero."),
-    (r"is one coupled group", "all channels coupled by shuffling", INHERENT,
-     "Split and shuffle, repeated, couple every channel of a stage with every other: none can be removed alone."),
+    (r"is one coupled group", "all channels of a layer coupled", INHERENT,
+     "Split and shuffle, repeated, or grouped convolutions of heads couple every channel with every other: none can be removed "
+     "alone."),
     (r"fixes a size|network's code fails: |takes another path|moves its|on the width", "a width stated in the code", INHERENT,
-     "The network's own code states a number of channels: a split, slice, view or group count that no longer fits."),
+     "The network's own code states a number of channels: a split, slice, view or group count that no longer fits; or "
+     "attention reshapes its heads to the width of its input."),
     (r"looked up by index", "a table", INHERENT, "A row is a word or a position: removing it would renumber the others."),
     (r"cannot be cut \((add|mul)|kernel that cannot be cut", "combined with something of fixed width", INHERENT,
      "Channels are added to zero padding of a fixed width, or gated by a convolution that slides over the channels; or the "

@@ -1,8 +1,9 @@
 """Masking by forward hooks alone: what a removal must equal. Independent of how hgnp propagates channels."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ def flat(output: Any) -> Tensor:
 
 
 class _NoKinks(TorchFunctionMode):
-    """Skips activations that can zero a whole channel by chance, so that a zero channel is a masked one."""
+    """Skips activations that can zero a whole channel by chance, so that a zero channel is a masked one. Gates stay above zero:
+    without activations their inputs are large."""
 
     KINKS = frozenset(
         {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu6, F.hardtanh, F.hardtanh_}
@@ -47,7 +49,11 @@ class _NoKinks(TorchFunctionMode):
         }
     )
 
+    GATES = frozenset({torch.sigmoid, torch.sigmoid_, F.sigmoid, Tensor.sigmoid, Tensor.sigmoid_, F.hardsigmoid})
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in self.GATES:
+            return args[0].clamp(-30, 30).sigmoid()
         return args[0] if function in self.KINKS else function(*args, **(kwargs or {}))
 
 
@@ -55,7 +61,8 @@ class _NoKinks(TorchFunctionMode):
 def masked(net: nn.Module, selection: Mapping[str, Sequence[int]], inputs: Inputs) -> Iterator[None]:
     """Inside the block the selected neurons' outputs, after norm and activation, are zero."""
     norms = [module for module in net.modules() if isinstance(module, (*NORMS, *ACTIVATIONS)) or _scales(module)]
-    already = _zero_channels(net, norms, inputs, {})
+    count = _calls(net, norms, inputs)
+    already = _zero_channels(net, norms, inputs, count, {})
     modules = dict(net.named_modules())
     handles = []
     for name, positions in selection.items():
@@ -65,7 +72,7 @@ def masked(net: nn.Module, selection: Mapping[str, Sequence[int]], inputs: Input
             handles.append(modules[name].register_forward_hook(_mask_layer(list(positions))))
     silenced: dict[tuple[nn.Module, int], dict[int, Tensor]] = {}
     try:
-        _zero_channels(net, norms, inputs, silenced, already)
+        _zero_channels(net, norms, inputs, count, silenced, already)
         calls: dict[nn.Module, int] = defaultdict(int)
 
         def silence(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -107,14 +114,43 @@ def _mask_heads(heads: int, positions: Sequence[int]) -> Any:
     return hook
 
 
+def _calls(net: nn.Module, norms: list[nn.Module], inputs: Inputs) -> int:
+    """How often norms are called in one forward pass."""
+    calls: list[nn.Module] = []
+    handles = [module.register_forward_hook(lambda module, args, output: calls.append(module)) for module in norms]
+    try:
+        with _same_buffers(net), torch.no_grad():
+            run(net, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return len(calls)
+
+
+@contextmanager
+def _same_buffers(net: nn.Module) -> Iterator[None]:
+    values = {buffer: buffer.clone() for buffer in net.buffers()}
+    try:
+        yield
+    finally:
+        for buffer, value in values.items():
+            buffer.copy_(value)
+
+
+class _LastNormError(Exception):
+    """Ends a forward pass: what follows, such as the clamping of boxes and indices, may need its kinks."""
+
+
 def _zero_channels(
     net: nn.Module,
     norms: list[nn.Module],
     inputs: Inputs,
+    count: int,
     silenced: dict[tuple[nn.Module, int], dict[int, Tensor]],
     already: dict[tuple[nn.Module, int], dict[int, Tensor]] | None = None,
 ) -> dict[tuple[nn.Module, int], dict[int, Tensor]]:
-    """Which channels are zero throughout at the input of each norm. With `already`, those not zero before are silenced."""
+    """Which channels are zero throughout at the input of each norm, of `count` calls in all. With `already`, those not zero
+    before are silenced."""
     zeros: dict[tuple[nn.Module, int], dict[int, Tensor]] = {}
     calls: dict[nn.Module, int] = defaultdict(int)
 
@@ -123,19 +159,19 @@ def _zero_channels(
         calls[module] += 1
         dims = {1} if isinstance(module, NORMS) else {1 % args[0].dim(), args[0].dim() - 1}
         zeros[key] = {dim: _zero(args[0], dim) for dim in dims}
-        if already is None:
-            return output
-        silenced[key] = {dim: zero & ~already[key][dim] for dim, zero in zeros[key].items()}
-        return _apply(output, silenced[key])
+        if already is not None:
+            silenced[key] = {dim: zero & ~already[key][dim] for dim, zero in zeros[key].items()}
+            output = _apply(output, silenced[key])
+        if len(zeros) == count:
+            raise _LastNormError
+        return output
 
     handles = [module.register_forward_hook(hook) for module in norms]
-    statistics = {buffer: buffer.clone() for buffer in net.buffers()}
     try:
-        with torch.no_grad(), _NoKinks():
-            run(net, inputs)
+        with _same_buffers(net), suppress(_LastNormError), torch.no_grad(), _NoKinks():
+            if norms:
+                run(net, inputs)
     finally:
-        for buffer, value in statistics.items():
-            buffer.copy_(value)
         for handle in handles:
             handle.remove()
     return zeros
@@ -154,6 +190,8 @@ def _apply(output: Tensor, masks: Mapping[int, Tensor]) -> Tensor:
 
 
 def worst_error(pruned: Any, whole: Any) -> float:
-    """The largest difference, relative to the largest output."""
+    """The largest difference, relative to the largest output. Infinite where another number of boxes was found."""
     a, b = flat(pruned), flat(whole)
+    if a.shape != b.shape:
+        return math.inf
     return float((a - b).detach().abs().max() / b.detach().abs().max().clamp_min(1e-30))

@@ -83,6 +83,9 @@ def test_prune_refuses_bad_input_in_one_line(tmp_path: Path) -> None:
         loss=nn.CrossEntropyLoss,
     )
     refused("loss must be a function, got None", loss=None)
+    refused("metric must be a function or an object with update, compute and reset, got 5", metric=5)
+    accumulator = type("F1", (), dict.fromkeys(("update", "compute", "reset"), lambda *arguments: 0.0))
+    refused(r"metric must be a function or an instance, got the class F1; use F1\(\)", metric=accumulator)
     for off in (torch.no_grad(), torch.inference_mode()):
         with off:
             refused(r"gradients must be enabled, got torch.no_grad\(\)")

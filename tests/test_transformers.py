@@ -26,6 +26,7 @@ except RuntimeError:  # built for CUDA beside a CPU build of torch: its import n
     OPERATORS.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     import torchvision  # noqa: F401
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:the network's config cannot state:UserWarning")
 
 SIZES = {"vocab_size": 40, "num_labels": 3, "max_position_embeddings": 16}
 ENCODER = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 10}
@@ -153,7 +154,7 @@ WITH_HEADS = {
     "gpt2": (
         lambda **how: transformers.GPT2ForSequenceClassification(
             transformers.GPT2Config(
-                vocab_size=40, num_labels=3, n_positions=16, n_embd=12, n_layer=1, n_head=6, n_inner=4, pad_token_id=PAD,
+                vocab_size=40, num_labels=3, n_positions=16, n_embd=12, n_layer=1, n_head=6, pad_token_id=PAD,
                 bos_token_id=0, eos_token_id=0, use_cache=False, **how,
             )
         ),
@@ -165,6 +166,16 @@ WITH_HEADS = {
         lambda **how: transformers.LlamaForSequenceClassification(
             transformers.LlamaConfig(
                 pad_token_id=PAD, num_key_value_heads=3, use_cache=False, **SIZES, **HEADS, **how
+            )
+        ),
+        "model.layers.0.self_attn",
+        "model.layers.0.self_attn.o_proj",
+        3,
+    ),
+    "qwen3": (  # its norms of queries and keys multiply every head by the same scale
+        lambda **how: transformers.Qwen3ForSequenceClassification(
+            transformers.Qwen3Config(
+                pad_token_id=PAD, num_key_value_heads=3, head_dim=4, use_cache=False, **SIZES, **HEADS, **how
             )
         ),
         "model.layers.0.self_attn",
@@ -235,48 +246,72 @@ def test_heads_are_scored_removed_saved_and_loaded(name: str, attention: str, tm
     optimizer.step()
 
 
-def test_heads_of_t5_are_removed_from_all_layers_that_share_their_position_bias() -> None:
+@pytest.mark.parametrize("whole_t5", [False, True])
+def test_heads_of_t5_are_removed_from_all_layers_that_share_their_position_bias(whole_t5: bool) -> None:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "d_model": 8, "d_kv": 2, "d_ff": 4, "num_layers": 2, "num_heads": 4, "pad_token_id": PAD}
-    net = transformers.T5EncoderModel(transformers.T5Config(dropout_rate=0.0, **sizes)).double()
-    inputs, modules = tokens("padded"), [f"encoder.block.{block}.layer.0.SelfAttention" for block in (0, 1)]
+    sizes = {"vocab_size": 40, "d_model": 8, "d_kv": 2, "d_ff": 4, "num_heads": 4, "pad_token_id": PAD}
+    sizes |= {"num_layers": 1 if whole_t5 else 2, "num_decoder_layers": 2, "decoder_start_token_id": PAD}
+    config = transformers.T5Config(dropout_rate=0.0, use_cache=False, **sizes)
+    net = (transformers.T5ForConditionalGeneration if whole_t5 else transformers.T5EncoderModel)(config).double()
+    parts, inputs = ["encoder.block.{}.layer.0.SelfAttention"], tokens("padded")
+    if whole_t5:  # cross-attention has no bias: its first layer makes zeros for the others
+        parts = ["decoder.block.{}.layer.0.SelfAttention", "decoder.block.{}.layer.1.EncDecAttention"]
+        inputs["decoder_input_ids"] = inputs["input_ids"]
     neurons, whole, mask = hgnp.Neurons(net, inputs), copy.deepcopy(net), torch.ones(4).double()
-    selection = neurons.least({name: torch.arange(4.0) for name in modules}, 2)
-    assert selection == {name: [0] for name in modules}
-    neurons.remove(selection)
-    mask[0] = 0
-    for name in modules:
-        gate_heads(whole, f"{name}.o", mask)
+    for part in parts:
+        modules = [part.format(block) for block in (0, 1)]
+        selection = neurons.least({name: torch.arange(4.0) for name in modules}, 2)
+        assert selection == {name: [0] for name in modules}
+        neurons.remove(selection)
+        mask[0] = 0
+        for name in modules:
+            gate_heads(whole, f"{name}.o", mask)
     for mode in (False, True):
-        expected = whole.train(mode)(**inputs).last_hidden_state
-        torch.testing.assert_close(net.train(mode)(**inputs).last_hidden_state, expected, rtol=1e-10, atol=1e-12)
+        expected, got = (each.train(mode)(**inputs)[0] for each in (whole, net))
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
 def test_a_config_follows_where_it_can_state_the_widths(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     make, module, _, count = WITH_HEADS[name]
     net = make().double().eval()
     neurons, inputs = hgnp.Neurons(net, tokens("full")), tokens("padded")
     feed_forward = FEED_FORWARD[name][1]
+    stated = "n_inner" if name == "gpt2" else "intermediate_size"
+    before = net.get_submodule(feed_forward).weight.shape[name == "gpt2"]
 
     def restored() -> nn.Module:
         net.save_pretrained(tmp_path)
         return type(net).from_pretrained(tmp_path, dtype=torch.double).eval()
 
     neurons.remove({feed_forward: [1]})
-    assert net.config.intermediate_size == 3
+    assert getattr(net.config, stated) == before - 1
     assert torch.equal(restored()(**inputs).logits, net(**inputs).logits)
-    neurons.remove({module: [0]})
     if name == "llama":
+        neurons.remove({module: [0]})
         assert (net.config.num_attention_heads, net.config.num_key_value_heads, net.config.head_dim) == (4, 2, 2)
         assert torch.equal(restored()(**inputs).logits, net(**inputs).logits)
         assert "hgnp.save" not in str(neurons)
     else:  # the width of its heads is the hidden size divided by their number
+        with pytest.warns(UserWarning, match="use hgnp.save and hgnp.load, not save_pretrained"):
+            neurons.remove({module: [0]})
         assert net.config.num_attention_heads == count
         assert "hgnp.save" in str(neurons)
     found = hgnp.sensitivity(net, neurons, [(inputs, torch.arange(4) % 3)], output=lambda o: o.logits)
     assert found[module].shape == (count - 1,)
+
+
+def test_a_finished_run_that_is_loaded_brings_its_config_along(tmp_path: Path) -> None:
+    batches = [(tokens("full"), torch.arange(4) % 3)]
+    recipe = hgnp.Recipe(keep=0.97, method="l1", warmup_epochs=0, neurons_per_round=4, finetune_epochs=0)
+    for resume in (False, True):
+        net, protect = bert(), ["bert.encoder.layer.0.attention", "bert.pooler"]
+        hgnp.prune(
+            net, batches, recipe=recipe, protect=protect, output=lambda o: o.logits, out=tmp_path, resume=resume
+        )  # fmt: skip
+        width = net.get_submodule("bert.encoder.layer.0.intermediate.dense").out_features
+        assert net.config.intermediate_size == width < 10
 
 
 def test_a_bert_is_pruned_on_batches_with_masks() -> None:

@@ -21,6 +21,7 @@ from hgnp.io import runs
 from hgnp.io.atomic import read_json
 from hgnp.io.weights import changes_to_fit, read_saved
 from hgnp.progress import BarProgress, LineProgress, Progress, SilentProgress
+from hgnp.pruning.config import update_config
 from hgnp.pruning.surgery import Change, check_copies, commit
 from hgnp.recipe import Recipe
 from hgnp.result import NetworkStats, Result, Snapshot, Target
@@ -119,7 +120,7 @@ def prune(
         raise InputTypeError(f"recipe must be an hgnp.Recipe, such as Recipe(keep=0.1), got {type(recipe).__name__}")
     check_functions(
         loss=loss,
-        metric=None if isinstance(metric, Accumulator) else metric,
+        metric=None if isinstance(metric, Accumulator) and not isinstance(metric, type) else metric,
         unpack=unpack,
         output=output,
         on_step=on_step,
@@ -247,6 +248,8 @@ def load_finished(
         except ValueError as error:
             raise InputError(f"{saved['file']}: {error}") from None
     commit(changes)
+    for network in (net, *also):
+        update_config(network)
     return result
 
 

@@ -416,6 +416,18 @@ def test_a_compiled_function_runs_operator_by_operator() -> None:
         assert_pruned_equals_masked(net, whole, removed, ((VECTORS,), {}))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_scripted_function_runs_operator_by_operator() -> None:
+    def gate(h: Tensor) -> Tensor:
+        return h.tanh() * h.sigmoid()
+
+    scripted = torch.jit.script(gate)  # after two calls it runs an optimised graph of its own
+    net = two_layers(lambda net, x: net.out(scripted(net.a(x))))
+    neurons, whole = Neurons(net, VECTORS), copy.deepcopy(net)
+    assert [layer.name for layer in neurons.layers] == ["a"]
+    assert_pruned_equals_masked(net, whole, neurons.remove({"a": [0, 3, 4]}), ((VECTORS,), {}))
+
+
 @pytest.mark.parametrize("choice", ["inputs", "random"])
 def test_a_decision_that_changes_the_path_freezes_everything(choice: str) -> None:
     def forward(net: Any, x: Tensor) -> Tensor:

@@ -17,13 +17,14 @@ MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "
 
 
 def check_functions(**given: Any) -> None:
-    """That each can be called, or is None; the loss cannot be left out, nor be a class."""
+    """That each can be called, or is None; the loss cannot be left out, and neither it nor the metric is a class."""
     for name, value in given.items():
         if not callable(value) and (value is not None or name == "loss"):
-            raise InputError(f"{name} must be a function, got {value!r}")
-        if name == "loss" and isinstance(value, type):
+            other = " or an object with update, compute and reset" if name == "metric" else ""
+            raise InputError(f"{name} must be a function{other}, got {value!r}")
+        if name in ("loss", "metric") and isinstance(value, type):
             raise InputError(
-                f"loss must be a function or an instance, got the class {value.__name__}; use {value.__name__}()"
+                f"{name} must be a function or an instance, got the class {value.__name__}; use {value.__name__}()"
             )
 
 

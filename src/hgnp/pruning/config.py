@@ -47,7 +47,10 @@ def _changes(net: nn.Module, config: Any) -> dict[str, int]:
     """Numbers of the config that differ from the network's shapes, with the value that explains one of these shapes."""
     stated, actual = _shapes(net, config), _shapes(net)
     pairs = {was: now for name in stated for was, now in zip(stated[name], actual[name], strict=True) if was != now}
-    changes = {key: pairs[value] for key in WIDTHS if (value := getattr(config, key, None)) in pairs}
+    widths = {key: getattr(config, key) for key in WIDTHS if hasattr(config, key)}
+    if None in widths.values():  # GPT-2 and its like: four times the width of the stream
+        widths = {key: 4 * config.hidden_size if value is None else value for key, value in widths.items()}
+    changes = {key: pairs[value] for key, value in widths.items() if value in pairs}
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for key in HEADS:
         count = getattr(config, key, None)

@@ -31,7 +31,7 @@ class LabelledTensor:
     filler: bool = False
     """One value everywhere, or noise: such a tensor fits any width."""
     expanded: tuple[bool, ...] = ()
-    """Dimensions along which one entry is repeated (stride 0)."""
+    """Dimensions along which one entry is repeated."""
     byproduct: bool = False
     """A secondary result, such as the statistics that a norm returns, whose size is not checked."""
     passed_through: bool = False
@@ -47,6 +47,11 @@ class LabelledTensor:
     def resizable(self, dim: int) -> bool:
         """Whether the size along `dim` is arbitrary: one entry repeated, without a label."""
         return bool(self.expanded) and self.expanded[dim] and self.along(dim) is None
+
+    def repeats(self, dim: int, ndim: int) -> bool:
+        """Whether broadcasting to `ndim` dimensions repeats it along `dim`, or any size would do there."""
+        dim -= ndim - len(self.shape)
+        return dim < 0 or self.shape[dim] == 1 or self.filler or self.resizable(dim)
 
     def reads_zero(self, label: Tensor) -> bool:
         """Whether the entries of one of its labels, once removed, read as zero."""
@@ -67,6 +72,8 @@ class RuleResult:
     byproduct: bool = False
     passed_through: bool | None = None
     """None: True if one of the tensors that it was computed from, entry by entry, is."""
+    repeated: tuple[int, ...] = ()
+    """Dimensions along which one entry is repeated, whatever the strides."""
     nonzero: Tensor | None = None
     """None: the slots that are in one of the tensors that it was computed from."""
 

@@ -1,5 +1,6 @@
 """`Neurons`: the neurons of a network, their coupling, and their removal."""
 
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -39,6 +40,8 @@ from hgnp.pruning.trial import disagreement
 from hgnp.pruning.validation import as_inputs, as_outputs, check_net, protected_modules
 from hgnp.pruning.verify import CutVerifier
 from hgnp.removal import Listener, Removal, listeners_of
+
+CONFIG_HINT = "the network's config cannot state these widths: use hgnp.save and hgnp.load, not save_pretrained"
 
 
 class Neurons:
@@ -428,12 +431,14 @@ class Neurons:
         commits = [listener(removal) for listener in [*listeners_of(self.net), *self.listeners]]
         commit([*changes, *(Change(apply) for apply in commits)])
         self._state = left
-        self._config_agrees = all(update_config(each) for each in [self.net, *copies])
+        agreed, self._config_agrees = self._config_agrees, all(update_config(each) for each in [self.net, *copies])
         self.version += 1
         if removed.coupling == "paper":  # different channels are combined now
             verifier = self._branches.verifier
             known = verifier.verified if verifier.is_verified(left.alive) else None
             self._analyse(None if known is None else known[1])
+        if agreed and not self._config_agrees:
+            warnings.warn(CONFIG_HINT, stacklevel=2)
         return removed
 
     def _verifier_of(self, coupling: CouplingMode) -> CutVerifier:
@@ -518,5 +523,4 @@ class Neurons:
     def __str__(self) -> str:
         """A table with one line per layer, and one line per reason for frozen neurons."""
         text = table(self.layers, self.frozen, self.left_out, self.preview({}))
-        hint = "\nits config cannot state these widths: save the network with hgnp.save, not with save_pretrained"
-        return text if self._config_agrees else text + hint
+        return text if self._config_agrees else f"{text}\n{CONFIG_HINT}"

@@ -115,7 +115,10 @@ class LabelPropagation:
             tuple(labels),
             weight=bool(distinct) and all(read.weight for read in distinct),
             filler=result.filler if result.filler is not None else inherits and bool(reads) and not distinct,
-            expanded=value.expanded,
+            expanded=tuple(
+                known or (size > 1 and dim in result.repeated)
+                for dim, (size, known) in enumerate(zip(value.shape, value.expanded, strict=True))
+            ),
             byproduct=result.byproduct or (bool(reads) and all(read.byproduct for read in reads)),
             passed_through=result.passed_through
             if result.passed_through is not None
@@ -183,11 +186,17 @@ class LabelPropagation:
         for operand in operands:
             for label in operand.labels:
                 label = add_leading_dims(label, ndim)
-                partner = next((other for other in result if set(varying_dims(other)) & set(varying_dims(label))), None)
-                if partner is None:
+                dims = set(varying_dims(label))
+                place = next((i for i, other in enumerate(result) if dims & set(varying_dims(other))), None)
+                if place is None:
                     result.append(label)
-                elif not apart:
-                    self.union(partner, label)
+                    continue
+                if not apart:
+                    self.union(result[place], label)
+                if dims > set(
+                    varying_dims(result[place])
+                ):  # a norm's scale times channels in heads, which it repeats for
+                    result[place] = label
         return [self._along_shared_dims(label, operands) for label in result]
 
     def _along_shared_dims(self, label: Tensor, operands: list[LabelledTensor]) -> Tensor:

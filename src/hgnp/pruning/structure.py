@@ -399,6 +399,16 @@ class Structure:
             and not bool(torch.isin(self.roots[torch.cat([one, other])], in_heads).any())
         ]
 
+    def heads_taken_as_equal(self, roots: Tensor, module: str) -> list[tuple[Tensor, Tensor]]:
+        """The heads of these groups and those of a module, as a pair, where the code may take their numbers to be equal: T5's
+        cross-attention creates a mask of zeros in its first layer and adds it in all of them."""
+        heads = self.heads()
+        other = heads.pop(module, None)
+        if other is None or bool(torch.isin(self.roots[other], roots).any()):
+            return []
+        mine = [slots for slots in heads.values() if bool(torch.isin(self.roots[slots], roots).any())]
+        return [(slots, other) for slots in mine[:1] if len(slots) == len(other)]
+
     def _roots_with_several_rows(self) -> set[int]:
         result: set[int] = set()
         for propagation in self.propagations.values():

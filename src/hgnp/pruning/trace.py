@@ -37,6 +37,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.jit._fuser import optimized_execution
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -566,14 +567,14 @@ def _defer_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def visible_operators() -> Iterator[None]:
-    """Attention as plain ATen operators, which have rules; compiled functions run eagerly, operator by operator; and no log of
-    shape errors, which traces of cuts may cause."""
+    """Attention as plain ATen operators, which have rules; compiled and scripted functions run operator by operator; and no
+    log of shape errors, which traces of cuts may cause."""
     log = logging.getLogger(FakeTensorMode.__module__)
     level, fast = log.level, torch.backends.mha.get_fastpath_enabled()
     log.setLevel(logging.CRITICAL)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH), compiled_functions_run_eagerly:
+        with sdpa_kernel(SDPBackend.MATH), compiled_functions_run_eagerly, optimized_execution(False):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -214,7 +214,10 @@ class CutVerifier:
         problem = first = self.mismatch(alive)
         while problem is not None:
             kind = type(modules[problem.module])
-            pairs = [] if of_heads else structure.widths_taken_as_equal(kind, problem.op)
+            if of_heads:
+                pairs = structure.heads_taken_as_equal(structure.roots[roots], problem.module)
+            else:
+                pairs = structure.widths_taken_as_equal(kind, problem.op)
             if pairs:
                 structure.unite(pairs)
                 found = tuple(structure.roots[roots].unique().tolist())

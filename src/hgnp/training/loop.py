@@ -24,6 +24,7 @@ from hgnp.flatness import Flatness
 from hgnp.io.weights import changes_to_fit, describe
 from hgnp.progress import Progress
 from hgnp.pruning import Neurons, Preview
+from hgnp.pruning.config import update_config
 from hgnp.pruning.surgery import Change, check_copies, commit
 from hgnp.recipe import Recipe
 from hgnp.reducer import average_statistics, broadcast_networks
@@ -349,6 +350,8 @@ class TrainingLoop:
             seconds=run.seconds, parts=run.parts, stopped=run.stopped,
             out=None if self.folder is None else self.folder.path, snapshots=snapshots,
         )  # fmt: skip
+        for network in (self.net, *self.also):  # also of a run that was resumed after its last removal
+            update_config(network)
         if self.folder is not None:
             self.folder.finish(self.net, result.as_dict(), self.also)
         return result

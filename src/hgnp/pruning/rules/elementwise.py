@@ -33,7 +33,9 @@ def elementwise(p: "LabelPropagation", *args: Any, **kwargs: Any) -> RuleResult:
         numbers = [LabelledTensor(())] if any(isinstance(arg, int | float) and arg for arg in args) else []
         freeze_offset_channels(p, combined, [*operands, *numbers])
     multiplies = op_name(p.call.op).removesuffix("_") == "mul"
-    return RuleResult(combined, nonzero=nonzero_in_product(operands, combined) if multiplies else None)
+    repeated = tuple(dim for dim in range(ndim) if all(operand.repeats(dim, ndim) for operand in operands))
+    nonzero = nonzero_in_product(operands, combined) if multiplies else None
+    return RuleResult(combined, repeated=repeated, nonzero=nonzero)
 
 
 def nonzero_in_product(factors: list[LabelledTensor], labels: list[Tensor]) -> Tensor:
