@@ -69,8 +69,7 @@ def judged(function: Function, given: list[Tensor], tracked: Sequence[int]) -> s
     try:
         value, wanted, coarser = outputs(function, parameters), difference(moved, 1e-6), difference(moved, 2e-6)
         for x in value:
-            if x.requires_grad:
-                torch.autograd.grad(x.abs().sum(), parameters, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(x.abs().sum(), parameters, retain_graph=True, allow_unused=True)
     except Exception:
         return "not run"  # by PyTorch itself, or without a derivative there
     try:
