@@ -4,8 +4,8 @@
                                       [--set recipe.finetune_epochs=20] [--steps 40]
 
 A run of the preset in a temporary folder, with timers (which wait for the device) around its training steps, rounds,
-validation, checkpoints and facts (sharpness and latency). Then steps of the preset's method under PyTorch's profiler, from the
-executor that a run uses: the full network, cut to `--kept` percent by L1 norms at any width, and at multiples of 8.
+validation, checkpoints and measurements (sharpness and latency). Then steps of the preset's method under PyTorch's profiler,
+from the executor that a run uses: the full network, cut to `--kept` percent by L1 norms at any width, and at multiples of 8.
 """
 
 import argparse
@@ -43,7 +43,7 @@ PARTS = {
     "rounds": (TrainingLoop, "_prune_round"),
     "validation": (TrainingLoop, "_validate"),
     "checkpoints": (TrainingLoop, "_write_checkpoint"),
-    "facts": (TrainingLoop, "_facts"),
+    "measurements": (TrainingLoop, "_stats"),
     "snapshots": (TrainingLoop, "_take_snapshots"),
     "end": (TrainingLoop, "_finish"),
 }
@@ -167,11 +167,13 @@ def report(found: dict[str, float], steps_of: dict[str, tuple[dict[str, float], 
         for part, seconds in sorted(found.items(), key=lambda x: -x[1])
     ]
     beside = sum(
-        seconds for part, seconds in found.items() if part in ("rounds", "validation", "checkpoints", "facts", "end")
+        seconds
+        for part, seconds in found.items()
+        if part in ("rounds", "validation", "checkpoints", "measurements", "end")
     )
     lines += [
         "",
-        f"Rounds, validation, checkpoints and facts together: {beside / whole:.1%} (target: at most 10 %).",
+        f"Rounds, validation, checkpoints and measurements together: {beside / whole:.1%} (target: at most 10 %).",
         "",
     ]
     lines += ["## A training step, ms", "", f"| kind | {' | '.join(steps_of)} |", "|---" + "|--:" * len(steps_of) + "|"]

@@ -23,7 +23,7 @@ from scipy.stats import ttest_rel
 
 from hgnp.cli.study import Lines
 from hgnp.experiments.study_plan import StudyPlan, check_states
-from hgnp.experiments.study_runs import Slots, execute_runs
+from hgnp.experiments.study_runs import JobSlots, execute_runs
 from hgnp.io import runs
 from hgnp.io.atomic import write
 from hgnp.reporting import curves, publish
@@ -31,8 +31,8 @@ from hgnp.reporting.compare import Comparison, Group, Study
 
 METHODS = {  # name → (name in the table, what differs from the demo)
     "hgnp": ("HGNP, μ = 0.001", {}),
-    "no-scoring-term": ("HGNP, term in training only", {"set": {"recipe.score_mu": 0}}),
-    "no-training-term": ("HGNP, term in scores only", {"set": {"recipe.mu": 0, "recipe.score_mu": 0.001}}),
+    "no-scoring-term": ("HGNP, penalty in training only", {"set": {"recipe.score_mu": 0}}),
+    "no-training-term": ("HGNP, penalty in scores only", {"set": {"recipe.mu": 0, "recipe.score_mu": 0.001}}),
     "taylor": ("Taylor", {"method": "taylor"}),
     "l2": ("magnitude (L2)", {"method": "l2"}),
 }
@@ -45,7 +45,7 @@ def run_all(place: Path, seeds: int, side_by_side: int) -> dict[str, list[Path]]
     states = check_states(planned, place)
     missing = [run for run in planned if states[run.name] != "finished"]
     watcher = Lines(place, len(planned), len(planned) - len(missing), sys.stdout)
-    slots = Slots(side_by_side, ({"OMP_NUM_THREADS": "1"},))
+    slots = JobSlots(side_by_side, ({"OMP_NUM_THREADS": "1"},))
     if any(outcome.error is not None for outcome in execute_runs(missing, place, slots, watcher)):
         raise SystemExit(1)
     return {name: [place / run.name for run in planned if run.method == name] for name in METHODS}

@@ -45,7 +45,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "resnet18": (ResNet18, "resnet18-cifar10-fast"),
     "vgg16": (VGG16, "vgg16-cifar10-fast"),
 }
-ACTIVE = {"bound": -1.0, "skip_inactive": False}  # the term acts in every step
+ACTIVE = {"bound": -1.0, "skip_inactive": False}  # the penalty acts in every step
 HGNP: dict[str, dict[str, Any]] = {  # choices beside the preset's; of the first, beside the default's
     "HGNP, default": ACTIVE,
     "HGNP, preset": ACTIVE,

@@ -1,4 +1,4 @@
-"""What the flatness term sees and does: eigenpairs in both modes, steps on q alone, K-FAC's v against the network's.
+"""What the flatness penalty sees and does: eigenpairs in both modes, steps on q alone, K-FAC's v against the network's.
 
     python benchmarks/flatness_term.py                                   handwritten digits on a CPU, two minutes
     python benchmarks/flatness_term.py --preset vgg16-cifar10-best --data DIR --device cuda --jobs 4 --out OUT.md
@@ -383,7 +383,7 @@ def report(facts: dict[str, Any], given: argparse.Namespace, samples: int) -> st
     where = torch.cuda.get_device_name() if given.device.startswith("cuda") else "CPU"
     command = " ".join(["python benchmarks/flatness_term.py", *sys.argv[1:]])
     lines = [
-        "# The flatness term, measured", "",
+        "# The flatness penalty, measured", "",
         f"`{command}`, {datetime.date.today()}, {where}, torch {torch.__version__}.", "",
         f"`{given.preset}`, dense, {given.epochs} epochs, {samples:,} training samples, not augmented. In training mode,",
         "means over batches of the training size, each with its own statistics. Sharpness: the Hessian's top eigenvalue.", "",

@@ -1,4 +1,4 @@
-"""A whole run of a preset, and what it costs: training with the flatness term against plain training of the same networks.
+"""A whole run of a preset, and what it costs: training with the flatness penalty against plain training of the same networks.
 
     python benchmarks/paper_run.py vgg16-cifar10-fast --data DIR --device cuda [--out runs/vgg] [--set recipe.mu=0.01]
                                    [--method NAME] [--seed N] [--minutes M]

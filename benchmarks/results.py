@@ -288,7 +288,8 @@ def page(root: Path, out: Path, command: str) -> tuple[str, list[charts.Chart]]:
     drawn = [_chart(tested, "kept"), _chart(tested, "macs")]
     lines = [
         "# Results", "",
-        f"`{command}`, {datetime.date.today()}, from the runs under `{root.name}/`. Accuracy on CIFAR-10's test images.", "",
+        f"`{command}`, {datetime.date.today()}, from the runs under `{root.name}/`. Accuracy on CIFAR-10's test images; κ is "
+        "the fraction of the parameters that is kept.", "",
         *PROTOCOL, "",
         *_endpoints(own), *_field(own), *_groups("Our recipes", "cifar10-best", own),
         *_groups("Methods at one schedule", "cifar10-rivals", own),
@@ -425,7 +426,7 @@ def _robustness(root: Path) -> list[str]:
 def _term(root: Path) -> list[str]:
     file = root / "flatness_term" / "records.jsonl"
     if not file.is_file():
-        return ["## The flatness term", "", *_missing("flatness_term")]
+        return ["## The flatness penalty", "", *_missing("flatness_term")]
     facts: dict[str, dict[str, float]] = {}
     for line in file.read_text().splitlines():
         facts |= {name: value for name, value in json.loads(line).items() if name.startswith("c ")}
@@ -443,7 +444,7 @@ def _term(root: Path) -> list[str]:
             "–" if ratio is None else f"{math.exp(ratio.mean):.2f} ({math.exp(ratio.low):.2f} to {math.exp(ratio.high):.2f})",
             "–" if accuracy is None else f"{100 * accuracy.mean:+.2f} ({_range(accuracy)})",
         ])  # fmt: skip
-    return ["## The flatness term", "", "Dense training; sharpness in training mode over that of μ = 0 (geometric mean) and "
+    return ["## The flatness penalty", "", "Dense training; sharpness in training mode over that of μ = 0 (geometric mean) and "
             "difference in accuracy, paired by seed, with 95 % t intervals.", "",
             *_table("training | seeds | sharpness ratio | accuracy, points", rows)]  # fmt: skip
 

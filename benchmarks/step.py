@@ -1,4 +1,4 @@
-"""Time and peak memory of a training step with the flatness term, against a plain step.
+"""Time and peak memory of a training step with the flatness penalty, against a plain step.
 
     python benchmarks/step.py [--nets resnet18 vgg16] [--batch 32] [--threads 2] [--device cpu|cuda] [--naive] [--bf16]
                               [--cpu-time]

@@ -31,7 +31,7 @@ from hgnp.curvature.step import make_step
 from hgnp.experiments.reload import networks, sample
 from hgnp.io import runs
 from hgnp.io.atomic import write
-from hgnp.reporting.bench import Entry, bench_networks
+from hgnp.reporting.bench import BenchEntry, bench_networks
 from hgnp.timing import time_interleaved
 from hgnp.training.optimizers import make_optimizer
 from hgnp.training.trainer import Trainer
@@ -109,7 +109,7 @@ def rows_of(net: str, seed: int, arguments: argparse.Namespace, save: Callable[[
         rows += [row_of(run, net, seed, m) for m in ([multiple] if rows else [0, multiple])]
         save(rows)
     first = folders[arguments.multiples[0]]
-    entries = [Entry(str(m), networks(folder)[1]) for m, folder in folders.items()]
+    entries = [BenchEntry(str(m), networks(folder)[1]) for m, folder in folders.items()]
     bench = bench_networks(
         networks(first)[0], entries, sample(first), batches=arguments.batch, device=arguments.device,
         variants=arguments.variants, repeats=arguments.repeats,
@@ -171,8 +171,8 @@ def report(rows: Sequence[Row], failures: Sequence[str], arguments: argparse.Nam
         "",
         f"The same preset, seed and target with `recipe.round_to` {' and '.join(map(str, arguments.multiples))}; until the "
         "first round the runs are the same. *s per epoch*: the fastest of the fine-tuning, for the full network of the "
-        f"warm-up; *ms per step*: training on a batch of {STEP_BATCH} with the flatness term, and plain; other *ms*: inference "
-        f"of a batch of {arguments.batch}; all networks of a seed alternately, medians of {arguments.repeats}.",
+        f"warm-up; *ms per step*: training on a batch of {STEP_BATCH} with the flatness penalty, and plain; other *ms*: "
+        f"inference of a batch of {arguments.batch}; all networks of a seed alternately, medians of {arguments.repeats}.",
         "",
         f"| {' | '.join([*heads, 'widths'])} |",
         "|---|" + "--:|" * (len(heads) - 1) + "---|",

@@ -29,12 +29,12 @@ import hgnp
 from graphed_cases import Stand, graph_replays, replays, stand_in
 from hgnp.errors import HgnpError
 from hgnp.execution.graphed import Graphed
-from hgnp.training.split import part
+from hgnp.training.split import rank_slice
 
 GLOBAL = 12
 """Samples in a global batch, whatever the ranks."""
 SAMPLES, HELD_OUT = 17, 13  # the last batch has 5 samples, and 1
-PATIENCE = 8.0  # seconds
+TIMEOUT_SECONDS = 8.0
 
 
 class GhostNorm(nn.BatchNorm2d):
@@ -47,7 +47,7 @@ class GhostNorm(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or len(x) < self.ranks:
             return super().forward(x)
-        parts = [x[part(len(x), rank, self.ranks)] for rank in range(self.ranks)]
+        parts = [x[rank_slice(len(x), rank, self.ranks)] for rank in range(self.ranks)]
         found = [F.batch_norm(each, None, None, self.weight, self.bias, True, 0.0, self.eps) for each in parts]
         with torch.no_grad():
             mean = sum(each.mean((0, 2, 3)) for each in parts) / self.ranks
@@ -160,7 +160,7 @@ def own_loop(batch: int = GLOBAL, group: Any = None) -> dict[str, Any]:
         wrapper(
             torch.zeros(1, 1, 6, 6, dtype=torch.double)
         )  # its hooks wait for a backward pass, and must not join hgnp's
-        own = torch.arange(GLOBAL)[part(GLOBAL, dist.get_rank(group), dist.get_world_size(group))]
+        own = torch.arange(GLOBAL)[rank_slice(GLOBAL, dist.get_rank(group), dist.get_world_size(group))]
         dataset = Subset(dataset, torch.cat([own, own + GLOBAL]).tolist())
     losses = []
     for _ in range(2):
@@ -327,7 +327,7 @@ def failures(folder: Path) -> dict[str, Any]:
 
     def hang(state: Any) -> None:
         if rank == 1 and state.epoch == 1:
-            time.sleep(2 * PATIENCE)
+            time.sleep(2 * TIMEOUT_SECONDS)
 
     def die(state: Any) -> None:
         if rank == 1 and state.epoch == 2:
@@ -335,7 +335,7 @@ def failures(folder: Path) -> dict[str, Any]:
 
     def wrapped() -> nn.Module:
         everybody = list(range(dist.get_world_size()))
-        impatient = dist.new_group(everybody, timeout=timedelta(seconds=PATIENCE))
+        impatient = dist.new_group(everybody, timeout=timedelta(seconds=TIMEOUT_SECONDS))
         return nn.parallel.DistributedDataParallel(network(1), process_group=impatient)
 
     one, other = wrapped(), wrapped()

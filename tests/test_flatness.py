@@ -1,4 +1,4 @@
-"""A step with the flatness term from the outside: side effects, inputs, precision, what it says of itself."""
+"""A step with the flatness penalty from the outside: side effects, inputs, precision, what it says of itself."""
 
 import copy
 import math

@@ -13,7 +13,7 @@ import torch
 
 import hgnp
 from hgnp.curvature.sharpness import Sharpness
-from hgnp.result import Facts, Snapshot, Target
+from hgnp.result import NetworkStats, Snapshot, Target
 from hgnp.training.task import CallbackState
 from train_cases import loaders, made, recipe
 
@@ -61,7 +61,7 @@ def explained(text: str, name: str) -> bool:
     return re.search(rf"^[ |]+{name}: \S.{{15,}}", text, re.MULTILINE) is not None
 
 
-@pytest.mark.parametrize("cls", [hgnp.Recipe, hgnp.Result, Facts, Snapshot, Target, Sharpness, CallbackState])
+@pytest.mark.parametrize("cls", [hgnp.Recipe, hgnp.Result, NetworkStats, Snapshot, Target, Sharpness, CallbackState])
 def test_help_explains_every_field(cls: Any) -> None:
     text = pydoc.render_doc(cls, renderer=pydoc.plaintext)
     section = text[text.index("Attributes:") : text.index("Methods defined here")]

@@ -54,7 +54,7 @@ def loaders(batch: int = 96 // STEPS) -> tuple[DataLoader[Any], DataLoader[Any]]
 
 
 def recipe(**given: Any) -> hgnp.Recipe:
-    """Constant learning rate, the flatness term in every step, nothing measured; `given` replaces any field."""
+    """Constant learning rate, the flatness penalty in every step, nothing measured; `given` replaces any field."""
     quick = {"keep": 0.3, "warmup_epochs": 2, "neurons_per_round": 12, "finetune_epochs": 2, "lr": 0.05, "seed": 0}
     plain = {"schedule": "constant", "refresh_every": 1, "skip_inactive": False, "measure": "none"}
     return hgnp.Recipe(**(quick | plain | given))

@@ -1,4 +1,4 @@
-"""The flatness term for a training loop: the loss C + μ·max(0, vᵀHv − B) and its gradient.
+"""The flatness penalty in a training loop: the loss C + μ·max(0, vᵀHv − B) and its gradient.
 
 `hgnp.curvature.step` has the algorithm, stage by stage; `hgnp.reference` has it as the paper states it.
 """
@@ -30,14 +30,19 @@ from hgnp.curvature.validation import check_bound, check_mu
 from hgnp.errors import refuse_renamed
 from hgnp.execution.eager import Eager
 from hgnp.execution.process_group import ranks_of
-from hgnp.reducer import average_statistics, equalise
+from hgnp.reducer import average_statistics, broadcast_networks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 class Flatness:
-    """Leaves the gradient of C + μ·max(0, vᵀHv − bound) in `.grad`, in place of `loss.backward()`.
+    """Leaves the gradient of L = C + μ·max(0, q − B), q = vᵀHv, in `.grad`, in place of `loss.backward()`.
+
+    C is the loss and H its Hessian. v is a direction of large curvature, held fixed while q is differentiated: the top
+    eigenvector of the Kronecker-factored curvature Ψ ⊗ Γ (K-FAC) of the *block*, the Linear or convolution layer, with the
+    largest eigenvalue λ. Ψ is the second moment of the layer's inputs, Γ that of the derivatives by its outputs. The penalty
+    μ·max(0, q − B) is *active* where q > B. docs/flatness.md has the definitions.
 
     >>> import torch, hgnp
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -52,9 +57,10 @@ class Flatness:
 
     Args:
         net: the network; it is trained as usual, and hgnp.Neurons may prune it between steps.
-        loss: any loss(output, target) that is a mean; cross-entropy, MSE and BCE-with-logits have the fast route.
-        mu: weight of the term; with 0 a step is a plain PyTorch step.
-        bound: B; a negative one keeps the penalty active.
+        loss: any loss(output, target) that is a mean; for cross-entropy, MSE and BCE-with-logits q may come from
+            Gauss–Newton, which is faster; for any other it comes from the full Hessian.
+        mu: weight μ of the penalty; with 0 a step is a plain PyTorch step.
+        bound: the bound B, the curvature that is not penalised; a negative one keeps the penalty active.
         output: picks the logits from what the network returns, e.g. ``lambda o: o.logits``.
         flatness: "default" or "paper", a bundle of the choices below; choices given by name replace the bundle's.
             "paper" is curvature="hessian", direction_from="this_batch" and kfac_approx="expand". Below, the first value is
@@ -66,7 +72,7 @@ class Flatness:
             before the outer product. "expand": one outer product per position.
         fisher_type: "empirical": Γ from the batch's labels. "mc": from labels drawn from the network's own output.
         ranking: the penalised block. "kfac": the one with the largest λ^Ψ·λ^Γ. "empirical": the one with the largest
-            empirical quotient along its v.
+            vᵀFv, where F is the block's own empirical Fisher matrix.
         gamma_from: "loss": Γ from the derivatives of C. "penalized_loss": from those of C + μ·max(0, q − B) along the v of the
             batch before.
         direction_over: "block": v is K-FAC's eigenvector of one layer. "network": the top eigenvector of the Gauss–Newton
@@ -108,7 +114,7 @@ class Flatness:
             gamma_from=gamma_from, direction_over=direction_over, refresh_every=refresh_every, skip_inactive=skip_inactive,
             reducer=ranks_of(group, net),
         )  # fmt: skip
-        equalise(self._step.reducer, net)
+        broadcast_networks(self._step.reducer, net)
         self._eager = Eager(self._step, self._state)
 
     @classmethod
@@ -131,9 +137,9 @@ class Flatness:
     def loss(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
         """C + μ·max(0, q − B) of a training batch along the v of the batch before, for a trainer that calls `backward` itself.
 
-        One forward pass. Every call is a step: where a refresh is due it solves for the next v, by a backward pass for
-        activations alone. `scale` multiplies that pass alone, and is divided out again: under float16 pass the gradient
-        scaler's scale, or small derivatives underflow. The returned loss is not scaled.
+        One forward pass. Every call is a step: where a refresh is due it solves for the next v, by a backward pass
+        that computes no weight gradients. `scale` multiplies that pass alone, and is divided out again: under float16 pass the
+        gradient scaler's scale, or small derivatives underflow. The returned loss is not scaled.
         """
         return self._eager.loss(inputs, target, scale=scale)
 
@@ -165,7 +171,7 @@ class Flatness:
 
     @property
     def mu(self) -> float:
-        """Weight of the term."""
+        """Weight μ of the penalty."""
         return self._state.mu
 
     @mu.setter
@@ -175,7 +181,7 @@ class Flatness:
 
     @property
     def bound(self) -> float:
-        """B."""
+        """The bound B."""
         return self._state.bound
 
     @bound.setter

@@ -47,7 +47,7 @@ class Recipe:
         target: The quantity that `keep` refers to: "params" (as in the paper), "neurons" (the removable ones) or "macs".
         snapshots: Fractions between `keep` and 1. For each that pruning reaches, a copy of the network is pruned to exactly
             that fraction and fine-tuned separately for `finetune_epochs`; the run itself is not affected.
-        method: "hgnp" (the flatness term in the training loss, and scores of the loss with that term); "taylor" (plain
+        method: "hgnp" (the flatness penalty in the training loss, and scores of the loss with that term); "taylor" (plain
             training; scores are first-order Taylor estimates of the change in loss when a neuron is removed); "hybrid"
             (Taylor, then HGNP once `threshold` is reached); "l1", "l2", "bn_scale", "geometric_median" or "random" (plain
             training, another score); "sam" (Taylor scores, trained by sharpness-aware minimization).
@@ -69,14 +69,14 @@ class Recipe:
         approximate: Whether channels that a norm mixes (LayerNorm, GroupNorm) may be removed, which changes the others.
         score_batches: Mini-batches that the scores of a round are computed on.
 
-        mu: Weight μ of the flatness term in training.
-        score_mu: Weight of the flatness term in the scores. None: the same as `mu`.
+        mu: Weight μ of the flatness penalty in training.
+        score_mu: Weight of the flatness penalty in the scores. None: the same as `mu`.
         mu_warmup_epochs: Epochs over which μ rises linearly from 0, counted from the start or from the hybrid's switch.
         bound: The bound B: curvature up to B is not penalised.
         flatness: "default", "paper", or a mapping of `Flatness`'s named choices, such as {"curvature": "hessian"}.
         refresh_every: Steps between two refreshes of the penalised direction v. None: 8 if v comes from the last batch, 2 with
             direction_over="network", 1 with direction_from="this_batch". (`Flatness` itself refreshes every step by default.)
-        skip_inactive: Whether the flatness term is skipped until the next refresh if it is inactive (curvature within the
+        skip_inactive: Whether the flatness penalty is skipped until the next refresh if it is inactive (curvature within the
             bound) in the first step along a new v. None: True if v comes from the last batch, False with
             direction_from="this_batch".
         rho: Radius ρ of method "sam".
@@ -191,20 +191,20 @@ class Recipe:
                 "got 'fp16'"
             )
 
-    def uses_term(self, kept: float) -> bool:
-        """Whether training and scores use the flatness term when this fraction of the parameters is left."""
+    def uses_penalty(self, kept: float) -> bool:
+        """Whether training and scores use the flatness penalty when this fraction of the parameters is left."""
         return self.method == "hgnp" or (self.threshold is not None and kept <= self.threshold)
 
     @property
     def scoring_mu(self) -> float:
-        """Weight of the flatness term in the scores, where they use it."""
+        """Weight of the flatness penalty in the scores, where they use it."""
         if self.method not in ("hgnp", "hybrid"):
             return 0.0
         return self.mu if self.score_mu is None else self.score_mu
 
     @property
     def training_mu(self) -> float:
-        """Weight of the flatness term in training, where it is used."""
+        """Weight of the flatness penalty in training, where it is used."""
         return self.mu if self.method in ("hgnp", "hybrid") else 0.0
 
     @property

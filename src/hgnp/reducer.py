@@ -38,13 +38,13 @@ class Reducer:
         """The data of every rank, in the order of ranks."""
         return [data]
 
-    def of_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def from_rank_zero(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Rank 0's tensors, detached; all of them in one buffer. They have the same shapes on every rank."""
         if self.ranks == 1:
             return list(tensors)
         return self.sum([x.detach() if self.rank == 0 else torch.zeros_like(x) for x in tensors])
 
-    def on_first(self, function: Callable[[], bytes]) -> bytes:
+    def on_rank_zero(self, function: Callable[[], bytes]) -> bytes:
         """What `function` returns on rank 0, where alone it is called. An error that it raises is raised on every rank."""
         if self.ranks == 1:
             return function()
@@ -88,7 +88,7 @@ LOCAL = Reducer()
 """The reducer of a single process."""
 
 
-def equalise(reducer: Reducer, *networks: nn.Module) -> None:
+def broadcast_networks(reducer: Reducer, *networks: nn.Module) -> None:
     """Every rank's networks get the weights and buffers of rank 0's. InputError if they are not of one shape."""
     if reducer.ranks == 1:
         return
@@ -101,7 +101,7 @@ def equalise(reducer: Reducer, *networks: nn.Module) -> None:
                 "the same arguments"
             )
     with torch.no_grad():
-        for tensor, value in zip(tensors, reducer.of_first([x.detach() for x in tensors]), strict=True):
+        for tensor, value in zip(tensors, reducer.from_rank_zero([x.detach() for x in tensors]), strict=True):
             tensor.copy_(value)
 
 

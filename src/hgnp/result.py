@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Facts:
+class NetworkStats:
     """Measurements of one network.
 
     Attributes:
@@ -126,8 +126,8 @@ class Result:
     model: nn.Module
     history: list[Row]
     recipe: Recipe
-    before: Facts
-    after: Facts
+    before: NetworkStats
+    after: NetworkStats
     target: Target
     metric: str
     latency: dict[str, Any] | None

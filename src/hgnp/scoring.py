@@ -1,4 +1,4 @@
-"""Equation 6: how much the loss, with its flatness term, changes when a neuron's output is attenuated.
+"""Equation 6: how much the loss, with its flatness penalty, changes when a neuron's output is attenuated.
 
 With a gate γ_j on the output of neuron j (`neurons.gates`: after norm and activation, shared by channels that are removed
 together) and L = C + μ·max(0, q − B) the mean over N samples,
@@ -66,6 +66,8 @@ def sensitivity(
 ) -> Scores:
     """Importance scores: how much the loss changes when a neuron's output is attenuated (equation 6).
 
+    A gate γ_j = 1 multiplies the output of neuron j wherever it is read. δ_i is the derivative of the loss of sample i by it.
+
     >>> import torch, hgnp
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
     >>> x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
@@ -126,50 +128,52 @@ def compute_scores(
     mu: float | None,
     coupling: CouplingMode,
     graphs: bool = True,
-    losses: bool | None = None,
+    training_losses: bool | None = None,
 ) -> Scores:
     """`sensitivity` with validated arguments. With `graphs`, batches on a GPU come from CUDA graphs where they can.
-    `losses`: whether the network returns what the loss takes in training mode alone; None: find out."""
+    `training_losses`: whether the network returns what the loss takes in training mode alone; None: find out."""
     reducer, net = step.reducer, neurons.net
     average_statistics(reducer, net)
     if criterion in WEIGHT_SCORES:
-        return _of_first(reducer, normalised(WEIGHT_SCORES[criterion](neurons)))
-    if losses is None:
-        batches, losses = _detect_training_losses(step, batches)
-    gates = neurons.gates(coupling, losses=losses)
+        return _from_rank_zero(reducer, normalised(WEIGHT_SCORES[criterion](neurons)))
+    if training_losses is None:
+        batches, training_losses = _detect_training_losses(step, batches)
+    gates = neurons.gates(coupling, training_losses=training_losses)
     # a graph holds no sums over ranks
-    capture = make_capture(net) if graphs and not losses and reducer.ranks == 1 else None
-    with evaluating(net, losses=losses), torch.enable_grad(), RandomState(*net.parameters()):
+    capture = make_capture(net) if graphs and not training_losses and reducer.ranks == 1 else None
+    with evaluating(net, training_losses=training_losses), torch.enable_grad(), RandomState(*net.parameters()):
         raw = _means(step, state, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture)
-    has_gate = {layer: (indices < gates.count) for layer, indices in gates.rows.items()}
-    free = normalised({layer: raw[indices[has_gate[layer]].to(raw.device)] for layer, indices in gates.rows.items()})
+    has_gate = {layer: (indices < gates.count) for layer, indices in gates.layer_units.items()}
+    free = normalised(
+        {layer: raw[indices[has_gate[layer]].to(raw.device)] for layer, indices in gates.layer_units.items()}
+    )
     scores = {}
     for layer, values in free.items():  # those that stay have no gate: they are not counted, and are never chosen
         scores[layer] = values.max().repeat(len(has_gate[layer]))
         scores[layer][has_gate[layer].to(raw.device)] = values
-    return _of_first(reducer, scores)
+    return _from_rank_zero(reducer, scores)
 
 
-def _of_first(reducer: Reducer, scores: Scores) -> Scores:
+def _from_rank_zero(reducer: Reducer, scores: Scores) -> Scores:
     """Rank 0's scores, so that every rank selects the same neurons: random ones too, and to the last digit."""
     if reducer.ranks == 1:
         return scores
-    return dict(zip(scores, reducer.of_first(list(scores.values())), strict=True))
+    return dict(zip(scores, reducer.from_rank_zero(list(scores.values())), strict=True))
 
 
 def loss_in_training_only(net: nn.Module, loss: Loss, output: Output | None, inputs: Any, target: Any) -> bool:
     """Whether the network returns what the loss takes in training mode alone, as torchvision's detectors do."""
     if loss_curvature(loss) is not None:
         return False
-    for losses in (False, True):
+    for training_losses in (False, True):
         buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
-        with evaluating(net, losses=losses), torch.no_grad(), RandomState(*net.parameters()):
+        with evaluating(net, training_losses=training_losses), torch.no_grad(), RandomState(*net.parameters()):
             try:
                 value = loss(run(net, inputs, output=output, buffers=buffers), target)
             except Exception:  # whatever the network's code or the loss raises
                 continue
         if isinstance(value, Tensor) and value.numel() == 1:
-            return losses
+            return training_losses
     return False
 
 
@@ -179,8 +183,8 @@ def _detect_training_losses(step: Step, batches: Iterable[Any]) -> tuple[Iterabl
     first = next(pairs, None)
     if first is None:
         return (), False
-    losses = loss_in_training_only(step.net, step.loss, step.output, *first[:2])
-    return itertools.chain([first[:2]], (pair[:2] for pair in pairs)), losses
+    training_losses = loss_in_training_only(step.net, step.loss, step.output, *first[:2])
+    return itertools.chain([first[:2]], (pair[:2] for pair in pairs)), training_losses
 
 
 def normalised(scores: Scores) -> Scores:
@@ -261,7 +265,7 @@ def _sum(
 
 class _Sums:
     """The `work` above on batch after batch. With `capture`, batches of a shape that was met before come from graphs: with the
-    flatness term one graph finds v, and one for each block that v was in does the rest."""
+    flatness penalty one graph finds v, and one for each block that v was in does the rest."""
 
     def __init__(
         self,

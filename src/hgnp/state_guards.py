@@ -51,12 +51,12 @@ def preserve_modes(*nets: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def evaluating(*nets: nn.Module, losses: bool = False) -> Iterator[None]:
-    """Inside the block the networks are in evaluation mode. With `losses`, of networks that return their losses in training
-    mode alone, only norms and dropout are: the other modules are in training mode."""
+def evaluating(*nets: nn.Module, training_losses: bool = False) -> Iterator[None]:
+    """Inside the block the networks are in evaluation mode. With `training_losses`, for networks that return their losses in
+    training mode only, norms and dropout alone are: the other modules are in training mode."""
     with preserve_modes(*nets):
         for net in nets:
-            net.train(losses)
+            net.train(training_losses)
             norms_and_dropout_to_eval(net)
         yield
 

@@ -24,7 +24,7 @@ from hgnp.progress import BarProgress, LineProgress, Progress, SilentProgress
 from hgnp.pruning.config import update_config
 from hgnp.pruning.surgery import Change, check_copies, commit
 from hgnp.recipe import Recipe
-from hgnp.result import Facts, Result, Snapshot, Target
+from hgnp.result import NetworkStats, Result, Snapshot, Target
 from hgnp.state_guards import preserve_modes
 from hgnp.training import checkpoint, rng_state
 from hgnp.training.data import Batches, Unpack
@@ -99,8 +99,8 @@ def prune(
         on_epoch: on_epoch(state) is called after every epoch, with the epoch's `row` of the history too; returning True stops
             the run.
         accumulate: Batches per step of the optimizer. Its gradient is their mean, weighted by samples (labels that count, class
-            weights), as of one large batch; each batch has its own batch-norm statistics and flatness term. The last step of an
-            epoch takes the batches that are left.
+            weights), as of one large batch; each batch has its own batch-norm statistics and penalty. The last step of an epoch
+            takes the batches that are left.
         verbose: Show progress on stderr: a bar on a terminal, one line per epoch elsewhere.
 
     Returns:
@@ -231,8 +231,8 @@ def load_finished(
     stored, path = finished["result"], Path(finished["path"])
     try:
         result = Result(
-            model=net, history=finished["history"], recipe=recipe, before=Facts(**stored["before"]),
-            after=Facts(**stored["after"]), target=Target(**stored["target"]), metric=stored["metric"],
+            model=net, history=finished["history"], recipe=recipe, before=NetworkStats(**stored["before"]),
+            after=NetworkStats(**stored["after"]), target=Target(**stored["target"]), metric=stored["metric"],
             latency=stored["latency"], seconds=stored["seconds"], parts=stored["parts"], stopped=stored["stopped"],
             out=None if folder is None else path,
             snapshots=tuple(Snapshot(**each | {"path": path / each["path"]}) for each in stored.get("snapshots", ())),

@@ -22,14 +22,14 @@ def test_a_run_and_its_steps_are_taken_apart() -> None:
     before = {part: getattr(*place) for part, place in cost_profile.PARTS.items()}
     seconds = cost_profile.parts(made)
     assert {part: getattr(*place) for part, place in cost_profile.PARTS.items()} == before
-    assert {"steps", "rounds", "validation", "checkpoints", "facts", "rest"} <= seconds.keys()
+    assert {"steps", "rounds", "validation", "checkpoints", "measurements", "rest"} <= seconds.keys()
     assert all(each > 0 for each in seconds.values())
     kinds, step = cost_profile.kernels(made.net, made, 2)
     assert kinds["convolutions"] > kinds["optimizer"] > 0
     assert kinds["norms"] > 0
     assert step > 0
     text = "\n".join(cost_profile.report(seconds, {"full": (kinds, step)}))
-    beside = sum(seconds[part] for part in ("rounds", "validation", "checkpoints", "facts", "end"))
+    beside = sum(seconds[part] for part in ("rounds", "validation", "checkpoints", "measurements", "end"))
     assert f"facts together: {beside / sum(seconds.values()):.1%} (target: at most 10 %)" in text
 
 

@@ -40,7 +40,13 @@ def test_help_has_whole_summaries_and_no_python_types(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["frobnicate"], "No such command 'frobnicate'"),
+        (["frobnicate"], "No such command 'frobnicate'. (see hgnp --help)"),
+        (["report"], "Missing argument 'RUN'. (see hgnp report --help)"),
+        (
+            ["data", "imagenet", "d"],
+            "dataset must be a known one, got 'imagenet'; there are cifar10, flowers102, cub200",
+        ),
+        (["bench", "x", "--weights", "2"], "--weights must be a fraction > 0 and ≤ 1, got 2"),
         (["run", "--sed", "3"], "No such option: --sed"),
         (["run", "--seed", "three"], "Invalid value for '--seed'"),
         (["run", "--seed", "-3"], "seed must be a whole number from 0 to 4294967295, got -3"),

@@ -11,7 +11,7 @@ from command import call
 from hgnp.experiments import presets, studies
 from hgnp.experiments.overrides import resolve_config, with_complete_recipe
 from hgnp.experiments.study_plan import StudyPlan, check_seeds, read
-from hgnp.experiments.study_runs import slots_for
+from hgnp.experiments.study_runs import job_slots
 
 
 def plan(**keys: Any) -> StudyPlan:
@@ -228,16 +228,16 @@ def test_runs_share_gpus_in_turn_and_cores(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert (slots_for("cpu", None).jobs, slots_for("cpu", None).environments) == (1, ({},))
-    assert slots_for("cpu", 3).environment(2)["OMP_NUM_THREADS"] == "2"
-    assert "CUDA_VISIBLE_DEVICES" not in slots_for("cuda:1", 3).environment(0)
+    assert (job_slots("cpu", None).jobs, job_slots("cpu", None).environments) == (1, ({},))
+    assert job_slots("cpu", 3).environment(2)["OMP_NUM_THREADS"] == "2"
+    assert "CUDA_VISIBLE_DEVICES" not in job_slots("cuda:1", 3).environment(0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    slots = slots_for("cuda", None)
+    slots = job_slots("cuda", None)
     assert (slots.jobs, [slots.environment(slot)["CUDA_VISIBLE_DEVICES"] for slot in range(2)]) == (2, ["0", "1"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-a")
-    slots = slots_for(None, 5)
+    slots = job_slots(None, 5)
     assert [slots.environment(slot)["CUDA_VISIBLE_DEVICES"] for slot in range(5)] == ["5", "GPU-a", "5", "GPU-a", "5"]
     assert slots.environment(0)["HGNP_SHARED_BY"] == "3"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert slots_for(None, 4).environment(0)["OMP_NUM_THREADS"] == "1"
+    assert job_slots(None, 4).environment(0)["OMP_NUM_THREADS"] == "1"

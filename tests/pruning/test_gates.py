@@ -28,7 +28,7 @@ def example(case: Case) -> object:
 
 
 def units_of(gates: Gates, layer: str) -> list[int]:
-    return gates.rows[layer].tolist()
+    return gates.layer_units[layer].tolist()
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.approximate])
@@ -41,10 +41,10 @@ def test_closing_gates_equals_removing_their_units(name: str) -> None:
     whole = flat(run(net, inputs))
     ones = torch.ones(1, gates.count, dtype=torch.double)
     torch.testing.assert_close(through(net, inputs, gates, ones), whole, rtol=1e-12, atol=1e-12)
-    missing = {layer.name for layer in neurons.layers} - gates.rows.keys()
+    missing = {layer.name for layer in neurons.layers} - gates.layer_units.keys()
     assert missing == TRAINING_ONLY.get(name, set())
     small, gamma, removed = copy.deepcopy(net), ones.clone(), {}
-    for layer in gates.rows:
+    for layer in gates.layer_units:
         units = [unit for unit in units_of(gates, layer) if unit < gates.count]
         unit = units[len(units) // 2]
         removed[layer] = [units_of(gates, layer).index(unit)]

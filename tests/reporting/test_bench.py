@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import hgnp
 from hgnp.reporting import bench as module
-from hgnp.reporting.bench import BenchResult, Entry, bench, bench_networks, weight_pruned
+from hgnp.reporting.bench import BenchEntry, BenchResult, bench, bench_networks, weight_pruned
 from hgnp.reporting.variants import prepare, without_tf32
 
 
@@ -134,7 +134,7 @@ def test_networks_of_equal_accuracy_in_one_run(nets: tuple[ResNet, ResNet]) -> N
     calls: list[tuple[str, int, int]] = []
     result = bench_networks(
         full,
-        [Entry("ours", small, 0.92), Entry("weights", 0.03, 0.92), Entry("weights, more", 0.5)],
+        [BenchEntry("ours", small, 0.92), BenchEntry("weights", 0.03, 0.92), BenchEntry("weights, more", 0.5)],
         SAMPLE,
         batches=2,
         variants=["eager"],
@@ -209,7 +209,7 @@ def test_compiled_networks_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     nets = [nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2)) for width in range(2, 13)]
-    many = [Entry(f"{net[0]}", net) for net in nets[:-1]]  # torch's own limit is 8
+    many = [BenchEntry(f"{net[0]}", net) for net in nets[:-1]]  # torch's own limit is 8
     result = bench_networks(nets[-1], many, torch.zeros(4), batches=2, variants=["eager", "compile"], repeats=1)
     assert sorted(captured) == sorted({row["parameters"] for row in result.rows})
     assert {row["reason"] for row in result.rows} == {None}
@@ -279,10 +279,10 @@ def test_invalid_options_are_refused(nets: tuple[ResNet, ResNet], options: dict[
 
 def test_invalid_entries_are_refused(nets: tuple[ResNet, ResNet]) -> None:
     with pytest.raises(ValueError, match="labels must be distinct and other than 'full', got"):
-        bench_networks(nets[0], [Entry("a", 0.1), Entry("a", 0.2)], SAMPLE)
+        bench_networks(nets[0], [BenchEntry("a", 0.1), BenchEntry("a", 0.2)], SAMPLE)
     with pytest.raises(ValueError, match=r"kept must be a fraction in \(0, 1\], got 1\.5"):
-        bench_networks(nets[0], [Entry("a", 1.5)], SAMPLE)
+        bench_networks(nets[0], [BenchEntry("a", 1.5)], SAMPLE)
     with pytest.raises(ValueError, match=r"kept must be a fraction in \(0, 1\], got 'half'"):
-        bench_networks(nets[0], [Entry("a", "half")], SAMPLE)  # type: ignore[arg-type]
+        bench_networks(nets[0], [BenchEntry("a", "half")], SAMPLE)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sample must be a tensor"):
         bench(*nets, "image")

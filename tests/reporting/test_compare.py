@@ -179,7 +179,7 @@ def test_runs_of_prune_are_grouped_by_recipe(tmp_path: Path) -> None:
 
 
 def test_equal_recipes_are_one_group_however_they_are_written(tmp_path: Path) -> None:
-    """An older hgnp had fewer fields; a choice of the flatness term may be named or be the default."""
+    """An older hgnp had fewer fields; a choice of the flatness penalty may be named or be the default."""
     folders = [write_run(tmp_path / str(seed), seed=seed) for seed in range(3)]
     older = json.loads((folders[1] / "run.json").read_text())
     del older["recipe"]["scheduler_interval"], older["recipe"]["nesterov"]

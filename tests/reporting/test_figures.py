@@ -34,7 +34,7 @@ def test_charts_without_data_give_the_reason(tmp_path: Path) -> None:
     for chart in (run_charts.radius_and_curvature, run_charts.penalised_blocks):
         absent = chart(flat)
         assert isinstance(absent, MissingChart)
-        assert "no flatness term" in absent.reason
+        assert "no flatness penalty" in absent.reason
     blind = read(write_run(tmp_path / "blind", accuracy=None))
     for chart in (run_charts.against_kept, run_charts.over_epochs):
         absent = chart(blind)

@@ -170,7 +170,7 @@ def test_a_point_within_every_range_may_lie_outside_the_samples_hull() -> None:
 
 def test_limitations_count_samples_and_coefficients() -> None:
     first, second, *_ = limitations(fit())
-    assert first.startswith("4 samples, 4 of them the paper's; in the features used (classes) they have 3 distinct")
+    assert first.startswith("4 experiments, 4 of them the paper's; in the features used (classes) they have 3 distinct")
     assert "error is 33 points" in second
     assert "that of the mean of the other thresholds is 24" in second
     assert "show no benefit" in second

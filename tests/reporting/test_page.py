@@ -118,7 +118,7 @@ def test_pages_of_unfinished_and_unusual_runs_state_what_is_missing(pages: dict[
     text = pages["odd"].text
     assert "unfinished: the last complete epoch is 5 (prune)" in text
     assert "nets.Small has 70.0% of its parameters left so far." in text
-    assert "no flatness term" in text
+    assert "no flatness penalty" in text
     assert "no validation data" in text
     assert sum(a.get("class") == "state open" for _, a in pages["odd"].tags) == 1
 

@@ -122,8 +122,8 @@ def test_charts_show_our_curves_and_the_papers_points(everything: Path) -> None:
     names = [trace["name"] for trace in charts["ablation"]["data"]]
     assert [name.partition(",")[0] for name in names] == [
         "HGNP",
-        "HGNP without the training term",
-        "HGNP without the scoring term",
+        "HGNP with the penalty in scores only",
+        "HGNP with the penalty in training only",
     ]
 
 

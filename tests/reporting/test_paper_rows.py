@@ -8,16 +8,16 @@ import pytest
 from hgnp.reporting.paper import verdict
 from hgnp.reporting.paper.report import paper_report
 from hgnp.reporting.paper.results import scan
-from hgnp.reporting.paper.rows import Row
+from hgnp.reporting.paper.rows import PaperRow
 from hgnp.reporting.paper.verdict import Measured
 from paper_cases import write_bench, write_paper_run
 
 
-def rows(folder: Path, section: str, what: str) -> list[Row]:
+def rows(folder: Path, section: str, what: str) -> list[PaperRow]:
     return [row for row in paper_report(scan(folder)).rows if row.claim.section == section and what in row.claim.what]
 
 
-def row(folder: Path, section: str, what: str, experiment: str = "AlexNet / Flowers-102") -> Row:
+def row(folder: Path, section: str, what: str, experiment: str = "AlexNet / Flowers-102") -> PaperRow:
     (found,) = [each for each in rows(folder, section, what) if each.claim.experiment.title == experiment]
     return found
 

@@ -109,6 +109,6 @@ def test_invalid_thresholds_are_refused(given: dict[str, Any], message: str) -> 
 
 def test_uses_term_follows_method_and_threshold() -> None:
     for kept, threshold in itertools.product((1.0, 0.5, 0.1), (0.0, 0.5, 1.0)):
-        assert recipe(method="hybrid", threshold=threshold).uses_term(kept) == (kept <= threshold)
-        assert recipe(method="hgnp").uses_term(kept)
-        assert not recipe(method="taylor").uses_term(kept)
+        assert recipe(method="hybrid", threshold=threshold).uses_penalty(kept) == (kept <= threshold)
+        assert recipe(method="hgnp").uses_penalty(kept)
+        assert not recipe(method="taylor").uses_penalty(kept)

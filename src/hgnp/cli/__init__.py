@@ -75,27 +75,28 @@ def app(arguments: Sequence[str] | None = None) -> None:
         if ending is None:
             raise
         code, line = ending
-        if speaks_for_all(error):
+        if prints_error(error):
             print(f"hgnp: {line}", file=sys.stderr)
         else:
             time.sleep(0.5)  # torchrun stops all ranks once one has ended: another one must have printed by then
     sys.exit(code or 0)
 
 
-def speaks_for_all(error: Exception) -> bool:
+def prints_error(error: Exception) -> bool:
     """Whether this process prints the error; of the ranks under torchrun one does."""
     if os.environ.get("WORLD_SIZE", "1") in ("", "1") or "RANK" not in os.environ:
         return True
     from hgnp.execution import process_group
 
-    return process_group.speaks_for_all(error)
+    return process_group.prints_error(error)
 
 
 def exit_code(error: Exception) -> tuple[int, str] | None:
     """The exit code and the line for an error that a user can fix; None for a bug."""
     line = " ".join(str(error).split())
     if hasattr(error, "format_message"):  # typer's own: an unknown option, a missing argument
-        return BAD_INPUT, f"{error.format_message()} (see hgnp --help)"
+        command = getattr(getattr(error, "ctx", None), "command_path", "hgnp")
+        return BAD_INPUT, f"{error.format_message()} (see {command} --help)"
     if isinstance(
         error, FileNotFoundError | FileExistsError | PermissionError | NotADirectoryError | IsADirectoryError
     ):

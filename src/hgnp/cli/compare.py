@@ -35,13 +35,14 @@ def compare(
         str,
         typer.Option(
             metavar="fit|paper|κ",
-            help="κ at which the composed hybrid switches from Taylor to HGNP: fit (on the other experiments), paper "
+            help="κ at which the hybrid switches from Taylor to HGNP: fit (on the other experiments), paper "
             "(predicted from classes and training samples), or a number such as 0.48.",
         ),
     ] = "fit",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
-    """Compare runs of several methods. Accuracy against κ, relative differences, areas under the curve, the hybrid."""
+    """Compare runs of several methods. Accuracy against κ, the fraction of parameters kept; relative differences, areas under
+    the curve, and the hybrid, which takes Taylor's networks at large κ and HGNP's at small κ."""
     from hgnp.reporting import hybrid, publish
 
     wanted = _features(new or [])

@@ -24,7 +24,7 @@ def data(
     from hgnp.io.atomic import as_json as text
 
     if name not in OFFICIAL:
-        raise InputError(f"dataset must be one of {', '.join(OFFICIAL)}, got {name!r}{did_you_mean(name, OFFICIAL)}")
+        raise InputError(f"dataset must be a known one, got {name!r}{did_you_mean(name, OFFICIAL)}")
     source = OFFICIAL[name] if mirror is None else OFFICIAL[name].at(mirror)
     stream = sys.stderr if as_json else sys.stdout
     with DownloadDisplay(stream) as display:

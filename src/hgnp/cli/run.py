@@ -58,7 +58,7 @@ def run(
     with across_ranks() as reducer:
         config = resolve_config(what, data=data, method=method, settings=set_ or [], seed=seed, device=device)
         name = f"{config.name}-{method}" if method else config.name
-        path, begun, done = on_first(reducer, lambda: checked_folder(out, name, resume=resume))
+        path, begun, done = on_rank_zero(reducer, lambda: checked_folder(out, name, resume=resume))
         folder = Path(path)
         if reducer is not None and reducer.rank:
             join_run(reducer, config, folder, resume=resume)
@@ -103,11 +103,11 @@ def across_ranks() -> Iterator["Reducer | None"]:
         yield reducer
 
 
-def on_first(reducer: "Reducer | None", function: Callable[[], T]) -> T:
+def on_rank_zero(reducer: "Reducer | None", function: Callable[[], T]) -> T:
     """What `function` returns, on every rank what it returns on rank 0: something that JSON can hold."""
     if reducer is None:
         return function()
-    value: T = json.loads(reducer.on_first(lambda: json.dumps(function()).encode()))
+    value: T = json.loads(reducer.on_rank_zero(lambda: json.dumps(function()).encode()))
     return value
 
 
@@ -131,7 +131,7 @@ def join_run(reducer: "Reducer", config: "Config", folder: Path, *, resume: bool
 
     experiment = prepare(config)
     try:
-        if on_first(reducer, lambda: True):
+        if on_rank_zero(reducer, lambda: True):
             experiment.run(out=folder, resume=resume, progress=SilentProgress())
     except KeyboardInterrupt:
         raise typer.Exit(130) from None  # rank 0 says so
@@ -159,7 +159,7 @@ def train(
         (check_same_config if begun else check_overwrites_nothing)(experiment.config, folder)
         return due
 
-    on_first(reducer, checked)
+    on_rank_zero(reducer, checked)
     if resume and not begun:
         progress.note(f"{folder} has no run to resume; starting a new one")
     if config.about:

@@ -57,7 +57,7 @@ def study(
         print_commands(planned, place, states, as_json=as_json)
         return
 
-    from hgnp.experiments.study_runs import execute_runs, slots_for
+    from hgnp.experiments.study_runs import execute_runs, job_slots
 
     stream = sys.stderr if as_json else sys.stdout
     missing = [run for run in planned if states[run.name] != "finished"]
@@ -70,7 +70,7 @@ def study(
     display = create_display(plan, place, planned, missing, stream)
     try:
         with display:
-            outcomes = execute_runs(missing, place, slots_for(device, jobs), display) if missing else []
+            outcomes = execute_runs(missing, place, job_slots(device, jobs), display) if missing else []
     except KeyboardInterrupt:
         command = resume_command(what, data, place, device, jobs, set_, seeds, methods)
         print(f"\nhgnp: interrupted; {command} resumes every run after its last completed epoch", file=sys.stderr)

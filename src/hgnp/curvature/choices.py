@@ -1,4 +1,4 @@
-"""The named, independent choices of the flatness term. docs/flatness.md gives the reason for each default."""
+"""The named, independent choices of the flatness penalty. docs/flatness.md gives the reason for each default."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints

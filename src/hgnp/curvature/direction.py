@@ -230,9 +230,9 @@ class Direction:
         collector.join()
         streams.join()
         with torch.no_grad(), autocast_off(like):
-            blocks, psi = [blocks[n] for n in differentiated], [psi[n] for n in differentiated]
-            scores = _scores(collector, blocks, psi, gamma, empirical, reducer)
-            self._choose(blocks, psi, gamma, scores, torch.isfinite(scores), reducer)
+            solved, psi = [blocks[n] for n in differentiated], [psi[n] for n in differentiated]
+            scores = _scores(collector, solved, psi, gamma, empirical, reducer)
+            self._choose(solved, psi, gamma, scores, torch.isfinite(scores), reducer)
 
     def _refresh_ranks(
         self,
@@ -305,7 +305,7 @@ class Direction:
         # the host knows the last block, a CUDA graph does not
         index = torch.where(finite.any(), best.argmax(), -1)
         if reducer.ranks > 1:
-            (chosen,) = reducer.of_first([torch.stack([index, *groups])])
+            (chosen,) = reducer.from_rank_zero([torch.stack([index, *groups])])
             index, *groups = chosen.unbind()
         solved = zip(blocks, psi, gamma, groups, strict=True)
         self.pairs = self.pairs | {b.name: KroneckerEigenpair(p, g, group) for b, p, g, group in solved}

@@ -27,7 +27,7 @@ from hgnp.reducer import LOCAL, Reducer
 
 TIMEOUT = timedelta(minutes=10)
 """Of the groups that hgnp makes: how long a rank waits for another that hangs without dying."""
-PATIENCE = 2.0  # seconds in which rank 0 reports an error that all ranks have
+RANK_ZERO_SECONDS = 2.0  # within which rank 0 reports an error that all ranks have
 LAUNCHER = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun sets, besides WORLD_SIZE."""
 
@@ -57,9 +57,9 @@ class ProcessGroupReducer(Reducer):
         return [sums[n] for n in range(len(tensors))]
 
     def broadcast(self, data: bytes) -> bytes:
-        (size,) = self._bytes_of_first(torch.tensor([len(data)])).tolist()
+        (size,) = self._bytes_from_rank_zero(torch.tensor([len(data)])).tolist()
         sent = _as_tensor(data) if self.rank == 0 else torch.empty(size, dtype=torch.uint8)
-        return self._bytes_of_first(sent).numpy().tobytes() if size else b""
+        return self._bytes_from_rank_zero(sent).numpy().tobytes() if size else b""
 
     def gather(self, data: bytes) -> list[bytes]:
         sizes = [int(size) for size in self._gathered(torch.tensor([len(data)]))]
@@ -82,7 +82,7 @@ class ProcessGroupReducer(Reducer):
         between_graphs(reduce)
         return flat
 
-    def _bytes_of_first(self, data: Tensor) -> Tensor:
+    def _bytes_from_rank_zero(self, data: Tensor) -> Tensor:
         sent = data.to(self._route(data.device))
         self._collective(lambda: dist.broadcast(sent, dist.get_global_rank(self.group, 0), group=self.group))
         return sent.cpu()
@@ -288,7 +288,7 @@ def failures_announced(reducer: Reducer) -> Iterator[None]:
         _last[:], _announcements[:] = [board], []
 
 
-def speaks_for_all(error: BaseException) -> bool:
+def prints_error(error: BaseException) -> bool:
     """Whether this rank is the one that prints the error: of those that all ranks have rank 0, else the rank that failed."""
     rank = int(os.environ.get("RANK", "0"))
     if not _last:
@@ -298,7 +298,7 @@ def speaks_for_all(error: BaseException) -> bool:
         return all(board.of(other) is None for other in range(board.ranks)) and board.claim()
     if board.rank == 0:
         return True
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + RANK_ZERO_SECONDS
     while time.monotonic() < until:
         if board.of(0) is not None:
             return False

@@ -30,7 +30,7 @@ NETWORK_KEYS, METHOD_KEYS = ("config", "name", "data", "set"), ("method", "set")
 
 
 @dataclass(frozen=True)
-class Network:
+class StudyNetwork:
     """A preset or a configuration file with the study's overrides."""
 
     config: str
@@ -42,7 +42,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Method:
+class StudyMethod:
     """A column of the study: `hgnp run` with `--method` (if any) and `--set`."""
 
     name: str
@@ -90,8 +90,8 @@ class StudyPlan:
     """The keys of a study file, validated."""
 
     name: str
-    networks: tuple[Network, ...]
-    methods: tuple[Method, ...]
+    networks: tuple[StudyNetwork, ...]
+    methods: tuple[StudyMethod, ...]
     seeds: tuple[int, ...] = (0,)
     settings: tuple[str, ...] = ()
     about: str | None = None
@@ -166,7 +166,13 @@ class StudyPlan:
         return made
 
     def _run(
-        self, network: Network, method: Method, seed: int, data: str | None, device: str | None, settings: Sequence[str]
+        self,
+        network: StudyNetwork,
+        method: StudyMethod,
+        seed: int,
+        data: str | None,
+        device: str | None,
+        settings: Sequence[str],
     ) -> PlannedRun:
         folder = network.data if network.data is not None else data
         changes = [*self.settings, *network.settings, *method.settings, *settings]
@@ -215,7 +221,7 @@ def _name(name: Any, where: str) -> str:
     return name
 
 
-def _network(given: Any, where: str, folder: Path | None) -> Network:
+def _network(given: Any, where: str, folder: Path | None) -> StudyNetwork:
     values = {"config": given} if isinstance(given, str) else given
     if not isinstance(values, Mapping) or not isinstance(values.get("config"), str):
         raise InputError(
@@ -228,10 +234,10 @@ def _network(given: Any, where: str, folder: Path | None) -> Network:
     config = values["config"]
     if folder is not None and config not in presets.names() and (folder / config).is_file():
         config = str(folder / config)
-    return Network(config, name, values.get("data"), _settings(values.get("set"), f"{where}: networks: set"))
+    return StudyNetwork(config, name, values.get("data"), _settings(values.get("set"), f"{where}: networks: set"))
 
 
-def _methods(given: Any, where: str) -> tuple[Method, ...]:
+def _methods(given: Any, where: str) -> tuple[StudyMethod, ...]:
     if isinstance(given, str):
         given = [given]
     if isinstance(given, list):
@@ -252,7 +258,7 @@ def _methods(given: Any, where: str) -> tuple[Method, ...]:
         _known(values, METHOD_KEYS, place)
         if not isinstance(values.get("method"), str | None):
             raise InputError(f"{place}: method must be text, got {values['method']!r}")
-        made.append(Method(name, values.get("method"), _settings(values.get("set"), f"{place}: set")))
+        made.append(StudyMethod(name, values.get("method"), _settings(values.get("set"), f"{place}: set")))
     return tuple(made)
 
 

@@ -24,7 +24,7 @@ TAIL = 65536  # bytes
 
 
 @dataclass(frozen=True)
-class Slots:
+class JobSlots:
     """`jobs` parallel runs; each slot has its own environment variables."""
 
     jobs: int
@@ -54,17 +54,17 @@ class Watcher(Protocol):
         """Called several times per second."""
 
 
-def slots_for(device: str | None, jobs: int | None) -> Slots:
+def job_slots(device: str | None, jobs: int | None) -> JobSlots:
     """One run per GPU, or one on a CPU with all of its threads. Several on a CPU share its cores; `jobs` runs are spread
     over the GPUs. OMP_NUM_THREADS and CUDA_VISIBLE_DEVICES limit what is shared."""
     gpus = _gpus() if device in (None, "cuda") else []
     if gpus:
-        return Slots(jobs or len(gpus), tuple({"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus))
+        return JobSlots(jobs or len(gpus), tuple({"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus))
     jobs = jobs or 1
     on_cpu = device in (None, "cpu")
     if jobs == 1 or not on_cpu or "OMP_NUM_THREADS" in os.environ:
-        return Slots(jobs)
-    return Slots(jobs, ({"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))},))
+        return JobSlots(jobs)
+    return JobSlots(jobs, ({"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))},))
 
 
 def _gpus() -> list[str]:
@@ -117,7 +117,7 @@ class _Job:
         return (messages or lines or [f"exit code {code}"])[-1].strip()
 
 
-def execute_runs(missing: Sequence[PlannedRun], out: Path, slots: Slots, watcher: Watcher) -> list[RunOutcome]:
+def execute_runs(missing: Sequence[PlannedRun], out: Path, slots: JobSlots, watcher: Watcher) -> list[RunOutcome]:
     """Run, or resume, each of `missing`. Ctrl-C, SIGTERM or a closed terminal stop all of them, each after its last
     completed epoch, and raise KeyboardInterrupt."""
     waiting, running, outcomes = deque(missing), dict[int, _Job](), list[RunOutcome]()

@@ -42,9 +42,11 @@ class BranchCoupling:
         self.structure.attributes = coupled.attributes
         self.verifier = CutVerifier(self.structure, aligned=False)
 
-    def branch_groups(self, units: Sequence[Unit], rows: Mapping[str, Tensor], alive: Tensor) -> list[list[list[Unit]]]:
+    def branch_groups(
+        self, units: Sequence[Unit], layer_slots: Mapping[str, Tensor], alive: Tensor
+    ) -> list[list[list[Unit]]]:
         """The branch groups of coupled units, which are split where their layers are only added together."""
-        roots = {name: self.structure.roots[slots[alive[slots]]].tolist() for name, slots in rows.items()}
+        roots = {name: self.structure.roots[slots[alive[slots]]].tolist() for name, slots in layer_slots.items()}
         groups: dict[tuple[tuple[str, ...], ...], list[list[Unit]]] = {}
         for unit in units:
             parts: dict[int, list[tuple[str, int]]] = defaultdict(list)

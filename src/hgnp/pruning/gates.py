@@ -66,14 +66,14 @@ class GateUnits:
 class Gates:
     count: int
     """The number of units."""
-    rows: Mapping[str, Tensor]
+    layer_units: Mapping[str, Tensor]
     """Layer → the unit of each remaining neuron, or `count` for those that stay. Layers whose output is read where no gate can
     be placed are missing."""
     paths: list[GatedPath]
     """Paths through the network's code, the last one taken first."""
     structure: Structure
     units: GateUnits
-    losses: bool = False
+    training_losses: bool = False
     """Whether the paths are those of training mode with norms and dropout in evaluation mode."""
     ungated: frozenset[int] = frozenset()
     """Roots of channels that are read where no gate can be placed."""
@@ -93,11 +93,15 @@ class Gates:
                 return forward()
             except PathError:
                 continue
-        propagation = self.structure.propagate(inputs, losses=self.losses)
-        now = None if bool(self.units.alive.all()) else self.structure.trace_now(inputs, losses=self.losses)
+        propagation = self.structure.propagate(inputs, training_losses=self.training_losses)
+        now = (
+            None
+            if bool(self.units.alive.all())
+            else self.structure.trace_now(inputs, training_losses=self.training_losses)
+        )
         path, _, ungated = _find_path(propagation, self.units, now)
         lost = {int(self.units.unit[root]) for root in ungated} - {self.count}
-        for name, units in self.rows.items():
+        for name, units in self.layer_units.items():
             if lost & set(units.tolist()):
                 raise PathError(name, "its output is read where no gate can be placed")
         self.paths.insert(0, path.to(self.device))
@@ -114,30 +118,34 @@ def gated(gates: Gates, gamma: Tensor) -> AbstractContextManager[None]:
 
 def find_gates(
     structure: Structure,
-    rows: Mapping[str, Tensor],
+    layer_slots: Mapping[str, Tensor],
     alive: Tensor,
     *,
     per_branch: bool,
-    losses: bool = False,
+    training_losses: bool = False,
     now: Graph | None = None,
 ) -> Gates:
-    """The gates of the neurons in `rows`; with `per_branch`, layers that are added together have gates of their own. With
-    `losses`, gates are for training mode with norms and dropout in evaluation mode. `now` is the traced forward pass of the
-    network as it is, if neurons were removed from it."""
+    """The gates of the neurons in `layer_slots`; with `per_branch`, layers that are added together have gates of their own.
+    With `training_losses`, gates are for training mode with norms and dropout in evaluation mode. `now` is the traced forward
+    pass of the network as it is, if neurons were removed from it."""
     roots = torch.where(structure.frozen, FROZEN, structure.roots)
-    remaining = {name: roots[slots[alive[slots]]] for name, slots in rows.items()}
+    remaining = {name: roots[slots[alive[slots]]] for name, slots in layer_slots.items()}
     wanted = torch.unique(torch.cat([*remaining.values(), torch.tensor([FROZEN])]))[1:]  # FROZEN is the lowest
     unit = torch.full((len(roots),), len(wanted))
     unit[wanted] = torch.arange(len(wanted))
     units = GateUnits(roots, unit, alive, per_branch)
-    propagation = structure.propagate(structure.inputs, losses=True) if losses else structure.propagations[False]
+    propagation = (
+        structure.propagate(structure.inputs, training_losses=True)
+        if training_losses
+        else structure.propagations[False]
+    )
     path, gated_roots, ungated = _find_path(propagation, units, now)
     usable = {}
     for name, layer_roots in remaining.items():
         own = set(layer_roots.tolist()) - {FROZEN}
         if own and own <= gated_roots - ungated:
             usable[name] = unit[layer_roots]
-    return Gates(len(wanted), usable, [path], structure, units, losses, frozenset(ungated))
+    return Gates(len(wanted), usable, [path], structure, units, training_losses, frozenset(ungated))
 
 
 def _find_path(

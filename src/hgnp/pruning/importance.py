@@ -5,7 +5,7 @@
     geometric_median  distance to the other neurons of its layer (He et al. 2019, *Filter Pruning via Geometric Median*)
     random            the baseline of every other score
 
-The Taylor baseline is `hgnp.sensitivity` without a flatness term.
+The Taylor baseline is `hgnp.sensitivity` without a flatness penalty.
 """
 
 import hashlib

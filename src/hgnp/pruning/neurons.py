@@ -167,9 +167,11 @@ class Neurons:
         structure, stop = self._structure, self._structure.stops[0]
         alive = torch.ones(len(structure.coupling), dtype=torch.bool)
         gates = {}
-        for losses in (False, True):
-            gates[losses] = find_gates(structure, self._layer_slots, alive, per_branch=False, losses=losses)
-            roots = torch.tensor(sorted(gates[losses].ungated), dtype=torch.long)
+        for training_losses in (False, True):
+            gates[training_losses] = find_gates(
+                structure, self._layer_slots, alive, per_branch=False, training_losses=training_losses
+            )
+            roots = torch.tensor(sorted(gates[training_losses].ungated), dtype=torch.long)
             structure.coupling.freeze(roots, f"{depends_on_data(stop)}, and it is read where no gate can be placed")
         structure.update_roots()
         problem = disagreement(structure, gates, self._verifier.sample_cut(neurons))
@@ -376,19 +378,25 @@ class Neurons:
         """The scale of the norm that reads the layer's output, one number per remaining neuron; None without a norm."""
         return self._state.norm_scale(layer)
 
-    def gates(self, coupling: CouplingMode = "coupled", *, losses: bool = False) -> Gates:
+    def gates(self, coupling: CouplingMode = "coupled", *, training_losses: bool = False) -> Gates:
         """Where the output of each neuron is read, for scores that are derivatives. With "paper", layers that are added
-        together have gates of their own; with `losses`, gates are for training mode with norms and dropout in evaluation
-        mode."""
+        together have gates of their own; with `training_losses`, gates are for training mode with norms and dropout in
+        evaluation mode."""
         self._check_shapes()
         structure = self._branches.structure if coupling == "paper" else self._structure
         slots = {name: self._layer_slots[name] for name in self._prunable}
         alive, verified = self._state.alive, self._verifier.verified
         now = None
         if not bool(alive.all()):
-            known = verified is not None and not losses and self._verifier.is_verified(alive)
-            now = verified[1].graphs[False] if known and verified else structure.trace_now(self._inputs, losses=losses)
-        return find_gates(structure, slots, alive, per_branch=coupling == "paper", losses=losses, now=now)
+            known = verified is not None and not training_losses and self._verifier.is_verified(alive)
+            now = (
+                verified[1].graphs[False]
+                if known and verified
+                else structure.trace_now(self._inputs, training_losses=training_losses)
+            )
+        return find_gates(
+            structure, slots, alive, per_branch=coupling == "paper", training_losses=training_losses, now=now
+        )
 
     # Removing
 

@@ -20,14 +20,14 @@ from hgnp.pruning.widths import Shape
 @dataclass(frozen=True)
 class PruningState:
     structure: Structure
-    rows: Mapping[str, Tensor]
+    layer_slots: Mapping[str, Tensor]
     """Layer → the slots of its neurons."""
     alive: Tensor
     """For every slot, whether it remains."""
 
     def remaining(self, layer: str) -> Tensor:
         """The slots of a layer's remaining neurons. A neuron's position is its index here."""
-        return self.rows[layer][self.alive[self.rows[layer]]]
+        return self.layer_slots[layer][self.alive[self.layer_slots[layer]]]
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
@@ -37,13 +37,13 @@ class PruningState:
     @cached_property
     def count(self) -> int:
         """The number of neurons that can be removed."""
-        return sum(int((~self.structure.frozen[self.remaining(layer)]).sum()) for layer in self.rows)
+        return sum(int((~self.structure.frozen[self.remaining(layer)]).sum()) for layer in self.layer_slots)
 
     @cached_property
     def units(self) -> dict[int, Unit]:
         """Root → the neurons that are removed together."""
         members: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        for layer in self.rows:
+        for layer in self.layer_slots:
             slots = self.remaining(layer)
             free = ~self.structure.frozen[slots]
             positions, roots = free.nonzero().squeeze(1).tolist(), self.structure.roots[slots[free]].tolist()
@@ -58,9 +58,9 @@ class PruningState:
         structure = self.structure
         removed = torch.zeros(len(roots), dtype=torch.bool)
         for layer, positions in selection.items():
-            if layer not in self.rows:
+            if layer not in self.layer_slots:
                 raise InputError(
-                    f"selection must name layers with neurons, got {layer!r}{did_you_mean(layer, self.rows)}"
+                    f"selection must name layers with neurons, got {layer!r}{did_you_mean(layer, self.layer_slots)}"
                 )
             remaining = self.remaining(layer)
             slots = remaining[as_positions(layer, positions, len(remaining))]
@@ -69,7 +69,7 @@ class PruningState:
                 reason = structure.coupling.reason(int(frozen[0]))
                 raise InputError(f"selection must hold prunable neurons, got frozen ones of {layer}: {reason}")
             removed[roots[slots]] = True
-        left = PruningState(structure, self.rows, self.alive & ~removed[roots])
+        left = PruningState(structure, self.layer_slots, self.alive & ~removed[roots])
         for layer in selection:
             if not len(left.remaining(layer)):
                 raise InputError(f"selection must leave each layer a neuron, got all of {layer}")
@@ -82,7 +82,7 @@ class PruningState:
 
     def removed(self, left: "PruningState") -> dict[str, list[int]]:
         """Layer → the positions, in this state, of the neurons that are not in `left`."""
-        return {layer: (~left.alive[self.remaining(layer)]).nonzero().squeeze(1).tolist() for layer in self.rows}
+        return {layer: (~left.alive[self.remaining(layer)]).nonzero().squeeze(1).tolist() for layer in self.layer_slots}
 
     def weights(self, layer: str) -> Tensor:
         """The weights into a layer's remaining neurons, neurons first; those of a head are all its rows, joined."""
@@ -92,7 +92,7 @@ class PruningState:
         if isinstance(module, _ConvNd) and module.transposed:  # (inputs, outputs of a group, *kernel), already cut
             grouped = module.weight.detach().unflatten(0, (module.groups, -1))
             return grouped.transpose(1, 2).flatten(0, 1)
-        rows = self.rows[layer]
+        rows = self.layer_slots[layer]
         name, dim, slots = next(
             (name, dim, slots)
             for (name, dim), slots in self.structure.coupling.slots.items()

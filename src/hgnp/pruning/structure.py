@@ -235,12 +235,13 @@ class Structure:
         training: bool,
         attributes: Sequence[Attributes] = (),
         *,
-        losses: bool = False,
+        training_losses: bool = False,
         other: str = "",
         **options: Any,
     ) -> Graph:
-        """The trace with these attributes of modules, and with the caches of other shapes; with `losses`, norms and dropout are
-        in evaluation mode, and with `other` the decision at this place of the code has the other outcome."""
+        """The trace with these attributes of modules, and with the caches of other shapes; with `training_losses`,
+        norms and dropout are in evaluation mode, and with `other` the decision at this place of the code has the other
+        outcome."""
 
         def trace(caches: Mapping[str, Mapping[str, Any]]) -> Graph:
             def adjust() -> None:
@@ -253,7 +254,7 @@ class Structure:
                     module.__dict__.update(values)
                 if self._eval_norms:
                     batch_norms_to_eval(self.net)
-                if losses:
+                if training_losses:
                     norms_and_dropout_to_eval(self.net)
 
             decisions = Decisions(other, self._undecidable)
@@ -437,13 +438,21 @@ class Structure:
                     result[name] = slots
         return result
 
-    def propagate(self, inputs: Inputs, *, losses: bool = False) -> LabelPropagation:
-        """Label propagation through the forward pass of these inputs in evaluation mode, or, with `losses`, in training mode
-        with norms and dropout in evaluation mode. PathError if it couples or freezes more than the traced passes do."""
+    def propagate(self, inputs: Inputs, *, training_losses: bool = False) -> LabelPropagation:
+        """Label propagation through the forward pass of these inputs in evaluation mode, or, with `training_losses`, in
+        training mode with norms and dropout in evaluation mode. PathError if it couples or freezes more than the traced
+        passes do."""
         attributes = self._stated_widths(torch.ones(len(self.coupling), dtype=torch.bool))
         real = inputs is not self.inputs
         return self._propagate(
-            self._trace_forward(inputs, losses, attributes, losses=losses, shapes=self.shapes, compute_inputs=real)
+            self._trace_forward(
+                inputs,
+                training_losses,
+                attributes,
+                training_losses=training_losses,
+                shapes=self.shapes,
+                compute_inputs=real,
+            )
         )
 
     def _propagate(self, graph: Graph) -> LabelPropagation:
@@ -461,11 +470,15 @@ class Structure:
             raise PathError(module, f"it couples or freezes more neurons than the traced path: {error}") from error
         return propagation
 
-    def trace_now(self, inputs: Inputs, *, losses: bool) -> Graph:
+    def trace_now(self, inputs: Inputs, *, training_losses: bool) -> Graph:
         """The forward pass of these inputs, as `propagate` traces it, through the network with the neurons that remain."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(self.net).items()}
         return self._trace_forward(
-            inputs, losses, losses=losses, shapes=shapes, compute_inputs=inputs is not self.inputs
+            inputs,
+            training_losses,
+            training_losses=training_losses,
+            shapes=shapes,
+            compute_inputs=inputs is not self.inputs,
         )
 
     def update_values(self) -> None:

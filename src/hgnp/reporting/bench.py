@@ -32,7 +32,7 @@ from hgnp.timing import time_interleaved
 BATCHES = {"cpu": 128, "cuda": 2000}
 WARMUP = 3
 Device = str | torch.device
-Progress = Callable[[str, int, int], object]
+BenchProgress = Callable[[str, int, int], object]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class BenchResult:
 
 
 @dataclass(frozen=True)
-class Entry:
+class BenchEntry:
     """A network to time against the full one: a pruned module, or the fraction of weights that the full one keeps."""
 
     label: str
@@ -96,7 +96,7 @@ def bench(
     device: Device | Sequence[Device] = "cpu",
     variants: Sequence[str] | None = None,
     repeats: int = 15,
-    progress: Progress | None = None,
+    progress: BenchProgress | None = None,
 ) -> BenchResult:
     """Time `full`, the same network weight-pruned, and `small`, which keeps the same fraction of parameters.
 
@@ -106,8 +106,8 @@ def bench(
     called at every step.
     """
     entries = [
-        Entry("weight-pruned", _parameters(small) / _parameters(full)),
-        Entry("neuron-pruned", small),
+        BenchEntry("weight-pruned", _parameters(small) / _parameters(full)),
+        BenchEntry("neuron-pruned", small),
     ]
     return bench_networks(
         full, entries, sample, batches=batches, device=device, variants=variants, repeats=repeats, progress=progress
@@ -116,18 +116,18 @@ def bench(
 
 def bench_networks(
     full: nn.Module,
-    entries: Sequence[Entry],
+    entries: Sequence[BenchEntry],
     sample: Any,
     *,
     batches: int | Sequence[int] | None = None,
     device: Device | Sequence[Device] = "cpu",
     variants: Sequence[str] | None = None,
     repeats: int = 15,
-    progress: Progress | None = None,
+    progress: BenchProgress | None = None,
 ) -> BenchResult:
     """Time `full` and any number of pruned networks in one run, such as those that reach the same accuracy.
 
-    The paper's: `[Entry("neuron-pruned", small, 0.92), Entry("weight-pruned", 0.03, 0.92)]`, the first at κ = 14.4 %.
+    The paper's: `[BenchEntry("neuron-pruned", small, 0.92), BenchEntry("weight-pruned", 0.03, 0.92)]`, the first at κ = 14.4 %.
     """
     labels = ["full", *(entry.label for entry in entries)]
     if len(set(labels)) < len(labels):
@@ -198,9 +198,9 @@ class _Runner:
     seconds: float
 
 
-def _networks(full: nn.Module, entries: Sequence[Entry], samples: Sequence[Tensor]) -> list[_Network]:
+def _networks(full: nn.Module, entries: Sequence[BenchEntry], samples: Sequence[Tensor]) -> list[_Network]:
     networks: list[_Network] = []
-    for entry in [Entry("full", full), *entries]:
+    for entry in [BenchEntry("full", full), *entries]:
         if isinstance(entry.what, nn.Module):
             net = copy.deepcopy(entry.what).cpu().eval()
             count = _parameters(net)
@@ -343,7 +343,7 @@ def _variants(given: Sequence[str] | None, device: torch.device) -> list[str]:
     return chosen
 
 
-def _ticker(progress: Progress | None, steps: int) -> Callable[[str], None]:
+def _ticker(progress: BenchProgress | None, steps: int) -> Callable[[str], None]:
     done = itertools.count(1)
 
     def tick(label: str) -> None:

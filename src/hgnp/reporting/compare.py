@@ -213,7 +213,7 @@ def _name(run: Run) -> str:
 
 def run_settings(run: Run) -> dict[str, Any]:
     """The settings that must be equal for runs to be repeats that differ only in the seed. Fields that a run's recipe does not
-    list, as its hgnp did not have them yet, have their defaults; so have choices of the flatness term."""
+    list, as its hgnp did not have them yet, have their defaults; so have choices of the flatness penalty."""
     recipe = recipe_of(run)
     choices = {f"flatness.{name}": value for name, value in asdict(choices_of(recipe)).items()}
     fields = {name: value for name, value in recipe.as_dict().items() if name not in ("seed", "snapshots", "flatness")}

@@ -57,7 +57,7 @@ class ComposedHybrid:
         sentences += [self._origin(), *self.caveats]
         if self.hindsight is None:
             sentences.append(
-                "In hindsight there is no crossing below which HGNP stays ahead: no sample for the threshold model."
+                "In these runs HGNP does not stay ahead below any κ, so they add nothing to the experiments of the Lasso."
             )
         else:
             gains = _gains(self.hindsight_over_taylor, self.hindsight_over_hgnp)

@@ -227,10 +227,10 @@ def _path(inputs: np.ndarray, thresholds: np.ndarray, names: Sequence[str]) -> t
 
 
 def sample_counts(model: Model) -> str:
-    """The numbers of samples, distinct inputs and coefficients, in a sentence."""
+    """The numbers of experiments, distinct inputs and coefficients, in a sentence."""
     used = tuple(model.coefficients)
     from_paper = sum(sample in PAPER for sample in model.samples)
-    about = f"{len(model.samples)} samples, {from_paper} of them the paper's"
+    about = f"{len(model.samples)} experiments, {from_paper} of them the paper's"
     if not used:
         return f"{about}; no feature is used."
     distinct = len({tuple(sample.features[name] for name in used) for sample in model.samples})

@@ -10,7 +10,7 @@ KEPT = Axis("parameters kept, κ", percent=True, reverse=True)
 PHASES = {"warmup": "warm-up", "prune": "pruning", "finetune": "fine-tuning"}
 SNAPSHOTS = "fine-tuned snapshots"
 NO_METRIC = "The run had no validation data, so there is no metric."
-NO_TERM = "The run had no flatness term: its method has none, or μ is 0."
+NO_PENALTY = "The run had no flatness penalty: its method has none, or μ is 0."
 
 
 def metric_axis(metric: str) -> Axis:
@@ -141,7 +141,7 @@ def radius_and_curvature(run: Run) -> Figure | MissingChart:
         if any(value is not None for value in values):
             series.append(Series(label, epochs, values, colour=len(series), dashed=bool(series), markers=False))
     if not series:
-        return MissingChart(title, NO_TERM)
+        return MissingChart(title, NO_PENALTY)
     shown = [value for one in series for value in one.y if value is not None]
     bound = run.recipe.get("bound")
     marks = (
@@ -159,7 +159,7 @@ def penalised_blocks(run: Run) -> Figure | MissingChart:
     title = "Penalised block"
     layers = list(dict.fromkeys(layer for row in run.rows for layer in row.get("blocks") or {}))
     if not layers:
-        return MissingChart(title, NO_TERM)
+        return MissingChart(title, NO_PENALTY)
     order = [layer for layer in start_widths(run) if layer in layers]
     layers = [*order, *(layer for layer in layers if layer not in order)]
     shares: dict[str, list[Number]] = {

@@ -57,7 +57,7 @@ def from_rank_zero(reducer: Reducer, read: Callable[[], dict[str, Any] | None]) 
     """What `read` returns, on every rank what it returns on rank 0, where alone it is called."""
     if reducer.ranks == 1:
         return read()
-    state: dict[str, Any] | None = from_bytes(reducer.on_first(lambda: to_bytes({"state": read()})))["state"]
+    state: dict[str, Any] | None = from_bytes(reducer.on_rank_zero(lambda: to_bytes({"state": read()})))["state"]
     return state
 
 

@@ -12,7 +12,7 @@ from hgnp.curvature.losses import CrossEntropy, Loss, loss_curvature
 from hgnp.errors import InputError, InputTypeError, brief, first_line
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.state_guards import evaluating, module_that_raised
-from hgnp.training.split import check_enough, check_same_list, drop_note, drops, for_rank, part
+from hgnp.training.split import check_enough, check_same_list, drop_note, drops, for_rank, rank_slice
 
 Unpack = Callable[[Any], tuple[Any, Any]]
 
@@ -99,7 +99,7 @@ class Batches:
         if drops(n, ranks, every_sample=self.name == "val"):
             self._note = drop_note(self.name, n, ranks)
             return None
-        index = torch.arange(n)[part(n, self._reducer.rank, ranks)]
+        index = torch.arange(n)[rank_slice(n, self._reducer.rank, ranks)]
         return (select_samples(inputs, index), target[index.to(target.device)]) if len(index) else None
 
     def _unpacked(self, batch: Any) -> Any:
@@ -167,13 +167,19 @@ def is_classification(loss: Loss, target: Any) -> bool:
 
 
 def check_batch(
-    net: nn.Module, loss: Loss, output: Output | None, batch: tuple[Any, Any], name: str, *, losses: bool = False
+    net: nn.Module,
+    loss: Loss,
+    output: Output | None,
+    batch: tuple[Any, Any],
+    name: str,
+    *,
+    training_losses: bool = False,
 ) -> Any:
     """The network's output on a batch of train or val; InputError if network, output, loss and target do not fit together. With
-    `losses`, the output in training mode."""
+    `training_losses`, the output in training mode."""
     inputs, target = batch
     try:
-        with evaluating(net, losses=losses), torch.no_grad():
+        with evaluating(net, training_losses=training_losses), torch.no_grad():
             out = run(net, inputs)
     except Exception as error:
         layer = module_that_raised(net, error)

@@ -27,8 +27,8 @@ from hgnp.pruning import Neurons, Preview
 from hgnp.pruning.config import update_config
 from hgnp.pruning.surgery import Change, check_copies, commit
 from hgnp.recipe import Recipe
-from hgnp.reducer import average_statistics, equalise
-from hgnp.result import Facts, Result, Row, Snapshot, Target
+from hgnp.reducer import average_statistics, broadcast_networks
+from hgnp.result import NetworkStats, Result, Row, Snapshot, Target
 from hgnp.training import checkpoint, rng_state, schedule
 from hgnp.training.data import check_labels, ignored_label, select_samples, with_checked_labels
 from hgnp.training.evaluate import Evaluation
@@ -86,9 +86,9 @@ class TrainingLoop:
         """Check the first batches and build everything that trains. `stored`: the checkpoint to resume from, if any."""
         net, task, recipe, reducer = self.net, self.task, self.recipe, self.task.reducer
         self.also = check_copies(net, also)
-        equalise(reducer, net, *self.also)
+        broadcast_networks(reducer, net, *self.also)
         first = check_first_batches(net, task, reducer)
-        self.task = task = dataclasses.replace(task, losses=first.losses)
+        self.task = task = dataclasses.replace(task, training_losses=first.training_losses)
         inputs, target = first.inputs, first.target
         self.classes, self.val_classes = first.classes, first.val_classes
         self.metric, self.features = first.metric, first.features
@@ -125,8 +125,8 @@ class TrainingLoop:
             task.loss,
             task.metric,
             task.output,
-            graphs=graphs and not task.losses,
-            losses=task.losses,
+            graphs=graphs and not task.training_losses,
+            training_losses=task.training_losses,
             reducer=reducer,
         )
         self.pruner = Pruner(
@@ -137,7 +137,7 @@ class TrainingLoop:
             self.optimizer,
             at_start,
             self.also,
-            losses=task.losses,
+            training_losses=task.training_losses,
         )
         self.flatness = Flatness._of(self.scoring_step, self.step_state)
         self._format_note: str | None = None
@@ -146,7 +146,7 @@ class TrainingLoop:
         else:
             self.pruner.check_reachable()
             with rng_state.preserved():
-                chosen = reducer.on_first(
+                chosen = reducer.on_rank_zero(
                     lambda: json.dumps(choose_memory_format(net, task, recipe, (inputs, target))).encode()
                 )
             self.memory_format, self._format_note = json.loads(chosen)
@@ -274,7 +274,7 @@ class TrainingLoop:
     def _prune_round(self, batches: list[Batch]) -> int:
         """Remove neurons, fewer if the target needs fewer; returns how many."""
         if self.run_state.before is None:
-            self.run_state.before = dataclasses.asdict(self._facts())
+            self.run_state.before = dataclasses.asdict(self._stats())
         frozen = {entry.name for entry in self.neurons.frozen}
         removed = self.pruner.round(batches)
         for entry in self.neurons.frozen:
@@ -322,14 +322,14 @@ class TrainingLoop:
             "mu": self.step_state.mu,
         }  # fmt: skip
 
-    def _facts(self) -> Facts:
+    def _stats(self) -> NetworkStats:
         """The network after the last epoch, or before the first."""
         last = self.run_state.history[-1] if self.run_state.history else None
         val_loss, metric = self._validate() if last is None else (last["val_loss"], last["metric"])
         now = self.neurons.preview({})
-        facts = Facts(metric, val_loss, now.parameters, now.neurons, now.macs // self.samples)
+        stats = NetworkStats(metric, val_loss, now.parameters, now.neurons, now.macs // self.samples)
         with rng_state.preserved():
-            return self.measurements.with_sharpness(facts, self.net)
+            return self.measurements.with_sharpness(stats, self.net)
 
     def finish(self, snapshots: tuple[Snapshot, ...] = ()) -> Result:
         with self.trainer.running():
@@ -339,9 +339,9 @@ class TrainingLoop:
         run, recipe = self.run_state, self.recipe
         if self.folder is not None:
             self.folder.flush()  # latencies are measured while nothing is being written
-        after = self._facts()
-        before = Facts(**run.before) if run.before is not None else after
-        before, after, latency = self._measured_on_first(before, after)
+        after = self._stats()
+        before = NetworkStats(**run.before) if run.before is not None else after
+        before, after, latency = self._measured_on_rank_zero(before, after)
         if run.pruning_ended is not None and self.pruner.left > recipe.keep:
             run.stopped = run.stopped or "no more neurons could be removed"
         result = Result(
@@ -356,15 +356,17 @@ class TrainingLoop:
             self.folder.finish(self.net, result.as_dict(), self.also)
         return result
 
-    def _measured_on_first(self, before: Facts, after: Facts) -> tuple[Facts, Facts, dict[str, Any] | None]:
+    def _measured_on_rank_zero(
+        self, before: NetworkStats, after: NetworkStats
+    ) -> tuple[NetworkStats, NetworkStats, dict[str, Any] | None]:
         """Both with their latencies, and how those were measured: on rank 0, while the others wait."""
 
         def encoded() -> bytes:
             full, pruned, latency = self.measurements.with_latency(before, after, self.net)
             return json.dumps([dataclasses.asdict(full), dataclasses.asdict(pruned), latency]).encode()
 
-        full, pruned, latency = json.loads(self.task.reducer.on_first(encoded))
-        return Facts(**full), Facts(**pruned), latency
+        full, pruned, latency = json.loads(self.task.reducer.on_rank_zero(encoded))
+        return NetworkStats(**full), NetworkStats(**pruned), latency
 
     def _info(self) -> dict[str, Any]:
         start, device = self.pruner.at_start, self.task.train.device

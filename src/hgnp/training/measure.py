@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from hgnp.curvature.autodiff.forward import run, samples_in
 from hgnp.curvature.sharpness import sharpness
 from hgnp.errors import first_line
-from hgnp.result import Facts
+from hgnp.result import NetworkStats
 from hgnp.state_guards import evaluating
 from hgnp.timing import time_interleaved
 from hgnp.training.data import select_samples
@@ -38,8 +38,8 @@ class NotMeasuredError(Exception):
 
 class Measurements:
     """Measures sharpness and latency, each within the time that `Recipe.measure` allows: with "auto" 1 % of the run's time so
-    far, and at least 0.25 s. A number that takes longer is None, with the reason in `Facts.missing`: a slow machine leaves
-    numbers out but never changes them.
+    far, and at least 0.25 s. A number that takes longer is None, with the reason in `NetworkStats.missing`: a slow machine
+    leaves numbers out but never changes them.
     """
 
     def __init__(self, net: nn.Module, task: Task, run_state: RunState, batch: Batch, val_batch: Batch | None) -> None:
@@ -56,15 +56,17 @@ class Measurements:
     def note(self) -> str | None:
         return None if self._copy_error is None else f"latency is not measured, as {self._copy_error}"
 
-    def with_sharpness(self, facts: Facts, net: nn.Module) -> Facts:
-        """`facts` with the largest eigenvalue of the Hessian on up to 128 samples."""
+    def with_sharpness(self, stats: NetworkStats, net: nn.Module) -> NetworkStats:
+        """`stats` with the largest eigenvalue of the Hessian on up to 128 samples."""
         try:
             value, why = self._sharpness(net), None
         except (NotMeasuredError, RuntimeError, ValueError) as error:  # a second derivative is missing, for instance
             value, why = None, first_line(error)
-        return _with(facts, "sharpness", value, why)
+        return _with(stats, "sharpness", value, why)
 
-    def with_latency(self, before: Facts, after: Facts, net: nn.Module) -> tuple[Facts, Facts, dict[str, Any] | None]:
+    def with_latency(
+        self, before: NetworkStats, after: NetworkStats, net: nn.Module
+    ) -> tuple[NetworkStats, NetworkStats, dict[str, Any] | None]:
         """`before` and `after` with the milliseconds per batch of 256 of the full network and of `net`, timed alternately, and
         how they were timed. The copy of the full network is on the device only while it is timed; then it is released."""
         values: tuple[float | None, float | None] = None, None
@@ -74,7 +76,7 @@ class Measurements:
         except (NotMeasuredError, RuntimeError, ValueError) as error:  # a batch of 256 does not fit, for instance
             why = first_line(error)
         before, after = (
-            _with(facts, "latency_ms", value, why) for facts, value in zip((before, after), values, strict=True)
+            _with(stats, "latency_ms", value, why) for stats, value in zip((before, after), values, strict=True)
         )
         return before, after, about
 
@@ -103,7 +105,7 @@ class Measurements:
         return allowed
 
     def _sharpness(self, net: nn.Module) -> float:
-        if self._task.losses:
+        if self._task.training_losses:
             raise NotMeasuredError("the network returns its losses in training mode alone")
         seconds = self._time_limit(self._count, net)  # one Hessian-vector product takes longer than a step
         result = sharpness(
@@ -144,9 +146,9 @@ class Measurements:
         return (timings[0].median, timings[1].median), about
 
 
-def _with(facts: Facts, name: str, value: float | None, why: str | None) -> Facts:
-    changes: dict[str, Any] = {name: value} if why is None else {"missing": {**facts.missing, name: why}}
-    return dataclasses.replace(facts, **changes)
+def _with(stats: NetworkStats, name: str, value: float | None, why: str | None) -> NetworkStats:
+    changes: dict[str, Any] = {name: value} if why is None else {"missing": {**stats.missing, name: why}}
+    return dataclasses.replace(stats, **changes)
 
 
 def copy_to_cpu(net: nn.Module) -> tuple[nn.Module | None, str | None]:

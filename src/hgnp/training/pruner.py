@@ -20,7 +20,7 @@ from hgnp.recipe import Method, Recipe
 from hgnp.scoring import Criterion, compute_scores
 
 SEARCH_BELOW = 12  # sizes tried below the bisected one
-CRITERION: dict[Method, Criterion] = {
+METHOD_CRITERION: dict[Method, Criterion] = {
     "hgnp": "taylor", "taylor": "taylor", "hybrid": "taylor", "sam": "taylor", "l1": "l1", "l2": "l2",
     "bn_scale": "bn_scale", "geometric_median": "geometric_median", "random": "random",
 }  # fmt: skip
@@ -43,12 +43,12 @@ class Pruner:
         at_start: Preview,
         also: Sequence[nn.Module] = (),
         *,
-        losses: bool = False,
+        training_losses: bool = False,
     ) -> None:
         self.neurons, self.recipe, self.optimizer = neurons, recipe, optimizer
         self.step, self.state = step, state
         self.at_start = at_start
-        self.also, self.losses = also, losses
+        self.also, self.training_losses = also, training_losses
 
     @property
     def left(self) -> float:
@@ -104,7 +104,7 @@ class Pruner:
     def _scored_layers(self) -> Collection[str]:
         """Layers that the criterion has scores for: some have no norm behind them, or no place for a gate."""
         if self._criterion not in WEIGHT_SCORES:
-            return self.neurons.gates(self.recipe.coupling, losses=self.losses).rows
+            return self.neurons.gates(self.recipe.coupling, training_losses=self.training_losses).layer_units
         with RandomState(*self.neurons.net.parameters()):
             return WEIGHT_SCORES[self._criterion](self.neurons)
 
@@ -117,16 +117,16 @@ class Pruner:
 
     @property
     def _criterion(self) -> Criterion:
-        return CRITERION[self.recipe.method]
+        return METHOD_CRITERION[self.recipe.method]
 
     def round(self, batches: list[tuple[Any, Any]]) -> int:
         """Remove `recipe.neurons_per_round` neurons, fewer if the target needs fewer. Returns how many were removed: 0 once no
         more can be."""
         coupling = self.recipe.coupling
-        mu = self.recipe.scoring_mu if self.recipe.uses_term(self.neurons.kept) else 0.0
+        mu = self.recipe.scoring_mu if self.recipe.uses_penalty(self.neurons.kept) else 0.0
         scores = compute_scores(
             self.neurons, batches, self.step, self.state, mu=mu, coupling=coupling,
-            criterion=self._criterion, graphs=self.recipe.execution != "eager", losses=self.losses,
+            criterion=self._criterion, graphs=self.recipe.execution != "eager", training_losses=self.training_losses,
         )  # fmt: skip
         selection = self._agreed(partial(self._chosen, scores))
         return self.neurons.remove(selection, self.optimizer, also=self.also).taken if selection else 0
@@ -153,7 +153,7 @@ class Pruner:
             chosen = choose()
             return json.dumps([chosen, chosen.requested, chosen.version, chosen.coupling]).encode()
 
-        data = reducer.on_first(encoded)
+        data = reducer.on_rank_zero(encoded)
         positions, requested, version, coupling = json.loads(data)
         shapes = {name: list(tensor.shape) for name, tensor in self.neurons.net.state_dict().items()}
         own = hashlib.sha256(data + json.dumps([shapes, self.neurons.version]).encode()).digest()

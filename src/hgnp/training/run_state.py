@@ -20,7 +20,7 @@ class RunState:
     pruning_ended: int | None = None
     """The epoch in which the target was met, or in which no more neurons could be removed."""
     switched: int | None = None
-    """The first epoch with the flatness term; None before method "hybrid" has switched."""
+    """The first epoch with the flatness penalty; None before method "hybrid" has switched."""
     last_round: int | None = None
     """The epoch of the last round of pruning."""
     steps: int = 0
@@ -34,7 +34,7 @@ class RunState:
     stopped: str | None = None
     """Why the run ended early, if it did."""
     before: dict[str, Any] | None = None
-    """`Facts` of the network before the first removal."""
+    """`NetworkStats` of the network before the first removal."""
     snapshots: dict[float, int] = field(default_factory=dict)
     """Value of `recipe.snapshots` → the epoch in which a round reached it."""
     history: list[Row] = field(default_factory=list)
@@ -45,7 +45,7 @@ class RunState:
 
     def update_switch(self, kept: float) -> None:
         """Record the epoch in which method "hybrid" switches from Taylor to HGNP."""
-        if self.switched is None and self.recipe.uses_term(kept):
+        if self.switched is None and self.recipe.uses_penalty(kept):
             self.switched = self.epoch
 
     @property
@@ -110,7 +110,7 @@ class RunState:
         return start, self.position
 
     def mu(self, share: float) -> float:
-        """The weight of the flatness term when `share` of this epoch is over."""
+        """The weight of the flatness penalty when `share` of this epoch is over."""
         if self.switched is None:
             return 0.0
         warmup, since = self.recipe.mu_warmup_epochs, self.epoch - self.switched

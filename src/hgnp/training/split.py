@@ -29,7 +29,7 @@ class Splittable(Protocol):
         than others; otherwise all get equally many."""
 
 
-def part(n: int, rank: int, ranks: int) -> slice:
+def rank_slice(n: int, rank: int, ranks: int) -> slice:
     """A rank's part of n samples: contiguous, the first ranks have one more where they cannot be equal."""
     each, more = divmod(n, ranks)
     start = rank * each + min(rank, more)
@@ -66,7 +66,7 @@ class RankBatches:
 
     def __iter__(self) -> Iterator[list[int]]:
         reducer, ranks, loader_batches = self._reducer, self._reducer.ranks, self._loader_batches
-        batches = self._of_first()
+        batches = self._from_rank_zero()
         check_enough(sum(map(len, batches)), self._name, ranks)
         for start in range(0, len(batches), loader_batches):
             group = batches[start : start + loader_batches]
@@ -79,17 +79,17 @@ class RankBatches:
             if not self._plain and len(group) == ranks:  # batches that belong together, such as those of one length
                 own = group[reducer.rank]
             else:
-                own = joint[part(len(joint), reducer.rank, ranks)]
+                own = joint[rank_slice(len(joint), reducer.rank, ranks)]
             if len(own):
                 yield own.tolist()
 
-    def _of_first(self) -> list[np.ndarray[Any, Any]]:
+    def _from_rank_zero(self) -> list[np.ndarray[Any, Any]]:
         def encoded() -> bytes:
             batches = [np.asarray(batch, dtype=np.int64) for batch in self._batches]
             sizes = np.asarray([len(batch) for batch in batches], dtype=np.int64)
             return np.concatenate([np.asarray([len(batches)]), sizes, *batches]).astype(np.int64).tobytes()
 
-        numbers = np.frombuffer(self._reducer.on_first(encoded), dtype=np.int64)
+        numbers = np.frombuffer(self._reducer.on_rank_zero(encoded), dtype=np.int64)
         count = int(numbers[0])
         return np.split(numbers[1 + count :], np.cumsum(numbers[1 : 1 + count])[:-1]) if count else []
 

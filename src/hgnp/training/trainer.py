@@ -73,8 +73,8 @@ class GradientMean:
     """The mean gradient of the micro-batches of one step, weighted by the normalisers of their losses.
 
     C of a batch is a sum over samples divided by a normaliser N: the number of samples, of labels that count, or the sum of
-    their class weights. With L_i the penalised loss of micro-batch i, `.grad` ends as ∇ Σ N_i·L_i / Σ N_i. Without the flatness
-    term that is the gradient of one batch of all their samples, however many there are. Each micro-batch has its own penalty.
+    their class weights. With L_i the penalised loss of micro-batch i, `.grad` ends as ∇ Σ N_i·L_i / Σ N_i. Without the
+    penalty that is the gradient of one batch of all their samples, however many there are. Each micro-batch has its own one.
     """
 
     def __init__(self, net: nn.Module, loss: Loss, reducer: Reducer) -> None:

@@ -1,4 +1,4 @@
-"""Normalisation with derivatives that can be trusted.
+"""Norms, and a few other operations, with derivatives that can be trusted.
 
 PyTorch's fused BatchNorm (train mode), LayerNorm and InstanceNorm give silently wrong third derivatives: their saved
 statistics carry no history. `PRIMITIVE` holds the same functions in primitive operations, right to any order.
@@ -181,9 +181,22 @@ def group_norm(
     return out if torch.is_autocast_enabled(input.device.type) else out.to(input.dtype)
 
 
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """A query that sees no key, such as padding on the left, attends to all and is set to zero afterwards: PyTorch's value is
+    zero too, but the gradient of its derivative is NaN."""
+    if attn_mask is None:
+        return F.scaled_dot_product_attention(query, key, value, None, *args, **kwargs)
+    blind = ~(attn_mask if attn_mask.dtype == torch.bool else attn_mask > -torch.inf).any(-1, keepdim=True)
+    mask = attn_mask | blind if attn_mask.dtype == torch.bool else attn_mask.masked_fill(blind, 0.0)
+    return F.scaled_dot_product_attention(query, key, value, mask, *args, **kwargs).masked_fill(blind, 0.0)
+
+
 def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     """PyTorch's has no second derivative formula at all."""
-    return F.relu6(input + 3) / 6
+    out = F.relu6(input + 3) / 6
+    return input.copy_(out) if inplace else out
 
 
 def glu(input: Tensor, dim: int = -1) -> Tensor:
@@ -198,6 +211,7 @@ PRIMITIVE: dict[Any, Callable[..., Tensor]] = {
     F.instance_norm: instance_norm,
     F.layer_norm: layer_norm,
     F.group_norm: group_norm,
+    F.scaled_dot_product_attention: scaled_dot_product_attention,
     F.hardsigmoid: hardsigmoid,
     F.glu: glu,
 }

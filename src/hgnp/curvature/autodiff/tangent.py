@@ -2,7 +2,7 @@
 
 Operations before the block run untouched. After it, the common ones have rules written in differentiable operations,
 so that an ordinary backward through (outputs, tangents) gives exact derivatives of both; every other operation is
-differentiated by `torch.func.jvp`, norms through their primitive form. The rules are in `rules`.
+differentiated by `torch.func.jvp`, norms through their primitive form; a few by reverse mode twice. The rules are in `rules`.
 
 Tangents are kept beside tensors, not in them. A tensor changed through an alias is noticed by its version counter and
 refused, never guessed.
@@ -38,6 +38,12 @@ from hgnp.reducer import LOCAL, Reducer
 
 # fused attention kernels have no second derivatives; PyTorch's own formula in plain operations has
 FUSED = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
+
+# what PyTorch's forward derivative of these saves has no history, or divides by zero: its own gradient is silently wrong
+BY_REVERSE = frozenset(
+    """det logdet slogdet linalg_det linalg_slogdet linalg_solve linalg_solve_ex linalg_tensorsolve orgqr
+    linalg_householder_product cumprod scatter_reduce linear_cross_entropy""".split()  # noqa: SIM905
+)
 
 
 class Tangent(Forward):
@@ -123,13 +129,39 @@ class Tangent(Forward):
             out = rule(self, func, args, kwargs)
             if out is not NotImplemented:
                 return out
-        return self._by_jvp(func, args, kwargs)
+        return (self._by_reverse if name in BY_REVERSE else self._by_jvp)(func, args, kwargs)
 
     def _attribute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         if attribute in ("T", "mT", "H", "mH") and (tangent := self.tangent(args[0])) is not None:
             self.record(out, func(tangent))
+        return out
+
+    def _by_reverse(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The tangent by reverse mode twice: ẏ = ∂/∂c ⟨∂⟨c, y⟩/∂x, ẋ⟩, whatever c is."""
+        if in_place(func, args, kwargs):
+            raise _unfit(f"{name_of(func)} writes in place")
+        out = self.primal(func, args, kwargs)
+        duals = {id(x): (x, tangent) for x in tensors_in((args, kwargs)) if (tangent := self.tangent(x)) is not None}
+        # aliases: one argument may be computed from another, and partial derivatives are wanted
+        aliases = {
+            key: x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for key, (x, _) in duals.items()
+        }
+
+        def given(x: Tensor) -> Tensor:
+            return aliases.get(id(x), x)
+
+        y = [x for x in tensors_in(func(*map_tensors(args, given), **map_tensors(kwargs, given))) if differentiable(x)]
+        c = [torch.zeros_like(x, requires_grad=True) for x in y]
+        try:
+            gradients = torch.autograd.grad(y, list(aliases.values()), c, create_graph=True, materialize_grads=True)
+            along = [(g * tangent).sum() for g, (_, tangent) in zip(gradients, duals.values(), strict=True)]
+            tangents = torch.autograd.grad(torch.stack(along).sum(), c, create_graph=True, materialize_grads=True)
+        except RuntimeError as error:
+            raise _unfit(f"{name_of(func)} has no second derivative in PyTorch") from error
+        for x, tangent in zip((x for x in tensors_in(out) if differentiable(x)), tangents, strict=True):
+            self.record(x, tangent)
         return out
 
     def _by_jvp(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hgnp.errors import InputError
 from hgnp.reducer import LOCAL, Reducer
-from hgnp.training.split import check_enough, drop_note, drops, part
+from hgnp.training.split import check_enough, drop_note, drops, rank_slice
 
 BATCHES_PER_LAUNCH = 16  # built together on a GPU, where launches take longer than kernels
 
@@ -116,7 +116,7 @@ class Loader:
             seed = torch.empty((), dtype=torch.int64)
             if self._reducer.rank == 0:
                 seed.random_()
-            (seed,) = self._reducer.of_first([seed])
+            (seed,) = self._reducer.from_rank_zero([seed])
             return self._epoch(torch.Generator().manual_seed(int(seed)))
         return self._epoch(None)
 
@@ -132,7 +132,9 @@ class Loader:
             places = torch.randint(2 * self.crop + 1, (2, total), generator=generator)
         if self.cutout:
             centres = torch.rand(2, total, generator=generator)  # as fractions of the sides
-        parts = [each[part(len(each), rank, self._reducer.ranks)] for each in torch.arange(total).split(self.batch)]
+        parts = [
+            each[rank_slice(len(each), rank, self._reducer.ranks)] for each in torch.arange(total).split(self.batch)
+        ]
         sizes = [len(each) for each in parts if len(each)]
         own = torch.cat(parts)
         mirrored = None if mirrored is None else mirrored[own].to(device)

@@ -13,7 +13,7 @@ from hgnp.reporting.paper.deviations import ASPECTS
 from hgnp.reporting.paper.report import JUDGED, PaperReport
 from hgnp.reporting.paper.reported import EXPERIMENTS, METHODS, PaperExperiment
 from hgnp.reporting.paper.results import NAMES, PaperGroup
-from hgnp.reporting.paper.rows import SECTIONS, Row, study_command
+from hgnp.reporting.paper.rows import SECTIONS, PaperRow, study_command
 from hgnp.reporting.paper.verdict import NOT_RUN, RULE
 
 CAPTIONS = {
@@ -106,7 +106,7 @@ def _figure(figure: Chart | MissingChart, key: str) -> dict[str, Any]:
     return figure_view(figure, "paper", CAPTIONS[key])
 
 
-def _by_experiment(rows: list[Row]) -> list[tuple[str, str, list[dict[str, Any]]]]:
+def _by_experiment(rows: list[PaperRow]) -> list[tuple[str, str, list[dict[str, Any]]]]:
     """Title, the study's command if it gives rows that are not run, and the rows."""
     entries = []
     for experiment, each in groupby(rows, key=lambda row: row.claim.experiment):
@@ -117,9 +117,9 @@ def _by_experiment(rows: list[Row]) -> list[tuple[str, str, list[dict[str, Any]]
     return entries
 
 
-def _by_what(rows: list[Row]) -> list[dict[str, Any]]:
+def _by_what(rows: list[PaperRow]) -> list[dict[str, Any]]:
     """A number of the paper, with every row of ours for it."""
-    merged: dict[tuple[str, str], list[Row]] = {}
+    merged: dict[tuple[str, str], list[PaperRow]] = {}
     for row in rows:
         merged.setdefault((row.claim.what, row.claim.text), []).append(row)
     return [
@@ -133,7 +133,7 @@ def _by_what(rows: list[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def _cells(row: Row) -> dict[str, Any]:
+def _cells(row: PaperRow) -> dict[str, Any]:
     return {
         "ours": _unbroken(row.text),
         "word": row.verdict.word,
@@ -145,7 +145,7 @@ def _cells(row: Row) -> dict[str, Any]:
     }
 
 
-def _line(row: Row) -> dict[str, str]:
+def _line(row: PaperRow) -> dict[str, str]:
     claim = row.claim
     values = f"{claim.text} in the paper, {row.text} here ({row.verdict.reason})"
     return {"what": f"{claim.experiment.title}: {claim.what}", "values": _unbroken(values)}

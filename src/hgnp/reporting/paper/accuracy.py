@@ -14,13 +14,13 @@ from hgnp.reporting.paper.reported import (
     StatedAccuracy,
 )
 from hgnp.reporting.paper.results import PaperGroup, PaperResults, finetuned
-from hgnp.reporting.paper.rows import Claim, MethodPair, Row, not_run, pairs, show, study_command
+from hgnp.reporting.paper.rows import Claim, MethodPair, PaperRow, not_run, pairs, show, study_command
 from hgnp.reporting.paper.verdict import Measured, Verdict
 
 FITTED = "hybrid over Taylor, area, at a threshold fitted on the paper's other experiments"
 
 
-def accuracy_rows(results: PaperResults) -> Iterator[Row]:
+def accuracy_rows(results: PaperResults) -> Iterator[PaperRow]:
     for experiment in EXPERIMENTS:
         where = ("accuracy", f"text on {experiment.figure}", experiment)
         for stated in experiment.accuracies:
@@ -40,7 +40,7 @@ def accuracy_rows(results: PaperResults) -> Iterator[Row]:
             yield from [row for pair in matches if (row := _ahead(claim, pair, ahead.kept))] or [not_run(claim)]
 
 
-def areas_rows(results: PaperResults) -> Iterator[Row]:
+def areas_rows(results: PaperResults) -> Iterator[PaperRow]:
     for experiment in EXPERIMENTS:
         stated, matches = experiment.areas, pairs(results, experiment)
         where = ("areas", "Table 4", experiment)
@@ -65,7 +65,7 @@ def areas_rows(results: PaperResults) -> Iterator[Row]:
                 fitted = f"{100 * composed.threshold:.1f} % fitted"
             after = "no crossing" if composed.hindsight is None else f"{100 * composed.hindsight:.1f} % in hindsight"
             ours = None if composed.threshold is None else 100 * composed.threshold
-            yield Row(threshold, f"{fitted}; {after}", ours, None, pair.title, pair.deviations)
+            yield PaperRow(threshold, f"{fitted}; {after}", ours, None, pair.title, pair.deviations)
         for pair in pairs(results, experiment, "hybrid"):
             switched = (
                 f"hybrid over Taylor, area, of runs that switch at κ = {pair.group.runs[0].recipe['threshold']:.1%}"
@@ -88,7 +88,7 @@ def ablation_groups(results: PaperResults) -> list[PaperGroup]:
     return []
 
 
-def ablation_rows(results: PaperResults) -> Iterator[Row]:
+def ablation_rows(results: PaperResults) -> Iterator[PaperRow]:
     groups = ablation_groups(results)
     for variant in ("no training term", "no scoring term"):
         what = f"full HGNP ahead of HGNP with {variant}"
@@ -100,7 +100,7 @@ def ablation_rows(results: PaperResults) -> Iterator[Row]:
         yield from [row for row in made if row] or [not_run(claim, command)]
 
 
-def equal_rows(results: PaperResults) -> Iterator[Row]:
+def equal_rows(results: PaperResults) -> Iterator[PaperRow]:
     experiment = BY_KEY[EQUAL.experiment]
     what = f"κ at which HGNP's networks have {EQUAL.accuracy:g} %"
     where = ("equal", "text on Table 3", experiment)
@@ -116,7 +116,7 @@ def equal_rows(results: PaperResults) -> Iterator[Row]:
     yield from rows or [not_run(Claim(*where, what, "%", EQUAL.neurons, f"{EQUAL.neurons:g} %"))]
 
 
-def _accuracy(claim: Claim, group: PaperGroup, stated: StatedAccuracy) -> Row | None:
+def _accuracy(claim: Claim, group: PaperGroup, stated: StatedAccuracy) -> PaperRow | None:
     """From fine-tuned networks at this κ if there are any, otherwise from the curve."""
     kept, curve = stated.kept / 100, group.curve
     if (fine := group.finetuned_at(kept)) is not None:
@@ -127,32 +127,32 @@ def _accuracy(claim: Claim, group: PaperGroup, stated: StatedAccuracy) -> Row | 
     else:
         return None
     judged = _settled(verdict.value(stated.value, ours), group)
-    return Row(claim, f"{show(ours)}, {how}", ours.mean, ours.spread, group.title, group.short, judged)
+    return PaperRow(claim, f"{show(ours)}, {how}", ours.mean, ours.spread, group.title, group.short, judged)
 
 
-def _paired(claim: Claim, pair: MethodPair, ours: Measured, judged: Verdict, more: str = "") -> Row:
+def _paired(claim: Claim, pair: MethodPair, ours: Measured, judged: Verdict, more: str = "") -> PaperRow:
     judged = _settled(judged, pair.group, pair.taylor)
-    return Row(claim, show(ours, sign=True) + more, ours.mean, ours.spread, pair.title, pair.deviations, judged)
+    return PaperRow(claim, show(ours, sign=True) + more, ours.mean, ours.spread, pair.title, pair.deviations, judged)
 
 
-def _gain(claim: Claim, pair: MethodPair, threshold: float | None) -> Iterator[Row]:
+def _gain(claim: Claim, pair: MethodPair, threshold: float | None) -> Iterator[PaperRow]:
     low, high = pair.curves[0].kept[0], pair.curves[0].kept[-1]
     if (ours := pair.gain(threshold)) is not None and claim.paper is not None:
         judged = verdict.signed(claim.paper, ours)
         yield _paired(claim, pair, ours, judged, f", κ from {100 * low:.1f} to {100 * high:.1f} %")
 
 
-def _ahead(claim: Claim, pair: MethodPair, kept: float) -> Row | None:
+def _ahead(claim: Claim, pair: MethodPair, kept: float) -> PaperRow | None:
     share = curves.share_ahead(*pair.curves, kept / 100)
     if share is None:
         return None
     crossed = curves.summarise_crossings([f"{100 * each.kept:.1f} %" for each in pair.study.pairs[0].crossings])
     text = f"{_ahead_on(share, pair.curves[0].kept[0], kept)}; crossings: {crossed}"
     judged = _settled(verdict.ahead(share), pair.group, pair.taylor)
-    return Row(claim, text, 100 * share, None, pair.title, pair.deviations, judged)
+    return PaperRow(claim, text, 100 * share, None, pair.title, pair.deviations, judged)
 
 
-def _ablated(claim: Claim, full: PaperGroup, other: PaperGroup) -> Row | None:
+def _ablated(claim: Claim, full: PaperGroup, other: PaperGroup) -> PaperRow | None:
     each = [[run.curve() for run in group.runs] for group in (full, other)]
     grid = curves.common_grid([*each[0], *each[1]])
     if grid is None:
@@ -163,14 +163,14 @@ def _ablated(claim: Claim, full: PaperGroup, other: PaperGroup) -> Row | None:
         return None
     judged = _settled(verdict.ahead(share), full, other)
     runs = f"{full.title} against {other.title}"
-    return Row(claim, _ahead_on(share, grid[0], ABLATION_KEPT), 100 * share, None, runs, full.short, judged)
+    return PaperRow(claim, _ahead_on(share, grid[0], ABLATION_KEPT), 100 * share, None, runs, full.short, judged)
 
 
-def _equal(claim: Claim, group: PaperGroup, reached: list[tuple[float, bool] | None]) -> Row:
+def _equal(claim: Claim, group: PaperGroup, reached: list[tuple[float, bool] | None]) -> PaperRow:
     known = [each for each in reached if each is not None]
     if not known:
         judged = _settled(Verdict(verdict.DIFFERS, "never reached"), group)
-        return Row(claim, "at no κ", None, None, group.title, group.short, judged)
+        return PaperRow(claim, "at no κ", None, None, group.title, group.short, judged)
     ours = Measured.of([100 * kept for kept, _ in known])
     text, judged = show(ours), verdict.value(EQUAL.neurons, ours)
     if len(known) < len(reached):
@@ -181,7 +181,7 @@ def _equal(claim: Claim, group: PaperGroup, reached: list[tuple[float, bool] | N
             Verdict(verdict.DIFFERS, "at a smaller κ") if smaller else Verdict(verdict.UNDECIDED, "the runs end there")
         )
         text = f"at most {text}, where the runs end"
-    return Row(claim, text, ours.mean, ours.spread, group.title, group.short, _settled(judged, group))
+    return PaperRow(claim, text, ours.mean, ours.spread, group.title, group.short, _settled(judged, group))
 
 
 def _settled(judged: Verdict, *groups: PaperGroup) -> Verdict:

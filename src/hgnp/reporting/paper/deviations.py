@@ -33,7 +33,7 @@ LABELS = {
     "max_removed": "maximum fraction removed",
     "clip_norm": "gradient clipping",
 }
-TERM = ("mu", "mu_warmup_epochs", "bound")
+PENALTY_FIELDS = ("mu", "mu_warmup_epochs", "bound")
 CHOICES = {
     "curvature": {"ggn": "Gauss–Newton in place of the Hessian"},
     "scaling": {"scale_invariant": "scale-invariant v"},
@@ -82,8 +82,8 @@ def variant(run: Run) -> str:
 
 
 def penalty(run: Run) -> str:
-    """ "literal", "fast" (as the presets of that name have it) or "other"; "" for a method without the term."""
-    if not _has_term(run):
+    """ "literal", "fast" (as the presets of that name have it) or "other"; "" for a method without the penalty."""
+    if not _has_penalty(run):
         return ""
     refresh = (run.recipe.get("refresh_every"), run.recipe.get("skip_inactive"))
     chosen = choices_of(recipe_of(run))
@@ -106,7 +106,7 @@ def _weights(run: Run) -> tuple[float, float]:
     return mu, mu if scoring is None else float(scoring)
 
 
-def _has_term(run: Run) -> bool:
+def _has_penalty(run: Run) -> bool:
     return run.method in ("hgnp", "hybrid") and any(_weights(run))
 
 
@@ -184,7 +184,7 @@ def _schedule(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) 
         ours = run.recipe.get(key, paper)
         if (
             ours == paper
-            or (key in TERM and not _has_term(run))
+            or (key in PENALTY_FIELDS and not _has_penalty(run))
             or (key == "mu" and variant(run) == "no training term")
         ):
             continue

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hgnp.reporting.paper.accuracy import ablation_rows, accuracy_rows, areas_rows, equal_rows
 from hgnp.reporting.paper.results import PaperResults
-from hgnp.reporting.paper.rows import Row
+from hgnp.reporting.paper.rows import PaperRow
 from hgnp.reporting.paper.times import inference_rows, training_rows
 from hgnp.reporting.paper.verdict import AGREES, DIFFERS, DIRECTION, NONE, NOT_RUN, UNDECIDED
 
@@ -15,12 +15,12 @@ JUDGED = (AGREES, DIRECTION, DIFFERS, UNDECIDED, NOT_RUN)
 @dataclass(frozen=True)
 class PaperReport:
     results: PaperResults
-    rows: tuple[Row, ...]
+    rows: tuple[PaperRow, ...]
 
     @property
-    def nearest(self) -> list[Row]:
+    def nearest(self) -> list[PaperRow]:
         """One row per number of the paper, from the runs nearest to its settings."""
-        first: dict[tuple[str, str, str], Row] = {}
+        first: dict[tuple[str, str, str], PaperRow] = {}
         for row in self.rows:
             first.setdefault((row.claim.section, row.claim.experiment.key, row.claim.what), row)
         return list(first.values())
@@ -38,7 +38,7 @@ def paper_report(results: PaperResults) -> PaperReport:
     return PaperReport(results, tuple(rows))
 
 
-def conclusion(row: Row) -> str:
+def conclusion(row: PaperRow) -> str:
     """A row as one line of text."""
     reason = f" ({row.verdict.reason})" if row.verdict.reason else ""
     claim = row.claim

@@ -37,7 +37,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Row:
+class PaperRow:
     """A claim and the result of runs: `ours` and `spread` in the claim's unit, `text` as shown, `runs` the groups used."""
 
     claim: Claim
@@ -72,8 +72,8 @@ class Row:
         }
 
 
-def not_run(claim: Claim, command: str = "") -> Row:
-    return Row(claim, "–", verdict=Verdict(NOT_RUN), command=command or study_command(claim.experiment))
+def not_run(claim: Claim, command: str = "") -> PaperRow:
+    return PaperRow(claim, "–", verdict=Verdict(NOT_RUN), command=command or study_command(claim.experiment))
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from hgnp.reporting.paper.reported import (
     StatedInference,
 )
 from hgnp.reporting.paper.results import NEAR, BenchTiming, PaperGroup, PaperResults
-from hgnp.reporting.paper.rows import Claim, Row, not_run
+from hgnp.reporting.paper.rows import Claim, PaperRow, not_run
 
 
-def training_rows(results: PaperResults) -> Iterator[Row]:
+def training_rows(results: PaperResults) -> Iterator[PaperRow]:
     for experiment in EXPERIMENTS:
         stated = experiment.training
         groups = {
@@ -34,17 +34,19 @@ def training_rows(results: PaperResults) -> Iterator[Row]:
         yield from _ratios(experiment, groups["hgnp"], groups["taylor"])
 
 
-def _trained(claim: Claim, group: PaperGroup) -> Row:
+def _trained(claim: Claim, group: PaperGroup) -> PaperRow:
     ended, epochs = (
         sum(numbers) / len(group.runs)
         for numbers in ([100 * run.rows[-1]["kept"] for run in group.runs], [len(run.rows) for run in group.runs])
     )
     text = f"{group.seconds:,.0f} s ({format_duration(group.seconds)}) on {_hardware(group)}; "
     text += f"{epochs:.0f} epochs to κ = {ended:.1f} %"
-    return Row(claim, text, group.seconds / 3600, None, group.title, group.short)
+    return PaperRow(claim, text, group.seconds / 3600, None, group.title, group.short)
 
 
-def _ratios(experiment: PaperExperiment, ours: Sequence[PaperGroup], theirs: Sequence[PaperGroup]) -> Iterator[Row]:
+def _ratios(
+    experiment: PaperExperiment, ours: Sequence[PaperGroup], theirs: Sequence[PaperGroup]
+) -> Iterator[PaperRow]:
     """Ratios between runs on the same hardware."""
     hours = experiment.training.hours
     paper = hours["hgnp"] / hours["taylor"]
@@ -58,13 +60,13 @@ def _ratios(experiment: PaperExperiment, ours: Sequence[PaperGroup], theirs: Seq
             if group.seconds and taylor.seconds:
                 ratio = group.seconds / taylor.seconds
                 judged = verdict.ratio(paper, ratio)
-                yield Row(whole, f"{ratio:.2f} ×", ratio, None, title, group.short, judged)
+                yield PaperRow(whole, f"{ratio:.2f} ×", ratio, None, title, group.short, judged)
             if group.epoch_seconds and taylor.epoch_seconds:
                 ratio = group.epoch_seconds / taylor.epoch_seconds
-                yield Row(step, f"{ratio:.2f} ×", ratio, None, title, group.short)
+                yield PaperRow(step, f"{ratio:.2f} ×", ratio, None, title, group.short)
 
 
-def inference_rows(results: PaperResults) -> Iterator[Row]:
+def inference_rows(results: PaperResults) -> Iterator[PaperRow]:
     """Times, followed by the ratios for each device."""
     places = dict.fromkeys((row.table, row.experiment, row.device) for row in INFERENCE)
     for place in places:
@@ -91,16 +93,18 @@ def _nearest(results: PaperResults, stated: StatedInference) -> BenchTiming | No
     return max(fits, key=lambda t: (t.row["batch"] == stated.batch, t.date), default=None)
 
 
-def _time(stated: StatedInference, timing: BenchTiming | None) -> Row:
+def _time(stated: StatedInference, timing: BenchTiming | None) -> PaperRow:
     what = f"{stated.network}, κ = {stated.kept:g} %, {_place(stated)}, batch {stated.batch:,}"
     claim = _claim(stated, what, "ms", stated.ms, f"{stated.ms:g} ms on {stated.hardware}")
     if timing is None:
         return not_run(claim, _bench_command(stated))
     ms = float(timing.row["median_ms"])
-    return Row(claim, f"{ms:.4g} ms on {timing.hardware}", ms, None, timing.name, _differences(stated, timing))
+    return PaperRow(claim, f"{ms:.4g} ms on {timing.hardware}", ms, None, timing.name, _differences(stated, timing))
 
 
-def _faster(stated: Mapping[str, StatedInference], timed: Mapping[str, BenchTiming | None], slow: str) -> Iterator[Row]:
+def _faster(
+    stated: Mapping[str, StatedInference], timed: Mapping[str, BenchTiming | None], slow: str
+) -> Iterator[PaperRow]:
     """The speed-up of the neuron-pruned network; both times must come from one file, that is, from the same conditions."""
     there, here = timed.get(slow), timed.get(NEURONS)
     if there is None or here is None or (there.file, there.row["batch"]) != (here.file, here.row["batch"]):
@@ -108,7 +112,7 @@ def _faster(stated: Mapping[str, StatedInference], timed: Mapping[str, BenchTimi
     row = stated[NEURONS]
     paper, ours = stated[slow].ms / row.ms, there.row["median_ms"] / here.row["median_ms"]
     claim = _claim(row, f"time of {slow} / of neuron-pruned, {_place(row)}", "×", paper, f"{paper:.2f} ×")
-    yield Row(claim, f"{ours:.2f} ×", ours, None, here.name, _differences(row, here), verdict.ratio(paper, ours))
+    yield PaperRow(claim, f"{ours:.2f} ×", ours, None, here.name, _differences(row, here), verdict.ratio(paper, ours))
 
 
 def _claim(stated: StatedInference, what: str, unit: str, paper: float, text: str) -> Claim:
