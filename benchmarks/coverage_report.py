@@ -114,8 +114,8 @@ def _summary(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
         f"alone {_most(conv, torchvision=True)}, of the others, chosen for unusual wiring, {_most(conv, torchvision=False)}.",
         f"- Of these, detectors: {_enough(conv, 'detector')}; segmentation nets: {_enough(conv, 'segmentation')}.",
         f"- Transformers: every hidden unit of every MLP is prunable in {len(whole)} of {len(former)}.",
-        f"- Heads: all of them are prunable in {sum(row['heads'][0] == row['heads'][1] for row in heads)} of {len(heads)} "
-        "networks in which heads are neurons; elsewhere places inside heads are, or attention is frozen.",
+        f"- Heads: all are prunable in {sum(row['heads'][0] == row['heads'][1] for row in heads)} of {len(heads)} "
+        "networks that have some; elsewhere positions inside heads, or none.",
         f"- Wrong results: {len(wrong)}{' (' + ', '.join(wrong) + ')' if wrong else ''} of {len(pruned)} networks pruned; "
         f"worst error {max((row['error'] for row in pruned), default=0):.1e}.",
         f"- Pruned by half, {len(passed)} of {len(pruned)} continue training with their optimizer, load bit-equal into "
