@@ -30,7 +30,7 @@ def test_a_run_and_its_steps_are_taken_apart() -> None:
     assert step > 0
     text = "\n".join(cost_profile.report(seconds, {"full": (kinds, step)}))
     beside = sum(seconds[part] for part in ("rounds", "validation", "checkpoints", "measurements", "end"))
-    assert f"facts together: {beside / sum(seconds.values()):.1%} (target: at most 10 %)" in text
+    assert f"measurements together: {beside / sum(seconds.values()):.1%} (target: at most 10 %)" in text
 
 
 @pytest.mark.parametrize(
