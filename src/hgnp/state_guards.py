@@ -1,5 +1,6 @@
 """State guards: context managers that restore modes, module attributes and random number generators."""
 
+import gc
 import random
 import sys
 import threading
@@ -37,6 +38,18 @@ class _EagerStance:
 
 compiled_functions_run_eagerly = _EagerStance()
 """Inside the block functions of torch.compile run as they are written, so that their operations can be seen."""
+
+
+@contextmanager
+def garbage_collection_off() -> Iterator[None]:
+    """Inside the block Python's cyclic garbage collector does not run."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -8,7 +8,6 @@ stay outside: a capture that comes to one ends its graph, and continues in anoth
 
 import contextlib
 import functools
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from hgnp.curvature.device import capturing, holding_constants
 from hgnp.curvature.validation import has_module_hooks
 from hgnp.errors import first_line
+from hgnp.state_guards import garbage_collection_off
 
 T = TypeVar("T")
 ERROR_MODE = "thread_local"
@@ -95,7 +95,8 @@ class Capture:
         try:
             with (
                 holding_constants() as kept,
-                _no_garbage_collection(),
+                # garbage may hold pinned memory and other graphs, whose release records events on the stream
+                garbage_collection_off(),
                 context,
                 self._splitting(context, graphs),
             ):
@@ -134,18 +135,6 @@ class Capture:
         """Once its graphs are gone."""
         self._pool = None  # it goes with its last graph
         self._kept.clear()
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Garbage may hold pinned memory and other graphs, whose release records events: not on a stream that is being captured."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @functools.cache

@@ -49,7 +49,7 @@ class LabelledTensor:
         return bool(self.expanded) and self.expanded[dim] and self.along(dim) is None
 
     def repeats(self, dim: int, ndim: int) -> bool:
-        """Whether broadcasting to `ndim` dimensions repeats it along `dim`, or any size would do there."""
+        """Whether broadcasting to `ndim` dimensions repeats it along `dim`, or its size there is arbitrary."""
         dim -= ndim - len(self.shape)
         return dim < 0 or self.shape[dim] == 1 or self.filler or self.resizable(dim)
 

@@ -66,7 +66,13 @@ from hgnp.pruning.graph import (
 )
 from hgnp.pruning.liveness import in_use
 from hgnp.pruning.module_calls import ModuleCall, ModuleCallTracker
-from hgnp.state_guards import compiled_functions_run_eagerly, module_that_raised, preserve_state, python_rng_state
+from hgnp.state_guards import (
+    compiled_functions_run_eagerly,
+    garbage_collection_off,
+    module_that_raised,
+    preserve_state,
+    python_rng_state,
+)
 
 
 class UntraceableError(Exception):
@@ -452,7 +458,8 @@ def trace_forward(
     computed from them alone have data, so that code which reads them (whether a mask has padding) takes its real path.
     `outputs` says which of the returned tensors count, or replaces the network's forward.
     """
-    with torch.inference_mode(False), _defer_interrupts(), _defer_garbage_collection():
+    # most objects of a trace end with it: looking at them meanwhile takes a tenth of its time
+    with torch.inference_mode(False), _defer_interrupts(), garbage_collection_off():
         graph, computed = _trace(
             net, inputs, training, shapes or {}, specs or {}, adjust, outputs, decisions, compute_inputs
         )
@@ -551,18 +558,6 @@ def _defer_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if received:
             before(*received[-1])
-
-
-@contextmanager
-def _defer_garbage_collection() -> Iterator[None]:
-    """Most objects of a trace end with it: looking at them meanwhile takes a tenth of its time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager
