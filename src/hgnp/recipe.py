@@ -47,7 +47,7 @@ class Recipe:
         target: The quantity that `keep` refers to: "params" (as in the paper), "neurons" (the removable ones) or "macs".
         snapshots: Fractions between `keep` and 1. For each that pruning reaches, a copy of the network is pruned to exactly
             that fraction and fine-tuned separately for `finetune_epochs`; the run itself is not affected.
-        method: "hgnp" (the flatness penalty in the training loss, and scores of the loss with that term); "taylor" (plain
+        method: "hgnp" (the flatness penalty in the training loss, and scores of the loss with that penalty); "taylor" (plain
             training; scores are first-order Taylor estimates of the change in loss when a neuron is removed); "hybrid"
             (Taylor, then HGNP once `threshold` is reached); "l1", "l2", "bn_scale", "geometric_median" or "random" (plain
             training, another score); "sam" (Taylor scores, trained by sharpness-aware minimization).
@@ -103,6 +103,8 @@ class Recipe:
         measure: Time limit for measuring the sharpness and latency of the full and the pruned network. "auto": 1 % of the
             run's time so far for each, and at least 0.25 s; a number that takes longer is left out. "full": no limit. "none":
             they are not measured.
+        checkpoint_every: Epochs between two checkpoints of a run with a folder. Larger values save time where an epoch is
+            short and the network large. The last epoch has one in any case.
         seed: Seeds all random number generators at the start of the run. None: they are not seeded.
     """
 
@@ -148,6 +150,7 @@ class Recipe:
     precision: Precision = "auto"
     execution: Execution = "auto"
     measure: Measure = "auto"
+    checkpoint_every: int = 1
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -333,5 +336,6 @@ _CHECKS: dict[str, tuple[str, Any]] = {  # field → what must hold, in words an
     "execution": _one_of(Execution),
     "clip_norm": _or_none(_RATE),
     "measure": _one_of(Measure),
+    "checkpoint_every": _COUNT,
     "seed": _or_none(("a whole number from 0 to 4294967295", lambda value: _whole(value) and 0 <= value < 2**32)),
 }  # fmt: skip

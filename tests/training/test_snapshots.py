@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import hgnp
 from hgnp.io import runs
 from hgnp.result import Row
-from train_cases import Net, loaders, made, recipe, stripes
+from hgnp.training import checkpoint
+from train_cases import Net, StopError, loaders, made, recipe, stripes
 
 Changes = dict[str, Any]
 RECIPES: dict[str, Changes] = {
@@ -41,13 +42,16 @@ class Dropping(nn.Module):
         return self.out(self.drop(torch.relu(self.nb(self.b(x)) + x).mean((2, 3))))
 
 
-def pruned(out: Path | None = None, **changes: Any) -> tuple[hgnp.Result, list[Any]]:
+def pruned(
+    out: Path | None = None, *, resume: bool = False, on_epoch: Any = None, **changes: Any
+) -> tuple[hgnp.Result, list[Any]]:
     """A run of `Dropping`, and the next numbers of all random number generators. Its loader has its own generator."""
     torch.manual_seed(3)
     net, generator = Dropping(), torch.Generator().manual_seed(5)
     train = DataLoader(TensorDataset(*stripes(48)), batch_size=16, shuffle=True, generator=generator)
     quick = {"neurons_per_round": 4, "finetune_epochs": 2, "keep": 0.3} | changes
-    result = hgnp.prune(net, train, loaders()[1], recipe=recipe(**quick), out=out)
+    val = loaders()[1]
+    result = hgnp.prune(net, train, val, recipe=recipe(**quick), out=out, resume=resume, on_epoch=on_epoch)
     after = [random.random(), float(np.random.rand()), float(torch.rand(())), generator.get_state().tolist()]
     return result, after
 
@@ -120,6 +124,32 @@ def test_a_schedule_over_the_whole_run_ends_with_the_snapshot(tmp_path: Path) ->
     assert rates[:taken] == [row["lr"] for row in run.history[:taken]]
     assert rates[taken] > rates[taken + 1] > rates[taken + 2]
     assert rates[-1] < 0.01 * rates[0] < rates[taken]
+
+
+def test_with_fewer_checkpoints_a_stopped_run_resumes_from_the_last_and_takes_the_same_snapshots(
+    saved: Runs, tmp_path: Path
+) -> None:
+    complete, _ = saved("hybrid")
+    last = complete.snapshots[0].epoch + 1
+    settings = RECIPES["hybrid"] | {"snapshots": (0.7, 0.5), "checkpoint_every": last}
+    stored: list[int] = []
+
+    def on_epoch(state: Any) -> None:
+        stored.append(len(checkpoint.read(tmp_path / "run" / "checkpoint.safetensors")["run"]["history"]))
+        if state.epoch == last:
+            raise StopError
+
+    with pytest.raises(StopError):
+        pruned(tmp_path / "run", on_epoch=on_epoch, **settings)
+    resumed, _ = pruned(tmp_path / "run", resume=True, **settings)
+    assert set(stored) <= {0, last}
+    assert resumed.parts == 2
+    assert timeless(resumed.history) == timeless(complete.history) == timeless(rows_of(tmp_path / "run"))
+    assert_same(resumed.model, complete.model)
+    for one, other in zip(resumed.snapshots, complete.snapshots, strict=True):
+        assert one.path is not None
+        assert other.path is not None
+        assert_same(hgnp.load(one.path, Dropping()), hgnp.load(other.path, Dropping()))
 
 
 def accuracy(net: nn.Module) -> float:

@@ -71,6 +71,8 @@ class TrainingLoop:
         self.run_state = RunState(recipe)
         self.progress = progress
         self._loaded: list[Change] = []
+        self._stored_epoch: int | None = None
+        """Number of epochs that the last checkpoint holds."""
         self._noted: set[str] = set()
         self.states: dict[float, checkpoint.Packed] = {}
         """Without a folder: value of `recipe.snapshots` → the state that its snapshot resumes from."""
@@ -395,23 +397,27 @@ class TrainingLoop:
             return "rank 0 names the last good checkpoint"
         if self.folder is None:
             return "there is no checkpoint, as out is not set"
-        return f"the last good checkpoint is {self.folder.checkpoint}, after {self.run_state.epoch} epochs"
+        return f"the last good checkpoint is {self.folder.checkpoint}, after {self._stored_epoch} epochs"
 
     def loaders(self) -> tuple[Any, ...]:
         return self.task.train.loader, None if self.task.val is None else self.task.val.loader
 
     def _write_checkpoint(self) -> None:
+        """The history so far, and a checkpoint if one is due."""
         if self.folder is None:
             return
         if self.run_state.epoch == 0 or not self.folder.info.exists():  # the folder may have been moved away
             self.folder.write_info(self._info())
-        self.folder.write_checkpoint(self._state())
+        if self.run_state.epoch % self.recipe.checkpoint_every == 0 or not self._unfinished():
+            self.folder.write_checkpoint(self._state())
+            self._stored_epoch = self.run_state.epoch
         self.folder.write_metrics(self.run_state.history)
 
     def _before_rounds(self) -> checkpoint.Packed | None:
-        """The state before this epoch, if its rounds may reach a snapshot. With a folder the last checkpoint has it."""
-        pending = len(self.run_state.snapshots) < len(self.recipe.snapshots)
-        if not pending or not self.run_state.pruning or self.folder is not None or self.task.reducer.rank:
+        """The state before this epoch, if its rounds may reach a snapshot and the last checkpoint does not have it."""
+        run = self.run_state
+        pending = run.pruning and len(run.snapshots) < len(self.recipe.snapshots)
+        if not pending or self._stored_epoch == run.epoch or self.task.reducer.rank:
             return None
         return checkpoint.pack(self._state())
 
@@ -494,6 +500,7 @@ class TrainingLoop:
             self.trainer.scaler.load_state_dict(stored["scaler"])
         self.run_state.parts += 1
         if self.folder is not None:
+            self._stored_epoch = self.run_state.epoch
             if not self.folder.info.exists():
                 self.folder.write_info(self._info())
             self.folder.write_metrics(self.run_state.history)

@@ -107,8 +107,9 @@ class RunFolder:
             raise InputError(
                 f"{self.info}: format must be {FORMAT}, got {info.get('format')!r}, which another hgnp wrote; use that one"
             )
-        was, now = info["recipe"], recipe.as_dict()
-        check_renamed(was, now, str(self.info))
+        now = recipe.as_dict()
+        check_renamed(info["recipe"], now, str(self.info))
+        was = Recipe(keep=1).as_dict() | info["recipe"]  # a field that is newer than the run had its default's meaning
         for name, value in now.items():
             reordered = name in LIMITS and isinstance(value, dict) and list(was.get(name) or ()) != list(value)
             if was.get(name) != value or reordered:  # of a limit's patterns the first that matches counts

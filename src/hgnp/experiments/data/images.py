@@ -16,6 +16,7 @@ from hgnp.train import as_device
 
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet, as pretrained weights expect
 MEMORY = 8 * 2**30
+VAL_BATCH = 256  # at least, on a GPU, which smaller ones do not fill
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ def from_files(
         train=Loader(
             sources[0], batch=batch, mean=MEAN, std=STD, device=where, shuffle=True, flip=flip, drop_last=drop_last
         ),
-        val=Loader(sources[1], batch=batch, mean=MEAN, std=STD, device=where),
+        val=Loader(
+            sources[1], batch=batch if where.type == "cpu" else max(batch, VAL_BATCH), mean=MEAN, std=STD, device=where
+        ),
         classes=classes,
         image_side=side,
         train_samples=len(train.files),
