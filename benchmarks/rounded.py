@@ -9,28 +9,22 @@ import argparse
 import shutil
 from pathlib import Path
 
-import torch
-
 import hgnp
-from hgnp.experiments.reload import networks, sample
+from hgnp.experiments.build import network
+from hgnp.experiments.reload import config_of, cut_to_widths, sample
+from hgnp.io import runs
 
 FILES = ("config.yaml", "metrics.jsonl", "result.json", "run.json")
 
 
 def rounded(folder: Path, multiple: int, out: Path) -> dict[str, int]:
     """Writes OUT, and says what the widths are."""
-    full, pruned = networks(folder)
-    inputs = tuple(torch.stack([each, each]) for each in sample(folder))
-    left = {layer.name: layer.alive for layer in hgnp.Neurons(pruned, inputs).layers}
-    neurons = hgnp.Neurons(full, inputs)
+    run = runs.read(folder)
+    before, after = run.info["at_start"]["widths"], run.rows[-1]["widths"]
     widths = {
-        layer.name: min(layer.alive, max(multiple, round(left[layer.name] / multiple) * multiple))
-        for layer in neurons.layers
-        if layer.name in left
+        name: min(before[name], max(multiple, round(width / multiple) * multiple)) for name, width in after.items()
     }
-    neurons.remove(
-        {layer.name: range(widths[layer.name], layer.alive) for layer in neurons.layers if layer.name in widths}
-    )
+    full = cut_to_widths(network(config_of(folder)), widths, sample(folder))
     out.mkdir(parents=True)
     for name in FILES:
         shutil.copy(folder / name, out)

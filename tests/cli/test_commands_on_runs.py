@@ -165,6 +165,19 @@ def test_bench_of_several_runs_has_a_weight_pruned_network_for_each(
     ]
 
 
+def test_bench_of_a_run_without_weights_times_its_widths(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(runs / "hgnp", tmp_path / "kept")
+    (tmp_path / "kept" / "model.safetensors").unlink()
+    assert call("bench", str(tmp_path / "kept"), *SHORT, "--json") == 0
+    said = capsys.readouterr()
+    assert "kept has no model.safetensors: timed with random weights at its widths" in said.err
+    result = json.loads((runs / "hgnp" / "result.json").read_text())
+    row = json.loads(said.out.splitlines()[-1])["rows"][-1]
+    assert (row["parameters"], row["macs"]) == (result["after"]["parameters"], result["after"]["macs"])
+
+
 def test_bench_of_a_run_given_twice(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("bench", str(runs / "hgnp"), str(runs / "taylor" / ".." / "hgnp"), *SHORT) == 2
     assert "runs must differ, got" in capsys.readouterr().err

@@ -126,19 +126,19 @@ def test_a_smaller_network_that_is_good_enough_differs_for_the_better(tmp_path: 
 
 def test_ablations_are_compared_with_full_hgnp_below_58_percent(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "h", "alexnet-flowers", accuracy=lambda k: 0.8)
-    parts = {"no-training-term": lambda k: 0.7, "no-scoring-term": lambda k: 0.8 + (0.5 - k) / 10}
+    parts = {"no-training-penalty": lambda k: 0.7, "no-scoring-penalty": lambda k: 0.8 + (0.5 - k) / 10}
     for name, accuracy in parts.items():
         write_paper_run(tmp_path / name, "alexnet-flowers", of=f"alexnet-flowers-{name}", accuracy=accuracy)
-    assert row(tmp_path, "ablation", "no training term").verdict.word == "agrees"
-    found = row(tmp_path, "ablation", "no scoring term")
+    assert row(tmp_path, "ablation", "no training penalty").verdict.word == "agrees"
+    found = row(tmp_path, "ablation", "no scoring penalty")
     assert found.ours == pytest.approx(100 * (0.58 - 0.5) / (0.58 - 0.35))
     assert found.verdict.word == "differs"
 
 
 def test_an_ablation_of_another_penalty_is_not_compared(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "h", "alexnet-flowers")
-    write_paper_run(tmp_path / "a", "alexnet-flowers", of="alexnet-flowers-no-training-term-fast")
-    assert row(tmp_path, "ablation", "no training term").verdict.word == "not run"
+    write_paper_run(tmp_path / "a", "alexnet-flowers", of="alexnet-flowers-no-training-penalty-fast")
+    assert row(tmp_path, "ablation", "no training penalty").verdict.word == "not run"
 
 
 def test_training_times_name_the_hardware_and_are_not_judged(tmp_path: Path) -> None:
@@ -187,6 +187,16 @@ def test_inference_is_matched_by_network_device_and_kept(tmp_path: Path) -> None
     assert found.verdict.word == "not run"
     assert "--set recipe.keep=0.304" in found.command
     assert found.command.endswith("hgnp bench RUN --device cuda --batch 5000")
+
+
+def test_a_speedup_takes_both_times_from_one_file_and_names_another_kept(tmp_path: Path) -> None:
+    times = {("full", 1.0): 40.0, ("weight-pruned", 0.03): 44.0, ("neuron-pruned", 0.134): 20.0}
+    write_bench(tmp_path / "a" / "bench.json", "vgg16-cifar10", {("full", 1.0): 30.0, ("neuron-pruned", 0.045): 10.0})
+    write_bench(tmp_path / "b" / "bench.json", "vgg16-cifar10", times, date="2026-11-17T12:00:00+00:00")
+    vgg = "VGG-16 / CIFAR-10"
+    assert row(tmp_path, "inference", "time of full / of neuron-pruned, GPU", vgg).ours == pytest.approx(3.0)
+    found = row(tmp_path, "equal", "neuron-pruned, κ = 14.4 %, GPU", vgg)
+    assert (found.ours, found.deviations) == (20.0, ("NVIDIA H200", "κ = 13.40 %"))
 
 
 def test_a_slower_network_differs(tmp_path: Path) -> None:

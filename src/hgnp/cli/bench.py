@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 def bench(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN", help="Folder of a finished run. Several runs are timed in one table."),
+        typer.Argument(
+            metavar="RUN",
+            help="Folder of a finished run; without model.safetensors, random weights at its widths are timed. Several runs "
+            "are timed in one table.",
+        ),
     ],
     batch: Annotated[
         list[int] | None,
@@ -47,7 +51,7 @@ def bench(
     import torch
     from rich.console import Console
 
-    from hgnp.experiments.reload import networks, sample
+    from hgnp.experiments.reload import networks_to_time, sample
     from hgnp.io import runs as folders
     from hgnp.io.atomic import as_json as text
     from hgnp.io.atomic import write_json
@@ -57,7 +61,7 @@ def bench(
         if not 0 < kept <= 1:
             raise InputError(f"--weights must be a fraction > 0 and ≤ 1, got {kept:g}")
     stream = sys.stderr if as_json else sys.stdout
-    full = networks(runs[0])[0]
+    full = networks_to_time(runs[0])[0]
     by_name = len({run.name for run in runs if run.name}) == len(runs)
     entries, made_of = [], [_full_network(folders.read(run)) for run in runs]
     for number, run in enumerate(runs):
@@ -67,7 +71,9 @@ def bench(
             raise InputError(
                 f"runs must start from one network, got {run} with another than {runs[0]}; time them separately"
             )
-        small = networks(run)[1]
+        _, small, random_weights = networks_to_time(run)
+        if random_weights:
+            print(f"{run} has no model.safetensors: timed with random weights at its widths", file=stream)
         result = folders.read(run).result or {}
         accuracy = (result.get("after") or {}).get("metric")
         kept = sum(p.numel() for p in small.parameters()) / sum(p.numel() for p in full.parameters())

@@ -1,6 +1,7 @@
 """The network and the data of a run, rebuilt from its folder."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from hgnp.experiments.build import Experiment, extend_import_path, network, prep
 from hgnp.experiments.config import Config, read
 from hgnp.io import runs
 from hgnp.io.weights import load
+from hgnp.pruning import Neurons
 
 
 def config_of(folder: Path) -> Config:
@@ -41,6 +43,23 @@ def networks(folder: Path) -> tuple[nn.Module, nn.Module]:
     """A network of the full size, with random weights, and the pruned one."""
     config = config_of(folder)
     return network(config), pruned(folder, network(config))
+
+
+def networks_to_time(folder: Path) -> tuple[nn.Module, nn.Module, bool]:
+    """As `networks`, and whether the pruned one has random weights: it does if the run is finished but its weights were not
+    kept. Latency depends on the widths alone."""
+    run = runs.read(folder)
+    if run.result is None or not run.rows or (folder / "model.safetensors").is_file():
+        return *networks(folder), False
+    config = config_of(folder)
+    return network(config), cut_to_widths(network(config), run.rows[-1]["widths"], sample(folder)), True
+
+
+def cut_to_widths(net: nn.Module, widths: Mapping[str, int], inputs: tuple[Tensor, ...]) -> nn.Module:
+    """`net` with the last neurons of each layer removed, down to `widths`. `inputs`: as from `sample`."""
+    neurons = Neurons(net, tuple(torch.stack([each, each]) for each in inputs))
+    neurons.remove({layer.name: range(widths.get(layer.name, layer.alive), layer.alive) for layer in neurons.layers})
+    return net
 
 
 def sample(folder: Path) -> tuple[Tensor, ...]:

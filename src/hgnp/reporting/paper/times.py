@@ -15,8 +15,11 @@ from hgnp.reporting.paper.reported import (
     PaperExperiment,
     StatedInference,
 )
-from hgnp.reporting.paper.results import NEAR, BenchTiming, PaperGroup, PaperResults
+from hgnp.reporting.paper.results import BenchTiming, PaperGroup, PaperResults
 from hgnp.reporting.paper.rows import Claim, PaperRow, not_run
+
+KAPPA_TOLERANCE = 0.1
+"""Relative. A κ that differs is named beside the time."""
 
 
 def training_rows(results: PaperResults) -> Iterator[PaperRow]:
@@ -71,15 +74,18 @@ def inference_rows(results: PaperResults) -> Iterator[PaperRow]:
     places = dict.fromkeys((row.table, row.experiment, row.device) for row in INFERENCE)
     for place in places:
         stated = {row.network: row for row in INFERENCE if (row.table, row.experiment, row.device) == place}
-        timed = {network: _nearest(results, row) for network, row in stated.items()}
+        pruned = _nearest(results, stated[NEURONS])
+        timed = {network: _nearest(results, row, beside=pruned) for network, row in stated.items()}
         for network, row in stated.items():
             yield _time(row, timed[network])
         for slow in (FULL, WEIGHTS):
             yield from _faster(stated, timed, slow)
 
 
-def _nearest(results: PaperResults, stated: StatedInference) -> BenchTiming | None:
-    """The eager time at the same κ; the paper's batch size is preferred, then the newest file."""
+def _nearest(
+    results: PaperResults, stated: StatedInference, *, beside: BenchTiming | None = None
+) -> BenchTiming | None:
+    """The eager time at about the same κ; the paper's batch size is preferred, then the file of `beside`, then the newest."""
     fits = [
         timing
         for timing in results.timings
@@ -88,9 +94,10 @@ def _nearest(results: PaperResults, stated: StatedInference) -> BenchTiming | No
         and timing.row["variant"] == "eager"
         and str(timing.row["device"]).partition(":")[0] == stated.device
         and str(timing.row["network"]).startswith(stated.network)
-        and abs(timing.row["kept"] - stated.kept / 100) <= NEAR
+        and abs(timing.row["kept"] - stated.kept / 100) <= KAPPA_TOLERANCE * stated.kept / 100
     ]
-    return max(fits, key=lambda t: (t.row["batch"] == stated.batch, t.date), default=None)
+    file = None if beside is None else beside.file
+    return max(fits, key=lambda t: (t.row["batch"] == stated.batch, t.file == file, t.date), default=None)
 
 
 def _time(stated: StatedInference, timing: BenchTiming | None) -> PaperRow:
