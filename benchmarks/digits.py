@@ -31,8 +31,8 @@ from hgnp.reporting.compare import Comparison, Group, Study
 
 METHODS = {  # name → (name in the table, what differs from the demo)
     "hgnp": ("HGNP, μ = 0.001", {}),
-    "no-scoring-term": ("HGNP, penalty in training only", {"set": {"recipe.score_mu": 0}}),
-    "no-training-term": ("HGNP, penalty in scores only", {"set": {"recipe.mu": 0, "recipe.score_mu": 0.001}}),
+    "no-scoring-penalty": ("HGNP, penalty in training only", {"set": {"recipe.score_mu": 0}}),
+    "no-training-penalty": ("HGNP, penalty in scores only", {"set": {"recipe.mu": 0, "recipe.score_mu": 0.001}}),
     "taylor": ("Taylor", {"method": "taylor"}),
     "l2": ("magnitude (L2)", {"method": "l2"}),
 }

@@ -1,7 +1,7 @@
 """What the flatness penalty sees and does: eigenpairs in both modes, steps on q alone, K-FAC's v against the network's.
 
-    python benchmarks/flatness_term.py                                   handwritten digits on a CPU, two minutes
-    python benchmarks/flatness_term.py --preset vgg16-cifar10-best --data DIR --device cuda --jobs 4 --out OUT.md
+    python benchmarks/flatness_penalty.py                                   handwritten digits on a CPU, two minutes
+    python benchmarks/flatness_penalty.py --preset vgg16-cifar10-best --data DIR --device cuda --jobs 4 --out OUT.md
 
 a  from one dense checkpoint: the top eigenpair of the Hessian and of Gauss–Newton, in training and in evaluation mode, on
    training samples without augmentation, and the quotient of each eigenvector, and of K-FAC's v, in all four
@@ -175,7 +175,7 @@ def flat(direction: dict[str, Tensor], net: nn.Module) -> Tensor:
     return torch.cat([direction.get(name, torch.zeros_like(p)).flatten() for name, p in parameters.items()])
 
 
-def term(net: nn.Module, over: str) -> tuple[Step, State]:
+def step_over(net: nn.Module, over: str) -> tuple[Step, State]:
     return make_step(net, mu=1.0, bound=-1e9, direction_over=over)
 
 
@@ -214,7 +214,7 @@ def eigenpairs(net: nn.Module, batches: Batches) -> dict[str, Any]:
         value, vector, residual = top(lambda v, p=product, t=training: p(net, batches, t, v), start, 60, 1e-3)
         vectors[name], found[name] = vector, {"value": value, "residual": residual, "blocks": shares(net, vector)}
     for over in ("block", "network"):
-        step, state = term(net, over)
+        step, state = step_over(net, over)
         with mode(net, True):
             for x, y in batches[:8]:
                 *_, v = q_gradient(step, state, x, y)
@@ -243,8 +243,8 @@ def shares(net: nn.Module, vector: Tensor) -> dict[str, float]:
 def steps_on_q(net: nn.Module, batches: Batches, over: str) -> list[dict[str, Any]]:
     """Part b: the facts after every tenth step."""
     found: list[dict[str, Any]] = []
-    step, state = term(net, over)
-    probe, watched = term(net, "block")
+    step, state = step_over(net, over)
+    probe, watched = step_over(net, "block")
     parameters = list(WholeNetwork(net).parameters.values())
     weights = norm([p.detach() for p in parameters])
     qs: list[float] = []
@@ -288,7 +288,7 @@ def trained_facts(folder: Path, name: str, batches: Batches, data: str | None, d
         "seconds": sum(row["seconds"] for row in rows) / len(rows),
     }
     for over in ("block", "network"):
-        step, state = term(net, over)
+        step, state = step_over(net, over)
         ratios, values = [], []
         for x, y in batches[:8]:
             q, dq, dc, _ = q_gradient(step, state, x, y)
@@ -343,7 +343,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=24)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--work", type=Path, default=Path("runs/flatness_term"))
+    parser.add_argument("--work", type=Path, default=Path("runs/flatness_penalty"))
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
@@ -381,7 +381,7 @@ def main() -> None:
 
 def report(facts: dict[str, Any], given: argparse.Namespace, samples: int) -> str:
     where = torch.cuda.get_device_name() if given.device.startswith("cuda") else "CPU"
-    command = " ".join(["python benchmarks/flatness_term.py", *sys.argv[1:]])
+    command = " ".join(["python benchmarks/flatness_penalty.py", *sys.argv[1:]])
     lines = [
         "# The flatness penalty, measured", "",
         f"`{command}`, {datetime.date.today()}, {where}, torch {torch.__version__}.", "",

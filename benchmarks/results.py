@@ -3,7 +3,7 @@
     python benchmarks/results.py [results] [--out docs/results.md]
 
 Reads `run.json`, `metrics.jsonl` and `result.json` of every run (weights are not needed), and what robustness.py and
-flatness_term.py have left there. What is missing is named with the command that makes it. The rules:
+flatness_penalty.py have left there. What is missing is named with the command that makes it. The rules:
 
 - Each seed, mean and standard deviation (n − 1), parameters and MACs in absolute numbers.
 - Comparisons between our own runs are paired by seed, with a 95 % t interval; p-values are Holm's over all endpoints that were
@@ -230,8 +230,8 @@ COMMANDS = {
     "cifar10-rivals": "hgnp study cifar10-rivals --data DIR --device cuda --jobs 4 --out results/cifar10-rivals",
     "torch-pruning": "python benchmarks/rivals.py --data DIR --device cuda --out results/cifar10-rivals",
     "robustness": "python benchmarks/robustness.py results/cifar10-best/* results/cifar10-rivals/* --data DIR --device cuda",
-    "flatness_term": "python benchmarks/flatness_term.py --preset vgg16-cifar10-best --data DIR --device cuda --jobs 4 "
-    "--work results/flatness_term --out benchmarks/flatness_term_cifar10.md",
+    "flatness_penalty": "python benchmarks/flatness_penalty.py --preset vgg16-cifar10-best --data DIR --device cuda --jobs 4 "
+    "--work results/flatness_penalty --out benchmarks/flatness_penalty_cifar10.md",
 }
 
 
@@ -293,7 +293,7 @@ def page(root: Path, out: Path, command: str) -> tuple[str, list[charts.Chart]]:
         *PROTOCOL, "",
         *_endpoints(own), *_field(own), *_groups("Our recipes", "cifar10-best", own),
         *_groups("Methods at one schedule", "cifar10-rivals", own),
-        *_equal_macs(own), *_robustness(root), *_term(root), *_paper(tested), *_holdout(found),
+        *_equal_macs(own), *_robustness(root), *_penalty(root), *_paper(tested), *_holdout(found),
         "## Figures", "",
         *(f"![{chart.alt}]({out.stem}/{chart.key}.png)" for chart in drawn), "",
         "## How it is computed", "", *((__doc__ or "").split("The rules:")[1].strip().splitlines()), "",
@@ -423,10 +423,10 @@ def _robustness(root: Path) -> list[str]:
     return [*lines, "Mean accuracy over seeds, %.", "", *_table(" | ".join(["network", "seeds", *names]), rows)]
 
 
-def _term(root: Path) -> list[str]:
-    file = root / "flatness_term" / "records.jsonl"
+def _penalty(root: Path) -> list[str]:
+    file = root / "flatness_penalty" / "records.jsonl"
     if not file.is_file():
-        return ["## The flatness penalty", "", *_missing("flatness_term")]
+        return ["## The flatness penalty", "", *_missing("flatness_penalty")]
     facts: dict[str, dict[str, float]] = {}
     for line in file.read_text().splitlines():
         facts |= {name: value for name, value in json.loads(line).items() if name.startswith("c ")}
@@ -450,7 +450,7 @@ def _term(root: Path) -> list[str]:
 
 
 def _paper(groups: Sequence[Group]) -> list[str]:
-    here = [group for group in groups if group.study not in ("cifar10-best", "cifar10-rivals", "flatness_term")]
+    here = [group for group in groups if group.study not in ("cifar10-best", "cifar10-rivals", "flatness_penalty")]
     if not here:
         return []
     return ["## The paper's schedule", "", "`hgnp paper results/paper` compares these with the paper's own numbers.", "",

@@ -33,7 +33,7 @@ from hgnp.experiments.models import ResNet18
 from hgnp.reducer import LOCAL, Reducer
 
 CHOICES: dict[str, dict[str, Any]] = {
-    "no term": {"mu": 0.0},
+    "no penalty": {"mu": 0.0},
     "lagged v, refresh_every=8": {"refresh_every": 8},
     "lagged v, refresh_every=1": {},
     "paper": {"flatness": "paper"},

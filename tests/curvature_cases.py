@@ -103,7 +103,7 @@ def finish_step(flat: Flatness, inputs: Tensor, target: Tensor) -> Tensor:
         else:
             step.tangents(state, inputs, target)
             step.decide(state)
-            step.backward_term(state, mu=state.mu, active=state.active())
+            step.backward_penalty(state, mu=state.mu, active=state.active())
         assert state.loss is not None
         return state.loss
     finally:

@@ -115,8 +115,8 @@ def write_everything(folder: Path) -> Path:
     )
     flowers = {
         None: lambda k: 0.80 - 0.06 * (1 - k) ** 2,
-        "no-training-term": lambda k: 0.80 - 0.10 * (1 - k) ** 2,
-        "no-scoring-term": lambda k: 0.80 - 0.12 * (1 - k) ** 2,
+        "no-training-penalty": lambda k: 0.80 - 0.10 * (1 - k) ** 2,
+        "no-scoring-penalty": lambda k: 0.80 - 0.12 * (1 - k) ** 2,
     }
     features_only = "10 of 16 tensors from features.safetensors; at random: classifier.1, classifier.4, classifier.6"
     for name, accuracy in flowers.items():

@@ -46,7 +46,7 @@ def write_run(
     fine-tuning rise to it. `epochs`: the run was interrupted after so many. `accuracy=None`: no validation data."""
     folder.mkdir(parents=True)
     chosen = Recipe(keep=keep, method=method, warmup_epochs=WARMUP, finetune_epochs=FINETUNE, seed=seed, **recipe)
-    term = method == "hgnp" and chosen.mu > 0
+    penalized = method == "hgnp" and chosen.mu > 0
     info = {
         "format": 1,
         "name": name,
@@ -82,11 +82,11 @@ def write_run(
                 "epoch": epoch,
                 "phase": phase,
                 "loss": 2.0 * math.exp(-0.2 * epoch) + 0.2,
-                "penalty": 1e-3 * math.exp(-0.1 * epoch) if term else 0.0,
-                "radius": 4.0 * math.exp(-0.15 * epoch) if term else None,
-                "curvature": 3.0 * math.exp(-0.12 * epoch) if term else None,
-                "active": 0.8 if term else None,
-                "blocks": {steepest: 0.75, "classifier.1": 0.25} if term else {},
+                "penalty": 1e-3 * math.exp(-0.1 * epoch) if penalized else 0.0,
+                "radius": 4.0 * math.exp(-0.15 * epoch) if penalized else None,
+                "curvature": 3.0 * math.exp(-0.12 * epoch) if penalized else None,
+                "active": 0.8 if penalized else None,
+                "blocks": {steepest: 0.75, "classifier.1": 0.25} if penalized else {},
                 "val_loss": None if accuracy is None else 2.0 * math.exp(-0.18 * epoch) + 0.3,
                 "metric": None if accuracy is None else accuracy(kept) - 0.05 * behind,
                 "kept": kept,

@@ -71,8 +71,8 @@ def test_each_step_is_that_of_backward(case: str) -> None:
         torch.testing.assert_close(have[0], want[0], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(have[1], want[1], rtol=1e-12, atol=1e-12)
         numbers, others = have[2], want[2]
-        term = 0.0 if numbers["block"] is None else given["mu"] * max(0.0, numbers["curvature"] - given["bound"])
-        others["C"] += term
+        penalty = 0.0 if numbers["block"] is None else given["mu"] * max(0.0, numbers["curvature"] - given["bound"])
+        others["C"] += penalty
         assert numbers.pop("block") == others.pop("block")
         assert numbers == pytest.approx(others, rel=1e-11, nan_ok=True)
         torch.testing.assert_close(have[3]["pairs"], want[3]["pairs"], rtol=1e-9, atol=1e-11)

@@ -90,7 +90,7 @@ def test_the_paper_page_groups_the_runs_as_the_table_does() -> None:
     seeds = {
         group.runs[0].method: [run.seed for run in group.runs] for group in groups if group.runs[0].info["name"] == NAME
     }
-    assert len(groups) == len({group.title for group in groups})
+    assert len(groups) == len({(group.experiment.key, group.title) for group in groups})
     assert seeds == {"hgnp": [0, 1, 2], "taylor": [0, 1, 2]}
 
 

@@ -59,12 +59,12 @@ def test_the_objective_of_a_batch_is_the_references_and_leaves_no_trace(block: s
     assert torch.equal(torch.get_rng_state(), random)
     assert all(p.grad is None for p in net.parameters())
     torch.testing.assert_close(found, expected.objective, rtol=1e-6, atol=0)
-    assert found.item() > expected.loss.item() + 1  # the term has a part in it
+    assert found.item() > expected.loss.item() + 1  # the penalty has a part in it
     found.backward()
     assert all(p.grad is not None for p in net.parameters())
 
 
-def test_the_objective_without_a_term_is_the_loss() -> None:
+def test_the_objective_without_a_penalty_is_the_loss() -> None:
     net, ((x, y),) = mlp(), data(5, batches=1)
     loss = F.cross_entropy(net(x), y)
     torch.testing.assert_close(hgnp.Flatness(net, mu=0.0).objective(x, y), loss, rtol=1e-12, atol=0)

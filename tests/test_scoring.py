@@ -197,7 +197,7 @@ def test_scores_are_the_derivative_by_the_gate(name: str, curvature: str | None)
     assert found.keys() == expected.keys()
     for layer in expected:
         torch.testing.assert_close(found[layer], expected[layer], rtol=1e-6, atol=1e-6)
-    if curvature is not None:  # the term matters: without it the scores are others
+    if curvature is not None:  # the penalty matters: without it the scores are others
         plain = hgnp.sensitivity(net, neurons, [(x, y)])
         assert max((plain[layer] - found[layer]).abs().max() for layer in plain) > 1e-3
 
@@ -235,7 +235,7 @@ def test_signed_scores_and_several_batches_are_means_over_all_samples() -> None:
     torch.testing.assert_close(signed["a"], slope[0].abs() / slope.norm())
 
 
-def test_penalty_and_weight_decide_about_the_term() -> None:
+def test_penalty_and_weight_decide_about_the_penalty() -> None:
     net, x, y, _ = make("mlp")
     neurons = hgnp.Neurons(net, x)
     plain = hgnp.sensitivity(net, neurons, [(x, y)])

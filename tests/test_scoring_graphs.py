@@ -39,7 +39,7 @@ class Power(nn.Module):
 
 
 @pytest.mark.parametrize("bound", [1e6, -1.0])
-def test_a_graph_masks_the_derivative_of_an_inactive_term(bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_masks_the_derivative_of_an_inactive_penalty(bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     smooth = nn.Softplus() if bound < 0 else Power()
     net = nn.Sequential(nn.Linear(4, 6), smooth, nn.Linear(6, 3)).double()

@@ -139,9 +139,9 @@ def test_every_method_goes_through_the_same_loop(method: str) -> None:
     assert result.reached
     assert result.after.metric is not None
     assert result.after.metric > 0.8
-    with_term = [row["radius"] is not None for row in result.history]
-    wanted = {"hgnp": [True] * len(with_term), "hybrid": [row["kept"] <= 0.6 for row in result.history]}
-    assert with_term == wanted.get(method, [False] * len(with_term))
+    penalized = [row["radius"] is not None for row in result.history]
+    wanted = {"hgnp": [True] * len(penalized), "hybrid": [row["kept"] <= 0.6 for row in result.history]}
+    assert penalized == wanted.get(method, [False] * len(penalized))
 
 
 def test_methods_remove_different_neurons() -> None:

@@ -251,12 +251,13 @@ def _sum(
         as_inputs(inputs),
         lambda: step.objective(state, inputs, target, mu=mu, direction=v, within=gated(gates, gamma)),
     )
-    if objective.term is None or not capturing():
+    if objective.penalty is None or not capturing():
         gradient = _gradient(objective.value(), gamma)
     else:  # a graph cannot ask the host; masked after the derivative, which may be infinite: 0·∞ is NaN
-        gradient, term = _gradient(objective.loss, gamma, retain_graph=True), _gradient(objective.term, gamma)
+        gradient = _gradient(objective.loss, gamma, retain_graph=True)
+        penalty = _gradient(objective.penalty, gamma)
         assert objective.active is not None
-        gradient = gradient + torch.where(objective.active, term, 0.0)
+        gradient = gradient + torch.where(objective.active, penalty, 0.0)
     delta = gradient * state.samples  # summed over the batch this is N times its mean
     if not per_sample:  # of the batch as a whole, whose absolute value is each rank's equal part of the sum over ranks
         delta = step.reducer.sum([delta])[0] / step.reducer.ranks

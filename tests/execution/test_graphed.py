@@ -100,7 +100,7 @@ def test_a_scale_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(twice, [2 * grad for grad in once], rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", ["backward_loss_and_refresh", "tangents", "backward_term"])
+@pytest.mark.parametrize("stage", ["backward_loss_and_refresh", "tangents", "backward_penalty"])
 def test_a_step_whose_piece_cannot_be_captured_is_made_once(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the paper's order, with a stage of each piece: what the pieces before it did stands."""
     stand_in(monkeypatch)

@@ -53,7 +53,7 @@ def test_steps_are_captured_once_the_hooks_are_gone(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_hook_that_is_new_in_an_epoch_gets_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the paper's order a loss whose gradient waits for the term's is not taken for one that came from a graph."""
+    """In the paper's order a loss whose gradient waits for the penalty's is not taken for one that came from a graph."""
     stand_in(monkeypatch)
     found = []
     for hook in (False, True):

@@ -26,10 +26,10 @@ def test_pieces_are_captured_at_their_second_time_and_q_before_its_block_is_know
         graphed.backward(x, y)
         assert not replayed
         graphed.backward(x, y)
-        assert {replay.piece for replay in replayed} == {"loss", "q", "term"}
+        assert {replay.piece for replay in replayed} == {"loss", "q", "penalty"}
         replayed.clear()
         graphed.backward(x, y)
-        assert [replay.piece for replay in replayed] == ["loss", "q", "term"]
+        assert [replay.piece for replay in replayed] == ["loss", "q", "penalty"]
         replayed.clear()
         before: list[int] = []
 
@@ -40,7 +40,7 @@ def test_pieces_are_captured_at_their_second_time_and_q_before_its_block_is_know
 
         monkeypatch.setattr(direction, "name", named)
         graphed.backward(x, y)
-    assert [replay.piece for replay in replayed] == ["loss", "q", "term"]
+    assert [replay.piece for replay in replayed] == ["loss", "q", "penalty"]
     assert before == [2]
 
 
@@ -97,7 +97,7 @@ def test_the_backward_pass_is_chosen_once_q_is_known(
 
 @pytest.mark.parametrize("choices", [{"flatness": "paper"}, {"direction_from": "this_batch"}], ids=str)
 def test_in_the_paper_s_order_the_network_runs_once(choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """q is taken from the tape of the first pass, also in the graph that was captured for the term."""
+    """q is taken from the tape of the first pass, also in the graph that was captured for the penalty."""
     stand_in(monkeypatch)
     torch.manual_seed(0)
     net = Net().double()

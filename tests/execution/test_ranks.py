@@ -182,7 +182,7 @@ def test_shares_of_a_loss_are_those_of_its_normaliser(loss: str, choices: str) -
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "BatchNorm"])
 @pytest.mark.parametrize("make", [sam, partial(make_step, mu=0.0)], ids=["SAM", "mu=0"])
 @pytest.mark.parametrize("kind", ["labels", "ignored"])
-def test_steps_without_the_term(make: Callable[..., Any], norm: bool, kind: str) -> None:
+def test_steps_without_the_penalty(make: Callable[..., Any], norm: bool, kind: str) -> None:
     compare(norm, kind, (4, 3, 1), partial(make, loss=LOSSES[kind]), 0.0)
 
 

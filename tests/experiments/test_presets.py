@@ -10,7 +10,7 @@ from hgnp.experiments.config import extended, parse
 from hgnp.recipe import Recipe
 
 PAIRS = ("alexnet-flowers", "resnet18-cifar10", "resnet18-birds", "vgg16-cifar10")
-ABLATIONS = ("alexnet-flowers-no-training-term", "alexnet-flowers-no-scoring-term")
+ABLATIONS = ("alexnet-flowers-no-training-penalty", "alexnet-flowers-no-scoring-penalty")
 
 
 @pytest.mark.parametrize("name", presets.names())
@@ -91,9 +91,9 @@ def test_the_papers_taylor_baselines() -> None:
     assert flowers.neurons_per_round == birds.neurons_per_round == 1
 
 
-def test_the_ablations_leave_out_one_term_each() -> None:
-    training = Recipe.from_dict(presets.preset("alexnet-flowers-no-training-term").recipe)
-    scoring = Recipe.from_dict(presets.preset("alexnet-flowers-no-scoring-term").recipe)
+def test_the_ablations_leave_out_the_penalty_in_one_place_each() -> None:
+    training = Recipe.from_dict(presets.preset("alexnet-flowers-no-training-penalty").recipe)
+    scoring = Recipe.from_dict(presets.preset("alexnet-flowers-no-scoring-penalty").recipe)
     assert (training.training_mu, training.scoring_mu) == (0, 1e-3)
     assert (scoring.training_mu, scoring.scoring_mu) == (1e-3, 0)
 

@@ -205,7 +205,7 @@ def test_a_study_that_comes_with_hgnp_is_of_its_preset(name: str) -> None:
     assert [taylor[key] for key in schedule] == [(own if by_itself else preset.recipe)[key] for key in schedule]
     assert (hgnp["flatness"] == "paper") is not name.endswith("-fast")
     if name.startswith("alexnet"):
-        for ablation in ("no-training-term", "no-scoring-term"):
+        for ablation in ("no-training-penalty", "no-scoring-penalty"):
             suffix = "-fast" if name.endswith("-fast") else ""
             same = resolve_config(
                 f"alexnet-flowers-{ablation}{suffix}", data="x", method=None, settings=(), seed=0, device=None

@@ -191,7 +191,7 @@ def test_equal_recipes_are_one_group_however_they_are_written(tmp_path: Path) ->
     assert [(group.label, group.seeds) for group in study.groups] == [("hgnp", (0, 1, 2))]
 
 
-def test_groups_are_labelled_by_the_choices_of_the_flatness_term(tmp_path: Path) -> None:
+def test_groups_are_labelled_by_the_choices_of_the_flatness_penalty(tmp_path: Path) -> None:
     runs = [read(write_run(tmp_path / f"{name}", flatness=name)) for name in ("default", {"curvature": "hessian"})]
     (study,) = compare_runs(runs).studies
     assert [group.label for group in study.groups] == [f"hgnp, flatness.curvature={c}" for c in ("ggn", "hessian")]

@@ -101,7 +101,7 @@ def test_image_preprocessing_that_the_paper_leaves_open_is_stated(tmp_path: Path
     assert "a central crop of 160 px (position left open by the paper)" in left_open(only(tmp_path))
 
 
-@pytest.mark.parametrize("which", ["no training term", "no scoring term"])
+@pytest.mark.parametrize("which", ["no training penalty", "no scoring penalty"])
 def test_ablations_are_recognised_and_do_not_deviate_in_mu(which: str, tmp_path: Path) -> None:
     write_paper_run(tmp_path / "run", "alexnet-flowers", of=f"alexnet-flowers-{which.replace(' ', '-')}")
     group = only(tmp_path)

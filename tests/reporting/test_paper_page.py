@@ -62,7 +62,7 @@ def test_numbers_that_are_not_run_have_their_command(one: Path) -> None:
         assert f"hgnp study {experiment.key} --data DIR" in text
     assert "hgnp bench RUN --device cuda --batch 5000" in text
     assert "hgnp bench RUN/snapshots/0.144 --weights 0.03 --device cpu" in text
-    assert "hgnp study alexnet-flowers --data DIR --methods hgnp,no-training-term" in text
+    assert "hgnp study alexnet-flowers --data DIR --methods hgnp,no-training-penalty" in text
     assert "Not run: Taylor." in text
     assert "unfinished: the last complete epoch is 4 (prune)" in text
 

@@ -34,7 +34,7 @@ def test_the_hybrid_is_hgnp_at_threshold_1_and_taylor_at_0(unit: str) -> None:
     assert not same(pure["hgnp"], pure["taylor"])
 
 
-def test_the_hybrid_is_bit_equal_to_taylor_until_the_threshold_and_uses_the_term_afterwards() -> None:
+def test_the_hybrid_is_bit_equal_to_taylor_until_the_threshold_and_uses_the_penalty_afterwards() -> None:
     _, taylor = run(method="taylor")
     levels = sorted({row["kept"] for row in taylor}, reverse=True)
     threshold = levels[2]  # after the second round: a network at the threshold itself is HGNP's
@@ -48,8 +48,8 @@ def test_the_hybrid_is_bit_equal_to_taylor_until_the_threshold_and_uses_the_term
     assert hybrid[at]["penalty"] > 0
 
 
-def test_scores_have_the_term_from_the_round_after_the_switch_on() -> None:
-    """With the term in the scores alone, networks part only where HGNP's scores choose other neurons than Taylor's."""
+def test_scores_have_the_penalty_from_the_round_after_the_switch_on() -> None:
+    """With the penalty in the scores alone, networks part only where HGNP's scores choose other neurons than Taylor's."""
     alone = {"mu": 0.0, "score_mu": 10.0}
     _, taylor = run(method="taylor")
     threshold = sorted({row["kept"] for row in taylor}, reverse=True)[1]
@@ -107,7 +107,7 @@ def test_invalid_thresholds_are_refused(given: dict[str, Any], message: str) -> 
         recipe(**given)
 
 
-def test_uses_term_follows_method_and_threshold() -> None:
+def test_uses_penalty_follows_method_and_threshold() -> None:
     for kept, threshold in itertools.product((1.0, 0.5, 0.1), (0.0, 0.5, 1.0)):
         assert recipe(method="hybrid", threshold=threshold).uses_penalty(kept) == (kept <= threshold)
         assert recipe(method="hgnp").uses_penalty(kept)

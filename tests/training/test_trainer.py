@@ -1,4 +1,4 @@
-"""How a run trains: learning rates, optimizers, the term's weight, clipping, precision."""
+"""How a run trains: learning rates, optimizers, the penalty's weight, clipping, precision."""
 
 import contextlib
 import gc
@@ -154,10 +154,10 @@ def test_bf16_trains_float32_weights() -> None:
     assert result.history[0]["loss"] != exact.history[0]["loss"]
 
 
-def test_an_epoch_that_skips_the_term_has_no_active_penalty() -> None:
+def test_an_epoch_that_skips_the_penalty_has_no_active_penalty() -> None:
     resting, plain = (EpochStatistics(losses=[torch.tensor(1.0)] * 2, skipped=rested).summary(0.5) for rested in (2, 0))
     assert (resting["active"], resting["penalty"], resting["radius"]) == (0.0, 0.0, None)
-    assert plain["active"] is None  # there was no term
+    assert plain["active"] is None  # there was no penalty
 
 
 def test_a_batch_may_be_fetched_ahead() -> None:

@@ -21,7 +21,7 @@ eigenvector of the whole network's Gauss–Newton matrix instead: a refresh is t
     in the paper's order:
     backward_loss_and_refresh  `backward_and_refresh` of w·C alone                           as there
     tangents                   v of this very batch → w·q                                    statistics of synchronised norms
-    backward_term              pass, active → .grad of μ·w·q                                 the norms' adjoints
+    backward_penalty           pass, active → .grad of μ·w·q                                 the norms' adjoints
 
 `reduced_gradients`, around a step, sums what it adds to `.grad` over the ranks. How often ranks sum depends on the plan, the
 layers and the options alone: one may run a step eagerly that another replays. The score stage is in `hgnp.scoring`: it runs
@@ -33,7 +33,7 @@ With lagged v (direction_from="last_batch"):
 
 In the paper's order (direction_from="this_batch") v comes from the batch that is penalised:
 
-    plan, share, prepare, forward, backward_loss_and_refresh, tangents, decide, backward_term, advance
+    plan, share, prepare, forward, backward_loss_and_refresh, tangents, decide, backward_penalty, advance
 
 A step with neither penalty nor refresh, and one of SAM (`hgnp.curvature.sam`):
 
@@ -137,14 +137,14 @@ class Objective:
 
     loss: Tensor
     """w·C"""
-    term: Tensor | None = None
+    penalty: Tensor | None = None
     """w·μ·(q − B); None where L is C alone."""
     active: Tensor | None = None
     """Whether q of all ranks is above B."""
 
     def value(self) -> Tensor:
-        """w·L, to be differentiated. Waits for the device: an inactive term is left out, as its derivative may be infinite."""
-        return self.loss if self.term is None or not self.active else self.loss + self.term
+        """w·L, to be differentiated. Waits for the device: an inactive penalty is left out; its derivative may be infinite."""
+        return self.loss if self.penalty is None or not self.active else self.loss + self.penalty
 
 
 @dataclass(eq=False)
@@ -372,10 +372,10 @@ class Step:
 
     def backward_loss_and_refresh(self, state: State, target: Any, *, scale: Number = 1.0) -> None:
         """In the paper's order: the gradient of w·C and, beside it, v. Hooks on parameters get the gradient once and whole:
-        where there are any, C waits for the term, and Γ takes a backward pass of its own."""
+        where there are any, C waits for the penalty, and Γ takes a backward pass of its own."""
         state.loss_differentiated = not has_gradient_hooks(self.net)
         if state.loss_differentiated:
-            # `tangents` continues from this pass where it can, and the term is differentiated through it
+            # `tangents` continues from this pass where it can, and the penalty is differentiated through it
             retain_graph = self.passes.can_replay_tape
             self.backward_and_refresh(state, target, mu=0.0, scale=scale, retain_graph=retain_graph)
         else:
@@ -383,7 +383,7 @@ class Step:
         assert state.collector is not None
         state.collector.release()
 
-    def backward_term(self, state: State, *, mu: Number, scale: Number = 1.0, active: bool) -> None:
+    def backward_penalty(self, state: State, *, mu: Number, scale: Number = 1.0, active: bool) -> None:
         """In the paper's order: the gradient of μ·w·q if the penalty is active, and of w·C if it has waited."""
         assert state.current is not None
         if not state.loss_differentiated:

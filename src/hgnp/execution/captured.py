@@ -18,21 +18,21 @@ from hgnp.execution.graphs import GraphSequence, refill
 from hgnp.execution.optimizer import Gradients
 
 Pair = KroneckerEigenpair | NetworkVector
-PieceName = Literal["plain", "unpenalized", "forward", "active", "inactive", "loss", "q", "term"]
+PieceName = Literal["plain", "unpenalized", "forward", "active", "inactive", "loss", "q", "penalty"]
 GRADIENTS: dict[PieceName, Literal["replace", "add", "none"]] = {
     # the one piece of a step without a penalty: without a refresh, and with one
     "plain": "replace",
     "unpenalized": "replace",
-    # with lagged v, the second piece with the term or without
+    # with lagged v, the second piece with the penalty or without
     "forward": "none",
     "active": "replace",
     "inactive": "replace",
     # in the paper's order
     "loss": "replace",
     "q": "none",
-    "term": "add",
+    "penalty": "add",
 }
-"""Piece → what it does to the gradients that are there. "q" and "term" follow "loss" in the same step, and read its batch."""
+"""Piece → what it does to the gradients that are there. "q" and "penalty" follow "loss" in the same step and read its batch."""
 
 
 class GraphKey(NamedTuple):

@@ -73,7 +73,7 @@ class Eager:
                     step.backward_loss_and_refresh(state, target, scale=scale)  # v
                     step.tangents(state, inputs, target)  # q along that v
                     step.decide(state)
-                    step.backward_term(state, mu=state.mu, scale=scale, active=self._wait_for_active())
+                    step.backward_penalty(state, mu=state.mu, scale=scale, active=self._wait_for_active())
             step.advance(state)
         finally:
             state.release()

@@ -3,7 +3,7 @@
 A step is captured in pieces, as it depends on the host in two points: the block that is penalised and whether the penalty is
 active. For each block that was chosen and each shape of a batch there is a graph of forward, which gives q, and two of
 backward. In the paper's order a step is three graphs: C forward and backward, which gives v; then, once the host knows the
-block, q along it; then, if the penalty is active, the gradient of the term. A piece runs eagerly the first time and is captured
+block, q along it; then, if it is active, the gradient of the penalty. A piece runs eagerly the first time and is captured
 the second (`captured` lists the pieces). A removal drops all graphs.
 
 A graph computes what the stages compute, from the same parameters, buffers and eigenvectors in place. The optimizer's step
@@ -202,16 +202,16 @@ class Graphed:
     def _tangents(self, inputs: Any, target: Any) -> None:
         self.step.tangents(self.state, inputs, target)
 
-    def _term(self, inputs: Any, target: Any) -> None:
+    def _penalty(self, inputs: Any, target: Any) -> None:
         assert self.state.current is not None
         if self.state.current.q is None:
             self._tangents(inputs, target)
-        self.step.backward_term(self.state, mu=self._mu, active=True)
+        self.step.backward_penalty(self.state, mu=self._mu, active=True)
 
     # A step, piece by piece
 
     def _lagged(self, key: GraphKey, batch: Any) -> None:
-        """Without a penalty a step is one piece. With one it is two: forward, and backward with the term or without once the
+        """Without a penalty a step is one piece. With one it is two: forward, and backward with the penalty or without once the
         host knows q."""
         if key.piece == "unpenalized":
             self.state.loss = self._run(key, self._unpenalized, batch)
@@ -265,18 +265,18 @@ class Graphed:
             self._replay(ahead, batch)
             self._prefetch()
         block = state.direction.name()
-        q, term = self._key("q", shape, block), self._key("term", shape, block)
+        q, penalty = self._key("q", shape, block), self._key("penalty", shape, block)
         if ahead is None or block != self._last_block:
             self._run(q, self._tangents, batch)
         self._last_block, state.loss = block, loss
         self.step.decide(state)
         if state.active():
             decided = state.loss, state.statistics
-            if term in self._warmed_up and term not in self._graphs:
+            if penalty in self._warmed_up and penalty not in self._graphs:
                 # it is captured now, and differentiates a q that was captured just before it
                 self._graphs.pop(q, None)
                 self._run(q, self._tangents, batch)
-            self._run(term, self._term, batch)
+            self._run(penalty, self._penalty, batch)
             state.loss, state.statistics = decided  # q may have been computed again, as this rank has it
 
     def _prefetch(self) -> None:
@@ -305,7 +305,7 @@ class Graphed:
         else:
             self._warmed_up |= {self._key("loss", shape), self._key("q", shape, block)}
             if state.active():
-                self._warmed_up.add(self._key("term", shape, block))
+                self._warmed_up.add(self._key("penalty", shape, block))
         return loss
 
     def _can_draw(self, before: RandomState) -> bool:

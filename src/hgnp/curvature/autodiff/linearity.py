@@ -132,8 +132,8 @@ class Linearity(Forward):
 
 def described(reasons: Reasons, curvature: str) -> dict[str, str]:
     """What q is for each block: exact (Gauss–Newton and Hessian agree), or which of the two and what sets them apart."""
-    term = {"ggn": "ggn, differs from the Hessian by", "hessian": "hessian, differs from Gauss–Newton by"}[curvature]
-    return {name: "exact" if why is None else f"{term}: {why}" for name, why in sorted(reasons.items())}
+    start = {"ggn": "ggn, differs from the Hessian by", "hessian": "hessian, differs from Gauss–Newton by"}[curvature]
+    return {name: "exact" if why is None else f"{start}: {why}" for name, why in sorted(reasons.items())}
 
 
 def _sum(parts: list[Reasons]) -> Reasons:

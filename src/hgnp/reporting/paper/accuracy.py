@@ -79,7 +79,7 @@ def ablation_groups(results: PaperResults) -> list[PaperGroup]:
     for full in results.of(experiment, "hgnp"):
         alike = [
             group
-            for variant in ("no training term", "no scoring term")
+            for variant in ("no training penalty", "no scoring penalty")
             for group in results.of(experiment, variant)
             if (group.penalty, group.schedule) == (full.penalty, full.schedule)
         ]
@@ -90,7 +90,7 @@ def ablation_groups(results: PaperResults) -> list[PaperGroup]:
 
 def ablation_rows(results: PaperResults) -> Iterator[PaperRow]:
     groups = ablation_groups(results)
-    for variant in ("no training term", "no scoring term"):
+    for variant in ("no training penalty", "no scoring penalty"):
         what = f"full HGNP ahead of HGNP with {variant}"
         claim = Claim(
             "ablation", "text on Figure 5", EXPERIMENTS[0], what, "%", ABLATION_KEPT, f"κ < {ABLATION_KEPT:g} %"

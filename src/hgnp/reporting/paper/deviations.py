@@ -72,13 +72,13 @@ def deviations(experiment: PaperExperiment, runs: Sequence[Run]) -> tuple[Deviat
 
 
 def variant(run: Run) -> str:
-    """ "hgnp", one of its ablations "no training term" and "no scoring term", or another method's name."""
+    """ "hgnp", one of its ablations "no training penalty" and "no scoring penalty", or another method's name."""
     if run.method != "hgnp":
         return run.method
     training, scoring = _weights(run)
     if training == 0 and scoring == 0:
         return "hgnp with μ = 0"
-    return "no training term" if training == 0 else "no scoring term" if scoring == 0 else "hgnp"
+    return "no training penalty" if training == 0 else "no scoring penalty" if scoring == 0 else "hgnp"
 
 
 def penalty(run: Run) -> str:
@@ -185,7 +185,7 @@ def _schedule(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) 
         if (
             ours == paper
             or (key in PENALTY_FIELDS and not _has_penalty(run))
-            or (key == "mu" and variant(run) == "no training term")
+            or (key == "mu" and variant(run) == "no training penalty")
         ):
             continue
         label = LABELS.get(key, key.replace("_", " "))

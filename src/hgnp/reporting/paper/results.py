@@ -20,9 +20,9 @@ from hgnp.reporting.paper import deviations as deviate
 from hgnp.reporting.paper.deviations import Deviation
 from hgnp.reporting.paper.reported import EXPERIMENTS, PaperExperiment
 
-VARIANTS = ("hgnp", "taylor", "no training term", "no scoring term", "hybrid")
-NAMES = {"hgnp": "HGNP", "taylor": "Taylor", "no training term": "HGNP with the penalty in scores only",
-         "no scoring term": "HGNP with the penalty in training only", "hybrid": "Hybrid, switching in training"}  # fmt: skip
+VARIANTS = ("hgnp", "taylor", "no training penalty", "no scoring penalty", "hybrid")
+NAMES = {"hgnp": "HGNP", "taylor": "Taylor", "no training penalty": "HGNP with the penalty in scores only",
+         "no scoring penalty": "HGNP with the penalty in training only", "hybrid": "Hybrid, switching in training"}  # fmt: skip
 NEAR = 0.005
 """Values of κ within half a point count as equal."""
 
