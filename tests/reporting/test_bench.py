@@ -262,12 +262,12 @@ def test_batch_sizes_default_to_the_papers() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batches": [0]}, "batches must be whole numbers ≥ 1, got [0]"),
+        ({"batches": [0]}, "batches must be integers ≥ 1, got [0]"),
         (
             {"variants": ["fast"]},
             "variants must be among eager, no_tf32, channels_last, compile, bf16, fp16, onnx, got 'fast'",
         ),
-        ({"repeats": 0}, "repeats must be a whole number ≥ 1, got 0"),
+        ({"repeats": 0}, "repeats must be an integer ≥ 1, got 0"),
         ({"device": "gpu"}, "on this machine, got 'gpu'"),
         ({"device": ["cpu", "meta"]}, "on this machine, got 'meta'"),
     ],

@@ -136,7 +136,7 @@ def bench_networks(
     devices = list(dict.fromkeys(devices))
     places = [(d, _batches(batches, d), _variants(variants, d)) for d in devices]
     if not isinstance(repeats, int) or repeats < 1:
-        raise InputError(f"repeats must be a whole number ≥ 1, got {repeats!r}")
+        raise InputError(f"repeats must be an integer ≥ 1, got {repeats!r}")
     samples = tuple(sample) if isinstance(sample, tuple | list) else (sample,)
     if not samples or not all(isinstance(each, Tensor) for each in samples):
         raise InputError(f"sample must be a tensor without a batch dimension, or a tuple of tensors, got {sample!r}")
@@ -331,7 +331,7 @@ def _device(given: Device) -> torch.device:
 def _batches(given: int | Sequence[int] | None, device: torch.device) -> list[int]:
     sizes = [BATCHES[device.type]] if given is None else [given] if isinstance(given, int) else list(given)
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise InputError(f"batches must be whole numbers ≥ 1, got {given!r}")
+        raise InputError(f"batches must be integers ≥ 1, got {given!r}")
     return list(dict.fromkeys(sizes))
 
 
