@@ -66,7 +66,8 @@ def sensitivity(
 ) -> Scores:
     """Importance scores: how much the loss changes when a neuron's output is attenuated (equation 6).
 
-    A gate γ_j = 1 multiplies the output of neuron j wherever it is read. δ_i is the derivative of the loss of sample i by it.
+    A gate γ_j = 1 multiplies the output of neuron j wherever it is read. δ_i is the derivative of the loss of sample i
+    with respect to it.
 
     >>> import torch, hgnp
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
@@ -88,7 +89,7 @@ def sensitivity(
             "geometric_median" and "random" depend on weights alone.
         output: Picks the logits from what the network returns. With `flatness`, its output is used instead.
         mu: μ in the scores. None: that of `flatness`.
-        coupling: "coupled", or "paper", which gives each of the layers that are added together a gate of its own.
+        coupling: "coupled", or "paper", which gives each of the layers that are added together separate gates.
         group: The process group of data-parallel training, whose ranks have different batches: the scores are means over the
             samples of all. With `flatness`, its group is used instead. Running statistics of norms are averaged over the ranks.
 
@@ -210,7 +211,7 @@ def _means(
     gates, before = gates.to(x.device), RandomState(*step.net.parameters())
     per_sample = _samples_come_first(step, gates, inputs, x)
     mu = state.mu if mu is None else mu
-    if not before.is_now() or (mu and step.choices.fisher_type == "mc"):
+    if not before.unchanged() or (mu and step.choices.fisher_type == "mc"):
         capture = None  # a graph would draw the same at every replay
     state = dataclasses.replace(state)  # n and w of the batches that are scored
     work = partial(_sum, step, state, gates, mu, signed, per_sample)
@@ -265,8 +266,8 @@ def _sum(
 
 
 class _Sums:
-    """The `work` above on batch after batch. With `capture`, batches of a shape that was met before come from graphs: with the
-    flatness penalty one graph finds v, and one for each block that v was in does the rest."""
+    """Calls `work` (`_sum` above) for each batch. With `capture`, batches of a known shape are replayed from CUDA graphs: with
+    the flatness penalty one graph finds v, and one per block that v was in does the rest."""
 
     def __init__(
         self,

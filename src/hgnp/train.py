@@ -16,7 +16,7 @@ from hgnp.curvature.autodiff.forward import Output, check_gradients
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.validation import check_functions
 from hgnp.errors import InputError, InputTypeError, first_line
-from hgnp.execution.process_group import device_of_rank, failures_announced, join_ranks, made_group
+from hgnp.execution.process_group import created_group, device_of_rank, failures_announced, join_ranks
 from hgnp.io import runs
 from hgnp.io.atomic import read_json
 from hgnp.io.weights import changes_to_fit, read_saved
@@ -98,16 +98,16 @@ def prune(
             `step`, `net`, `optimizer`, `neurons`, `flatness` and `history`.
         on_epoch: on_epoch(state) is called after every epoch, with the epoch's `row` of the history too; returning True stops
             the run.
-        accumulate: Batches per step of the optimizer. Its gradient is their mean, weighted by samples (labels that count, class
-            weights), as of one large batch; each batch has its own batch-norm statistics and penalty. The last step of an epoch
-            takes the batches that are left.
+        accumulate: Batches per step of the optimizer. Its gradient is their mean, weighted by samples (or by labels that are
+            not ignored, or class weights), as for one large batch; each batch has its own batch-norm statistics and penalty.
+            The last step of an epoch takes the batches that are left.
         verbose: Show progress on stderr: a bar on a terminal, one line per epoch elsewhere.
 
     Returns:
         The pruned network, its history with one row per epoch, and measurements before and after pruning.
 
     In a process group of torch.distributed, and under torchrun, the ranks train one network together (docs/distributed.md):
-    each gets a part of every batch, and rank 0 writes and shows progress. DistributedDataParallel is taken off.
+    each gets a part of every batch, and rank 0 writes and shows progress. DistributedDataParallel is unwrapped.
 
     Raises:
         HgnpError: Arguments that do not fit together (also a ValueError or TypeError), a loss that is no longer finite
@@ -131,7 +131,7 @@ def prune(
             raise InputError(f"{name} must be a torch {name} or a function that returns one, got {given!r}")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise InputError(
-            f"accumulate must be a whole number ≥ 1, the batches per step of the optimizer, got {accumulate!r}"
+            f"accumulate must be an integer ≥ 1, the batches per step of the optimizer, got {accumulate!r}"
         )
     check_gradients()
     device = own_device(net, device)
@@ -161,7 +161,7 @@ def prune(
         stored = contents["checkpoint"]
         if recipe.seed is not None:
             rng_state.seed(recipe.seed)
-        home = next(net.parameters()).device
+        original_device = next(net.parameters()).device
         if device is not None:
             _move((net, *also), device)
         place = next(net.parameters()).device
@@ -181,7 +181,7 @@ def prune(
         except BaseException:
             loop.undo_prepare()
             if device is not None:
-                _move((net, *also), home)
+                _move((net, *also), original_device)
             raise
         try:
             with preserve_modes(net):
@@ -254,8 +254,8 @@ def load_finished(
 
 
 def own_device(net: nn.Module, device: str | torch.device | None) -> torch.device | None:
-    """The device to move to, None for none. Of several ranks each has a GPU of its own."""
-    if device is None and made_group() and any(p.is_cuda for p in net.parameters()):
+    """The device to move to, None for none. Each of several ranks has its own GPU."""
+    if device is None and created_group() and any(p.is_cuda for p in net.parameters()):
         device = "cuda"
     return None if device is None else device_of_rank(as_device(device))
 

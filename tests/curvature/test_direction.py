@@ -307,7 +307,7 @@ def test_v_is_kept_between_refreshes() -> None:
     assert steps == [3, 6]  # renewed in the third step for the fourth, and so on
     with pytest.raises(ValueError, match="refresh_every must be 1 with direction_from='this_batch'"):
         Flatness(net, direction_from="this_batch", refresh_every=2)
-    with pytest.raises(ValueError, match="refresh_every must be a whole number ≥ 1, got 0"):
+    with pytest.raises(ValueError, match="refresh_every must be an integer ≥ 1, got 0"):
         Flatness(net, refresh_every=0)
 
 

@@ -283,7 +283,7 @@ def test_a_layer_on_rows_that_do_not_fit_the_batch_has_no_part_in_v(first):
     torch.manual_seed(0)
     flat = Flatness(RaggedProposals(first).double(), bound=-1.0, refresh_every=1)
     x, y = torch.randn(2, 3, 4, dtype=torch.float64), torch.tensor([0, 1, 0])
-    warned = pytest.warns(UserWarning, match="layer 'proposals' is called on a number of rows that is no multiple")
+    warned = pytest.warns(UserWarning, match="layer 'proposals' is called on a number of rows that is not a multiple")
     refused = pytest.raises(ValueError, match="a multiple of the batch's 2 samples, got 3 rows in 'proposals'")
     with warned, contextlib.nullcontext() if first else refused:
         flat.backward(x, y)

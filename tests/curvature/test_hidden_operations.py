@@ -180,7 +180,7 @@ def test_a_hidden_operation_is_named_and_its_block_takes_the_hessian(
     assert flat.routes["0"] == "hessian, as Gauss–Newton cannot follow TimesBackward"
     last = find_blocks(net)[-1].name
     assert not flat.routes[last].startswith("hessian")
-    at(flat, last).backward(x, y)  # nothing is behind it
+    at(flat, last).backward(x, y)  # nothing is after it
 
 
 def test_scripted_code_is_noticed_too() -> None:

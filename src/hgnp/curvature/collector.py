@@ -59,7 +59,7 @@ class FactorCollector:
         self.gamma: dict[str, GammaMoments] = {}
         self.calls: dict[str, list[tuple[dict[str, Any], Tensor]]] = {}
         self.left_out: dict[str, int] = {}
-        """Blocks that were called on a number of rows that is no multiple of the samples, and these numbers."""
+        """Blocks that were called on a number of rows that is not a multiple of the samples, and these numbers."""
         self.when_complete: Callable[[], None] | None = None
         """Called once a backward pass has reached all calls."""
         self._anchor: Tensor | None = None
@@ -77,8 +77,8 @@ class FactorCollector:
         if a.shape[0] % self.samples:
             self.left_out[block.name] = a.shape[0]
             warnings.warn(
-                f"layer {block.name!r} is called on a number of rows that is no multiple of the batch's samples, as a layer on "
-                "proposals may be; such batches give it no part in v",
+                f"layer {block.name!r} is called on a number of rows that is not a multiple of the batch's samples, as a layer "
+                "on proposals may be; such batches leave it out of v",
                 stacklevel=2,
             )
             return out

@@ -35,7 +35,7 @@ def capturing() -> bool:
 
 
 def upcast(x: Tensor) -> Tensor:
-    """Half precision as float32, in which it is summed."""
+    """Half precision converted to float32, for sums."""
     return x.float() if x.dtype in HALF else x
 
 
@@ -150,9 +150,9 @@ STREAM_FAMILIES: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
 
 
 def side_streams_of(main: torch.cuda.Stream) -> list[torch.cuda.Stream]:
-    """The side streams of the stream that captures, or of one of its side streams. Each thread captures on a stream of its own,
-    and captures must not share streams. A thread's identity would not tell: autograd runs backward passes in threads of its
-    own, which all captures on a device share."""
+    """The side streams of the stream that captures, or of one of its side streams. Each thread captures on its own
+    stream, and captures must not share streams. The thread's identity would not do: autograd runs backward passes in its own
+    threads, which all captures on a device share."""
     key = main.device.index, main.cuda_stream
     if key not in STREAM_FAMILIES:
         streams = [torch.cuda.Stream(main.device) for _ in range(STREAMS + 1)]

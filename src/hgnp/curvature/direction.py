@@ -288,9 +288,9 @@ class Direction:
         finite: Tensor,
         reducer: Reducer,
     ) -> None:
-        """The blocks' pairs, and the block with the largest score, which rank 0 chooses for all. An overflow of half
-        precision is no curvature: where no score of a block is finite its group stays, and where none is at all so does the
-        block."""
+        """The blocks' pairs, and the block with the largest score, which rank 0 chooses for all. Scores that overflow half
+        precision are ignored: a block without a finite score keeps its group, and if no score is finite at all, the block
+        stays."""
         scores = torch.where(finite, scores, -1.0)
         zero = torch.zeros((), dtype=torch.long, device=scores.device)
         groups, best = [zero] * len(blocks), scores

@@ -133,7 +133,7 @@ class Capture:
 
     def forget(self) -> None:
         """Once its graphs are gone."""
-        self._pool = None  # it goes with its last graph
+        self._pool = None  # it is freed with its last graph
         self._kept.clear()
 
 
@@ -167,14 +167,14 @@ def fingerprint(*parts: Any) -> tuple[Any, ...]:
 
 
 def copied_batch(batch: T, net: nn.Module, *, copy: bool = True) -> T:
-    """A copy of a batch, pictures in channels_last if the network's convolutions are. Without `copy`,
-    what is so already is the batch's own."""
+    """A copy of a batch, images in channels_last if the network's convolutions are. Without `copy`,
+    tensors that have the right format are not copied."""
     weights = [module.weight for module in net.modules() if isinstance(module, nn.Conv2d)]
     last = any(not w.is_contiguous() and w.is_contiguous(memory_format=torch.channels_last) for w in weights)
 
     def place(leaf: Tensor) -> Tensor:
-        picture = last and leaf.dim() == 4 and leaf.is_floating_point()
-        form = torch.channels_last if picture else torch.contiguous_format
+        image = last and leaf.dim() == 4 and leaf.is_floating_point()
+        form = torch.channels_last if image else torch.contiguous_format
         return leaf.clone(memory_format=form) if copy else leaf.contiguous(memory_format=form)
 
     return tree_map(place, batch)

@@ -268,7 +268,7 @@ def _seeds(given: Any, where: str) -> tuple[int, ...]:
         return tuple(range(given))
     fits = isinstance(given, list) and given and all(type(seed) is int and 0 <= seed < 2**32 for seed in given)
     if not fits or len(set(given)) < len(given):
-        kind = "a list of different whole numbers from 0 to 4294967295"
+        kind = "a list of different integers from 0 to 4294967295"
         also = "" if where.startswith("--") else f", or how many from 1 to {MAX_RUNS}"
         shown = ",".join(map(str, given)) if also == "" else given
         raise InputError(f"{where} must be {kind}{also}, got {shown!r}")

@@ -125,7 +125,7 @@ def find_gates(
     training_losses: bool = False,
     now: Graph | None = None,
 ) -> Gates:
-    """The gates of the neurons in `layer_slots`; with `per_branch`, layers that are added together have gates of their own.
+    """The gates of the neurons in `layer_slots`; with `per_branch`, layers that are added together have separate gates.
     With `training_losses`, gates are for training mode with norms and dropout in evaluation mode. `now` is the traced forward
     pass of the network as it is, if neurons were removed from it."""
     roots = torch.where(structure.frozen, FROZEN, structure.roots)

@@ -211,7 +211,7 @@ def as_values(scores: Scores, alive: Mapping[str, int]) -> dict[str, list[float]
 def as_count(n: int) -> int:
     """The number of neurons to select, validated."""
     if isinstance(n, bool) or not hasattr(n, "__index__") or operator.index(n) < 0:
-        raise InputError(f"n must be a whole number ≥ 0, got {n!r}")
+        raise InputError(f"n must be an integer ≥ 0, got {n!r}")
     return operator.index(n)
 
 
@@ -220,9 +220,9 @@ def as_positions(layer: str, positions: Sequence[int], alive: int) -> Tensor:
     try:
         chosen = torch.as_tensor(list(positions))
     except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"selection[{layer!r}] must be a list of whole numbers, got {positions!r}") from None
+        raise InputError(f"selection[{layer!r}] must be a list of integers, got {positions!r}") from None
     if chosen.dim() != 1 or (len(chosen) and (chosen.is_floating_point() or chosen.dtype == torch.bool)):
-        raise InputError(f"selection[{layer!r}] must be a list of whole numbers, got {positions!r}")
+        raise InputError(f"selection[{layer!r}] must be a list of integers, got {positions!r}")
     chosen = chosen.long().cpu()
     wrong = chosen[(chosen < 0) | (chosen >= alive)]
     if len(wrong):

@@ -41,7 +41,7 @@ BatchOutput = tuple[Any, Any, int]
 
 
 class Evaluation:
-    """Computes (loss, metric) of a network over batches; each is None if no label counts.
+    """Computes (loss, metric) of a network over batches; each is None if every label is ignored.
 
     The loss is that of the whole set as one batch, Σ total / Σ `normaliser`. A loss that hgnp does not know is weighted by
     `mean_and_normaliser`. A batch whose loss is NaN although its outputs are finite counts as one without labels: it is left

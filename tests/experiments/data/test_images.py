@@ -204,7 +204,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     ):
         flowers102(home, batch=2)
     (home / "setid.mat").write_bytes((home / "setid.mat").read_bytes()[:150])
-    with pytest.raises(ValueError, match=r"setid.mat must hold whole numbers named 'trnid', but cannot be read"):
+    with pytest.raises(ValueError, match=r"setid.mat must hold integers named 'trnid', but cannot be read"):
         flowers102(home, batch=2)
     (home / "imagelabels.mat").unlink()
     with pytest.raises(
@@ -214,9 +214,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         flowers102(home, batch=2)
     home = cub(tmp_path / "cub")
     (home / "image_class_labels.txt").write_text("1 1\n2 x\n")
-    with pytest.raises(
-        ValueError, match=r"image_class_labels.txt: the value of image 2 must be a whole number, got 'x'"
-    ):
+    with pytest.raises(ValueError, match=r"image_class_labels.txt: the value of image 2 must be an integer, got 'x'"):
         cub200(home, batch=2)
     (home / "images.txt").write_text("1 a.jpg\nb.jpg\n")
     with pytest.raises(ValueError, match=r"images.txt: line 2 must be .*, got 'b.jpg'"):
@@ -307,5 +305,5 @@ def test_progress_is_for_terminals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("field", ["side", "batch", "memory", "workers"])
 def test_image_folder_refuses_options_below_1(field: str, tmp_path: Path) -> None:
     options = {"batch": 2} | {field: 0}
-    with pytest.raises(ValueError, match=rf"^{field} must be a whole number ≥ 1, got 0$"):
+    with pytest.raises(ValueError, match=rf"^{field} must be an integer ≥ 1, got 0$"):
         image_folder(folders(tmp_path / "set"), **options)  # type: ignore[arg-type]

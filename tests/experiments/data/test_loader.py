@@ -147,12 +147,12 @@ def test_a_limit_is_even_over_classes_and_always_the_same() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: make(batch=0), "batch must be a whole number ≥ 1, got 0"),
-        (lambda: make(batch=2.0), "batch must be a whole number ≥ 1, got 2.0"),
-        (lambda: make(crop=-1), "crop must be a whole number ≥ 0, got -1"),
-        (lambda: make(cutout=1.5), "cutout must be a whole number ≥ 0, got 1.5"),
+        (lambda: make(batch=0), "batch must be an integer ≥ 1, got 0"),
+        (lambda: make(batch=2.0), "batch must be an integer ≥ 1, got 2.0"),
+        (lambda: make(crop=-1), "crop must be an integer ≥ 0, got -1"),
+        (lambda: make(cutout=1.5), "cutout must be an integer ≥ 0, got 1.5"),
         (lambda: make(3, drop_last=True), "batch must leave at least one batch of 3 samples, got 4"),
-        (lambda: subset_indices(torch.arange(5), 6), "limit must be None or a whole number from 1 to 5, got 6"),
+        (lambda: subset_indices(torch.arange(5), 6), "limit must be None or an integer from 1 to 5, got 6"),
         (lambda: as_device("gpu"), "device must be one that PyTorch can use here, got gpu"),
     ],
 )  # fmt: skip

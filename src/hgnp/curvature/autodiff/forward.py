@@ -31,7 +31,7 @@ from hgnp.reducer import LOCAL, Reducer
 
 Output = Callable[[Any], Any]
 """Picks what the loss takes from what the network returns."""
-# the same norms by names beneath torch.nn.functional, where fused third derivatives would slip in unseen
+# the same norms by their names below torch.nn.functional, whose fused third derivatives are wrong
 _HIDDEN_NORMS = frozenset(
     """batch_norm layer_norm instance_norm native_batch_norm native_layer_norm _native_batch_norm_legit
     cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index""".split()  # noqa: SIM905
@@ -42,7 +42,7 @@ _CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "group
 
 
 class UnsupportedOperationError(InputError):
-    """An operation that the chosen route cannot carry."""
+    """An operation that the chosen route does not support."""
 
 
 class Watch(Protocol):
@@ -52,7 +52,9 @@ class Watch(Protocol):
 
 def check_gradients() -> None:
     if not torch.is_grad_enabled():
-        raise InputError("gradients must be enabled, got torch.no_grad() or the like; call it outside of that")
+        raise InputError(
+            "gradients must be enabled, got torch.no_grad() or torch.inference_mode(); call it outside of these"
+        )
 
 
 def layer_options(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -87,10 +89,10 @@ class Forward(TorchFunctionMode):
         self.tape = tape
         self.reducer = reducer
         self._drawn = before
-        """The random state that the last mask left, at first the one before the pass."""
+        """The random state after the last mask; at first, that before the pass."""
         self._others_drew = False
-        self.unfit: UnsupportedOperationError | None = None
-        """What the pass met that cannot be carried; the network's own code may have caught it."""
+        self.unsupported: UnsupportedOperationError | None = None
+        """The first operation without support, as an error; the network's own code may have caught it."""
 
     def __torch_function__(
         self, func: Func, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -98,7 +100,7 @@ class Forward(TorchFunctionMode):
         try:
             return self._call(func, args, kwargs or {})
         except UnsupportedOperationError as error:
-            self.unfit = self.unfit or error
+            self.unsupported = self.unsupported or error
             raise
 
     def _call(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -113,10 +115,10 @@ class Forward(TorchFunctionMode):
         return self._operation(func, args, kwargs)
 
     def _mask(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Which entries dropout keeps. It is drawn on ones of the same type and layout, which takes as much of the random
-        stream, in the same order."""
+        """Which entries dropout keeps. It is drawn on ones of the same type and layout, which draws as many
+        random numbers, in the same order."""
         if self._drawn is not None and not capturing():
-            self._others_drew |= not self._drawn.is_now()
+            self._others_drew |= not self._drawn.unchanged()
         kept: Tensor = func(torch.ones_like(args[0], requires_grad=False), *args[1:], **kwargs) != 0
         self._drawn = None if capturing() else RandomState(args[0])
         return kept
@@ -124,7 +126,7 @@ class Forward(TorchFunctionMode):
     def drew_only_masks(self) -> bool:
         """Whether nothing but dropout masks was drawn since `before`."""
         assert self._drawn is not None
-        return not self._others_drew and self._drawn.is_now()
+        return not self._others_drew and self._drawn.unchanged()
 
     def _operation(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.tape is None:

@@ -1,7 +1,7 @@
 """Passes through the network: C alone, or C with q along v.
 
 q = vᵀHv is Gauss–Newton's, by tangents that the forward pass carries, or the full Hessian's, by two reverse passes. In the
-paper's order v is known only after C has gone forward and back: q then reuses the operations of that pass from its tape.
+paper's order v is known only after the forward and backward pass of C: q then reuses the operations of that pass from its tape.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class Pass:
 
 
 class Passes:
-    """The passes of one network. It keeps what it has learnt of the network's operations, nothing of a batch."""
+    """The passes of one network. It caches properties of the network's operations, and nothing of a batch."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Passes:
         output = self.run(inputs, mode)
         loss = self._loss(output, target, weight)
         if random is not None:
-            self.draws, self.can_replay_tape = not random.is_now(), mode.drew_only_masks()
+            self.draws, self.can_replay_tape = not random.unchanged(), mode.drew_only_masks()
             if self.draws and self.can_replay_tape:
                 self.can_replay_tape = all(
                     tape.calls_after(block.parameters.values()) is not None for block in self._blocks()
@@ -150,7 +150,7 @@ class Passes:
         primal: Pass, make_mode: Callable[[], GaussNewton | Hessian], parameters: list[Tensor]
     ) -> tuple[GaussNewton | Hessian, Any] | None:
         """A pass along v from the tape of a pass without: its mode and output. Tangents are carried beside the values that are
-        there; where that cannot be, and for the Hessian, the operations behind the parameters run again. None where that cannot
+        there; where that cannot be, and for the Hessian, the operations after the parameters run again. None where that cannot
         be either."""
         if primal.tape is None:
             return None
@@ -185,14 +185,14 @@ class Passes:
                 within or contextlib.nullcontext(),
             ):
                 output = run(self.net, inputs, output=self.output, buffers=buffers)
-            if mode is not None and mode.unfit is not None:
-                raise mode.unfit  # the network's own code has caught it and taken another path
+            if mode is not None and mode.unsupported is not None:
+                raise mode.unsupported  # the network's own code has caught it and taken another path
             return output
         except UnsupportedOperationError as error:
             raise InputError(f"layer {module_that_raised(self.net, error)!r}: {error}") from error
         finally:
             if mode is not None:
-                mode.unfit = None  # they would hold each other
+                mode.unsupported = None  # they would hold each other
 
     def _loss(self, output: Any, target: Any, weight: Weight) -> Tensor:
         return weighted(self.loss(output, target), weight)
@@ -222,21 +222,21 @@ class Passes:
 
     def _check_hidden(self, output: Any, hidden: dict[str, str]) -> None:
         """That hidden operations have a second derivative, which the Hessian along these blocks takes."""
-        squares = [x.square().sum() for x in tensors_in(output) if x.requires_grad]  # whose derivative is no constant
+        squares = [x.square().sum() for x in tensors_in(output) if x.requires_grad]  # whose derivative is not constant
         for block in [block for block in find_blocks(self.net) if block.name in hidden]:
             parameters = [p for p in (block.weight, block.bias) if p is not None and p.requires_grad]
             with without_tensor_hooks(parameters):
                 gradients = torch.autograd.grad(squares, parameters, create_graph=True, allow_unused=True)
             if lacks_second_derivative(gradients):
                 raise InputError(
-                    f"layer {block.name!r}: {hidden[block.name]} behind it must have a second derivative, got an "
+                    f"layer {block.name!r}: {hidden[block.name]} after it must have a second derivative, got an "
                     "autograd.Function marked @once_differentiable; write its backward in differentiable operations, or set "
                     "mu=0"
                 )
 
     def _carries(self, block: Block | WholeNetwork) -> bool:
         """Whether q along the block is Gauss–Newton's. Where that was asked for and an operation hides the block's tangent, it
-        is the Hessian's: v may come to such a block late in a run, and to refuse it then would cost the run's work."""
+        is the Hessian's: v may move to such a block late in a run, and an error would then lose the run's work."""
         hidden = self._hidden.get(self.net.training, {}).get(block.name)
         if self._over_network and hidden is not None:
             raise InputError(
@@ -246,7 +246,7 @@ class Passes:
         if self._gauss_newton and hidden is not None and (block.name, hidden) not in self._warned:
             self._warned.add((block.name, hidden))
             warnings.warn(
-                f"layer {block.name!r}: Gauss–Newton cannot follow {hidden} behind it (a custom autograd.Function or scripted "
+                f"layer {block.name!r}: Gauss–Newton cannot follow {hidden} after it (a custom autograd.Function or scripted "
                 "code), so its curvature is the Hessian's; curvature='hessian' takes that for all layers",
                 stacklevel=2,
             )
@@ -254,7 +254,7 @@ class Passes:
 
     @property
     def routes(self) -> dict[str, str]:
-        """What q is for each block, in the network's present mode: exact (Gauss–Newton and Hessian agree), or which of the two
+        """What q is for each block, in the network's current mode: exact (Gauss–Newton and Hessian agree), or which of the two
         and why they differ."""
         mode = self.net.training
         routes = described(self._reasons.get(mode, {}), "ggn" if self._gauss_newton else "hessian")
