@@ -1,7 +1,6 @@
 """`prune`: train, prune during training and fine-tune in one call. The loop itself is `training/loop.py`."""
 
 import contextlib
-import inspect
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,8 +57,6 @@ def prune(
     on_epoch: Callback | None = None,
     accumulate: int = 1,
     verbose: bool = True,
-    _progress: Progress | None = None,
-    _about: dict[str, Any] | None = None,
 ) -> Result:
     """Train `net` and prune it in place by `recipe`: Algorithm 2 of the paper.
 
@@ -113,6 +110,37 @@ def prune(
         HgnpError: Arguments that do not fit together (also a ValueError or TypeError), a loss that is no longer finite
             (`DivergedError`), or another rank that failed (`RankError`).
     """
+    return prune_and_report(
+        net, train, val, progress=_default_progress(verbose=verbose), recipe=recipe, loss=loss, metric=metric,
+        optimizer=optimizer, scheduler=scheduler, unpack=unpack, output=output, protect=protect, also=also, device=device,
+        out=out, resume=resume, on_step=on_step, on_epoch=on_epoch, accumulate=accumulate,
+    )  # fmt: skip
+
+
+def prune_and_report(
+    net: nn.Module,
+    train: Iterable[Any],
+    val: Iterable[Any] | None = None,
+    *,
+    progress: Progress,
+    about: Mapping[str, Any] | None = None,
+    recipe: Recipe,
+    loss: Loss = F.cross_entropy,
+    metric: Metric | None = None,
+    optimizer: OptimizerOrFactory | None = None,
+    scheduler: Any = None,
+    unpack: Unpack | None = None,
+    output: Output | None = None,
+    protect: Iterable[str] = (),
+    also: Iterable[nn.Module] = (),
+    device: str | torch.device | None = None,
+    out: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    on_step: Callback | None = None,
+    on_epoch: Callback | None = None,
+    accumulate: int = 1,
+) -> Result:
+    """`prune`, reporting to `progress`. `about`: further entries of run.json, such as the name of a preset."""
     if not isinstance(net, nn.Module):
         raise InputTypeError(f"net must be an nn.Module, got {type(net).__name__}")
     net, reducer = join_ranks(net)
@@ -168,11 +196,10 @@ def prune(
         loader_batches = reducer.ranks if stored is None else stored["setup"].get("batches per global batch", 1)
         batches = Batches(train, "train", unpack, place, reducer, loader_batches)
         val_batches = None if val is None else Batches(val, "val", unpack, place, reducer, loader_batches)
-        progress = _progress or _default_progress(verbose=verbose)
         if reducer.rank:
             progress = SilentProgress()
         task = Task(batches, val_batches, loss, metric, output, accumulate, reducer=reducer)
-        loop = TrainingLoop(net, task, recipe, folder, progress, _about or {})
+        loop = TrainingLoop(net, task, recipe, folder, progress, dict(about or {}))
         initial = None
         try:
             if recipe.snapshots:
@@ -189,12 +216,6 @@ def prune(
                 return loop.finish(() if initial is None else finetune_snapshots(loop, initial))
         finally:
             loop.progress.stop()
-
-
-# help() shows the public arguments; the command gives the other two.
-prune.__signature__ = (_signature := inspect.signature(prune)).replace(  # type: ignore[attr-defined]
-    parameters=[each for each in _signature.parameters.values() if not each.name.startswith("_")]
-)
 
 
 def _move(networks: Iterable[nn.Module], device: str | torch.device) -> None:

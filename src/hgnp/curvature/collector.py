@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hgnp.curvature.autodiff.forward import autocast_off
+from hgnp.curvature.choices import KfacApprox
 from hgnp.curvature.device import HALF, SideStreams, constant, upcast, upcast_bmm
 from hgnp.curvature.factors import Block, Dense, Factor, Patches, Rows
 
@@ -47,7 +48,7 @@ class FactorCollector:
         samples: int,
         *,
         total: float | None = None,
-        kfac_approx: str,
+        kfac_approx: KfacApprox,
         scale_invariant: bool,
         keep: bool,
     ) -> None:
@@ -175,7 +176,7 @@ class FactorCollector:
 class PsiMoments:
     """Ψ of one block from the inputs of its calls."""
 
-    def __init__(self, block: Block, samples: int, total: float, kfac_approx: str) -> None:
+    def __init__(self, block: Block, samples: int, total: float, kfac_approx: KfacApprox) -> None:
         self.block, self.samples, self.total, self.reduce = block, samples, total, kfac_approx == "reduce"
         self.inputs: list[Tensor] = []
         self.options: list[dict[str, Any]] = []
@@ -224,7 +225,7 @@ class PsiMoments:
 class GammaMoments:
     """Γ of one block from the loss's derivatives at the outputs of its calls; none of them is held."""
 
-    def __init__(self, block: Block, samples: int, total: float, kfac_approx: str, scale: Tensor | None) -> None:
+    def __init__(self, block: Block, samples: int, total: float, kfac_approx: KfacApprox, scale: Tensor | None) -> None:
         self.block, self.samples, self.total, self.reduce = block, samples, total, kfac_approx == "reduce"
         self.scale = scale  # filter norms, in the scale-invariant metric
         self.restart()

@@ -126,7 +126,7 @@ class Graph:
     module_inputs: list[tuple[str, int]] = field(default_factory=list)
     """(module name, its first tensor input) for each module call, in order."""
     left_out: tuple[int, ...] = ()
-    """Tensors that the network returns and that do not count as outputs."""
+    """Tensors that the network returns but `Neurons(outputs=…)` leaves out."""
     read_values: dict[str, ReadValue] = field(default_factory=dict)
     """Tensors whose values the network's code reads: by name, if they are parameters or buffers."""
     written: dict[str, dict[str, Any]] = field(default_factory=dict)

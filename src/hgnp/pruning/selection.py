@@ -40,6 +40,11 @@ class Selection(dict[str, list[int]]):
     ([1, 2], 2, 5)
     >>> selection
     Selection(2 of 5 requested neurons; 0: 2)
+
+    Attributes:
+        requested: How many neurons were requested; `taken` may be fewer.
+        version: The version of the `Neurons` that the positions refer to.
+        coupling: "coupled" or "paper", as in `Neurons.least`.
     """
 
     def __init__(
@@ -47,9 +52,7 @@ class Selection(dict[str, list[int]]):
     ) -> None:
         super().__init__({layer: sorted(chosen) for layer, chosen in positions.items() if len(chosen)})
         self.requested = requested
-        """How many neurons were requested."""
         self.version = version
-        """The version of the `Neurons` that the positions refer to."""
         self.coupling = coupling
 
     @property

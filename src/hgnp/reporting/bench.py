@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hgnp.errors import InputError, brief
 from hgnp.io.atomic import write_csv
 from hgnp.pruning import Neurons
-from hgnp.reporting.variants import DEFAULTS, VARIANTS, PreparedNetwork, compile_limits, prepare
+from hgnp.reporting.variants import DEFAULTS, VARIANTS, PreparedNetwork, Variant, compile_limits, prepare
 from hgnp.timing import time_interleaved
 
 BATCHES = {"cpu": 128, "cuda": 2000}
@@ -94,7 +94,7 @@ def bench(
     *,
     batches: int | Sequence[int] | None = None,
     device: Device | Sequence[Device] = "cpu",
-    variants: Sequence[str] | None = None,
+    variants: Sequence[Variant] | None = None,
     repeats: int = 15,
     progress: BenchProgress | None = None,
 ) -> BenchResult:
@@ -121,7 +121,7 @@ def bench_networks(
     *,
     batches: int | Sequence[int] | None = None,
     device: Device | Sequence[Device] = "cpu",
-    variants: Sequence[str] | None = None,
+    variants: Sequence[Variant] | None = None,
     repeats: int = 15,
     progress: BenchProgress | None = None,
 ) -> BenchResult:
@@ -216,7 +216,7 @@ def _networks(full: nn.Module, entries: Sequence[BenchEntry], samples: Sequence[
 
 def _runners(
     networks: Sequence[_Network],
-    variants: Sequence[str],
+    variants: Sequence[Variant],
     samples: Sequence[Tensor],
     device: torch.device,
     tick: Callable[[str], None],
@@ -335,7 +335,7 @@ def _batches(given: int | Sequence[int] | None, device: torch.device) -> list[in
     return list(dict.fromkeys(sizes))
 
 
-def _variants(given: Sequence[str] | None, device: torch.device) -> list[str]:
+def _variants(given: Sequence[Variant] | None, device: torch.device) -> list[Variant]:
     chosen = list(dict.fromkeys(DEFAULTS[device.type] if given is None else given))
     for name in chosen:
         if name not in VARIANTS:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ def _mean(values: list[Tensor]) -> float:
     return float(torch.stack([value.double() for value in values]).mean())
 
 
-def precision_on(recipe: Recipe, device: torch.device) -> str:
+def precision_on(recipe: Recipe, device: torch.device) -> Literal["float32", "bf16", "fp16"]:
     """The recipe's precision, where "auto" depends on the device."""
     if recipe.precision != "auto":
         return recipe.precision

@@ -28,6 +28,7 @@ from hgnp.curvature.autodiff.operations import (
     name_of,
     tensors_in,
 )
+from hgnp.curvature.choices import Curvature
 from hgnp.curvature.factors import Block, WholeNetwork
 from hgnp.reducer import LOCAL, Reducer
 
@@ -130,7 +131,7 @@ class Linearity(Forward):
         return name in LINEAR
 
 
-def described(reasons: Reasons, curvature: str) -> dict[str, str]:
+def described(reasons: Reasons, curvature: Curvature) -> dict[str, str]:
     """What q is for each block: exact (Gauss–Newton and Hessian agree), or which of the two and why they differ."""
     start = {"ggn": "ggn, differs from the Hessian by", "hessian": "hessian, differs from Gauss–Newton by"}[curvature]
     return {name: "exact" if why is None else f"{start}: {why}" for name, why in sorted(reasons.items())}
