@@ -67,7 +67,7 @@ class Again:
 
 
 class Stand:
-    """In place of `Capture`."""
+    """In place of `CaptureContext`."""
 
     device = torch.device("cpu")
 

@@ -32,7 +32,7 @@ from hgnp.curvature.losses import Loss, loss_curvature
 from hgnp.curvature.network_direction import AnyDirection
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.errors import InputError, InputTypeError
-from hgnp.execution.graphs import Capture, GraphedFunction
+from hgnp.execution.graphs import CaptureContext, GraphedFunction
 from hgnp.execution.process_group import ranks_of
 from hgnp.flatness import Flatness, step_and_state
 from hgnp.pruning import Neurons, Scores
@@ -201,7 +201,7 @@ def _means(
     mu: float | None,
     *,
     signed: bool,
-    capture: Capture | None,
+    capture: CaptureContext | None,
 ) -> Tensor:
     """mean_i |δ_i|, or |mean_i δ_i|, of every unit."""
     pairs = _pairs(batches)
@@ -274,7 +274,7 @@ class _Sums:
         work: Callable[[Block | WholeNetwork | None, Any], Tensor],
         direction_of: Callable[[Any, Any], AnyDirection] | None,
         net: nn.Module,
-        capture: Capture | None,
+        capture: CaptureContext | None,
     ) -> None:
         self._work, self._net, self._capture = work, net, capture
         self._direction_of = None if direction_of is None else self._replayed(lambda batch: direction_of(*batch))
@@ -293,10 +293,10 @@ class _Sums:
         return function if self._capture is None else GraphedFunction(function, self._net, self._capture)
 
 
-def make_capture(net: nn.Module) -> Capture | None:
+def make_capture(net: nn.Module) -> CaptureContext | None:
     """For a network on a GPU."""
     device = next(net.parameters()).device
-    return Capture(device) if device.type == "cuda" else None
+    return CaptureContext(device) if device.type == "cuda" else None
 
 
 def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:

@@ -59,7 +59,7 @@ def test_the_block_is_the_one_with_the_largest_score(kfac_approx):
         flat.backward(x, y)
         empirical = flat.block
         collector = collector_of(net, x, kfac_approx=kfac_approx, keep=True)
-        with Forward(watch=collector):
+        with Forward(observer=collector):
             z = net(x)
         collector.collect(F.cross_entropy(z, y), None, 1.0)
         scores, quotients = {}, {}
@@ -83,7 +83,7 @@ def test_sampled_labels_come_from_the_networks_own_output():
     flat.backward(x, y)
     collector = collector_of(net, x)
     net.train()
-    with Forward(watch=collector):
+    with Forward(observer=collector):
         z = net(x)
     label = torch.multinomial(z.softmax(1), 1, generator=torch.Generator().manual_seed(0)).squeeze(1)
     collector.collect(F.cross_entropy(z, label), None, 1.0)
@@ -119,7 +119,7 @@ def test_the_warm_started_eigenvalue_follows_the_dense_one_in_training(kfac_appr
         if step >= 10 and step % 6 == 0:
             collector = collector_of(net, x[index], kfac_approx=kfac_approx)
             before = {k: b.clone() for k, b in net.named_buffers()}
-            with Forward(watch=collector):
+            with Forward(observer=collector):
                 out = net(x[index])
             collector.collect(F.cross_entropy(out, y[index]), None, 1.0)
             for k, b in net.named_buffers():

@@ -26,7 +26,7 @@ def smooth(kind: str) -> nn.Sequential:
 def radii(net: nn.Module, x: torch.Tensor, y: torch.Tensor, kfac_approx: str) -> dict[str, float]:
     """λ^Ψ λ^Γ of every block."""
     collector = FactorCollector(find_blocks(net), len(x), kfac_approx=kfac_approx, scale_invariant=False, keep=False)
-    with Forward(watch=collector):
+    with Forward(observer=collector):
         loss = F.cross_entropy(net(x), y)
     collector.collect(loss, None, 1.0)
     tops = {

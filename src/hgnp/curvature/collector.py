@@ -70,7 +70,7 @@ class FactorCollector:
         self._read: Tensor | None = None  # held for as long as the side stream reads it
 
     def layer(self, options: dict[str, Any], out: Tensor) -> Tensor:
-        """A call of a layer (`forward.Watch`): adds its input to Ψ, and attaches a probe for Γ to its output."""
+        """A call of a layer (`forward.LayerObserver`): adds its input to Ψ, and attaches a probe for Γ to its output."""
         block = self._blocks.get(id(options["weight"]))
         if block is None or not out.requires_grad:
             return out

@@ -39,7 +39,7 @@ def upcast(x: Tensor) -> Tensor:
     return x.float() if x.dtype in HALF else x
 
 
-def as_numbers(flags: Sequence[bool], like: Tensor) -> Tensor:
+def flags_to_tensor(flags: Sequence[bool], like: Tensor) -> Tensor:
     """1 or 0 for each flag, (flags,), by kernels: the host would wait for a copy, and a CUDA graph cannot hold one."""
     numbers = like.new_ones(len(flags))
     for n in (n for n, flag in enumerate(flags) if not flag):

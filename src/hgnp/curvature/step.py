@@ -63,7 +63,7 @@ from hgnp.curvature.autodiff.passes import Pass, Passes
 from hgnp.curvature.autodiff.rng import preserve_rng
 from hgnp.curvature.choices import Choices, choose
 from hgnp.curvature.collector import FactorCollector
-from hgnp.curvature.device import HostScalar, as_numbers
+from hgnp.curvature.device import HostScalar, flags_to_tensor
 from hgnp.curvature.direction import BlockChoice, Direction
 from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.factors import Block, WholeNetwork, find_blocks
@@ -305,7 +305,7 @@ class Step:
             state.current = self.passes.primal(inputs, target, state.weight, state.collector)
         elif self.lagged:
             state.current, state.penalized = self._penalized_pass(
-                state.direction, state, inputs, target, watch=state.collector
+                state.direction, state, inputs, target, observer=state.collector
             )
         else:
             assert state.collector is not None
@@ -453,7 +453,7 @@ class Step:
         parameters = [p for p in self.net.parameters() if p.requires_grad]
         own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         present = [p.grad is not None for p in parameters]
-        *grads, ranks_with_grad = self.reducer.sum([*own, as_numbers(present, own[0])])
+        *grads, ranks_with_grad = self.reducer.sum([*own, flags_to_tensor(present, own[0])])
         if not all(present):  # the host waits only where there may be parameters without a gradient on any rank
             present = ranks_with_grad.bool().tolist()
         return [(p, grad if there else None) for p, grad, there in zip(parameters, grads, present, strict=True)]
@@ -574,7 +574,7 @@ class Step:
             return
         collector = self._collector(state, inputs)
         with preserve_rng(*self.net.parameters()):  # dropout masks repeat from pass to pass
-            output = self.passes.run(inputs, Forward(watch=collector, reducer=self.reducer), side_effect_free=True)
+            output = self.passes.run(inputs, Forward(observer=collector, reducer=self.reducer), side_effect_free=True)
             current = Pass(weighted(self.loss(output, target), state.weight), output)
             direction.refresh(
                 collector, partial(self._collect_gamma, state, collector, current, target, scale),

@@ -28,7 +28,7 @@ from hgnp.curvature.step import PLAIN, Number, State, Step
 from hgnp.curvature.validation import has_gradient_hooks, has_module_hooks
 from hgnp.execution.captured import GRADIENTS, Captured, EigenpairMemory, GraphKey, PieceName, Versions
 from hgnp.execution.eager import AutocastFactory, Eager
-from hgnp.execution.graphs import Capture, CaptureError, copied_batch, fingerprint, shape_key
+from hgnp.execution.graphs import CaptureContext, CaptureError, copied_batch, fingerprint, shape_key
 from hgnp.execution.optimizer import Gradients, GraphedOptimizer
 from hgnp.removal import Removal, listen
 
@@ -48,7 +48,7 @@ class Graphed:
         self.device = next(self.net.parameters()).device
         self.refused = self._never_captured()
         """Why steps run eagerly, if they do."""
-        self._capture_context = Capture(self.device)
+        self._capture_context = CaptureContext(self.device)
         self._optimizer = GraphedOptimizer(self._capture_context)
         dtype = torch.promote_types(torch.float32, next(self.net.parameters()).dtype)
         self._mu = torch.zeros((), dtype=dtype, device=self.device)

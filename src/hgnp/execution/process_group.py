@@ -259,7 +259,7 @@ class _Announcements:
         return None
 
     def claim(self) -> bool:
-        """Whether this rank is the first to claim; True if nobody can tell."""
+        """Whether this rank is the first to claim; True if the store cannot be read."""
         with contextlib.suppress(RuntimeError):
             return int(self._store.add(f"{self._prefix}/claims", 1)) == 1
         return True

@@ -1,8 +1,8 @@
 """The network's forward pass, intercepted operation by operation.
 
-`Forward` runs every operation as it is, except that a block's layer is shown to a `watch`, that BatchNorm takes its statistics
-over all ranks where the `reducer` synchronises norms, and that dropout is a product with a mask, so that whatever repeats the
-pass repeats the mask. The routes override `compute`.
+`Forward` runs every operation as it is, except that a block's layer is shown to an `observer`, that BatchNorm takes its
+statistics over all ranks where the `reducer` synchronises norms, and that dropout is a product with a mask, so that whatever
+repeats the pass repeats the mask. The routes override `compute`.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,9 @@ class UnsupportedOperationError(InputError):
     """An operation that the chosen route does not support."""
 
 
-class Watch(Protocol):
+class LayerObserver(Protocol):
+    """Sees the calls of linear layers and convolutions in a forward pass."""
+
     def layer(self, options: dict[str, Any], out: Tensor) -> Tensor:
         """Sees a layer's call (input, weight, bias and a convolution's options) and may add a probe to its output."""
 
@@ -70,7 +72,7 @@ class Forward(TorchFunctionMode):
     Subclasses override `compute`, e.g. to carry a tangent beside each value; `primal` is the operation itself.
 
     Args:
-        watch: Is shown the calls of linear layers and convolutions.
+        observer: Is shown the calls of linear layers and convolutions.
         tape: Records all calls.
         reducer: Sums over ranks, for norms that take their statistics over all of them.
         before: The random state before the pass, for `drew_only_masks`.
@@ -79,13 +81,13 @@ class Forward(TorchFunctionMode):
     def __init__(
         self,
         *,
-        watch: Watch | None = None,
+        observer: LayerObserver | None = None,
         tape: Tape | None = None,
         reducer: Reducer = LOCAL,
         before: RandomState | None = None,
     ) -> None:
         super().__init__()
-        self.watch = watch
+        self.observer = observer
         self.tape = tape
         self.reducer = reducer
         self._drawn = before
@@ -145,10 +147,10 @@ class Forward(TorchFunctionMode):
             if uses_batch_statistics(options):
                 return synchronised_batch_norm(options, self.reducer)[0]
         out = func(*args, **kwargs)
-        if self.watch is not None:
+        if self.observer is not None:
             name = name_of(func)
             if (name == "linear" or name in CONVOLUTIONS) and torch.is_grad_enabled():
-                return self.watch.layer(layer_options(name, args, kwargs), out)
+                return self.observer.layer(layer_options(name, args, kwargs), out)
         return out
 
 

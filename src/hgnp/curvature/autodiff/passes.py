@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hgnp.curvature.autodiff.forward import Forward, Output, UnsupportedOperationError, Watch, autocast_off, run
+from hgnp.curvature.autodiff.forward import Forward, LayerObserver, Output, UnsupportedOperationError, autocast_off, run
 from hgnp.curvature.autodiff.gauss_newton import GaussNewton
 from hgnp.curvature.autodiff.hessian import Hessian
 from hgnp.curvature.autodiff.linearity import Linearity, Reasons, described
@@ -84,18 +84,18 @@ class Passes:
         pass instead. That would have to draw the same masks, which a CUDA graph cannot."""
         listen(net, self.neurons_removed)
 
-    def primal(self, inputs: Any, target: Any, weight: Weight, watch: Watch | None = None) -> Pass:
+    def primal(self, inputs: Any, target: Any, weight: Weight, observer: LayerObserver | None = None) -> Pass:
         """C alone. It updates buffers."""
-        watched = watch is not None or self._reducer.sync_norms
-        output = self.run(inputs, Forward(watch=watch, reducer=self._reducer) if watched else None)
+        observed = observer is not None or self._reducer.sync_norms
+        output = self.run(inputs, Forward(observer=observer, reducer=self._reducer) if observed else None)
         return Pass(self._loss(output, target, weight), output)
 
-    def taped(self, inputs: Any, target: Any, weight: Weight, watch: Watch) -> Pass:
+    def taped(self, inputs: Any, target: Any, weight: Weight, observer: LayerObserver) -> Pass:
         """C alone, recorded so that `with_curvature` can continue from it. It updates buffers."""
         tape, random = Tape(), None if capturing() else RandomState(*self.net.parameters())
         unread = {id(buffer) for norm in tracked(self.net) for buffer in norm.buffers()}
         buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers() if id(buffer) not in unread}
-        mode = Forward(watch=watch, tape=tape, reducer=self._reducer, before=random)
+        mode = Forward(observer=observer, tape=tape, reducer=self._reducer, before=random)
         output = self.run(inputs, mode)
         loss = self._loss(output, target, weight)
         if random is not None:
@@ -115,7 +115,7 @@ class Passes:
         target: Any,
         weight: Weight,
         *,
-        watch: Watch | None = None,
+        observer: LayerObserver | None = None,
         primal: Pass | None = None,
         side_effect_free: bool = False,
         within: contextlib.AbstractContextManager[Any] | None = None,
@@ -123,7 +123,7 @@ class Passes:
         """C and q along v, given as `tangents` of the block's parameters. With `primal`, a taped pass of this batch, only the
         operations after the block run again, where that is possible."""
         self.inspect(inputs)
-        make_mode = partial(self._mode, block, tangents, watch)
+        make_mode = partial(self._mode, block, tangents, observer)
         continued = None if primal is None else self._continued(primal, make_mode, [p for p, _ in tangents])
         if continued is not None:
             mode, output = continued
@@ -198,12 +198,12 @@ class Passes:
         return weighted(self.loss(output, target), weight)
 
     def _mode(
-        self, block: Block | WholeNetwork, tangents: ParameterTangents, watch: Watch | None
+        self, block: Block | WholeNetwork, tangents: ParameterTangents, observer: LayerObserver | None
     ) -> GaussNewton | Hessian:
         if not self._carries(block):
-            return Hessian(tangents, watch=watch, reducer=self._reducer)
+            return Hessian(tangents, observer=observer, reducer=self._reducer)
         assert self._loss_curvature is not None
-        return GaussNewton(tangents, self._loss_curvature, watch=watch, reducer=self._reducer)
+        return GaussNewton(tangents, self._loss_curvature, observer=observer, reducer=self._reducer)
 
     def _blocks(self) -> Sequence[Block | WholeNetwork]:
         return [WholeNetwork(self.net)] if self._over_network else find_blocks(self.net)

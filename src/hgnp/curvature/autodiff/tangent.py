@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hgnp.curvature.autodiff.forward import Forward, UnsupportedOperationError, Watch
+from hgnp.curvature.autodiff.forward import Forward, LayerObserver, UnsupportedOperationError
 from hgnp.curvature.autodiff.norms import PRIMITIVE
 from hgnp.curvature.autodiff.operations import (
     PASSIVE,
@@ -50,9 +50,9 @@ class Tangent(Forward):
     """Runs the network and propagates tangents, starting from `tangents`: parameters, each with its tangent."""
 
     def __init__(
-        self, tangents: list[tuple[Tensor, Tensor]], *, watch: Watch | None = None, reducer: Reducer = LOCAL
+        self, tangents: list[tuple[Tensor, Tensor]], *, observer: LayerObserver | None = None, reducer: Reducer = LOCAL
     ) -> None:
-        super().__init__(watch=watch, reducer=reducer)
+        super().__init__(observer=observer, reducer=reducer)
         self.call: Call | None = None
         """The call of an earlier pass whose tangent is wanted."""
         self._records: dict[int, tuple[weakref.ref[Tensor], Tensor | None, int]] = {}

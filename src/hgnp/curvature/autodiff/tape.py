@@ -127,7 +127,7 @@ def _saved(func: "Func", given: Given, out: Any) -> Any:
         return None
     if name in CONVOLUTIONS and all(x.dtype == out.dtype for x, _ in given):
         return None  # not by autocast
-    while type(node).__name__ == "_ProbeBackward":  # a block's layer is watched
+    while type(node).__name__ == "_ProbeBackward":  # a block's layer is observed
         node = node.next_functions[0][0]
     match type(node).__name__:
         case "NativeBatchNormBackward0" | "CudnnBatchNormBackward0" if node._saved_training:
