@@ -108,8 +108,9 @@ class Forward(TorchFunctionMode):
     def _call(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name in _HIDDEN_NORMS and func not in (F.batch_norm, F.layer_norm, F.instance_norm):
-            raise UnsupportedOperationError(f"torch.{name} is called directly, and PyTorch's third derivative of it is wrong; "
-                             "call it as torch.nn.functional has it")  # fmt: skip
+            raise UnsupportedOperationError(
+                f"must call norms by torch.nn.functional, got torch.{name}, whose third derivative PyTorch gets wrong"
+            )
         if func in _DROPOUTS and (p := _drop_rate(args, kwargs)):
             kept = self._mask(func, args, kwargs)
             scaled = 0.0 if p == 1 else 1 / (1 - p)  # after the product, so that it is rounded once as in PyTorch's own

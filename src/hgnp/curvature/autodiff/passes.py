@@ -189,7 +189,8 @@ class Passes:
                 raise mode.unsupported  # the network's own code has caught it and taken another path
             return output
         except UnsupportedOperationError as error:
-            raise InputError(f"layer {module_that_raised(self.net, error)!r}: {error}") from error
+            layer = module_that_raised(self.net, error)
+            raise InputError(f"{f'layer {layer!r}' if layer else 'net'} {error}") from error
         finally:
             if mode is not None:
                 mode.unsupported = None  # they would hold each other

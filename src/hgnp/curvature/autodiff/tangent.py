@@ -84,10 +84,10 @@ class Tangent(Forward):
         record = self._records.get(id(x))
         if record is None:
             if x._is_view() and id(x._base) in self._records and differentiable(x):
-                raise _unsupported("a view made before its base was written to is used afterwards")
+                raise _unsupported("a view that is used after its base was written to")
             return None
         if record[2] != x._version or record[1] is None:
-            raise _unsupported("a tensor is used after it was written to through another view of it")
+            raise _unsupported("a tensor that is used after it was written to through another view")
         return record[1]
 
     def known(self, x: Any) -> bool:
@@ -123,7 +123,7 @@ class Tangent(Forward):
         if name in PASSIVE:
             return self.primal(func, args, kwargs)
         if kwargs.get("out") is not None:
-            raise _unsupported(f"{name}(out=…) writes into a tensor that already exists")
+            raise _unsupported(f"{name}(out=…), which writes into an existing tensor")
         rule = RULES.get(name)
         if rule is not None:
             out = rule(self, func, args, kwargs)
@@ -141,7 +141,7 @@ class Tangent(Forward):
     def _by_reverse(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The tangent by reverse mode twice: ẏ = ∂/∂c ⟨∂⟨c, y⟩/∂x, ẋ⟩, whatever c is."""
         if in_place(func, args, kwargs):
-            raise _unsupported(f"{name_of(func)} writes in place")
+            raise _unsupported(f"{name_of(func)} in place")
         out = self.primal(func, args, kwargs)
         duals = {id(x): (x, tangent) for x in tensors_in((args, kwargs)) if (tangent := self.tangent(x)) is not None}
         # aliases: one argument may be computed from another, and partial derivatives are wanted
@@ -159,7 +159,7 @@ class Tangent(Forward):
             along = [(g * tangent).sum() for g, (_, tangent) in zip(gradients, duals.values(), strict=True)]
             tangents = torch.autograd.grad(torch.stack(along).sum(), c, create_graph=True, materialize_grads=True)
         except RuntimeError as error:
-            raise _unsupported(f"{name_of(func)} has no second derivative in PyTorch") from error
+            raise _unsupported(f"{name_of(func)}, which has no second derivative in PyTorch") from error
         for x, tangent in zip((x for x in tensors_in(out) if differentiable(x)), tangents, strict=True):
             self.record(x, tangent)
         return out
@@ -169,9 +169,9 @@ class Tangent(Forward):
         name = name_of(func)
         writes = in_place(func, args, kwargs)
         if writes and self.call is not None:
-            raise _unsupported(f"{name} has written in place already")
+            raise _unsupported(f"{name}, which has written in place already")
         if writes and name == "__setitem__":
-            raise _unsupported("an indexed assignment cannot be followed")
+            raise _unsupported("an indexed assignment")
         given, options = untracked(func, args, kwargs)
         if given is not args and self.call is None:
             self.primal(func, args, kwargs)  # jvp cannot update running statistics
@@ -204,7 +204,7 @@ class Tangent(Forward):
             try:
                 primals, outs = torch.func.jvp(call, tuple(duals.values()), tangents)  # type: ignore[misc]
             except NotImplementedError as error:
-                raise _unsupported(f"{name} has no forward derivative in PyTorch") from error
+                raise _unsupported(f"{name}, which has no forward derivative in PyTorch") from error
         if writes:
             assert state is not None
             state.restore()
@@ -229,9 +229,7 @@ def _autocast_dtype(args: tuple[Any, ...]) -> torch.dtype | None:
 
 
 def _unsupported(reason: str) -> UnsupportedOperationError:
-    return UnsupportedOperationError(
-        f"{reason}; the Gauss–Newton route does not support this, curvature='hessian' does"
-    )
+    return UnsupportedOperationError(f"must be differentiable by Gauss–Newton, got {reason}; use curvature='hessian'")
 
 
 @functools.cache
