@@ -132,7 +132,7 @@ def compute_scores(
     training_losses: bool | None = None,
 ) -> Scores:
     """`sensitivity` with validated arguments. With `graphs`, batches on a GPU come from CUDA graphs where they can.
-    `training_losses`: whether the network returns what the loss takes in training mode alone; None: find out."""
+    `training_losses`: whether the network returns what the loss takes in training mode only; None: find out."""
     reducer, net = step.reducer, neurons.net
     average_statistics(reducer, net)
     if criterion in WEIGHT_SCORES:
@@ -163,7 +163,7 @@ def _from_rank_zero(reducer: Reducer, scores: Scores) -> Scores:
 
 
 def loss_in_training_only(net: nn.Module, loss: Loss, output: Output | None, inputs: Any, target: Any) -> bool:
-    """Whether the network returns what the loss takes in training mode alone, as torchvision's detectors do."""
+    """Whether the network returns what the loss takes in training mode only, as torchvision's detectors do."""
     if loss_curvature(loss) is not None:
         return False
     for training_losses in (False, True):
@@ -179,7 +179,7 @@ def loss_in_training_only(net: nn.Module, loss: Loss, output: Output | None, inp
 
 
 def _detect_training_losses(step: Step, batches: Iterable[Any]) -> tuple[Iterable[Any], bool]:
-    """The batches, and whether the loss exists in training mode alone, which the first of them tells."""
+    """The batches, and whether the loss exists in training mode only, which the first of them tells."""
     pairs = _pairs(batches)
     first = next(pairs, None)
     if first is None:

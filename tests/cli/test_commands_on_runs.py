@@ -74,7 +74,9 @@ def test_compare(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path("d").exists()
 
 
-def test_compare_shows_the_hybrid_composed_and_of_its_own(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_shows_the_composed_hybrid_and_the_run_that_switches(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     mine = ["--method", "hybrid", "--set", "recipe.threshold=0.8", "--out", "hybrid"]
     assert call("run", *QUICK, *mine) == 0
     folders = [str(runs / "hgnp"), str(runs / "taylor"), "hybrid"]

@@ -139,7 +139,7 @@ def test_the_warm_started_eigenvalue_follows_the_dense_one_in_training(kfac_appr
 
 
 @pytest.mark.parametrize("choices", ["default", "sampled", "paper"])
-def test_state_goes_on_as_if_nothing_had_happened(choices):
+def test_a_loaded_state_continues_as_without_interruption(choices):
     x, y = images(6)
     nets = [convnet("batch"), convnet("batch")]
     flats = [Flatness(net, bound=-1.0, **CHOICES[choices]) for net in nets]
@@ -219,7 +219,7 @@ def test_eigenvectors_are_sliced_with_the_neurons():
     assert flat.curvature > 0
 
 
-def test_a_net_changed_without_a_word_is_met_with_a_fresh_start():
+def test_a_net_that_was_changed_from_outside_starts_with_a_new_direction():
     """A layer replaced by a smaller one, and the penalised layer frozen."""
     net = convnet("batch")
     x, y = images(6)
@@ -313,7 +313,7 @@ def test_v_is_kept_between_refreshes() -> None:
 
 @pytest.mark.parametrize("direction_from", ["last_batch", "this_batch"])
 @pytest.mark.parametrize("ranking", ["kfac", "empirical"])
-def test_a_batch_goes_after_its_step(ranking, direction_from):
+def test_a_batch_is_released_after_its_step(ranking, direction_from):
     net = convnet()
     flat = Flatness(net, bound=-1.0, ranking=ranking, direction_from=direction_from)
     x, y = images()

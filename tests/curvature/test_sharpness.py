@@ -133,7 +133,7 @@ def test_a_tolerance_and_a_time_limit_end_it_early():
                 sharpness(net, data, **{name: value})
 
 
-def test_buffers_are_left_as_found():
+def test_buffers_are_unchanged():
     class Counting(nn.Linear):
         def __init__(self):
             super().__init__(3, 2)

@@ -320,7 +320,7 @@ class Lowered(nn.Module):
 
 
 @pytest.mark.parametrize("curvature", ["hessian", "ggn"])
-def test_a_pass_in_a_precision_of_its_own(curvature: str) -> None:
+def test_a_part_that_runs_in_another_precision(curvature: str) -> None:
     found: list[float] = []
     for direction_from in ("this_batch", "last_batch"):
         torch.manual_seed(0)

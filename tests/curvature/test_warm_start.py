@@ -59,7 +59,7 @@ def test_the_penalised_pair_of_a_small_network_is_its_batchs_own(kfac_approx: st
             optimizer.step()
 
 
-def test_the_number_of_products_goes_by_the_layer_alone() -> None:
+def test_the_number_of_products_depends_on_the_layer_only() -> None:
     options = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
 
     def warm(samples: int, channels: int, groups: int = 1) -> int:

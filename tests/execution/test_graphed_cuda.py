@@ -188,7 +188,7 @@ def test_draws_that_graphs_cannot_repeat_are_not_captured() -> None:
         assert bool(replayed) is captured
 
 
-def test_a_run_uses_it_and_goes_on_after_a_removal() -> None:
+def test_a_run_uses_graphs_and_continues_after_a_removal() -> None:
     x = torch.randn(64, 3, 8, 8)
     y = (x[:, 0].mean((1, 2)) > 0).long()
     data = [(x[i : i + 16].cuda(), y[i : i + 16].cuda()) for i in range(0, 64, 16)]

@@ -100,7 +100,7 @@ def test_no_garbage_is_collected_during_a_capture(monkeypatch: pytest.MonkeyPatc
     assert gc.isenabled()
 
 
-def test_the_error_that_came_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_error_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it leaves undone makes the end of the capture fail as well."""
 
     @contextlib.contextmanager

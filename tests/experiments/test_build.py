@@ -168,7 +168,7 @@ def test_facts_about_the_data_are_kept() -> None:
     assert build().about["start"] == "random weights"
 
 
-def test_weights_fill_the_network_but_for_a_new_head(tmp_path: Path) -> None:
+def test_weights_fill_the_network_except_for_a_new_head(tmp_path: Path) -> None:
     source = DigitsNet(width=4, num_classes=7)
     file = tmp_path / "w.safetensors"
     save_file(source.state_dict(), file)

@@ -89,7 +89,7 @@ def test_the_command_of_a_run_gives_the_configuration_that_is_checked() -> None:
         ({"about": 3}, "s.yaml: about must be text, got 3"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told_in_one_line(keys: dict[str, Any], message: str) -> None:
+def test_errors_are_one_line(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is looked at below
         plan(**keys).runs()
     assert message in str(caught.value)

@@ -58,7 +58,7 @@ def test_round_to_applies_with_paper_coupling(name: str) -> None:
     assert any(width < before[layer] for layer, width in widths(neurons).items())
 
 
-def test_paper_coupling_rounds_each_branch_at_positions_of_its_own() -> None:
+def test_paper_coupling_rounds_each_branch_at_its_own_positions() -> None:
     case = CASES["residual"]
     neurons = Neurons(case.net(), case.inputs()[0])
     ones = {name: torch.ones(width) for name, width in widths(neurons).items()}

@@ -260,7 +260,7 @@ def test_what_lies_before_a_threshold_is_pruned_exactly() -> None:
     assert worst_error(*results) < 1e-10
 
 
-def test_a_trial_on_data_freezes_what_differs_behind_the_stop() -> None:
+def test_a_trial_on_data_freezes_what_differs_after_the_stop() -> None:
     """A layer that was recorded is used again, by its whole width, where nothing is recorded any more."""
 
     def forward(net: Any, x: Tensor) -> Tensor:

@@ -218,7 +218,7 @@ def test_compiled_networks_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first["first_s"] * 1e3 > 2 * first["median_ms"]
 
 
-def test_networks_are_left_as_found(nets: tuple[ResNet, ResNet]) -> None:
+def test_networks_are_unchanged(nets: tuple[ResNet, ResNet]) -> None:
     full, small = (copy.deepcopy(net) for net in nets)
     full.train()
     small.eval()

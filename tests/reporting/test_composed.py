@@ -123,7 +123,7 @@ def test_a_threshold_can_be_given(tmp_path: Path) -> None:
             compare_runs([read(tmp_path / "hgnp")], threshold=wrong)  # type: ignore[arg-type]
 
 
-def test_a_run_that_switches_is_a_group_of_its_own(tmp_path: Path) -> None:
+def test_a_run_that_switches_is_a_separate_group(tmp_path: Path) -> None:
     real = write_run(tmp_path / "real", method="hybrid", threshold=0.5, accuracy=lambda kept: gentle(kept) + 0.01)
     comparison = compare([*folders(tmp_path), real], tmp_path / "out", threshold=0.6)
     (experiment,) = comparison.experiments

@@ -5,7 +5,7 @@ network without the neuron. Channels that are removed together share one gate: t
 the products (and sums over channels) that read a channel, after its norm and activation.
 
 A gate is placed on arguments of the torch functions that the network's own code calls in evaluation mode; `gated` multiplies
-there (`gated_forward.py`). For networks that return their losses in training mode alone, the calls are those of training mode
+there (`gated_forward.py`). For networks that return their losses in training mode only, the calls are those of training mode
 with norms and dropout in evaluation mode.
 """
 

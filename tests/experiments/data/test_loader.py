@@ -31,7 +31,7 @@ def epoch(loader: Loader) -> tuple[Tensor, Tensor]:
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
 
 
-def test_without_shuffling_pictures_come_normalised_and_in_order() -> None:
+def test_without_shuffling_images_come_normalised_and_in_order() -> None:
     loader = make()
     x, y = epoch(loader)
     assert x.dtype == torch.float32
@@ -40,7 +40,7 @@ def test_without_shuffling_pictures_come_normalised_and_in_order() -> None:
     torch.testing.assert_close(x.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_flips_are_of_whole_pictures_and_about_half_of_them() -> None:
+def test_flips_are_of_whole_images_and_about_half_of_them() -> None:
     loader = make(400, shuffle=True, flip=True)
     plain, _ = epoch(make(400))
     x, y = epoch(loader)
@@ -52,7 +52,7 @@ def test_flips_are_of_whole_pictures_and_about_half_of_them() -> None:
     assert 150 < mirrored.sum() < 250
 
 
-def test_cutout_hides_a_square_around_a_pixel_of_the_picture() -> None:
+def test_cutout_hides_a_square_around_a_pixel_of_the_image() -> None:
     plain, _ = epoch(make(300))
     x, _ = epoch(make(300, cutout=3))
     hidden = (x != plain).any(1)
@@ -65,7 +65,7 @@ def test_cutout_hides_a_square_around_a_pixel_of_the_picture() -> None:
     assert found == set(squares)
 
 
-def test_crops_are_windows_of_the_padded_picture() -> None:
+def test_crops_are_windows_of_the_padded_image() -> None:
     loader = make(60, crop=2)
     images = loader.source.images  # type: ignore[attr-defined]
     padded = torch.nn.functional.pad(images, (2, 2, 2, 2))
