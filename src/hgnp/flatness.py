@@ -41,9 +41,8 @@ class Flatness:
 
     C is the loss and H its Hessian. v is a direction of large curvature, held fixed while q is differentiated: the top
     eigenvector of the Kronecker-factored curvature Ψ ⊗ Γ (K-FAC) of the *block*, the Linear or convolution layer, with the
-    largest eigenvalue λ. Ψ is the second moment of the layer's inputs, Γ that of the derivatives of C with respect to
-    its outputs. The penalty
-    μ·max(0, q − B) is *active* where q > B. docs/flatness.md has the definitions.
+    largest eigenvalue λ. Ψ is the second moment of the layer's inputs, Γ that of the derivatives of C with respect to its
+    outputs. The penalty μ·max(0, q − B) is *active* where q > B. docs/flatness.md has the definitions.
 
     >>> import torch, hgnp
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
