@@ -41,7 +41,7 @@ def factors_of(step: Step, x: Tensor, y: Tensor) -> FactorCollector:
         find_blocks(step.net), len(x), kfac_approx=step.choices.kfac_approx, scale_invariant=False, keep=False
     )
     with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
-        z = step.passes.run(x, Forward(watch=collector), side_effect_free=True)
+        z = step.passes.run(x, Forward(observer=collector), side_effect_free=True)
         loss = step.loss(z, y)
     collector.collect(loss, None, 1.0)
     return collector

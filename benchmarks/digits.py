@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 from scipy.stats import ttest_rel
 
-from hgnp.cli.study import Lines
+from hgnp.cli.study import StudyLines
 from hgnp.experiments.study_plan import StudyPlan, check_states
 from hgnp.experiments.study_runs import JobSlots, execute_runs
 from hgnp.io import runs
 from hgnp.io.atomic import write
 from hgnp.reporting import curves, publish
-from hgnp.reporting.compare import Comparison, Group, Study
+from hgnp.reporting.compare import ComparedExperiment, Comparison, Group
 
 METHODS = {  # name → (name in the table, what differs from the demo)
     "hgnp": ("HGNP, μ = 0.001", {}),
@@ -44,24 +44,24 @@ def run_all(place: Path, seeds: int, side_by_side: int) -> dict[str, list[Path]]
     planned = StudyPlan.from_dict(study, where="digits", name="digits").runs(device="cpu")
     states = check_states(planned, place)
     missing = [run for run in planned if states[run.name] != "finished"]
-    watcher = Lines(place, len(planned), len(planned) - len(missing), sys.stdout)
+    watcher = StudyLines(place, len(planned), len(planned) - len(missing), sys.stdout)
     slots = JobSlots(side_by_side, ({"OMP_NUM_THREADS": "1"},))
     if any(outcome.error is not None for outcome in execute_runs(missing, place, slots, watcher)):
         raise SystemExit(1)
     return {name: [place / run.name for run in planned if run.method == name] for name in METHODS}
 
 
-def areas(group: Sequence[Path], study: Study) -> list[float]:
-    """The area under accuracy against κ of every run by itself, over the study's range, in percent of a perfect one's."""
-    grid = next(one.curve.kept for one in study.groups if one.curve is not None)
+def areas(group: Sequence[Path], experiment: ComparedExperiment) -> list[float]:
+    """The area under accuracy against κ of every run by itself, over the experiment's range, in percent of a perfect one's."""
+    grid = next(one.curve.kept for one in experiment.groups if one.curve is not None)
     each = [curves.area(curves.mean_curve([runs.read(folder).curve()], grid)) for folder in group]
     return [100 * area / (grid[-1] - grid[0]) for area in each]
 
 
-def cells(group: Group, study: Study) -> list[str]:
+def cells(group: Group, experiment: ComparedExperiment) -> list[str]:
     assert group.curve is not None
     assert group.final is not None
-    shown = [(group.curve.at(level), group.curve.spread_at(level)) for level in study.levels[:-1]]
+    shown = [(group.curve.at(level), group.curve.spread_at(level)) for level in experiment.levels[:-1]]
     shown.append((group.final, group.final_spread))  # the curve's low end lies between levels
     return [f"{100 * mean:.2f}" + ("" if spread is None else f" ± {100 * spread:.2f}") for mean, spread in shown]
 
@@ -89,14 +89,14 @@ def signed(number: float) -> str:
 
 
 def readme(comparison: Comparison, folders: Mapping[str, list[Path]], command: str, took: str) -> str:
-    (study,) = comparison.studies
-    (taylor,) = [group for group in study.groups if group.label == study.baseline]
-    pairs = {pair.label: pair for pair in study.pairs}
-    base = areas(folders["taylor"], study)
+    (experiment,) = comparison.experiments
+    (taylor,) = [group for group in experiment.groups if group.label == experiment.baseline]
+    pairs = {pair.label: pair for pair in experiment.pairs}
+    base = areas(folders["taylor"], experiment)
     lines, differences, chances = [], {}, {}
-    for (name, (title, _)), group in zip(METHODS.items(), study.groups, strict=True):
-        mine = areas(folders[name], study)
-        row = [title, *cells(group, study), f"{statistics.mean(mine):.2f} ± {statistics.stdev(mine):.2f}"]
+    for (name, (title, _)), group in zip(METHODS.items(), experiment.groups, strict=True):
+        mine = areas(folders[name], experiment)
+        row = [title, *cells(group, experiment), f"{statistics.mean(mine):.2f} ± {statistics.stdev(mine):.2f}"]
         if group is taylor:
             row += ["baseline", ""]
         else:
@@ -104,11 +104,11 @@ def readme(comparison: Comparison, folders: Mapping[str, list[Path]], command: s
             chances[title] = float(ttest_rel(mine, base).pvalue)
             row += [f"{signed(pairs[group.label].gain or 0.0)} %", f"{chances[title]:.2f}"]
         lines.append(f"| {' | '.join(row)} |")
-    heads = ["", *(f"κ {100 * level:.3g} %" for level in study.levels[:-1]), "final", "mean", "area gain", "p"]
-    low, high = study.range or (0.0, 1.0)
+    heads = ["", *(f"κ {100 * level:.3g} %" for level in experiment.levels[:-1]), "final", "mean", "area gain", "p"]
+    low, high = experiment.range or (0.0, 1.0)
     seeds = len(folders["taylor"])
     last = [run.rows[-1]["kept"] for run in comparison.runs]
-    finals = [group.final for group in study.groups if group.final is not None]
+    finals = [group.final for group in experiment.groups if group.final is not None]
     return "\n".join([
         "# HGNP, Taylor and magnitude on handwritten digits",
         "",
@@ -127,7 +127,7 @@ def readme(comparison: Comparison, folders: Mapping[str, list[Path]], command: s
         f"over κ from {low:.1%} to {high:.1%}; *area gain* its relative difference "
         "from Taylor's; *p* that of a paired t-test over the seeds.",
         "",
-        finding(differences, chances, 100 / study.features["val_samples"]),
+        finding(differences, chances, 100 / experiment.features["val_samples"]),
         f"Fine-tuned, the methods' means lie within {100 * (max(finals) - min(finals)):.2f} points of each other.",
         "A few seeds of one small network on easy data say little about others.",
         "",

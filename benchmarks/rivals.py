@@ -26,6 +26,8 @@ from hgnp.experiments import studies
 from hgnp.experiments.build import Experiment, network, prepare
 from hgnp.experiments.config import Config
 from hgnp.io.atomic import write
+from hgnp.progress import SilentProgress
+from hgnp.train import prune_and_report
 
 METHOD = "torch-pruning"
 ROUNDS, LAST = 20, 0.95
@@ -58,16 +60,16 @@ def sizes(net: nn.Module, example: torch.Tensor) -> tuple[int, int]:
 def train(
     made: Experiment, recipe: hgnp.Recipe, epochs: int, out: Path | None = None, resume: bool = False
 ) -> hgnp.Result:
-    """So many epochs of the network as it is: at the peak learning rate, or fine-tuned into a run folder."""
+    """Trains the network, unpruned, for this many epochs: at the peak learning rate, or fine-tuned into a run folder."""
     recipe = dataclasses.replace(
         recipe, keep=1.0, warmup_epochs=0, finetune_epochs=epochs, snapshots=(), round_to=1, measure="none",
         schedule="constant" if out is None else recipe.schedule, seed=None if out is None else recipe.seed,
     )  # fmt: skip
     val = None if out is None else made.val
-    about = {"_about": made.about} if out is not None else {}
-    return hgnp.prune(
-        made.net, made.train, val, recipe=recipe, out=out, resume=resume, verbose=False, **made.options, **about
-    )
+    return prune_and_report(
+        made.net, made.train, val, recipe=recipe, out=out, resume=resume, progress=SilentProgress(),
+        about=None if out is None else made.about, **made.options,
+    )  # fmt: skip
 
 
 def pruner_of(net: nn.Module, example: torch.Tensor, round_to: int) -> Any:

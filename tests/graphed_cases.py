@@ -173,7 +173,7 @@ class PerThread(type):
 
 
 class Stand(metaclass=PerThread):
-    """In place of `Capture`."""
+    """In place of `CaptureContext`."""
 
     graphs: ClassVar["weakref.WeakSet[Again]"] = weakref.WeakSet()
     """All that there are."""
@@ -198,7 +198,7 @@ class Stand(metaclass=PerThread):
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, stand: type[Stand] = Stand) -> None:
     """Steps of a `Graphed` on the CPU come from such graphs."""
-    monkeypatch.setattr(graphed_module, "Capture", stand)
+    monkeypatch.setattr(graphed_module, "CaptureContext", stand)
     monkeypatch.setattr(Versions, "restore", lambda _: None)  # what is done again has saved tensors as they are
     monkeypatch.setattr("hgnp.curvature.autodiff.passes.capturing", lambda: Stand.capturing)
     monkeypatch.setattr("hgnp.execution.process_group.between_graphs", lambda work: None if Stand.recording else work())

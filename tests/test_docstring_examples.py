@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the public names, and those in docs/ with prompts, run and print what they show."""
+"""The examples in docstrings of public classes and functions, and those with prompts in docs/, run and print what they show."""
 
 import doctest
 import re
@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 
 import hgnp
+from hgnp.pruning import Preview
+from hgnp.training.task import CallbackState
+
+OBJECTS = {name: getattr(hgnp, name) for name in hgnp.__all__} | {"Preview": Preview, "CallbackState": CallbackState}
 
 
-@pytest.mark.parametrize("name", sorted(hgnp.__all__))
+@pytest.mark.parametrize("name", sorted(OBJECTS))
 def test_the_docstring_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     finder = doctest.DocTestFinder(exclude_empty=True)
-    tests = [test for test in finder.find(getattr(hgnp, name), name, module=False, globs={}) if test.examples]
+    tests = [test for test in finder.find(OBJECTS[name], name, module=False, globs={}) if test.examples]
     assert tests
     for test in tests:
         assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed == 0

@@ -77,7 +77,7 @@ def test_an_option_under_its_former_name_is_refused_with_the_new_one(call: Calla
 def test_an_option_that_was_removed_is_refused_with_the_reason(
     call: Callable[..., object], where: str, value: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"^{where}: norm was removed: .* wrecked training .*; omit it$"):
+    with pytest.raises(ValueError, match=f"^{where}: norm was removed: .* ruined training .*; omit it$"):
         call(norm=value)
 
 

@@ -200,7 +200,7 @@ def test_cross_entropy_with_its_options(loss, curvature):
     check_against_differences(flat, net, step, x, y)
 
 
-def test_a_loss_of_ones_own_takes_the_hessian_route():
+def test_a_custom_loss_takes_the_hessian_route():
     net = convnet("layer")
     x, y = images()
     loss = lambda z, y: (z.softmax(1)[torch.arange(len(y)), y] - 1).square().mean()  # noqa: E731

@@ -192,7 +192,7 @@ def test_neurons_can_be_removed_between_steps() -> None:
     }
 
 
-def test_a_batch_goes_with_its_loss() -> None:
+def test_a_batch_is_released_with_its_loss() -> None:
     net = convnet()
     flat = Flatness(net, bound=-1.0, ranking="empirical")
     x, y = images()

@@ -168,7 +168,7 @@ class Direct(nn.Module):
 @pytest.mark.parametrize("curvature", ["ggn", "hessian"])
 def test_where_neither_route_would_be_right_the_layer_is_named(curvature):
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
-    with pytest.raises(ValueError, match=r"layer '1': torch.layer_norm is called directly"):
+    with pytest.raises(ValueError, match=r"layer '1' must call norms by torch.nn.functional, got torch.layer_norm"):
         Flatness(net_with(Direct()), curvature=curvature).backward(x, y)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -46,7 +46,7 @@ def state(net: nn.Module) -> Any:
     return generators, modules, [p.grad for p in net.parameters()]
 
 
-def test_statistics_are_the_means_over_the_batches_of_their_own_statistics() -> None:
+def test_statistics_are_the_means_of_the_batches_statistics() -> None:
     net, batches = made(), draw()
     before, found = state(net), copy.deepcopy(net.state_dict())
     hgnp.recalibrate(net, batches)
@@ -102,7 +102,7 @@ def test_batches_of_every_kind_give_the_same_statistics() -> None:
         ([*draw(), draw()[0] / 0], "^batches must give na finite statistics, got some that are not$"),
     ],
 )  # fmt: skip
-def test_a_failure_leaves_everything_as_found(batches: Any, message: str) -> None:
+def test_a_failure_changes_nothing(batches: Any, message: str) -> None:
     net = made()
     before, found = state(net), copy.deepcopy(net.state_dict())
     with pytest.raises(hgnp.HgnpError, match=message):

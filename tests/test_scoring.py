@@ -250,7 +250,7 @@ def test_penalty_and_weight_decide_about_the_penalty() -> None:
     assert not torch.allclose(scored["a"], plain["a"], rtol=1e-3)
 
 
-def test_scoring_leaves_everything_as_found() -> None:
+def test_scoring_has_no_side_effects() -> None:
     net, x, y, _ = make("residual", samples=8)
     net.train()
     flat = hgnp.Flatness(net, mu=0.1, bound=0.0, fisher_type="mc")
@@ -279,7 +279,7 @@ def test_scores_follow_the_neurons_that_are_left() -> None:
         torch.testing.assert_close(found[layer], again[layer])
 
 
-def test_layers_that_are_added_have_gates_of_their_own_the_paper_s_way() -> None:
+def test_with_paper_coupling_added_layers_have_separate_gates() -> None:
     net, x, y, _ = make("residual", samples=1)
     apart = hgnp.sensitivity(net, hgnp.Neurons(net, x.repeat(2, 1, 1, 1)), [(x, y)], coupling="paper")
 

@@ -139,7 +139,7 @@ def test_labels_are_sampled_operation_by_operation(replays: list[Any]) -> None:
     assert not replays
 
 
-def test_everything_is_left_as_found(replays: list[Any]) -> None:
+def test_scoring_has_no_side_effects(replays: list[Any]) -> None:
     net, neurons, data = made()
     net.train()
     flat = hgnp.Flatness(net, mu=0.5, bound=-1.0)

@@ -67,7 +67,7 @@ class Again:
 
 
 class Stand:
-    """In place of `Capture`."""
+    """In place of `CaptureContext`."""
 
     device = torch.device("cpu")
 
@@ -189,7 +189,7 @@ def test_a_forward_that_draws_is_not_captured(stand: Stand) -> None:
     assert torch.equal(stream, torch.get_rng_state())
 
 
-def test_a_failure_leaves_everything_as_found(stand: Stand) -> None:
+def test_a_failure_changes_nothing(stand: Stand) -> None:
     net, neurons, data = made()
     net.train()
     flat = hgnp.Flatness(net, mu=0.5, bound=-1.0)

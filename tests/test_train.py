@@ -133,7 +133,7 @@ def test_keep_1_removes_nothing() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_goes_through_the_same_loop(method: str) -> None:
+def test_every_method_runs_the_same_loop(method: str) -> None:
     threshold = 0.6 if method == "hybrid" else None
     result = hgnp.prune(made(), *loaders(), recipe=recipe(method=method, threshold=threshold))
     assert result.reached

@@ -69,7 +69,7 @@ RENAMED = {
 }
 """Former name of an option → its name now."""
 REMOVED = {
-    "norm": "BatchNorm is always differentiated through the batch's statistics, as penalising it in evaluation mode wrecked "
+    "norm": "BatchNorm is always differentiated through the batch's statistics, as penalising it in evaluation mode ruined "
     "training (docs/flatness.md)"
 }
 """Removed option → why it was removed."""

@@ -41,8 +41,8 @@ class Flatness:
 
     C is the loss and H its Hessian. v is a direction of large curvature, held fixed while q is differentiated: the top
     eigenvector of the Kronecker-factored curvature Ψ ⊗ Γ (K-FAC) of the *block*, the Linear or convolution layer, with the
-    largest eigenvalue λ. Ψ is the second moment of the layer's inputs, Γ that of the derivatives by its outputs. The penalty
-    μ·max(0, q − B) is *active* where q > B. docs/flatness.md has the definitions.
+    largest eigenvalue λ. Ψ is the second moment of the layer's inputs, Γ that of the derivatives of C with respect to its
+    outputs. The penalty μ·max(0, q − B) is *active* where q > B. docs/flatness.md has the definitions.
 
     >>> import torch, hgnp
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -77,7 +77,7 @@ class Flatness:
             batch before.
         direction_over: "block": v is K-FAC's eigenvector of one layer. "network": the top eigenvector of the Gauss–Newton
             matrix of all trained parameters, by power iteration; each refresh is one product with it, from the last v.
-        refresh_every: with direction_from "last_batch", v is refreshed every so many steps and kept in between. 1 by default;
+        refresh_every: with direction_from "last_batch", the number of steps between two refreshes of v. 1 by default;
             `hgnp.Recipe`'s default is 8. Each call of `backward` or `loss` is a step: with gradient accumulation they are
             micro-batches.
         skip_inactive: if the penalty is inactive in the first step along a new v, the steps until the next refresh are plain.
@@ -117,13 +117,6 @@ class Flatness:
         broadcast_networks(self._step.reducer, net)
         self._eager = Eager(self._step, self._state)
 
-    @classmethod
-    def _of(cls, step: Step, state: State) -> "Flatness":
-        """A view of a step and its state, for the callbacks of a run."""
-        view = cls.__new__(cls)
-        view._step, view._state, view._eager = step, state, Eager(step, state)
-        return view
-
     def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
         """Adds scale·∇(C + μ·max(0, q − B)) to `.grad` and returns C, which is not scaled.
 
@@ -144,15 +137,15 @@ class Flatness:
         return self._eager.loss(inputs, target, scale=scale)
 
     def average_statistics(self) -> None:
-        """With a group: running statistics of norms, which each rank has of its own samples, become their averages over the
+        """With a group: running statistics of norms, which each rank computes from its own samples, are averaged over the
         ranks. Every rank calls it, before validation and before the network is saved. `sensitivity` does so itself."""
         average_statistics(self._step.reducer, self.net)
 
     def objective(self, inputs: Any, target: Any) -> Tensor:
         """C + μ·max(0, q − B) of a batch along that batch's own v, to be differentiated, as scores see it.
 
-        It leaves no trace: v, buffers, gradients and random state stay as they are. With a group it is this rank's share, which
-        adds up to the whole."""
+        It has no side effects: v, buffers, gradients and random state stay as they are. With a group it is this rank's share;
+        the shares add up to the whole."""
         check_gradients()
         state = dataclasses.replace(self._state)
         self._step.share(state, inputs, target)
@@ -223,7 +216,7 @@ class Flatness:
 
     @property
     def routes(self) -> dict[str, str]:
-        """What q is for each block, in the network's present mode: exact (Gauss–Newton and Hessian agree), or which of the two
+        """What q is for each block, in the network's current mode: exact (Gauss–Newton and Hessian agree), or which of the two
         and why they differ."""
         return self._step.passes.routes
 
@@ -233,8 +226,8 @@ class Flatness:
         return "\n".join([head, *(f"  {name}: {route}" for name, route in self.routes.items())])
 
     def state_dict(self) -> dict[str, Any]:
-        """Eigenpairs, the chosen block, the stream of sampled labels, the age of v and whether steps skip the penalty: tensors,
-        strings, numbers and None."""
+        """Eigenpairs, the chosen block, the generator of sampled labels, the age of v and whether steps skip the penalty:
+        tensors, strings, numbers and None."""
         return self._step.state_dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -244,5 +237,12 @@ class Flatness:
 
 
 def step_and_state(flatness: Flatness) -> tuple[Step, State]:
-    """The step and the state behind it, for scores."""
+    """The step and the state of a `Flatness`, for scores."""
     return flatness._step, flatness._state
+
+
+def flatness_of(step: Step, state: State) -> Flatness:
+    """A `Flatness` that shares this step and state, for the callbacks of a run."""
+    view = Flatness.__new__(Flatness)
+    view._step, view._state, view._eager = step, state, Eager(step, state)
+    return view

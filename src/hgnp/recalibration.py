@@ -16,7 +16,7 @@ from hgnp.state_guards import module_that_raised, preserve_generators, preserve_
 def recalibrate(net: nn.Module, batches: Iterable[Any]) -> None:
     """Re-estimate the running mean and variance of every batch norm on `batches`, e.g. after a one-shot removal.
 
-    Removed neurons change what the layers behind them see, so the statistics from training no longer fit. They are reset and
+    Removed neurons change what the layers after them see, so the statistics from training no longer fit. They are reset and
     become the means over the batches of each batch's own mean and (unbiased) variance, as with PyTorch's ``momentum=None``.
 
     >>> import torch, hgnp
@@ -28,7 +28,7 @@ def recalibrate(net: nn.Module, batches: Iterable[Any]) -> None:
     Args:
         net: The network, on the device of the batches. A network without batch norms is left as it is.
         batches: Inputs without a target, or (inputs, target) pairs, where inputs are a tensor, a tuple (positional) or a dict
-            (keywords); or dicts with `labels`. A target is not used. 10 to 100 batches of the size used in training do.
+            (keywords); or dicts with `labels`. A target is not used. 10 to 100 batches of the training size are enough.
 
     The batch norms run in training mode, everything else in evaluation mode, so dropout is off. Modes, momenta, gradients and
     random state are restored. A batch norm that no batch reaches keeps its statistics; if anything fails, all of them do.

@@ -63,7 +63,7 @@ class Recipe:
         coupling: "coupled": layers whose outputs are added lose the same channels. "paper": they lose the same number of
             channels, each its own.
         floor: Minimum number of neurons that every layer keeps. This and the next two may be set by layer, as in
-            {"features.*": 8, "*": 2}: the first name or pattern (`*`, `?`, `[…]`) that matches counts.
+            {"features.*": 8, "*": 2}: the first name or pattern (`*`, `?`, `[…]`) that matches applies.
         round_to: Pruned layers end at a width that is a multiple of this, such as 8 for tensor cores.
         max_removed: The largest fraction of a layer's initial neurons that may be removed.
         approximate: Whether channels that a norm mixes (LayerNorm, GroupNorm) may be removed, which changes the others.
@@ -263,7 +263,7 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _whole(value: Any) -> bool:
+def _integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -290,12 +290,12 @@ def _or_none(check: tuple[str, Any]) -> tuple[str, Any]:
     return f"None or {expected}", lambda value: value is None or fits(value)
 
 
-_COUNT = ("a whole number ≥ 1", lambda value: _whole(value) and value >= 1)
-_EPOCHS = ("a whole number ≥ 0", lambda value: _whole(value) and value >= 0)
+_COUNT = ("an integer ≥ 1", lambda value: _integer(value) and value >= 1)
+_EPOCHS = ("an integer ≥ 0", lambda value: _integer(value) and value >= 0)
 _WEIGHT = ("a finite number ≥ 0", lambda value: _number(value) and value >= 0)
 _RATE = ("a finite number > 0", lambda value: _number(value) and value > 0)
 _FRACTION = ("a fraction ≥ 0 and ≤ 1", lambda value: _number(value) and 0 <= value <= 1)
-_SWITCH = ("True or False", lambda value: isinstance(value, bool))
+_FLAG = ("True or False", lambda value: isinstance(value, bool))
 _CHECKS: dict[str, tuple[str, Any]] = {  # field → what must hold, in words and as a predicate
     "keep": ("a fraction > 0 and ≤ 1", lambda value: _number(value) and 0 < value <= 1),
     "target": _one_of(Quantity),
@@ -307,7 +307,7 @@ _CHECKS: dict[str, tuple[str, Any]] = {  # field → what must hold, in words an
     "neurons_per_round": _COUNT,
     "finetune_epochs": _EPOCHS,
     "coupling": _one_of(CouplingMode),
-    "approximate": _SWITCH,
+    "approximate": _FLAG,
     "score_batches": _COUNT,
     "mu": _WEIGHT,
     "score_mu": _or_none(_WEIGHT),
@@ -315,12 +315,12 @@ _CHECKS: dict[str, tuple[str, Any]] = {  # field → what must hold, in words an
     "bound": ("a finite number", _number),
     "flatness": ("'default', 'paper' or a mapping of named choices", lambda value: isinstance(value, str | Mapping)),
     "refresh_every": _or_none(_COUNT),
-    "skip_inactive": _or_none(_SWITCH),
+    "skip_inactive": _or_none(_FLAG),
     "rho": _RATE,
     "lr": _RATE,
     "momentum": ("a number ≥ 0 and < 1", lambda value: _number(value) and 0 <= value < 1),
     "weight_decay": _WEIGHT,
-    "nesterov": _SWITCH,
+    "nesterov": _FLAG,
     "schedule": _or_none(_one_of(Schedule)),
     "anneal": _one_of(Anneal),
     "lr_steps": (
@@ -337,5 +337,5 @@ _CHECKS: dict[str, tuple[str, Any]] = {  # field → what must hold, in words an
     "clip_norm": _or_none(_RATE),
     "measure": _one_of(Measure),
     "checkpoint_every": _COUNT,
-    "seed": _or_none(("a whole number from 0 to 4294967295", lambda value: _whole(value) and 0 <= value < 2**32)),
+    "seed": _or_none(("an integer from 0 to 4294967295", lambda value: _integer(value) and 0 <= value < 2**32)),
 }  # fmt: skip

@@ -53,7 +53,7 @@ def eigh(factor: Tensor, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Penalized:
-    """L of a batch, and what it was made of."""
+    """L of a batch, and its parts."""
 
     objective: Tensor  # L, to be differentiated
     loss: Tensor  # C

@@ -32,7 +32,7 @@ from hgnp.curvature.losses import Loss, loss_curvature
 from hgnp.curvature.network_direction import AnyDirection
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.errors import InputError, InputTypeError
-from hgnp.execution.graphs import Capture, GraphedFunction
+from hgnp.execution.graphs import CaptureContext, GraphedFunction
 from hgnp.execution.process_group import ranks_of
 from hgnp.flatness import Flatness, step_and_state
 from hgnp.pruning import Neurons, Scores
@@ -66,7 +66,8 @@ def sensitivity(
 ) -> Scores:
     """Importance scores: how much the loss changes when a neuron's output is attenuated (equation 6).
 
-    A gate γ_j = 1 multiplies the output of neuron j wherever it is read. δ_i is the derivative of the loss of sample i by it.
+    A gate γ_j = 1 multiplies the output of neuron j wherever it is read. δ_i is the derivative of the loss of sample i with
+    respect to it.
 
     >>> import torch, hgnp
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
@@ -88,7 +89,7 @@ def sensitivity(
             "geometric_median" and "random" depend on weights alone.
         output: Picks the logits from what the network returns. With `flatness`, its output is used instead.
         mu: μ in the scores. None: that of `flatness`.
-        coupling: "coupled", or "paper", which gives each of the layers that are added together a gate of its own.
+        coupling: "coupled", or "paper", which gives each of the layers that are added together separate gates.
         group: The process group of data-parallel training, whose ranks have different batches: the scores are means over the
             samples of all. With `flatness`, its group is used instead. Running statistics of norms are averaged over the ranks.
 
@@ -131,7 +132,7 @@ def compute_scores(
     training_losses: bool | None = None,
 ) -> Scores:
     """`sensitivity` with validated arguments. With `graphs`, batches on a GPU come from CUDA graphs where they can.
-    `training_losses`: whether the network returns what the loss takes in training mode alone; None: find out."""
+    `training_losses`: whether the network returns what the loss takes in training mode only; None: find out."""
     reducer, net = step.reducer, neurons.net
     average_statistics(reducer, net)
     if criterion in WEIGHT_SCORES:
@@ -162,7 +163,7 @@ def _from_rank_zero(reducer: Reducer, scores: Scores) -> Scores:
 
 
 def loss_in_training_only(net: nn.Module, loss: Loss, output: Output | None, inputs: Any, target: Any) -> bool:
-    """Whether the network returns what the loss takes in training mode alone, as torchvision's detectors do."""
+    """Whether the network returns what the loss takes in training mode only, as torchvision's detectors do."""
     if loss_curvature(loss) is not None:
         return False
     for training_losses in (False, True):
@@ -178,7 +179,7 @@ def loss_in_training_only(net: nn.Module, loss: Loss, output: Output | None, inp
 
 
 def _detect_training_losses(step: Step, batches: Iterable[Any]) -> tuple[Iterable[Any], bool]:
-    """The batches, and whether the loss exists in training mode alone, which the first of them tells."""
+    """The batches, and whether the loss exists in training mode only, which the first of them tells."""
     pairs = _pairs(batches)
     first = next(pairs, None)
     if first is None:
@@ -200,7 +201,7 @@ def _means(
     mu: float | None,
     *,
     signed: bool,
-    capture: Capture | None,
+    capture: CaptureContext | None,
 ) -> Tensor:
     """mean_i |δ_i|, or |mean_i δ_i|, of every unit."""
     pairs = _pairs(batches)
@@ -210,7 +211,7 @@ def _means(
     gates, before = gates.to(x.device), RandomState(*step.net.parameters())
     per_sample = _samples_come_first(step, gates, inputs, x)
     mu = state.mu if mu is None else mu
-    if not before.is_now() or (mu and step.choices.fisher_type == "mc"):
+    if not before.unchanged() or (mu and step.choices.fisher_type == "mc"):
         capture = None  # a graph would draw the same at every replay
     state = dataclasses.replace(state)  # n and w of the batches that are scored
     work = partial(_sum, step, state, gates, mu, signed, per_sample)
@@ -265,15 +266,15 @@ def _sum(
 
 
 class _Sums:
-    """The `work` above on batch after batch. With `capture`, batches of a shape that was met before come from graphs: with the
-    flatness penalty one graph finds v, and one for each block that v was in does the rest."""
+    """Calls `work` (`_sum` above) for each batch. With `capture`, batches of a known shape are replayed from CUDA graphs: with
+    the flatness penalty one graph finds v, and one per block that v was in does the rest."""
 
     def __init__(
         self,
         work: Callable[[Block | WholeNetwork | None, Any], Tensor],
         direction_of: Callable[[Any, Any], AnyDirection] | None,
         net: nn.Module,
-        capture: Capture | None,
+        capture: CaptureContext | None,
     ) -> None:
         self._work, self._net, self._capture = work, net, capture
         self._direction_of = None if direction_of is None else self._replayed(lambda batch: direction_of(*batch))
@@ -292,10 +293,10 @@ class _Sums:
         return function if self._capture is None else GraphedFunction(function, self._net, self._capture)
 
 
-def make_capture(net: nn.Module) -> Capture | None:
+def make_capture(net: nn.Module) -> CaptureContext | None:
     """For a network on a GPU."""
     device = next(net.parameters()).device
-    return Capture(device) if device.type == "cuda" else None
+    return CaptureContext(device) if device.type == "cuda" else None
 
 
 def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:

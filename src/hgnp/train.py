@@ -1,7 +1,6 @@
 """`prune`: train, prune during training and fine-tune in one call. The loop itself is `training/loop.py`."""
 
 import contextlib
-import inspect
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from hgnp.curvature.autodiff.forward import Output, check_gradients
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.validation import check_functions
 from hgnp.errors import InputError, InputTypeError, first_line
-from hgnp.execution.process_group import device_of_rank, failures_announced, join_ranks, made_group
+from hgnp.execution.process_group import created_group, device_of_rank, failures_announced, join_ranks
 from hgnp.io import runs
 from hgnp.io.atomic import read_json
 from hgnp.io.weights import changes_to_fit, read_saved
@@ -58,8 +57,6 @@ def prune(
     on_epoch: Callback | None = None,
     accumulate: int = 1,
     verbose: bool = True,
-    _progress: Progress | None = None,
-    _about: dict[str, Any] | None = None,
 ) -> Result:
     """Train `net` and prune it in place by `recipe`: Algorithm 2 of the paper.
 
@@ -98,21 +95,52 @@ def prune(
             `step`, `net`, `optimizer`, `neurons`, `flatness` and `history`.
         on_epoch: on_epoch(state) is called after every epoch, with the epoch's `row` of the history too; returning True stops
             the run.
-        accumulate: Batches per step of the optimizer. Its gradient is their mean, weighted by samples (labels that count, class
-            weights), as of one large batch; each batch has its own batch-norm statistics and penalty. The last step of an epoch
-            takes the batches that are left.
+        accumulate: Batches per step of the optimizer. Its gradient is their mean, weighted by samples (or by labels that are
+            not ignored, or class weights), as for one large batch; each batch has its own batch-norm statistics and penalty.
+            The last step of an epoch takes the batches that are left.
         verbose: Show progress on stderr: a bar on a terminal, one line per epoch elsewhere.
 
     Returns:
         The pruned network, its history with one row per epoch, and measurements before and after pruning.
 
     In a process group of torch.distributed, and under torchrun, the ranks train one network together (docs/distributed.md):
-    each gets a part of every batch, and rank 0 writes and shows progress. DistributedDataParallel is taken off.
+    each gets a part of every batch, and rank 0 writes and shows progress. DistributedDataParallel is unwrapped.
 
     Raises:
         HgnpError: Arguments that do not fit together (also a ValueError or TypeError), a loss that is no longer finite
             (`DivergedError`), or another rank that failed (`RankError`).
     """
+    return prune_and_report(
+        net, train, val, progress=_default_progress(verbose=verbose), recipe=recipe, loss=loss, metric=metric,
+        optimizer=optimizer, scheduler=scheduler, unpack=unpack, output=output, protect=protect, also=also, device=device,
+        out=out, resume=resume, on_step=on_step, on_epoch=on_epoch, accumulate=accumulate,
+    )  # fmt: skip
+
+
+def prune_and_report(
+    net: nn.Module,
+    train: Iterable[Any],
+    val: Iterable[Any] | None = None,
+    *,
+    progress: Progress,
+    about: Mapping[str, Any] | None = None,
+    recipe: Recipe,
+    loss: Loss = F.cross_entropy,
+    metric: Metric | None = None,
+    optimizer: OptimizerOrFactory | None = None,
+    scheduler: Any = None,
+    unpack: Unpack | None = None,
+    output: Output | None = None,
+    protect: Iterable[str] = (),
+    also: Iterable[nn.Module] = (),
+    device: str | torch.device | None = None,
+    out: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    on_step: Callback | None = None,
+    on_epoch: Callback | None = None,
+    accumulate: int = 1,
+) -> Result:
+    """`prune`, reporting to `progress`. `about`: further entries of run.json, such as the name of a preset."""
     if not isinstance(net, nn.Module):
         raise InputTypeError(f"net must be an nn.Module, got {type(net).__name__}")
     net, reducer = join_ranks(net)
@@ -131,7 +159,7 @@ def prune(
             raise InputError(f"{name} must be a torch {name} or a function that returns one, got {given!r}")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise InputError(
-            f"accumulate must be a whole number ≥ 1, the batches per step of the optimizer, got {accumulate!r}"
+            f"accumulate must be an integer ≥ 1, the batches per step of the optimizer, got {accumulate!r}"
         )
     check_gradients()
     device = own_device(net, device)
@@ -161,18 +189,17 @@ def prune(
         stored = contents["checkpoint"]
         if recipe.seed is not None:
             rng_state.seed(recipe.seed)
-        home = next(net.parameters()).device
+        original_device = next(net.parameters()).device
         if device is not None:
             _move((net, *also), device)
         place = next(net.parameters()).device
         loader_batches = reducer.ranks if stored is None else stored["setup"].get("batches per global batch", 1)
         batches = Batches(train, "train", unpack, place, reducer, loader_batches)
         val_batches = None if val is None else Batches(val, "val", unpack, place, reducer, loader_batches)
-        progress = _progress or _default_progress(verbose=verbose)
         if reducer.rank:
             progress = SilentProgress()
         task = Task(batches, val_batches, loss, metric, output, accumulate, reducer=reducer)
-        loop = TrainingLoop(net, task, recipe, folder, progress, _about or {})
+        loop = TrainingLoop(net, task, recipe, folder, progress, dict(about or {}))
         initial = None
         try:
             if recipe.snapshots:
@@ -181,7 +208,7 @@ def prune(
         except BaseException:
             loop.undo_prepare()
             if device is not None:
-                _move((net, *also), home)
+                _move((net, *also), original_device)
             raise
         try:
             with preserve_modes(net):
@@ -189,12 +216,6 @@ def prune(
                 return loop.finish(() if initial is None else finetune_snapshots(loop, initial))
         finally:
             loop.progress.stop()
-
-
-# help() shows the public arguments; the command gives the other two.
-prune.__signature__ = (_signature := inspect.signature(prune)).replace(  # type: ignore[attr-defined]
-    parameters=[each for each in _signature.parameters.values() if not each.name.startswith("_")]
-)
 
 
 def _move(networks: Iterable[nn.Module], device: str | torch.device) -> None:
@@ -254,8 +275,8 @@ def load_finished(
 
 
 def own_device(net: nn.Module, device: str | torch.device | None) -> torch.device | None:
-    """The device to move to, None for none. Of several ranks each has a GPU of its own."""
-    if device is None and made_group() and any(p.is_cuda for p in net.parameters()):
+    """The device to move to, None for none. Each of several ranks has its own GPU."""
+    if device is None and created_group() and any(p.is_cuda for p in net.parameters()):
         device = "cuda"
     return None if device is None else device_of_rank(as_device(device))
 

@@ -52,7 +52,7 @@ def test_a_row_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert row["seconds"] > 0
 
 
-def test_a_checkout_is_measured_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_is_measured_in_a_separate_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "src" / "hgnp" / "__init__.py"
     package.parent.mkdir(parents=True)
     package.touch()

@@ -50,7 +50,7 @@ def test_every_method_is_measured_against_the_plain_epoch(tmp_path: Path, monkey
     )
 
 
-def test_a_failure_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_a_row_and_the_others_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(epoch, "IMAGES", 64)
     bench = epoch.Bench(torch.device("cpu"), 16, 0.01, Report(tmp_path / "a.md", "# Head", FACTS))
     with bench.going_on("Naive", "vgg16", "100 %"):

@@ -1,4 +1,4 @@
-"""Widths that modules state in whole numbers, or take from another tensor."""
+"""Widths that modules state in integers, or take from another tensor."""
 
 from typing import Any
 

@@ -49,7 +49,7 @@ def test_help_has_whole_summaries_and_no_python_types(capsys: pytest.CaptureFixt
         (["bench", "x", "--weights", "2"], "--weights must be a fraction > 0 and ≤ 1, got 2"),
         (["run", "--sed", "3"], "No such option: --sed"),
         (["run", "--seed", "three"], "Invalid value for '--seed'"),
-        (["run", "--seed", "-3"], "seed must be a whole number from 0 to 4294967295, got -3"),
+        (["run", "--seed", "-3"], "seed must be an integer from 0 to 4294967295, got -3"),
         (["run", "dem"], "preset must be a known one or a file, got 'dem'; did you mean demo?"),
         (["run", "missing.yaml"], "configuration must be an existing file, got missing.yaml"),
         (["run", "."], "preset must be a known one or a file, got '.'"),

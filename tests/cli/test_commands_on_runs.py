@@ -53,9 +53,9 @@ def test_compare(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("compare", str(runs / "hgnp"), str(runs / "taylor"), "--out", "c", *given, "--json") == 0
     said = capsys.readouterr()
     found = json.loads(said.out.splitlines()[-1])
-    (study,) = found["studies"]
-    assert study["baseline"] == "taylor"
-    assert {group["method"] for group in study["groups"]} == {"hgnp", "taylor"}
+    (experiment,) = found["experiments"]
+    assert experiment["baseline"] == "taylor"
+    assert {group["method"] for group in experiment["groups"]} == {"hgnp", "taylor"}
     assert found["recommendation"]["sentences"]
     assert "area gain" in said.err
     assert {"page.html", "summary.csv", "curves.csv", "comparison.json", "figures"} <= {
@@ -74,24 +74,28 @@ def test_compare(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path("d").exists()
 
 
-def test_compare_shows_the_hybrid_composed_and_of_its_own(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_shows_the_composed_hybrid_and_the_run_that_switches(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     mine = ["--method", "hybrid", "--set", "recipe.threshold=0.8", "--out", "hybrid"]
     assert call("run", *QUICK, *mine) == 0
     folders = [str(runs / "hgnp"), str(runs / "taylor"), "hybrid"]
     capsys.readouterr()
     assert call("compare", *folders, "--out", "c", "--threshold", "0.48", "--json") == 0
     said = capsys.readouterr()
-    (study,) = json.loads(said.out.splitlines()[-1])["studies"]
-    assert [group["label"] for group in study["groups"]] == ["hgnp", "taylor", "hybrid, threshold=0.8"]
-    assert (study["composed_hybrid"]["threshold"], study["composed_hybrid"]["source"]) == (0.48, "given")
+    (experiment,) = json.loads(said.out.splitlines()[-1])["experiments"]
+    assert [group["label"] for group in experiment["groups"]] == ["hgnp", "taylor", "hybrid, threshold=0.8"]
+    assert (experiment["composed_hybrid"]["threshold"], experiment["composed_hybrid"]["source"]) == (0.48, "given")
     row = next(line for line in said.err.splitlines() if line.startswith("hybrid (composed), κ ≤ 48.0%"))
-    assert f"{study['composed_hybrid']['over_taylor']:+.2f} %" in row
+    assert f"{experiment['composed_hybrid']['over_taylor']:+.2f} %" in row
     assert any(line.startswith("hybrid, threshold=0.8 ") for line in said.err.splitlines())
     assert "The threshold was set by the user." in said.err
     assert call("compare", *folders, "--out", "c", "--threshold", "paper", "--json") == 0
     said = capsys.readouterr()
-    (study,) = json.loads(said.out.splitlines()[-1])["studies"]
-    assert study["composed_hybrid"]["threshold"] is None  # fewer training samples than the paper's experiments have
+    (experiment,) = json.loads(said.out.splitlines()[-1])["experiments"]
+    assert (
+        experiment["composed_hybrid"]["threshold"] is None
+    )  # fewer training samples than the paper's experiments have
     assert "No threshold is predicted: train_samples must be from 2040 to 50000, " in said.err
     assert "hybrid (composed)" not in said.err
     assert "134.005 − 0.40476 · classes" in said.err

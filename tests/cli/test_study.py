@@ -191,7 +191,7 @@ def whole(interrupted: Path) -> Path:
     told = json.loads(said.splitlines()[-1])
     assert [run["run"] for run in told["runs"]] == RUNS[:2]
     assert [run["error"] for run in told["runs"]] == [None] * 2
-    (compared,) = told["comparison"]["studies"]
+    (compared,) = told["comparison"]["experiments"]
     assert [(group["label"], group["method"], group["seeds"]) for group in compared["groups"]] == [
         ("hgnp", "hgnp", [0]),
         ("plain", "taylor", [0]),

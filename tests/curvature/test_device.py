@@ -167,7 +167,7 @@ def test_what_a_capture_makes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> No
     assert made == [3, 3, 3]
 
 
-def test_each_stream_that_captures_has_side_streams_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_capturing_stream_has_its_own_side_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where autograd's one thread of a device forks for several captures."""
     numbers = iter(range(1000))
 

@@ -59,7 +59,7 @@ def test_the_block_is_the_one_with_the_largest_score(kfac_approx):
         flat.backward(x, y)
         empirical = flat.block
         collector = collector_of(net, x, kfac_approx=kfac_approx, keep=True)
-        with Forward(watch=collector):
+        with Forward(observer=collector):
             z = net(x)
         collector.collect(F.cross_entropy(z, y), None, 1.0)
         scores, quotients = {}, {}
@@ -83,7 +83,7 @@ def test_sampled_labels_come_from_the_networks_own_output():
     flat.backward(x, y)
     collector = collector_of(net, x)
     net.train()
-    with Forward(watch=collector):
+    with Forward(observer=collector):
         z = net(x)
     label = torch.multinomial(z.softmax(1), 1, generator=torch.Generator().manual_seed(0)).squeeze(1)
     collector.collect(F.cross_entropy(z, label), None, 1.0)
@@ -119,7 +119,7 @@ def test_the_warm_started_eigenvalue_follows_the_dense_one_in_training(kfac_appr
         if step >= 10 and step % 6 == 0:
             collector = collector_of(net, x[index], kfac_approx=kfac_approx)
             before = {k: b.clone() for k, b in net.named_buffers()}
-            with Forward(watch=collector):
+            with Forward(observer=collector):
                 out = net(x[index])
             collector.collect(F.cross_entropy(out, y[index]), None, 1.0)
             for k, b in net.named_buffers():
@@ -139,7 +139,7 @@ def test_the_warm_started_eigenvalue_follows_the_dense_one_in_training(kfac_appr
 
 
 @pytest.mark.parametrize("choices", ["default", "sampled", "paper"])
-def test_state_goes_on_as_if_nothing_had_happened(choices):
+def test_a_loaded_state_continues_as_without_interruption(choices):
     x, y = images(6)
     nets = [convnet("batch"), convnet("batch")]
     flats = [Flatness(net, bound=-1.0, **CHOICES[choices]) for net in nets]
@@ -219,7 +219,7 @@ def test_eigenvectors_are_sliced_with_the_neurons():
     assert flat.curvature > 0
 
 
-def test_a_net_changed_without_a_word_is_met_with_a_fresh_start():
+def test_a_net_that_was_changed_from_outside_starts_with_a_new_direction():
     """A layer replaced by a smaller one, and the penalised layer frozen."""
     net = convnet("batch")
     x, y = images(6)
@@ -307,13 +307,13 @@ def test_v_is_kept_between_refreshes() -> None:
     assert steps == [3, 6]  # renewed in the third step for the fourth, and so on
     with pytest.raises(ValueError, match="refresh_every must be 1 with direction_from='this_batch'"):
         Flatness(net, direction_from="this_batch", refresh_every=2)
-    with pytest.raises(ValueError, match="refresh_every must be a whole number ≥ 1, got 0"):
+    with pytest.raises(ValueError, match="refresh_every must be an integer ≥ 1, got 0"):
         Flatness(net, refresh_every=0)
 
 
 @pytest.mark.parametrize("direction_from", ["last_batch", "this_batch"])
 @pytest.mark.parametrize("ranking", ["kfac", "empirical"])
-def test_a_batch_goes_after_its_step(ranking, direction_from):
+def test_a_batch_is_released_after_its_step(ranking, direction_from):
     net = convnet()
     flat = Flatness(net, bound=-1.0, ranking=ranking, direction_from=direction_from)
     x, y = images()

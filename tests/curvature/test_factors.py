@@ -27,7 +27,7 @@ def observe(net, inputs, y, kfac_approx, *, loss=F.cross_entropy, scale_invarian
     collector = FactorCollector(
         find_blocks(net), inputs[0].shape[0], kfac_approx=kfac_approx, scale_invariant=scale_invariant, keep=True
     )
-    with Forward(watch=collector):
+    with Forward(observer=collector):
         z = net(*inputs)
     collector.collect(loss(z, y), None, scale)
     return collector
@@ -167,7 +167,7 @@ def test_kfac_is_the_gauss_newton_block_of_a_deep_linear_net():
         gamma = torch.zeros(block.weight.shape[0], block.weight.shape[0], dtype=torch.float64)
         for unit_ in range(2):
             collector = FactorCollector(find_blocks(net), 6, kfac_approx="expand", scale_invariant=False, keep=False)
-            with Forward(watch=collector):
+            with Forward(observer=collector):
                 z = net(x)
             cotangent = torch.zeros_like(z)
             cotangent[:, unit_] = (2 / 2) ** 0.5 / 6
@@ -283,7 +283,7 @@ def test_a_layer_on_rows_that_do_not_fit_the_batch_has_no_part_in_v(first):
     torch.manual_seed(0)
     flat = Flatness(RaggedProposals(first).double(), bound=-1.0, refresh_every=1)
     x, y = torch.randn(2, 3, 4, dtype=torch.float64), torch.tensor([0, 1, 0])
-    warned = pytest.warns(UserWarning, match="layer 'proposals' is called on a number of rows that is no multiple")
+    warned = pytest.warns(UserWarning, match="layer 'proposals' is called on a number of rows that is not a multiple")
     refused = pytest.raises(ValueError, match="a multiple of the batch's 2 samples, got 3 rows in 'proposals'")
     with warned, contextlib.nullcontext() if first else refused:
         flat.backward(x, y)

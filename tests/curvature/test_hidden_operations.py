@@ -180,7 +180,7 @@ def test_a_hidden_operation_is_named_and_its_block_takes_the_hessian(
     assert flat.routes["0"] == "hessian, as Gauss–Newton cannot follow TimesBackward"
     last = find_blocks(net)[-1].name
     assert not flat.routes[last].startswith("hessian")
-    at(flat, last).backward(x, y)  # nothing is behind it
+    at(flat, last).backward(x, y)  # nothing is after it
 
 
 def test_scripted_code_is_noticed_too() -> None:
@@ -192,7 +192,7 @@ def test_scripted_code_is_noticed_too() -> None:
         at(flat, "0").backward(x, y)
 
 
-def test_a_block_that_is_first_penalised_late_warns_once_and_the_run_goes_on() -> None:
+def test_a_block_that_is_first_penalised_late_warns_once_and_the_run_continues() -> None:
     torch.manual_seed(0)
     net = net_with(Hidden(2.0), "after").double()
     flat = Flatness(net, bound=-1.0)
@@ -209,7 +209,7 @@ def test_a_block_that_is_first_penalised_late_warns_once_and_the_run_goes_on() -
     assert [str(each.message)[:9] for each in told] == ["layer '0'"]
 
 
-def test_scores_in_evaluation_mode_have_a_look_of_their_own() -> None:
+def test_scores_inspect_the_network_in_evaluation_mode() -> None:
     torch.manual_seed(0)
     net = net_with(Hidden(1.0, only="evaluation"), "").double()
     x, y = torch.randn(12, 4).double(), torch.randint(0, 3, (12,))
@@ -243,7 +243,7 @@ class Catches(nn.Module):
         return self.last(h)
 
 
-def test_an_operation_that_cannot_be_carried_is_refused_though_the_network_catches_errors() -> None:
+def test_an_unsupported_operation_is_refused_even_if_the_network_catches_errors() -> None:
     net = Catches()
-    with pytest.raises(ValueError, match="batch_norm is called directly"):
+    with pytest.raises(ValueError, match=r"must call norms by torch.nn.functional, got torch.*batch_norm"):
         Flatness(net, mu=1.0).backward(torch.randn(16, 6), torch.arange(16) % 4)

@@ -67,7 +67,7 @@ def test_a_function_marked_once_differentiable_is_refused_before_the_first_step(
     """Its curvature would be zero in silence."""
     net, x, y = Net(Once), torch.rand(6, 4), torch.arange(6) % 3
     flat = hgnp.Flatness(net, bound=-1.0, **options)
-    with pytest.raises(hgnp.HgnpError, match=r"layer 'layer': OnceBackward behind it must have a second derivative"):
+    with pytest.raises(hgnp.HgnpError, match=r"layer 'layer': OnceBackward after it must have a second derivative"):
         flat.backward(x, y)
     assert all(p.grad is None for p in net.parameters())
 

@@ -100,13 +100,13 @@ def test_gradient_of_the_penalty_equals_central_differences(mode: str) -> None:
         assert (found[name] * d).sum().item() == pytest.approx(want, abs=1e-6 * float(size), rel=1e-6), name
 
 
-def test_v_goes_on_through_a_removal_and_from_its_state() -> None:
+def test_v_continues_through_a_removal_and_from_its_state() -> None:
     net = convnet("batch")
     x, y = images()
     neurons, flat = hgnp.Neurons(net, x[:2]), settled(net, x, y, 5)
     before = {name: part.clone() for name, part in flat.direction.items()}
     flat.backward(x, y)
-    neurons.remove({"0": [1]})  # with the grouped convolution behind it
+    neurons.remove({"0": [1]})  # with the grouped convolution after it
     state = flat.state_dict()
     vector = state["pairs"]["network"]["vector"]
     assert vector.numel() == sum(p.numel() for p in net.parameters())

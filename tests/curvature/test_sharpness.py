@@ -100,7 +100,7 @@ def test_what_cannot_work_is_said():
     with pytest.raises(ValueError, match="data must have at least one batch"):
         sharpness(net, [])
     for k in (0, -1, 1.5, 2.0, True, "1", None, 7, 99999):
-        with pytest.raises(ValueError, match=rf"k must be a whole number from 1 to 6 with 6 parameters, got {k!r}"):
+        with pytest.raises(ValueError, match=rf"k must be an integer from 1 to 6 with 6 parameters, got {k!r}"):
             sharpness(net, [], k=k)
     with pytest.raises(ValueError, match="from 1 to 200 with 930 parameters"):
         sharpness(nn.Linear(30, 30), [], k=201)
@@ -133,7 +133,7 @@ def test_a_tolerance_and_a_time_limit_end_it_early():
                 sharpness(net, data, **{name: value})
 
 
-def test_buffers_are_left_as_found():
+def test_buffers_are_unchanged():
     class Counting(nn.Linear):
         def __init__(self):
             super().__init__(3, 2)

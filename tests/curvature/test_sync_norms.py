@@ -60,9 +60,9 @@ def measured(
     kind = "hessian" if "hessian" in route else "ggn"
     mode: GaussNewton | Hessian
     if kind == "ggn":
-        mode = GaussNewton(tangents, CrossEntropy(), watch=None, reducer=reducer)
+        mode = GaussNewton(tangents, CrossEntropy(), observer=None, reducer=reducer)
     else:
-        mode = Hessian(tangents, watch=None, reducer=reducer)
+        mode = Hessian(tangents, observer=None, reducer=reducer)
     z: Tensor
     if "tape" in route:
         tape = Tape()
@@ -125,7 +125,7 @@ def test_a_norm_sums_twice_and_its_tangent_once_more() -> None:
     with Forward(reducer=plain):
         net(x)
     assert plain.sums == 2 * 2
-    with GaussNewton([(net[0].weight, torch.ones_like(net[0].weight))], CrossEntropy(), watch=None, reducer=along):
+    with GaussNewton([(net[0].weight, torch.ones_like(net[0].weight))], CrossEntropy(), observer=None, reducer=along):
         net(x)
     assert along.sums == 2 * 3
     net.eval()
@@ -134,7 +134,7 @@ def test_a_norm_sums_twice_and_its_tangent_once_more() -> None:
     assert evaluation.sums == 0
 
 
-@pytest.mark.parametrize("mode", [Forward, lambda reducer: Hessian([], watch=None, reducer=reducer)])
+@pytest.mark.parametrize("mode", [Forward, lambda reducer: Hessian([], observer=None, reducer=reducer)])
 def test_half_precision_is_summed_in_float32(mode: Callable[..., Forward]) -> None:
     torch.manual_seed(0)
     x = torch.randn(16, 3, 4, 4).bfloat16() + 2

@@ -302,7 +302,7 @@ def test_what_cannot_be_followed_is_refused_by_its_layer() -> None:
     torch.manual_seed(0)
     flat = Flatness(nn.Sequential(Changed("by index")), direction_from="this_batch")
     begin_step(flat, torch.randn(6, 3), torch.zeros(6).long(), "0.a")
-    with pytest.raises(ValueError, match="layer '0': an indexed assignment"):
+    with pytest.raises(ValueError, match="layer '0' must be differentiable by Gauss–Newton, got an indexed assignment"):
         finish_step(flat, torch.randn(6, 3), torch.zeros(6).long())
 
 
@@ -320,7 +320,7 @@ class Lowered(nn.Module):
 
 
 @pytest.mark.parametrize("curvature", ["hessian", "ggn"])
-def test_a_pass_in_a_precision_of_its_own(curvature: str) -> None:
+def test_a_part_that_runs_in_another_precision(curvature: str) -> None:
     found: list[float] = []
     for direction_from in ("this_batch", "last_batch"):
         torch.manual_seed(0)

@@ -26,7 +26,7 @@ def smooth(kind: str) -> nn.Sequential:
 def radii(net: nn.Module, x: torch.Tensor, y: torch.Tensor, kfac_approx: str) -> dict[str, float]:
     """λ^Ψ λ^Γ of every block."""
     collector = FactorCollector(find_blocks(net), len(x), kfac_approx=kfac_approx, scale_invariant=False, keep=False)
-    with Forward(watch=collector):
+    with Forward(observer=collector):
         loss = F.cross_entropy(net(x), y)
     collector.collect(loss, None, 1.0)
     tops = {
@@ -59,7 +59,7 @@ def test_the_penalised_pair_of_a_small_network_is_its_batchs_own(kfac_approx: st
             optimizer.step()
 
 
-def test_the_number_of_products_goes_by_the_layer_alone() -> None:
+def test_the_number_of_products_depends_on_the_layer_only() -> None:
     options = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
 
     def warm(samples: int, channels: int, groups: int = 1) -> int:

@@ -6,7 +6,7 @@ import torch
 from hgnp.execution.captured import Versions
 
 
-def test_versions_are_restored_by_a_call_of_their_own() -> None:
+def test_versions_are_restored_by_a_separate_call() -> None:
     weight = torch.tensor([2.0], requires_grad=True)
     (loss,) = weight**3
     before = Versions.of([weight])

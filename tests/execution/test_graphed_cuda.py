@@ -16,7 +16,7 @@ from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.execution.eager import Eager
 from hgnp.execution.graphed import Graphed
-from hgnp.execution.graphs import Capture
+from hgnp.execution.graphs import CaptureContext
 from hgnp.flatness import step_and_state
 from hgnp.training.evaluate import Evaluation
 
@@ -188,7 +188,7 @@ def test_draws_that_graphs_cannot_repeat_are_not_captured() -> None:
         assert bool(replayed) is captured
 
 
-def test_a_run_uses_it_and_goes_on_after_a_removal() -> None:
+def test_a_run_uses_graphs_and_continues_after_a_removal() -> None:
     x = torch.randn(64, 3, 8, 8)
     y = (x[:, 0].mean((1, 2)) > 0).long()
     data = [(x[i : i + 16].cuda(), y[i : i + 16].cuda()) for i in range(0, 64, 16)]
@@ -227,13 +227,13 @@ def test_the_optimizer_s_steps_come_from_a_graph_too(flatness: dict[str, str], m
     y = (x[:, 0].mean((1, 2)) > 0).long()
     data = [(x[i : i + 16].cuda(), y[i : i + 16].cuda()) for i in range(0, 96, 16)]
     captured: list[None] = []
-    capture = Capture.capture
+    capture = CaptureContext.capture
 
-    def recorded(own: Capture, work: Callable[[], Any]) -> Any:
+    def recorded(own: CaptureContext, work: Callable[[], Any]) -> Any:
         captured.extend([None] * isinstance(getattr(work, "__self__", None), torch.optim.Optimizer))
         return capture(own, work)
 
-    monkeypatch.setattr(Capture, "capture", recorded)
+    monkeypatch.setattr(CaptureContext, "capture", recorded)
     histories = []
     for execution in ("auto", "eager"):
         recipe = hgnp.Recipe(

@@ -14,7 +14,7 @@ import hgnp
 from graphed_cases import Again, Net, Stand, prepared, replays, stand_in
 from hgnp.curvature import eigen
 from hgnp.execution.graphed import Graphed
-from hgnp.execution.graphs import Capture, CaptureError, GraphedFunction
+from hgnp.execution.graphs import CaptureContext, CaptureError, GraphedFunction
 from hgnp.flatness import step_and_state
 
 
@@ -88,19 +88,19 @@ def test_a_capture_that_failed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) ->
         raise ValueError("too large")
 
     with contextlib.suppress(CaptureError):
-        Capture(torch.device("meta")).capture(work)
+        CaptureContext(torch.device("meta")).capture(work)
     assert taken[0]() is None
 
 
 def test_no_garbage_is_collected_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may hold pinned memory, whose release records an event on the stream that is being captured."""
     captures_do(monkeypatch, contextlib.nullcontext)
-    _, enabled = Capture(torch.device("meta")).capture(gc.isenabled)
+    _, enabled = CaptureContext(torch.device("meta")).capture(gc.isenabled)
     assert not enabled
     assert gc.isenabled()
 
 
-def test_the_error_that_came_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_error_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it leaves undone makes the end of the capture fail as well."""
 
     @contextlib.contextmanager
@@ -117,10 +117,10 @@ def test_the_error_that_came_first_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         raise ValueError("modified in place")
 
     with pytest.raises(CaptureError, match="modified in place"):
-        Capture(torch.device("meta")).capture(work)
+        CaptureContext(torch.device("meta")).capture(work)
     assert streams == ["found", "of the capture", "found"]
     with pytest.raises(CaptureError, match="unjoined work"):
-        Capture(torch.device("meta")).capture(lambda: None)
+        CaptureContext(torch.device("meta")).capture(lambda: None)
 
 
 def test_work_that_cannot_be_captured_is_done_without_what_the_capture_took() -> None:

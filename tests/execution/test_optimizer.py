@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from graphed_cases import graph_replays
-from hgnp.execution.graphs import Capture, CaptureError
+from hgnp.execution.graphs import CaptureContext, CaptureError
 from hgnp.execution.optimizer import GraphedOptimizer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
 class Stand:
-    """In place of `Capture`: nothing is computed when the graph is made."""
+    """In place of `CaptureContext`: nothing is computed when the graph is made."""
 
     device = torch.device("cpu")
 
@@ -57,7 +57,7 @@ def made(device: str, **options: Any) -> tuple[nn.Module, torch.optim.SGD]:
 def test_graphed_optimizer_steps_equal_eager_ones(device: str, options: dict[str, Any]) -> None:
     net, optimizer = made(device, **options)
     other, plain = made(device, **options)
-    capture: Any = Capture(torch.device(device)) if device == "cuda" else Stand(optimizer)
+    capture: Any = CaptureContext(torch.device(device)) if device == "cuda" else Stand(optimizer)
     graphed = GraphedOptimizer(capture)
     left = [(parameter, torch.empty_like(parameter)) for parameter in net.parameters()]
     for number in range(24):

@@ -64,7 +64,7 @@ def test_a_run_from_graphs_is_that_of_the_joint_batch(name: str, two: list[Any])
         assert rank["stood_in_run"][f"{name}: replays"] > 0
 
 
-def test_a_loop_of_ones_own_is_that_of_the_joint_batch(two: list[Any], three: list[Any]) -> None:
+def test_a_custom_loop_equals_that_of_the_joint_batch(two: list[Any], three: list[Any]) -> None:
     want = own_loop()
     for ranks in (two, three):
         for rank in ranks:

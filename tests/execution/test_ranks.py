@@ -264,7 +264,7 @@ def test_ranks_whose_steps_come_from_graphs(name: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("capture", [1, 2, 3])
 @pytest.mark.parametrize("name", ["default", "paper", "mu=0"])
-def test_a_rank_that_cannot_capture_goes_on_with_the_others(
+def test_a_rank_that_cannot_capture_continues_with_the_others(
     name: str, capture: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Unable(Stand):

@@ -148,7 +148,7 @@ def test_loss_optimizer_and_scheduler_are_made_with_their_arguments() -> None:
         optimizer_args={"lr": 0.01}, scheduler="torch.optim.lr_scheduler:StepLR", scheduler_args={"step_size": 2}, accumulate=4,
     )  # fmt: skip
     assert made.options["accumulate"] == 4
-    with pytest.raises(ValueError, match="accumulate must be a whole number ≥ 1, got 0"):
+    with pytest.raises(ValueError, match="accumulate must be an integer ≥ 1, got 0"):
         build(accumulate=0)
     output, target = torch.randn(4, 10), torch.arange(4)
     smooth = F.cross_entropy(output, target, label_smoothing=0.1)
@@ -168,7 +168,7 @@ def test_facts_about_the_data_are_kept() -> None:
     assert build().about["start"] == "random weights"
 
 
-def test_weights_fill_the_network_but_for_a_new_head(tmp_path: Path) -> None:
+def test_weights_fill_the_network_except_for_a_new_head(tmp_path: Path) -> None:
     source = DigitsNet(width=4, num_classes=7)
     file = tmp_path / "w.safetensors"
     save_file(source.state_dict(), file)

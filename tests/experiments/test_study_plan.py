@@ -77,7 +77,7 @@ def test_the_command_of_a_run_gives_the_configuration_that_is_checked() -> None:
         ({"methods": {"a": {"sets": {}}}}, "s.yaml: methods.a: key must be a known one, got 'sets'; did you mean set"),
         ({"methods": [3]}, "s.yaml: methods.3: method must be text, got 3"),
         ({"methods": ["magic"]}, "s: magic on demo: recipe.method must be"),
-        ({"seeds": 0}, "s.yaml: seeds must be a list of different whole numbers from 0 to 4294967295, or how many from 1 to"),
+        ({"seeds": 0}, "s.yaml: seeds must be a list of different integers from 0 to 4294967295, or how many from 1 to"),
         ({"seeds": 10**9}, "s.yaml: seeds must be"),
         ({"seeds": [1, 1]}, "s.yaml: seeds must be"),
         ({"seeds": [True]}, "s.yaml: seeds must be"),
@@ -89,7 +89,7 @@ def test_the_command_of_a_run_gives_the_configuration_that_is_checked() -> None:
         ({"about": 3}, "s.yaml: about must be text, got 3"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told_in_one_line(keys: dict[str, Any], message: str) -> None:
+def test_errors_are_one_line(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is looked at below
         plan(**keys).runs()
     assert message in str(caught.value)
@@ -116,7 +116,7 @@ def test_the_command_refuses_in_one_line(
         ),
         (
             ["demo", "--seeds", "1,x"],
-            "--seeds must be a list of different whole numbers from 0 to 4294967295, got '1,x'",
+            "--seeds must be a list of different integers from 0 to 4294967295, got '1,x'",
         ),
         (["demo", "--seeds", "1,1"], "--seeds must be"),
         (["demo", "--set", "recipe.keep=7"], "demo: hgnp on demo: recipe.keep must be a fraction > 0 and ≤ 1, got 7"),

@@ -85,7 +85,7 @@ class Two(nn.Module):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_several_inputs_share_a_free_batch_without_a_word_from_torch(suffix: str, tmp_path: Path) -> None:
+def test_several_inputs_share_a_dynamic_batch_without_warnings(suffix: str, tmp_path: Path) -> None:
     net, words = Two(), torch.tensor([[1, 8]])
     result = export(net, tmp_path / f"two.{suffix}", (torch.randn(1, 4), torch.randn(1, 5), words))
     inputs = torch.randn(6, 4), torch.randn(6, 5), words.expand(6, 2).contiguous()
@@ -109,7 +109,7 @@ def test_keywords_in_any_order(suffix: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_the_network_is_left_as_found(suffix: str, tmp_path: Path) -> None:
+def test_the_network_is_unchanged(suffix: str, tmp_path: Path) -> None:
     net = make().train()
     net[1].eval()
     before, modes = copy.deepcopy(net.state_dict()), [module.training for module in net.modules()]
@@ -121,7 +121,7 @@ def test_the_network_is_left_as_found(suffix: str, tmp_path: Path) -> None:
         assert torch.equal(tensor, before[name])
 
 
-def test_the_example_is_left_as_found_by_a_network_that_writes_into_it(tmp_path: Path) -> None:
+def test_the_example_is_unchanged_if_the_network_writes_into_it(tmp_path: Path) -> None:
     example = -torch.ones(2, 4)
     export(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 2)), tmp_path / "net.pt2", example)
     assert torch.equal(example, -torch.ones(2, 4))

@@ -69,7 +69,7 @@ def _damage(folder: Path, file: str, old: str, new: str) -> None:
             '"format": 2',
             r"run\.json: format must be at most 1, got 2, which a newer hgnp wrote; upgrade hgnp",
         ),
-        ("run.json", '"format": 1', '"format": "x"', r"format must be a whole number, got 'x'"),
+        ("run.json", '"format": 1', '"format": "x"', r"format must be an integer, got 'x'"),
         ("run.json", '"method": "hgnp"', '"method": 3', r"run\.json: method must be a string, got 3; the file"),
         ("run.json", "{", "", r"run\.json must be JSON, got text that is not \(.*\); it is damaged"),
         ("metrics.jsonl", '"epoch": 1,', '"epoch": 1', r"metrics\.jsonl line 2 must be JSON"),

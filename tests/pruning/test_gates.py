@@ -82,7 +82,7 @@ class Added(nn.Module):
 
 
 @pytest.mark.parametrize("spelling", ["a + c", "a += c", "a.add_(c)"])
-def test_branches_that_are_added_in_place_have_gates_of_their_own(spelling: str) -> None:
+def test_branches_that_are_added_in_place_have_separate_gates(spelling: str) -> None:
     torch.manual_seed(0)
     net, (x, y) = Added(spelling).double(), (torch.randn(6, 4).double(), torch.arange(6) % 3)
     found = sensitivity(net, Neurons(net, x), [(x, y)], coupling="paper")

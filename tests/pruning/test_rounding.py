@@ -58,7 +58,7 @@ def test_round_to_applies_with_paper_coupling(name: str) -> None:
     assert any(width < before[layer] for layer, width in widths(neurons).items())
 
 
-def test_paper_coupling_rounds_each_branch_at_positions_of_its_own() -> None:
+def test_paper_coupling_rounds_each_branch_at_its_own_positions() -> None:
     case = CASES["residual"]
     neurons = Neurons(case.net(), case.inputs()[0])
     ones = {name: torch.ones(width) for name, width in widths(neurons).items()}
@@ -179,5 +179,5 @@ def test_every_n_leaves_multiples(round_to: int) -> None:
 @pytest.mark.parametrize("round_to", [0, -8, 1.5, True, "8"])
 def test_an_invalid_round_to_is_refused(round_to: object) -> None:
     neurons = Neurons(mlp(3, 4, 2), torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="round_to must be a whole number ≥ 1, such as 8, got"):
+    with pytest.raises(ValueError, match="round_to must be an integer ≥ 1, such as 8, got"):
         neurons.least({}, 1, round_to=round_to)  # type: ignore[arg-type]

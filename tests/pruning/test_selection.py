@@ -96,11 +96,11 @@ def test_limits_apply_to_all_layers_or_by_name_or_pattern() -> None:
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"floor": 0}, r"^floor must be a whole number ≥ 1, as no layer is emptied, got 0$"),
-        ({"floor": {"0": 0}}, r"^floor\['0'\] must be a whole number ≥ 1, as no layer is emptied, got 0$"),
+        ({"floor": 0}, r"^floor must be an integer ≥ 1, as no layer is emptied, got 0$"),
+        ({"floor": {"0": 0}}, r"^floor\['0'\] must be an integer ≥ 1, as no layer is emptied, got 0$"),
         ({"floor": {0: 4}}, r"^floor must have layer names or patterns such as 'features.\*' as keys, got 0$"),
         ({"max_removed": {"*": 1.5}}, r"^max_removed\['\*'\] must be a fraction ≥ 0 and ≤ 1, got 1\.5$"),
-        ({"round_to": {"*": True}}, r"^round_to\['\*'\] must be a whole number ≥ 1, such as 8, got True$"),
+        ({"round_to": {"*": True}}, r"^round_to\['\*'\] must be an integer ≥ 1, such as 8, got True$"),
         ({"round_to": {"4": 8}}, r"^round_to: pattern must match a layer, got '4'; there are 0, 2$"),
         ({"floor": {"*": 2, "1.*": 8}}, r"^floor: pattern must match a layer, got '1\.\*'; there are 0, 2$"),
     ],
@@ -169,7 +169,7 @@ def test_invalid_scores_are_refused(scores: dict[str, Tensor], message: str) -> 
 @pytest.mark.parametrize("n", [-1, 1.5, True])
 def test_invalid_n_and_coupling_are_refused(n: object) -> None:
     neurons = Neurons(mlp(3, 4, 2), torch.zeros(1, 3))
-    with pytest.raises(ValueError, match=r"^n must be a whole number ≥ 0, got "):
+    with pytest.raises(ValueError, match=r"^n must be an integer ≥ 0, got "):
         neurons.least({}, n)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^coupling must be 'coupled' or 'paper', got 'loose'$"):
         neurons.least({}, 1, coupling="loose")  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ def test_outputs_that_do_not_count_may_lose_channels_and_are_listed(used: bool) 
     whole, neurons = copy.deepcopy(net), Neurons(net, IMAGES, outputs=raw)
     assert {entry.name for entry in neurons.frozen} == {"heads.0.1", "heads.1.1"}
     assert [(layer.name, layer.alive) for layer in neurons.left_out] == [("first.0", 8), ("second.0", 10)]
-    assert "in outputs that do not count: 18 in first.0, second.0" in str(neurons)
+    assert "in outputs that are left out: 18 in first.0, second.0" in str(neurons)
     scores = random_scores(neurons)
     removed = neurons.remove(neurons.least(scores, 15))
     assert removed.taken == 15
@@ -260,7 +260,7 @@ def test_what_lies_before_a_threshold_is_pruned_exactly() -> None:
     assert worst_error(*results) < 1e-10
 
 
-def test_a_trial_on_data_freezes_what_differs_behind_the_stop() -> None:
+def test_a_trial_on_data_freezes_what_differs_after_the_stop() -> None:
     """A layer that was recorded is used again, by its whole width, where nothing is recorded any more."""
 
     def forward(net: Any, x: Tensor) -> Tensor:

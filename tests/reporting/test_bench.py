@@ -218,7 +218,7 @@ def test_compiled_networks_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first["first_s"] * 1e3 > 2 * first["median_ms"]
 
 
-def test_networks_are_left_as_found(nets: tuple[ResNet, ResNet]) -> None:
+def test_networks_are_unchanged(nets: tuple[ResNet, ResNet]) -> None:
     full, small = (copy.deepcopy(net) for net in nets)
     full.train()
     small.eval()
@@ -262,12 +262,12 @@ def test_batch_sizes_default_to_the_papers() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batches": [0]}, "batches must be whole numbers ≥ 1, got [0]"),
+        ({"batches": [0]}, "batches must be integers ≥ 1, got [0]"),
         (
             {"variants": ["fast"]},
             "variants must be among eager, no_tf32, channels_last, compile, bf16, fp16, onnx, got 'fast'",
         ),
-        ({"repeats": 0}, "repeats must be a whole number ≥ 1, got 0"),
+        ({"repeats": 0}, "repeats must be an integer ≥ 1, got 0"),
         ({"device": "gpu"}, "on this machine, got 'gpu'"),
         ({"device": ["cpu", "meta"]}, "on this machine, got 'meta'"),
     ],

@@ -114,7 +114,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(pages: dict[str, Path], tmp
     assert (report, comparison, paper) == ("390", "390", "390")
 
 
-def test_in_print_every_chart_is_a_picture(pages: dict[str, Path], tmp_path: Path) -> None:
+def test_in_print_every_chart_is_an_image(pages: dict[str, Path], tmp_path: Path) -> None:
     pdf = tmp_path / "page.pdf"
     browse(pages["report"], tmp_path, f"--print-to-pdf={pdf}", "--no-pdf-header-footer")
     assert pdf.read_bytes().startswith(b"%PDF")

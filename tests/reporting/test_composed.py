@@ -1,4 +1,4 @@
-"""The composed hybrid of a study: where its threshold is from, what it gains, and how it is told from a run that switches."""
+"""The composed hybrid of an experiment: the origin of its threshold, its gain, and how it differs from a run that switches."""
 
 import csv
 import json
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hgnp.io.runs import read
-from hgnp.reporting.compare import Comparison, Study, compare_runs
+from hgnp.reporting.compare import ComparedExperiment, Comparison, compare_runs
 from hgnp.reporting.composed import Choice
 from hgnp.reporting.hybrid import PAPER, PAPERS_CHOICE, fit
 from hgnp.reporting.publish import compare
@@ -38,9 +38,9 @@ def compared(folder: Path, threshold: Choice = "fit", **options: Any) -> Compari
     return compare_runs([read(each) for each in folders(folder, **options)], threshold=threshold)
 
 
-def hybrid_of(study: Study) -> Any:
-    assert study.composed_hybrid is not None
-    return study.composed_hybrid
+def hybrid_of(experiment: ComparedExperiment) -> Any:
+    assert experiment.composed_hybrid is not None
+    return experiment.composed_hybrid
 
 
 def gain(threshold: float) -> float:
@@ -62,7 +62,7 @@ def test_an_experiment_of_the_paper_is_predicted_without_its_own_sample(
     """Also where the network has a bias more and pictures are of another size; Flowers and Birds were 0.773 and 0.709."""
     measured = own.features | {"parameters": own.features["parameters"] + 64, "image_side": 96}
     comparison = compared(tmp_path, features=measured)
-    composed = hybrid_of(comparison.studies[0])
+    composed = hybrid_of(comparison.experiments[0])
     assert composed.threshold == pytest.approx(threshold, abs=5e-4)
     assert composed.source == "fit"
     assert composed.samples == tuple(sample.name for sample in PAPER if sample is not own)
@@ -79,7 +79,7 @@ def test_two_studies_of_one_experiment_are_not_fitted_on_each_other(tmp_path: Pa
     one, two = ({**FEATURES, "parameters": number} for number in (12_000_000, 12_000_064))
     other = {**FEATURES, "classes": 60}
     paths = [folders(tmp_path / str(f["parameters"] + f["classes"]), features=f) for f in (one, two, other)]
-    first, _, third = compare_runs([read(path) for pair in paths for path in pair]).studies
+    first, _, third = compare_runs([read(path) for pair in paths for path in pair]).experiments
     assert len(hybrid_of(first).samples) == len(PAPER) + 1
     assert len(hybrid_of(first).left_out) == 1
     assert len(hybrid_of(third).samples) == len(PAPER) + 2
@@ -89,7 +89,7 @@ def test_two_studies_of_one_experiment_are_not_fitted_on_each_other(tmp_path: Pa
 @pytest.mark.parametrize("own", PAPER)
 def test_the_paper_s_own_thresholds(own: Any, tmp_path: Path) -> None:
     comparison = compared(tmp_path, "paper", features=dict(own.features))
-    composed = hybrid_of(comparison.studies[0])
+    composed = hybrid_of(comparison.experiments[0])
     formula = 134.005 - 0.40476 * own.features["classes"] - 8.4315e-4 * own.features["train_samples"]
     assert composed.threshold == pytest.approx(formula / 100, abs=1e-5)
     assert composed.threshold == pytest.approx(own.threshold, abs=1e-9)
@@ -102,20 +102,20 @@ def test_the_paper_s_own_thresholds(own: Any, tmp_path: Path) -> None:
 
 def test_the_paper_s_formula_is_clipped_and_does_not_extrapolate(tmp_path: Path) -> None:
     between = compared(tmp_path / "a", "paper", features={**FEATURES, "classes": 20, "train_samples": 2040})
-    assert hybrid_of(between.studies[0]).threshold == 1.0  # the formula says 124 %
+    assert hybrid_of(between.experiments[0]).threshold == 1.0  # the formula says 124 %
     imagenet = {**FEATURES, "classes": 1000, "train_samples": 1_281_167}  # and −1351 %
-    composed = hybrid_of(compared(tmp_path / "b", "paper", features=imagenet).studies[0])
+    composed = hybrid_of(compared(tmp_path / "b", "paper", features=imagenet).experiments[0])
     assert composed.threshold is None
     assert "classes must be from 10 to 200, which past experiments cover, got 1000" in composed.sentences[0]
     assert composed.over_taylor is None
 
 
 def test_a_threshold_can_be_given(tmp_path: Path) -> None:
-    study = compared(tmp_path, 0.37).studies[0]
-    composed = hybrid_of(study)
+    experiment = compared(tmp_path, 0.37).experiments[0]
+    composed = hybrid_of(experiment)
     assert (composed.threshold, composed.source, composed.samples, composed.caveats) == (0.37, "given", (), ())
     assert composed.over_taylor == pytest.approx(gain(0.37))
-    assert [study.composed_at(kept) for kept in (0.2, 0.37, 0.371, 1.0)] == pytest.approx(
+    assert [experiment.composed_at(kept) for kept in (0.2, 0.37, 0.371, 1.0)] == pytest.approx(
         [gentle(0.2), gentle(0.37), steep(0.371), steep(1.0)]
     )
     for wrong in (48, -0.1, float("nan"), True, "lasso"):
@@ -123,13 +123,13 @@ def test_a_threshold_can_be_given(tmp_path: Path) -> None:
             compare_runs([read(tmp_path / "hgnp")], threshold=wrong)  # type: ignore[arg-type]
 
 
-def test_a_run_that_switches_is_a_group_of_its_own(tmp_path: Path) -> None:
+def test_a_run_that_switches_is_a_separate_group(tmp_path: Path) -> None:
     real = write_run(tmp_path / "real", method="hybrid", threshold=0.5, accuracy=lambda kept: gentle(kept) + 0.01)
     comparison = compare([*folders(tmp_path), real], tmp_path / "out", threshold=0.6)
-    (study,) = comparison.studies
-    assert [group.label for group in study.groups] == ["hgnp", "taylor", "hybrid, threshold=0.5"]
-    assert {pair.label for pair in study.pairs} == {"hgnp", "hybrid, threshold=0.5"}
-    composed = hybrid_of(study)
+    (experiment,) = comparison.experiments
+    assert [group.label for group in experiment.groups] == ["hgnp", "taylor", "hybrid, threshold=0.5"]
+    assert {pair.label for pair in experiment.pairs} == {"hgnp", "hybrid, threshold=0.5"}
+    composed = hybrid_of(experiment)
     assert (composed.hgnp, composed.taylor, composed.threshold) == ("hgnp", "taylor", 0.6)
     with open(tmp_path / "out" / "summary.csv", encoding="utf-8") as file:
         rows = {row["group"]: row for row in csv.DictReader(file)}
@@ -144,7 +144,7 @@ def test_a_run_that_switches_is_a_group_of_its_own(tmp_path: Path) -> None:
     assert float(composed["gain_over_taylor_percent"]) == pytest.approx(gain(0.6)) == float(composed["gain_percent"])
     assert float(own["gain_over_taylor_percent"]) == pytest.approx(float(own["gain_percent"]))
     assert rows["taylor"]["gain_over_taylor_percent"] == ""
-    stored = json.loads((tmp_path / "out" / "comparison.json").read_text())["studies"][0]["composed_hybrid"]
+    stored = json.loads((tmp_path / "out" / "comparison.json").read_text())["experiments"][0]["composed_hybrid"]
     assert stored["over_taylor"] == pytest.approx(gain(0.6))
     assert (stored["threshold"], stored["source"]) == (0.6, "given")
     page = (tmp_path / "out" / "page.html").read_text(encoding="utf-8")

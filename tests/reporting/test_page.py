@@ -53,7 +53,7 @@ def test_the_page_loads_nothing_from_the_network(pages: dict[str, Page]) -> None
         assert any(tag == "meta" and a.get("name") == "viewport" for tag, a in page.tags)
 
 
-def test_plotly_is_there_once_and_each_chart_has_picture_and_table(pages: dict[str, Page]) -> None:
+def test_plotly_is_embedded_once_and_each_chart_has_image_and_table(pages: dict[str, Page]) -> None:
     for name, count in (("whole", 8), ("comparison", 3)):
         page = pages[name]
         assert page.scripts.count(plots.library()) == 1

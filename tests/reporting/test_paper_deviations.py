@@ -109,7 +109,7 @@ def test_ablations_are_recognised_and_do_not_deviate_in_mu(which: str, tmp_path:
     assert told(group, "schedule") == []
 
 
-def test_seeds_are_one_group_and_snapshots_no_runs_of_their_own(tmp_path: Path) -> None:
+def test_seeds_are_one_group_and_snapshots_are_not_separate_runs(tmp_path: Path) -> None:
     for seed in range(3):
         write_paper_run(
             tmp_path / "deep" / "er" / str(seed), "vgg16-cifar10", seed=seed, epochs=7 if seed == 2 else None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hgnp.io.runs import read
-from hgnp.reporting import study_charts
+from hgnp.reporting import comparison_charts
 from hgnp.reporting.compare import compare_runs
 from hgnp.reporting.publish import compare, report
 from hgnp.reporting.run_charts import SNAPSHOTS, against_kept
@@ -57,8 +57,8 @@ def test_snapshots_of_seeds_are_means(tmp_path: Path) -> None:
         write_run(tmp_path / "c", seed=2),
         write_run(tmp_path / "t", method="taylor"),
     ]
-    study = compare(folders, tmp_path / "out").studies[0]
-    ours, taylor = study.groups
+    experiment = compare(folders, tmp_path / "out").experiments[0]
+    ours, taylor = experiment.groups
     assert len(ours.runs) == 3, "runs that differ in their snapshots are repeats of each other"
     assert taylor.snapshots == ()
     large, small = ours.snapshots
@@ -66,7 +66,7 @@ def test_snapshots_of_seeds_are_means(tmp_path: Path) -> None:
     assert (large.kept, large.mean) == (pytest.approx(0.45), pytest.approx(0.92))
     assert large.spread == pytest.approx(0.04 / 2**0.5)
     assert small.spread is None
-    chart = study_charts.against_kept(study)
+    chart = comparison_charts.against_kept(experiment)
     assert chart is not None
     assert chart.series[-1].label == f"hgnp, {SNAPSHOTS}"
     with open(tmp_path / "out" / "snapshots.csv", encoding="utf-8") as file:
@@ -78,7 +78,7 @@ def test_snapshots_of_seeds_are_means(tmp_path: Path) -> None:
     assert "Fine-tuned snapshots, mean ± standard deviation over seeds" in page
     assert "92.00 ± 2.83" in page
     stored = json.loads((tmp_path / "out" / "comparison.json").read_text())
-    assert stored["studies"][0]["groups"][0]["snapshots"][1] == {
+    assert stored["experiments"][0]["groups"][0]["snapshots"][1] == {
         "asked": 0.2, "kept": 0.18, "mean": 0.8, "spread": None, "count": 1,
     }  # fmt: skip
 
@@ -86,7 +86,7 @@ def test_snapshots_of_seeds_are_means(tmp_path: Path) -> None:
 def test_snapshots_without_a_metric_are_no_points(tmp_path: Path) -> None:
     run = read(with_snapshots(tmp_path / "run", {0.5: (0.44, None)}, accuracy=None))
     assert run.snapshot_points() == ()
-    assert compare_runs([run]).studies[0].groups[0].snapshots == ()
+    assert compare_runs([run]).experiments[0].groups[0].snapshots == ()
 
 
 @pytest.mark.parametrize("rows", [{}, [3], [{"asked": 0.5, "kept": "x", "metric": 1.0}], [{"asked": 0.5, "kept": 0.4}]])

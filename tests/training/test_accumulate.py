@@ -175,7 +175,7 @@ def test_sam_accumulates_the_gradients_at_each_batchs_own_point() -> None:
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "2"])
 def test_an_invalid_accumulate_is_refused(wrong: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"^accumulate must be a whole number ≥ 1, the batches per step of the optimizer, got"
+        ValueError, match=r"^accumulate must be an integer ≥ 1, the batches per step of the optimizer, got"
     ):
         hgnp.prune(made(), *loaders(), recipe=recipe(), accumulate=wrong)
 

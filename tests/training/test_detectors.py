@@ -1,4 +1,4 @@
-"""Runs of networks that return their losses in training mode alone, and boxes above a threshold in evaluation mode."""
+"""Runs of networks that return their losses in training mode only, and boxes above a threshold in evaluation mode."""
 
 import copy
 from typing import Any

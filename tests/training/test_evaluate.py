@@ -49,7 +49,7 @@ def test_graphs_are_captured_again_when_the_network_changes(monkeypatch: pytest.
 
         def forget(self) -> None: ...
 
-    monkeypatch.setattr(evaluate, "Capture", Stand)
+    monkeypatch.setattr(evaluate, "CaptureContext", Stand)
     torch.manual_seed(0)
     net, x, y = nn.Linear(4, 3).double(), torch.randn(7, 4, dtype=torch.double), torch.arange(7) % 3
     evaluation = Evaluation(net, F.cross_entropy, None, None, graphs=True)

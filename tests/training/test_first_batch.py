@@ -12,6 +12,7 @@ from torch import Tensor
 
 import hgnp
 from hgnp.progress import LineProgress
+from hgnp.train import prune_and_report
 from hgnp.training.data import Batches
 from hgnp.training.first_batch import check_first_batches
 from hgnp.training.task import Task
@@ -147,7 +148,9 @@ def test_a_network_that_cannot_be_copied_says_that_its_latency_is_not_measured()
         def note(self, text: str) -> None:
             notes.append(text)
 
-    result = hgnp.prune(net, *loaders(), recipe=recipe(measure="auto", keep=1.0, warmup_epochs=1), _progress=Heard())
+    result = prune_and_report(
+        net, *loaders(), recipe=recipe(measure="auto", keep=1.0, warmup_epochs=1), progress=Heard()
+    )
     assert result.after.latency_ms is None
     assert [
         note for note in notes if note.startswith("latency is not measured, as net cannot be copied: cannot pickle")

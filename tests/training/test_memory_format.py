@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hgnp
 from hgnp.progress import SilentProgress
+from hgnp.train import prune_and_report
 from hgnp.training import memory_format
 from train_cases import Net, StopError, loaders, made, recipe, stripes
 
@@ -141,7 +142,7 @@ def test_a_network_that_cannot_be_copied_keeps_its_memory_format() -> None:
             raise MemoryError("no room")
 
     told = Notes()
-    assert hgnp.prune(Single(reshape=True), *loaders(), recipe=recipe(keep=0.5), _progress=told).reached
+    assert prune_and_report(Single(reshape=True), *loaders(), recipe=recipe(keep=0.5), progress=told).reached
     assert told.texts[0] == "the memory format is unchanged, as a step with channels last failed: no room"
 
 
@@ -165,7 +166,9 @@ def test_wide_networks_run_channels_last_if_their_code_can(reshape: bool, width:
     for execution, expected in (("auto", last), ("eager", False)):
         net = Flat(reshape=reshape, width=width)
         told = Notes()
-        hgnp.prune(net, *loaders(), recipe=recipe(keep=0.5, execution=execution), on_epoch=on_epoch, _progress=told)
+        prune_and_report(
+            net, *loaders(), recipe=recipe(keep=0.5, execution=execution), on_epoch=on_epoch, progress=told
+        )
         assert seen.pop() == expected
         failed = [
             text

@@ -20,6 +20,7 @@ from hgnp.experiments.models import DigitsNet
 from hgnp.progress import LineProgress
 from hgnp.pruning.summary import Frozen
 from hgnp.pruning.verify import CutVerifier
+from hgnp.train import prune_and_report
 from hgnp.training.measure import Measurements
 from hgnp.training.pruner import Pruner
 from hgnp.training.task import CallbackState
@@ -279,7 +280,7 @@ def test_neurons_that_a_removal_freezes_are_noted(
 ) -> None:
     late = Frozen("late", "it is tired", 7)
     monkeypatch.setattr(hgnp.Neurons, "frozen", property(lambda self: (late,) if self.version else ()))
-    hgnp.prune(made(), *loaders(), recipe=recipe(), _progress=LineProgress())
+    prune_and_report(made(), *loaders(), recipe=recipe(), progress=LineProgress())
     assert capsys.readouterr().out.count("late: its 7 neurons can no longer be removed: it is tired") == 1
 
 

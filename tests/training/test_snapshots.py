@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hgnp
 from hgnp.io import runs
 from hgnp.result import Row
+from hgnp.train import prune_and_report
 from hgnp.training import checkpoint
 from train_cases import Net, StopError, loaders, made, recipe, stripes
 
@@ -271,8 +272,8 @@ class Notes:
 
 def test_a_stopped_run_has_the_snapshots_it_reached_and_notes_the_others() -> None:
     notes = Notes()
-    run = hgnp.prune(
-        made(), *loaders(), recipe=recipe(keep=0.2, snapshots=(0.8, 0.3)), _progress=notes,
+    run = prune_and_report(
+        made(), *loaders(), recipe=recipe(keep=0.2, snapshots=(0.8, 0.3)), progress=notes,
         on_epoch=lambda state: state.row["kept"] < 0.5,
     )  # fmt: skip
     assert run.stopped is not None
@@ -301,9 +302,9 @@ def test_a_snapshot_that_diverges_is_left_out(tmp_path: Path) -> None:
     ended: list[bool] = []
     late: list[bool] = []
     notes = Notes()
-    run = hgnp.prune(
+    run = prune_and_report(
         made(), *loaders(), recipe=recipe(keep=0.2, method="taylor", snapshots=(0.5,)), loss=loss, on_epoch=on_epoch,
-        out=tmp_path / "run", _progress=notes,
+        out=tmp_path / "run", progress=notes,
     )  # fmt: skip
     assert run.snapshots == ()
     assert run.reached

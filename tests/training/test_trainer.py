@@ -15,6 +15,7 @@ from torch import nn
 
 import hgnp
 from hgnp.progress import LineProgress
+from hgnp.train import prune_and_report
 from hgnp.training.data import Prefetcher
 from hgnp.training.optimizers import initialize_momentum
 from hgnp.training.trainer import EpochStatistics
@@ -216,9 +217,9 @@ def test_reduce_lr_on_plateau_is_not_stepped_when_every_label_is_ignored(every: 
         def note(self, text: str) -> None:
             notes.append(text)
 
-    result = hgnp.prune(
+    result = prune_and_report(
         made(), [(x, y)], val, recipe=recipe(keep=1.0, warmup_epochs=4, lr=0.01), scheduler=plateau,
-        loss=nn.CrossEntropyLoss(ignore_index=255), out=tmp_path / "run", _progress=Heard(),
+        loss=nn.CrossEntropyLoss(ignore_index=255), out=tmp_path / "run", progress=Heard(),
     )  # fmt: skip
     assert result.history[-1]["lr"] == 0.01
     if every:

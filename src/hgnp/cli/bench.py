@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -10,6 +10,7 @@ from hgnp.errors import InputError
 
 if TYPE_CHECKING:
     from hgnp.io.runs import Run
+    from hgnp.reporting.variants import Variant
 
 
 def bench(
@@ -97,7 +98,7 @@ def bench(
         sample(runs[0]),
         batches=batch,
         device=devices,
-        variants=variant,
+        variants=cast("list[Variant] | None", variant),  # validated by bench_networks
         repeats=repeats,
         progress=progress,
     )

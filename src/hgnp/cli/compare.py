@@ -10,7 +10,7 @@ import typer
 from hgnp.errors import InputError
 
 if TYPE_CHECKING:
-    from hgnp.reporting.compare import Comparison, Study
+    from hgnp.reporting.compare import ComparedExperiment, Comparison
     from hgnp.reporting.composed import Choice
     from hgnp.reporting.curves import Curve
 
@@ -98,65 +98,69 @@ def show(comparison: "Comparison", stream: Any) -> None:
     from rich.console import Console
 
     console = Console(file=stream, width=None if stream.isatty() else 140)
-    for study in comparison.studies:
-        console.print(_table(study))
-        if any(group.snapshots for group in study.groups):
-            console.print(f"{study.metric} of fine-tuned snapshots, and κ really kept", style="italic", markup=False)
-            console.print(_snapshots(study))
-        for note in (*(study.composed_hybrid.sentences if study.composed_hybrid else ()), *study.notes):
+    for experiment in comparison.experiments:
+        console.print(_table(experiment))
+        if any(group.snapshots for group in experiment.groups):
+            console.print(
+                f"{experiment.metric} of fine-tuned snapshots, and the κ they reached", style="italic", markup=False
+            )
+            console.print(_snapshots(experiment))
+        for note in (*(experiment.composed_hybrid.sentences if experiment.composed_hybrid else ()), *experiment.notes):
             console.print(note, markup=False, highlight=False)
 
 
-def _table(study: "Study") -> Any:
+def _table(experiment: "ComparedExperiment") -> Any:
     from rich.markup import escape
     from rich.table import Table
 
     from hgnp.progress import format_metric
     from hgnp.reporting.composed import LABEL
 
-    pairs = {pair.label: pair for pair in study.pairs}
-    levels = study.levels
-    title = escape(f"{study.title}: {study.metric} at κ")
+    pairs = {pair.label: pair for pair in experiment.pairs}
+    levels = experiment.levels
+    title = escape(f"{experiment.title}: {experiment.metric} at κ")
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     for name in (*(f"{level:.0%}" for level in levels), "area gain", "overtakes at κ"):
         table.add_column(name, justify="right")
-    for group in study.groups:
+    for group in experiment.groups:
         pair = pairs.get(group.label)
         cells = ["–"] * len(levels)
         if group.curve is not None:
-            cells = [_at(group.curve, level, study.metric) for level in levels]
+            cells = [_at(group.curve, level, experiment.metric) for level in levels]
         gain = "" if pair is None or pair.gain is None else f"{pair.gain:+.2f} %"
         crossed = "" if pair is None else " ".join(f"{c.kept:.0%}" for c in pair.crossings) or "never"
         runs = f" ({len(group.runs)} runs)" if len(group.runs) > 1 else ""
         table.add_row(escape(f"{group.label}{runs}"), *cells, gain, crossed)
-    if study.composed_hybrid is not None and study.composed_hybrid.threshold is not None:
-        values = [study.composed_at(level) for level in levels]
-        over = study.composed_gain
-        cells = ["–" if value is None else format_metric(value, study.metric) for value in values]
+    if experiment.composed_hybrid is not None and experiment.composed_hybrid.threshold is not None:
+        values = [experiment.composed_at(level) for level in levels]
+        over = experiment.composed_gain
+        cells = ["–" if value is None else format_metric(value, experiment.metric) for value in values]
         gain = "" if over is None else f"{over:+.2f} %"
-        table.add_row(f"{LABEL}, κ ≤ {study.composed_hybrid.threshold:.1%}", *cells, gain, "")
+        table.add_row(f"{LABEL}, κ ≤ {experiment.composed_hybrid.threshold:.1%}", *cells, gain, "")
     return table
 
 
-def _snapshots(study: "Study") -> Any:
+def _snapshots(experiment: "ComparedExperiment") -> Any:
     from rich.markup import escape
     from rich.table import Table
 
     from hgnp.progress import format_metric
 
-    values = sorted({point.asked for group in study.groups for point in group.snapshots}, reverse=True)
+    values = sorted({point.asked for group in experiment.groups for point in group.snapshots}, reverse=True)
     table = Table("", box=None, padding=(0, 2, 0, 0))
     for value in values:
         table.add_column(f"{100 * value:.4g}%", justify="right")
-    for group in study.groups:
+    for group in experiment.groups:
         points = {point.asked: point for point in group.snapshots}
         cells = []
         for value in values:
             point = points.get(value)
-            spread = f" ± {format_metric(point.spread, study.metric)}" if point and point.spread is not None else ""
+            spread = (
+                f" ± {format_metric(point.spread, experiment.metric)}" if point and point.spread is not None else ""
+            )
             cells.append(
-                "–" if point is None else f"{format_metric(point.mean, study.metric)}{spread} ({point.kept:.1%})"
+                "–" if point is None else f"{format_metric(point.mean, experiment.metric)}{spread} ({point.kept:.1%})"
             )
         table.add_row(escape(group.label), *cells)
     return table

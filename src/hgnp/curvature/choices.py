@@ -18,23 +18,28 @@ Bundle = Literal["default", "paper"]
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
+    """The choices of a `Flatness`, validated. `Flatness` explains their values.
+
+    Attributes:
+        curvature: q from Gauss–Newton, or from the full Hessian.
+        scaling: v as it is, or each filter's part times the filter's norm.
+        direction_from: The v of the batch before (one pass), or of this batch (two passes, the paper's order).
+        kfac_approx: How Ψ and Γ treat output positions.
+        fisher_type: Γ from the batch's labels, or from labels drawn from the network's own output.
+        ranking: The block with the largest λ^Ψ λ^Γ, or with the largest empirical quotient along its v.
+        gamma_from: Γ from the derivatives of C, or of L = C + μ·max(0, q − B) along the v of the batch before.
+        direction_over: K-FAC's eigenvector of one block, or that of the Gauss–Newton matrix over all trained parameters, by
+            power iteration.
+    """
+
     curvature: Curvature = "ggn"
-    """Term: q from Gauss–Newton, or from the full Hessian."""
     scaling: Scaling = "plain"
-    """Scaling: v as it is, or each filter's part times the filter's norm."""
     direction_from: DirectionFrom = "last_batch"
-    """Direction: the v of the batch before (one pass), or of this batch (two passes, the paper's order)."""
     kfac_approx: KfacApprox = "reduce"
-    """Direction: how Ψ and Γ treat output positions."""
     fisher_type: FisherType = "empirical"
-    """Direction: Γ from the batch's labels, or from labels drawn from the network's own output."""
     ranking: Ranking = "kfac"
-    """Direction: the block with the largest λ^Ψ λ^Γ, or the largest empirical quotient along its v."""
     gamma_from: GammaFrom = "loss"
-    """Direction: Γ from the derivatives of C, or of L = C + μ·max(0, q − B) along the v of the batch before."""
     direction_over: DirectionOver = "block"
-    """Direction: K-FAC's eigenvector of one block, or the Gauss–Newton matrix's over all trained parameters, by power
-    iteration."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -58,7 +63,7 @@ class Choices:
                 ("direction_from", "power iteration continues from the v of the batch before"),
                 ("scaling", "its metric is per filter"),
                 *(
-                    (name, "it is a choice of K-FAC's")
+                    (name, "it is a choice for K-FAC")
                     for name in ("kfac_approx", "fisher_type", "ranking", "gamma_from")
                 ),
             ):

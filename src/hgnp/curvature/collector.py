@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hgnp.curvature.autodiff.forward import autocast_off
+from hgnp.curvature.choices import KfacApprox
 from hgnp.curvature.device import HALF, SideStreams, constant, upcast, upcast_bmm
 from hgnp.curvature.factors import Block, Dense, Factor, Patches, Rows
 
@@ -47,7 +48,7 @@ class FactorCollector:
         samples: int,
         *,
         total: float | None = None,
-        kfac_approx: str,
+        kfac_approx: KfacApprox,
         scale_invariant: bool,
         keep: bool,
     ) -> None:
@@ -59,7 +60,7 @@ class FactorCollector:
         self.gamma: dict[str, GammaMoments] = {}
         self.calls: dict[str, list[tuple[dict[str, Any], Tensor]]] = {}
         self.left_out: dict[str, int] = {}
-        """Blocks that were called on a number of rows that is no multiple of the samples, and these numbers."""
+        """Blocks that were called on a number of rows that is not a multiple of the samples, and these numbers."""
         self.when_complete: Callable[[], None] | None = None
         """Called once a backward pass has reached all calls."""
         self._anchor: Tensor | None = None
@@ -69,7 +70,7 @@ class FactorCollector:
         self._read: Tensor | None = None  # held for as long as the side stream reads it
 
     def layer(self, options: dict[str, Any], out: Tensor) -> Tensor:
-        """A call of a layer (`forward.Watch`): adds its input to Ψ, and attaches a probe for Γ to its output."""
+        """A call of a layer (`forward.LayerObserver`): adds its input to Ψ, and attaches a probe for Γ to its output."""
         block = self._blocks.get(id(options["weight"]))
         if block is None or not out.requires_grad:
             return out
@@ -77,8 +78,8 @@ class FactorCollector:
         if a.shape[0] % self.samples:
             self.left_out[block.name] = a.shape[0]
             warnings.warn(
-                f"layer {block.name!r} is called on a number of rows that is no multiple of the batch's samples, as a layer on "
-                "proposals may be; such batches give it no part in v",
+                f"layer {block.name!r} is called on a number of rows that is not a multiple of the batch's samples, as a layer "
+                "on proposals may be; such batches leave it out of v",
                 stacklevel=2,
             )
             return out
@@ -175,7 +176,7 @@ class FactorCollector:
 class PsiMoments:
     """Ψ of one block from the inputs of its calls."""
 
-    def __init__(self, block: Block, samples: int, total: float, kfac_approx: str) -> None:
+    def __init__(self, block: Block, samples: int, total: float, kfac_approx: KfacApprox) -> None:
         self.block, self.samples, self.total, self.reduce = block, samples, total, kfac_approx == "reduce"
         self.inputs: list[Tensor] = []
         self.options: list[dict[str, Any]] = []
@@ -224,7 +225,7 @@ class PsiMoments:
 class GammaMoments:
     """Γ of one block from the loss's derivatives at the outputs of its calls; none of them is held."""
 
-    def __init__(self, block: Block, samples: int, total: float, kfac_approx: str, scale: Tensor | None) -> None:
+    def __init__(self, block: Block, samples: int, total: float, kfac_approx: KfacApprox, scale: Tensor | None) -> None:
         self.block, self.samples, self.total, self.reduce = block, samples, total, kfac_approx == "reduce"
         self.scale = scale  # filter norms, in the scale-invariant metric
         self.restart()

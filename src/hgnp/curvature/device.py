@@ -35,11 +35,11 @@ def capturing() -> bool:
 
 
 def upcast(x: Tensor) -> Tensor:
-    """Half precision as float32, in which it is summed."""
+    """Half precision converted to float32, for sums."""
     return x.float() if x.dtype in HALF else x
 
 
-def as_numbers(flags: Sequence[bool], like: Tensor) -> Tensor:
+def flags_to_tensor(flags: Sequence[bool], like: Tensor) -> Tensor:
     """1 or 0 for each flag, (flags,), by kernels: the host would wait for a copy, and a CUDA graph cannot hold one."""
     numbers = like.new_ones(len(flags))
     for n in (n for n, flag in enumerate(flags) if not flag):
@@ -150,9 +150,9 @@ STREAM_FAMILIES: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
 
 
 def side_streams_of(main: torch.cuda.Stream) -> list[torch.cuda.Stream]:
-    """The side streams of the stream that captures, or of one of its side streams. Each thread captures on a stream of its own,
-    and captures must not share streams. A thread's identity would not tell: autograd runs backward passes in threads of its
-    own, which all captures on a device share."""
+    """The side streams of the stream that captures, or of one of its side streams. Each thread captures on its own
+    stream, and captures must not share streams. The thread's identity would not do: autograd runs backward passes in its own
+    threads, which all captures on a device share."""
     key = main.device.index, main.cuda_stream
     if key not in STREAM_FAMILIES:
         streams = [torch.cuda.Stream(main.device) for _ in range(STREAMS + 1)]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.forward import autocast_off
 from hgnp.curvature.collector import FactorCollector
-from hgnp.curvature.device import HostScalar, SideStreams, as_numbers, capturing, upcast
+from hgnp.curvature.device import HostScalar, SideStreams, capturing, flags_to_tensor, upcast
 from hgnp.curvature.eigen import Eigenpair, arbitrary, top_of_each, top_of_lists
 from hgnp.curvature.factors import Block, WholeNetwork, find_blocks, unit
 from hgnp.errors import InputError
@@ -255,7 +255,7 @@ class Direction:
         like = blocks[0].weight
         own = [block.name in collector.gamma and collector.gamma[block.name].positions > 0 for block in blocks]
         with torch.no_grad(), autocast_off(like):
-            differentiated = reducer.sum([as_numbers(own, upcast(like.detach()))])[0] > 0  # by any rank
+            differentiated = reducer.sum([flags_to_tensor(own, upcast(like.detach()))])[0] > 0  # by any rank
             if not any(own) and not capturing() and not bool(differentiated.any()):
                 raise InputError(_no_block(collector))
             for block in blocks:
@@ -288,9 +288,9 @@ class Direction:
         finite: Tensor,
         reducer: Reducer,
     ) -> None:
-        """The blocks' pairs, and the block with the largest score, which rank 0 chooses for all. An overflow of half
-        precision is no curvature: where no score of a block is finite its group stays, and where none is at all so does the
-        block."""
+        """The blocks' pairs, and the block with the largest score, which rank 0 chooses for all. Scores that overflow half
+        precision are ignored: a block without a finite score keeps its group, and if no score is finite at all, the block
+        stays."""
         scores = torch.where(finite, scores, -1.0)
         zero = torch.zeros((), dtype=torch.long, device=scores.device)
         groups, best = [zero] * len(blocks), scores

@@ -1,15 +1,15 @@
 """Top eigenpairs of Kronecker factors: Ritz pairs of a Krylov space, from a start.
 
 Every solve ends in a Ritz pair with its own residual: v is the best vector of the space of x, Fx, F²x, …, and λ = vᵀFv and
-‖Fv − λv‖/λ are measured at that very v: what is reported is what is used. The error of λ is at most the residual squared over
-the relative gap, or the residual itself.
+‖Fv − λv‖/λ are measured at that same v: the reported residual is that of the v in use. The error of λ is at most the
+residual squared over the relative gap, or the residual itself.
 
     factor                       before the Ritz pair                 warm           cold
     side ≤ 128, Rows or Dense    formed once, F^p x by squaring       p = 64         p = 65536
     any other                    products with F alone                `factor.warm`  60, restarted every 20
 
 Warm: the start is the eigenvector of the last refresh, which is close. Cold: it may be far off. Then there are many products,
-and a tenth of an arbitrary vector is mixed in, or an eigenvector that is no longer the top one would never leave its place.
+and a tenth of an arbitrary vector is mixed in, or the solver would stay at an eigenvector that is no longer the top one.
 
 The number of products is that of the table: by the layer's shape alone, never by the device, the rows of a batch or the ranks.
 Over several ranks F is the sum of the ranks' factors. A solver is a generator that yields what this rank contributes to a sum,
@@ -56,8 +56,8 @@ def top_of_each(
     """The top eigenpair of every group of every factor, from `starts`, (G, side) each.
 
     With several ranks, each passes its own share of every factor, and each round of products is one `reducer.sum`. An overflow
-    keeps the start; a product that vanishes (a dead layer, or a start in the factor's null space) gives way to an arbitrary
-    direction, or the pair would never come back."""
+    keeps the start; a product that vanishes (a dead layer, or a start in the factor's null space) is replaced by an arbitrary
+    direction, or the pair would stay zero."""
     return top_of_lists([(factors, starts)], cold=cold, reducer=reducer)[0]
 
 
@@ -77,7 +77,7 @@ def top_of_lists(
 
 
 def _solved(solvers: Sequence[Solver[T]], reducer: Reducer) -> list[T]:
-    """In a single process each solver runs separately, on a side stream of its own; over several ranks all advance together."""
+    """In a single process each solver runs separately, on its own side stream; over several ranks all advance together."""
     if reducer.ranks == 1:
         streams, alone = SideStreams(), []
         for solver in solvers:
@@ -208,7 +208,7 @@ def _ritz(product: Callable[[Tensor], Tensor], start: Tensor, products: int, col
 
 
 def _matrix_power(K: Tensor, power: int) -> Tensor:
-    """K to a power of two, by squaring: six small products stand for 64 powers. Scaled."""
+    """K to a power of two, by squaring: six small products for 64 powers. Scaled."""
     for squaring in range(power.bit_length() - 1):
         if squaring % 4 == 0:  # K¹⁶ of a matrix of norm 1 is in range, K²⁵⁶ is not
             K = K / torch.linalg.matrix_norm(K, keepdim=True).clamp_min(torch.finfo(K.dtype).tiny)

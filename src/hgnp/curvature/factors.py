@@ -27,9 +27,9 @@ from hgnp.curvature.device import upcast, upcast_bmm
 from hgnp.curvature.kernels.support import kernels
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-MERGED_ROWS = 512  # at most so many rows of a factor are copied into one tensor with those of others
+MERGED_ROWS = 512  # the most rows of a factor that are copied into one tensor with those of others
 FEW = 128  # entries of a patch, of all groups
-WARM = 8  # products from a warm start, but for `Patches`
+WARM = 8  # products from a warm start, except for `Patches`
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class Block:
         return self.groups, self.weight.shape[0] // self.groups
 
     def filter_norms(self) -> Tensor:
-        """n_j = ‖w_j‖, one a filter, attached to the weight."""
+        """n_j = ‖w_j‖, one per filter, differentiable in the weight."""
         return torch.linalg.vector_norm(self.weight.flatten(1), dim=1)
 
     def spread(self, psi: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -207,7 +207,7 @@ class Patches:
 
     @property
     def warm(self) -> int:
-        """A product goes twice over all inputs, which is cheap only where they are few."""
+        """A product reads all inputs twice, which is cheap only if they are few."""
         return 5 if self.groups * self.side <= FEW else 2
 
     def product(self, x: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ class BinaryCrossEntropy:
 
 
 def weighted(value: Tensor, weight: Tensor | None) -> Tensor:
-    """w·C or w·q of a rank, None: it has all of it. 0 where w is: with no label that counts, its own mean is 0/0."""
+    """w·C or w·q of a rank, None: it has all of it. 0 where w is 0: if every label is ignored, the mean loss is 0/0."""
     return value if weight is None else torch.where(weight == 0, 0.0, value * weight)
 
 
@@ -170,7 +170,7 @@ def _like(z: Tensor, target: Tensor) -> Tensor:
 
 
 def loss_curvature(loss: Loss) -> LossCurvature | None:
-    """What is known of the loss, or None: then only the Hessian route is open.
+    """What is known of the loss, or None: then only the Hessian route can be used.
 
     F.cross_entropy, F.mse_loss and F.binary_cross_entropy_with_logits, their functools.partial with keywords, and the
     modules nn.CrossEntropyLoss, nn.MSELoss and nn.BCEWithLogitsLoss are known. Radius, curvature and bound refer to the
@@ -205,19 +205,19 @@ def loss_curvature(loss: Loss) -> LossCurvature | None:
 
 def normaliser(loss: Loss, output: Any, target: Any) -> Tensor | None:
     """What the mean loss of a batch has in its denominator: a number in double precision on the device, without waiting for it.
-    0 where no label counts. None for a loss that is not known."""
+    0 if every label is ignored. None for a loss that is not known."""
     known = loss_curvature(loss)
     return None if known is None else known.normaliser(output, target)
 
 
 def target_normaliser(loss: Loss, target: Any) -> Tensor | None:
-    """`normaliser` before there is an output. The target stands in for it: labels are counted without one, and any other target
+    """`normaliser` before there is an output. The target takes its place: labels are counted without one, and any other target
     has its shape."""
     return normaliser(loss, target, target) if isinstance(target, Tensor) else None
 
 
 def total(loss: Loss, output: Any, target: Any) -> Tensor | None:
-    """The mean loss of a batch times its `normaliser`, 0 where no label counts. None for a loss that is not known."""
+    """The mean loss of a batch times its `normaliser`, 0 if every label is ignored. None for a loss that is not known."""
     known = loss_curvature(loss)
     return None if known is None else known.total(output, target).double()
 

@@ -1,6 +1,6 @@
 """The direction v over all trained parameters: the top eigenvector of the Gauss–Newton matrix F, by power iteration.
 
-    v ← Fv/‖Fv‖,   F = Jᵀ(∂²C/∂z²)J   of the mean loss C, in the network's present mode.
+    v ← Fv/‖Fv‖,   F = Jᵀ(∂²C/∂z²)J   of the mean loss C, in the network's current mode.
 
 Fv comes from a pass along v, which q takes anyway, and one backward pass from the output: u = Jv, ½·∂q/∂u = (∂²C/∂z²)u, then Jᵀ
 of that. Each refresh is one product, from where the last refresh left v. The vector is flat, the parameters one after the other
@@ -57,7 +57,7 @@ class NetworkVector:
 
 @dataclass
 class NetworkDirection:
-    """v of the batches so far, over all trained parameters. Its interface is `Direction`'s, but for the refresh."""
+    """v of the batches so far, over all trained parameters. Its interface is `Direction`'s, except for the refresh."""
 
     net: nn.Module
     pairs: dict[str, NetworkVector] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class NetworkDirection:
 
     def iterate(self, current: Pass, reducer: Reducer, scale: float | Tensor = 1.0) -> None:
         """v ← Fv/‖Fv‖ by a pass along v, whose autograd graph is kept. `scale` keeps the product in the range of half
-        precision, and is divided out; where it is not finite all the same, or zero, v stays."""
+        precision, and is divided out; if it is not finite even so, or zero, v stays."""
         network, old = WholeNetwork(self.net), self.pairs[WholeNetwork.name]
         product = gauss_newton_product(current, network, reducer, scale).to(old.vector.dtype)
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """Sharpness-aware minimisation (Foret et al. 2021): the gradient at the worst point nearby, w + ρ·∇C/‖∇C‖.
 
-A second way to flat minima, to be compared with the flatness penalty. It replaces the stages of Algorithm 1.
+Another method for flat minima, to compare with the flatness penalty. It replaces the stages of Algorithm 1.
 """
 
 from collections.abc import Sequence

@@ -96,7 +96,7 @@ def sharpness(
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise InputError(f"{name} must be a number > 0, got {value!r}")
     check_gradients()
-    loss_curvature(loss)  # refuses one that is no mean
+    loss_curvature(loss)  # refuses one that is not a mean
     if iter(data) is data:
         raise InputError(
             "data must be an iterable that can be read several times, got a generator; use a list or a DataLoader"
@@ -107,7 +107,7 @@ def sharpness(
         raise InputError("net must have a trained parameter, got none")
     most = max(min(size, MAX_STEPS, MAX_BYTES // (size * parameters[0].element_size())), 1)
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
-        raise InputError(f"k must be a whole number from 1 to {most} with {size} parameters, got {k!r}")
+        raise InputError(f"k must be an integer from 1 to {most} with {size} parameters, got {k!r}")
     metric = _metric(net, parameters) if scale_invariant else None
     with evaluating(net), sdpa_kernel(SDPBackend.MATH):
         product = partial(_product, net, data, loss, output, parameters, metric)
@@ -134,7 +134,7 @@ def _product(
     metric: list[Tensor] | None,
     v: Tensor,
 ) -> Tensor:
-    """Hv, or DHDv: two reverse passes a batch, weighted by its number of samples."""
+    """Hv, or DHDv: two reverse passes per batch, weighted by its number of samples."""
     parts = [x.view_as(p) for x, p in zip(v.split([p.numel() for p in parameters]), parameters, strict=True)]
     if metric is not None:
         parts = [x * d for x, d in zip(parts, metric, strict=True)]

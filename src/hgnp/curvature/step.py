@@ -39,11 +39,11 @@ A step with neither penalty nor refresh, and one of SAM (`hgnp.curvature.sam`):
 
     plan, share, plain, decide, advance
 
-`refresh` stands alone where no backward pass of C gives Γ: for `Flatness.loss`, whose caller runs the backward pass, for hooks
-on parameters, which get the gradient once and whole, and for v over the network.
+`refresh` is a stage by itself where no backward pass of C gives Γ: for `Flatness.loss`, whose caller runs the backward pass,
+for hooks on parameters, which get the gradient once and whole, and for v over the network.
 
 A boundary between stages is a data dependency, not a barrier. The stages say what is computed; `hgnp.execution` says how: one
-after the other, or from CUDA graphs. Executors hold a `Step`, which holds options and what it has learnt of the network, and a
+after the other, or from CUDA graphs. Executors hold a `Step`, which holds options and cached properties of the network, and a
 `State`, which every stage may write.
 """
 
@@ -63,7 +63,7 @@ from hgnp.curvature.autodiff.passes import Pass, Passes
 from hgnp.curvature.autodiff.rng import preserve_rng
 from hgnp.curvature.choices import Choices, choose
 from hgnp.curvature.collector import FactorCollector
-from hgnp.curvature.device import HostScalar, as_numbers
+from hgnp.curvature.device import HostScalar, flags_to_tensor
 from hgnp.curvature.direction import BlockChoice, Direction
 from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.factors import Block, WholeNetwork, find_blocks
@@ -204,8 +204,8 @@ class State:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Around stages that a CUDA graph records. They compute nothing yet, so in the end C, statistics and v are as they
-        were. The pass under way stays, as later graphs continue from it; if recording fails, it is as it was, too. Inside, the
-        block is one that the host knows: to ask the device for it would end the capture."""
+        were. The pass under way stays, as later graphs continue from it; if recording fails, it is restored, too. Inside, the
+        block is one that the host knows: asking the device for it would end the capture."""
         direction, current = self.direction, self.current
         loss, statistics, pairs, choice = self.loss, self.statistics, direction.pairs, direction.choice
         block = direction.block()
@@ -263,7 +263,7 @@ class Step:
 
     def plan(self, state: State) -> Plan:
         """What the next step does. Waits for the first q along this v, if that is on its way."""
-        self._settle_skipping(state)
+        self._update_skipping(state)
         due = not self.lagged or state.age + 1 >= self._refresh_every
         state.plan = Plan(penalty=not state.skipping, refresh=due) if state.mu else PLAIN
         return state.plan
@@ -284,7 +284,7 @@ class Step:
             state.counts, state.weight = total[1:], numbers[0] / total[0]
 
     def prepare(self, state: State, inputs: Any, target: Any, *, scale: Number = 1.0) -> None:
-        """Before the first step, and after the network has changed: where Gauss–Newton holds, and a first v to lag behind, from
+        """Before the first step, and after the network has changed: where Gauss–Newton holds, and the first v, from
         this batch by a pass without side effects."""
         self.passes.inspect(inputs)
         if self.lagged and state.direction.block() is None:
@@ -293,7 +293,7 @@ class Step:
     # The stages of a step
 
     def plain(self, state: State, inputs: Any, target: Any, *, scale: Number = 1.0) -> None:
-        """A whole plain PyTorch step, forward and backward, but for `decide`: nothing depends on it."""
+        """A whole plain PyTorch step, forward and backward, except for `decide`: nothing depends on it."""
         self.forward(state, inputs, target)
         self.backward_and_refresh(state, target, mu=0.0, scale=scale)
 
@@ -305,7 +305,7 @@ class Step:
             state.current = self.passes.primal(inputs, target, state.weight, state.collector)
         elif self.lagged:
             state.current, state.penalized = self._penalized_pass(
-                state.direction, state, inputs, target, watch=state.collector
+                state.direction, state, inputs, target, observer=state.collector
             )
         else:
             assert state.collector is not None
@@ -313,7 +313,7 @@ class Step:
         self._record(state)
 
     def tangents(self, state: State, inputs: Any, target: Any) -> None:
-        """q along the v of this batch, in the paper's order: the operations behind the block run again, along v."""
+        """q along the v of this batch, in the paper's order: the operations after the block run again, along v."""
         assert state.current is not None
         penalized_pass, state.penalized = self._penalized_pass(
             state.direction, state, inputs, target, primal=state.current
@@ -372,7 +372,7 @@ class Step:
 
     def backward_loss_and_refresh(self, state: State, target: Any, *, scale: Number = 1.0) -> None:
         """In the paper's order: the gradient of w·C and, beside it, v. Hooks on parameters get the gradient once and whole:
-        where there are any, C waits for the penalty, and Γ takes a backward pass of its own."""
+        where there are any, C waits for the penalty, and Γ takes a separate backward pass."""
         state.loss_differentiated = not has_gradient_hooks(self.net)
         if state.loss_differentiated:
             # `tangents` continues from this pass where it can, and the penalty is differentiated through it
@@ -401,7 +401,7 @@ class Step:
     def refresh(
         self, state: State, target: Any, *, mu: Number = 0.0, scale: Number = 1.0, active: bool = False
     ) -> None:
-        """v of the pass that the collector observed, with Γ from a backward pass of its own: of C, or of the penalised loss
+        """v of the pass that the collector observed, with Γ from a separate backward pass: of C, or of the penalised loss
         where `gamma_from` says so. Over the network, v ← Fv/‖Fv‖ from the pass along v."""
         if isinstance(state.direction, NetworkDirection):
             assert state.current is not None
@@ -453,7 +453,7 @@ class Step:
         parameters = [p for p in self.net.parameters() if p.requires_grad]
         own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         present = [p.grad is not None for p in parameters]
-        *grads, ranks_with_grad = self.reducer.sum([*own, as_numbers(present, own[0])])
+        *grads, ranks_with_grad = self.reducer.sum([*own, flags_to_tensor(present, own[0])])
         if not all(present):  # the host waits only where there may be parameters without a gradient on any rank
             present = ranks_with_grad.bool().tolist()
         return [(p, grad if there else None) for p, grad, there in zip(parameters, grads, present, strict=True)]
@@ -478,7 +478,7 @@ class Step:
         direction: AnyDirection | None,
         within: AbstractContextManager[Any] | None = None,
     ) -> "Objective":
-        """w·L of a batch, to be differentiated, along this v, in the network's present mode; None: C alone. `within` is entered
+        """w·L of a batch, to be differentiated, along this v, in the network's current mode; None: C alone. `within` is entered
         around the forward pass. It has no side effects: buffers and random state stay as they are. `share` comes first."""
         assert state.own_samples, "share(state, inputs, target) must come before objective()"
         with preserve_rng(*self.net.parameters()):
@@ -537,7 +537,7 @@ class Step:
     def _collect_gamma(
         self, state: State, collector: FactorCollector, current: Pass, target: Any, scale: Number
     ) -> None:
-        """Γ by a backward pass of its own, for activations alone: of C, or of labels drawn from the output."""
+        """Γ by a separate backward pass, for activations alone: of C, or of labels drawn from the output."""
         with autocast_off(current.loss):
             if self.choices.fisher_type == "empirical":
                 collector.collect(current.loss, None, scale)
@@ -574,7 +574,7 @@ class Step:
             return
         collector = self._collector(state, inputs)
         with preserve_rng(*self.net.parameters()):  # dropout masks repeat from pass to pass
-            output = self.passes.run(inputs, Forward(watch=collector, reducer=self.reducer), side_effect_free=True)
+            output = self.passes.run(inputs, Forward(observer=collector, reducer=self.reducer), side_effect_free=True)
             current = Pass(weighted(self.loss(output, target), state.weight), output)
             direction.refresh(
                 collector, partial(self._collect_gamma, state, collector, current, target, scale),
@@ -590,7 +590,7 @@ class Step:
         assert q is not None
         return mu * (q - (state.bound if state.weight is None else state.bound * state.weight.to(q.dtype)))
 
-    def _settle_skipping(self, state: State) -> None:
+    def _update_skipping(self, state: State) -> None:
         """Whether steps skip the penalty, once the first q along this v has reached the host."""
         if state.first_q is not None:
             active = state.first_q.item() > state.bound
@@ -601,7 +601,7 @@ class Step:
             with autocast_off(total):
                 total.backward(retain_graph=retain_graph)
         except RuntimeError as error:
-            # There is no class of its own for a missing derivative. tests/curvature/test_missing_derivative.py fails if
+            # PyTorch has no exception class for a missing derivative. tests/curvature/test_missing_derivative.py fails if
             # PyTorch changes the text.
             if "is not implemented" in str(error):
                 raise InputError(
@@ -621,9 +621,9 @@ class Step:
     # Checkpoints
 
     def state_dict(self, state: State) -> dict[str, Any]:
-        """Eigenpairs, the chosen block, the stream of sampled labels, the age of v and whether steps skip the penalty: tensors,
-        strings, numbers and None."""
-        self._settle_skipping(state)
+        """Eigenpairs, the chosen block, the generator of sampled labels, the age of v and whether steps skip the penalty:
+        tensors, strings, numbers and None."""
+        self._update_skipping(state)
         generator = None if state.generator is None else state.generator.get_state()
         return state.direction.state_dict() | {"generator": generator, "age": state.age, "skipping": state.skipping}
 
@@ -676,7 +676,7 @@ def make_step(
 
 def _check_schedule(refresh_every: int, skip_inactive: bool, *, lagged: bool) -> None:
     if isinstance(refresh_every, bool) or not isinstance(refresh_every, int) or refresh_every < 1:
-        raise InputError(f"refresh_every must be a whole number ≥ 1, got {refresh_every!r}")
+        raise InputError(f"refresh_every must be an integer ≥ 1, got {refresh_every!r}")
     if not isinstance(skip_inactive, bool):
         raise InputError(f"skip_inactive must be True or False, got {skip_inactive!r}")
     if refresh_every > 1 and not lagged:

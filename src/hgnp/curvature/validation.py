@@ -89,7 +89,7 @@ def _is_compiled(function: Any) -> bool:
 
 
 def has_gradient_hooks(net: nn.Module) -> bool:
-    """Whether hooks wait for parameters' gradients. They are to get each gradient once in a step, and whole."""
+    """Whether parameters have gradient hooks. They must get each gradient once per step, and whole."""
     return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in net.parameters())
 
 
@@ -119,8 +119,8 @@ def lacks_second_derivative(gradients: Iterable[Tensor | None]) -> bool:
     """Whether gradients, taken with create_graph=True, went through an autograd.Function that is marked @once_differentiable.
 
     PyTorch raises an error only if a backward pass reaches such a function's node. `torch.autograd.grad` with respect to
-    parameters goes around it, as nothing leads from there to them, and the derivative is zero in silence. PyTorch tells of the
-    node by its name alone."""
+    parameters never reaches it, as nothing leads from there to them, and the derivative is silently zero. PyTorch identifies
+    the node by its name alone."""
     waiting = [x.grad_fn for x in gradients if x is not None]
     visited = set(waiting)
     while waiting:

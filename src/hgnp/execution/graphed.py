@@ -1,13 +1,13 @@
 """The stages of a step from CUDA graphs.
 
-A step is captured in pieces, as it depends on the host in two points: the block that is penalised and whether the penalty is
+A step is captured in pieces, as it depends on the host at two points: the block that is penalised and whether the penalty is
 active. For each block that was chosen and each shape of a batch there is a graph of forward, which gives q, and two of
 backward. In the paper's order a step is three graphs: C forward and backward, which gives v; then, once the host knows the
 block, q along it; then, if it is active, the gradient of the penalty. A piece runs eagerly the first time and is captured
 the second (`captured` lists the pieces). A removal drops all graphs.
 
 A graph computes what the stages compute, from the same parameters, buffers and eigenvectors in place. The optimizer's step
-stays outside, so that any optimizer and schedule is possible; it has a graph of its own where it can (`optimizer`).
+stays outside, so that any optimizer and schedule is possible; it has its own graph where possible (`optimizer`).
 
 Ranks sum between graphs: n and w before a step, C and q after its forward pass, gradients at its end. Pieces that refresh v
 have sums within, at which their capture is split (`graphs.between_graphs`). A capture itself sums nothing, and a step sums as
@@ -28,7 +28,7 @@ from hgnp.curvature.step import PLAIN, Number, State, Step
 from hgnp.curvature.validation import has_gradient_hooks, has_module_hooks
 from hgnp.execution.captured import GRADIENTS, Captured, EigenpairMemory, GraphKey, PieceName, Versions
 from hgnp.execution.eager import AutocastFactory, Eager
-from hgnp.execution.graphs import Capture, CaptureError, copied_batch, fingerprint, shape_key
+from hgnp.execution.graphs import CaptureContext, CaptureError, copied_batch, fingerprint, shape_key
 from hgnp.execution.optimizer import Gradients, GraphedOptimizer
 from hgnp.removal import Removal, listen
 
@@ -48,7 +48,7 @@ class Graphed:
         self.device = next(self.net.parameters()).device
         self.refused = self._never_captured()
         """Why steps run eagerly, if they do."""
-        self._capture_context = Capture(self.device)
+        self._capture_context = CaptureContext(self.device)
         self._optimizer = GraphedOptimizer(self._capture_context)
         dtype = torch.promote_types(torch.float32, next(self.net.parameters()).dtype)
         self._mu = torch.zeros((), dtype=dtype, device=self.device)
@@ -292,7 +292,7 @@ class Graphed:
         self._drop_grads()
         loss = self._run_eager(self._eager.backward, copied_batch(batch, self.net))
         block = None if state.statistics is None else state.statistics.penalized.block.name
-        if not before.is_now() and not self._can_draw(before):
+        if not before.unchanged() and not self._can_draw(before):
             self._refuse("its forward draws random numbers")
         elif has_gradient_hooks(self.net):
             self._refuse("hooks get its gradients")
@@ -311,7 +311,7 @@ class Graphed:
     def _can_draw(self, before: RandomState) -> bool:
         """Whether graphs draw what an eager step draws: on the device, whose generator PyTorch registers with graphs, and in
         one pass, or as dropout masks that the passes after it share."""
-        if not before.is_now_on_cpu() or not self.step.draws_once:
+        if not before.unchanged_on_cpu() or not self.step.draws_once:
             return False
         return not self.state.mu or self.step.lagged or self.step.passes.can_replay_tape
 

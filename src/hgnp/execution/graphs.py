@@ -63,7 +63,7 @@ def between_graphs(work: Callable[[], object]) -> None:
         split(work)
 
 
-class Capture:
+class CaptureContext:
     """Where graphs are captured: one stream, and one pool of memory that all of them share."""
 
     def __init__(self, device: torch.device) -> None:
@@ -133,7 +133,7 @@ class Capture:
 
     def forget(self) -> None:
         """Once its graphs are gone."""
-        self._pool = None  # it goes with its last graph
+        self._pool = None  # it is freed with its last graph
         self._kept.clear()
 
 
@@ -167,14 +167,14 @@ def fingerprint(*parts: Any) -> tuple[Any, ...]:
 
 
 def copied_batch(batch: T, net: nn.Module, *, copy: bool = True) -> T:
-    """A copy of a batch, pictures in channels_last if the network's convolutions are. Without `copy`,
-    what is so already is the batch's own."""
+    """A copy of a batch, images in channels_last if the network's convolutions are. Without `copy`,
+    tensors that have the right format are not copied."""
     weights = [module.weight for module in net.modules() if isinstance(module, nn.Conv2d)]
     last = any(not w.is_contiguous() and w.is_contiguous(memory_format=torch.channels_last) for w in weights)
 
     def place(leaf: Tensor) -> Tensor:
-        picture = last and leaf.dim() == 4 and leaf.is_floating_point()
-        form = torch.channels_last if picture else torch.contiguous_format
+        image = last and leaf.dim() == 4 and leaf.is_floating_point()
+        form = torch.channels_last if image else torch.contiguous_format
         return leaf.clone(memory_format=form) if copy else leaf.contiguous(memory_format=form)
 
     return tree_map(place, batch)
@@ -186,9 +186,9 @@ def refill(leaves: list[Tensor], batch: Any) -> None:
 
 class GraphedFunction:
     """A function of a batch, by a network, that changes nothing: from graphs, one for each shape of a batch. What it returns
-    is good until the next call from a graph of the same `Capture`, whose memory they share."""
+    is good until the next call from a graph of the same `CaptureContext`, whose memory they share."""
 
-    def __init__(self, function: Callable[[Any], Any], net: nn.Module, capture: Capture) -> None:
+    def __init__(self, function: Callable[[Any], Any], net: nn.Module, capture: CaptureContext) -> None:
         self._function, self._net, self._capture = function, net, capture
         self._warmed_up: set[Any] = set()
         self._graphs: dict[Any, tuple[GraphSequence, Any, Any]] = {}
@@ -196,7 +196,7 @@ class GraphedFunction:
         """Why it runs eagerly, if it does."""
 
     def __call__(self, batch: Any) -> Any:
-        """Call it within `Capture.running`; the first call may be outside."""
+        """Call it within `CaptureContext.running`; the first call may be outside."""
         key = shape_key(batch, self._capture.device)
         if key is None or self.refused is not None:
             return self._function(batch)

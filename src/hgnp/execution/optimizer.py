@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from hgnp.execution.graphs import Capture, CaptureError, GraphSequence
+from hgnp.execution.graphs import CaptureContext, CaptureError, GraphSequence
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 """Parameters, and the memory that graphs leave their gradients in."""
 
 
 class GraphedOptimizer:
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: CaptureContext) -> None:
         self._capture = capture
         self.forget()
 
@@ -85,7 +85,7 @@ def _differ_in_rate_alone(group: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _fits(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is PyTorch's own fused SGD, with nobody listening. A rate on the device is a float32."""
+    """Whether it is PyTorch's own fused SGD, without hooks and not patched. A learning rate on the device is a float32."""
     step = vars(optimizer).get("step")  # a scheduler's wrapper, or one of the user's, which may be around that
     patched = step is not None and not (
         hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is torch.optim.SGD.step

@@ -1,7 +1,8 @@
 """Ranks on torch.distributed: the only file that calls it.
 
-`join_ranks` finds or makes the process group of a run, `ranks_of` takes one that the caller has. Both return a `Reducer`, which
-is all that the rest of hgnp sees. A collective that fails raises `RankError`; `failures_announced` tells the other ranks why.
+`join_ranks` finds or creates the process group of a run, `ranks_of` takes one that the caller has. Both return a `Reducer`,
+which is all that the rest of hgnp sees. A collective that fails raises `RankError`; `failures_announced` tells the other ranks
+why.
 """
 
 import atexit
@@ -26,7 +27,7 @@ from hgnp.execution.graphs import between_graphs
 from hgnp.reducer import LOCAL, Reducer
 
 TIMEOUT = timedelta(minutes=10)
-"""Of the groups that hgnp makes: how long a rank waits for another that hangs without dying."""
+"""Of the groups that hgnp creates: how long a rank waits for another that hangs without dying."""
 RANK_ZERO_SECONDS = 2.0  # within which rank 0 reports an error that all ranks have
 LAUNCHER = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun sets, besides WORLD_SIZE."""
@@ -132,7 +133,7 @@ def world_size() -> int:
 
 
 def initialise() -> None:
-    """Makes the process group under torchrun, unless there is one: nccl between GPUs, gloo between CPUs."""
+    """Creates the process group under torchrun, unless there is one: nccl between GPUs, gloo between CPUs."""
     if world_size() == 1 or (dist.is_available() and dist.is_initialized()):
         return
     missing = [name for name in LAUNCHER if name not in os.environ]
@@ -149,15 +150,15 @@ def initialise() -> None:
     except RuntimeError as error:
         raise RankError(f"the {world_size()} processes do not find each other: {one_line(error)[:200]}") from error
     atexit.register(_leave)
-    _made.append(True)
+    _created.append(True)
 
 
-_made: list[bool] = []
+_created: list[bool] = []
 
 
-def made_group() -> bool:
-    """Whether `initialise` made the process group."""
-    return bool(_made)
+def created_group() -> bool:
+    """Whether `initialise` created the process group."""
+    return bool(_created)
 
 
 def _leave() -> None:
@@ -186,8 +187,8 @@ def join_ranks(net: nn.Module) -> tuple[nn.Module, Reducer]:
 
 
 def ranks_of(group: Any, net: nn.Module | None = None) -> Reducer:
-    """The reducer of a process group that the caller has. None is right only where this process is alone: in several, each
-    would train a network of its own, also one inside DistributedDataParallel, which hgnp goes past."""
+    """The reducer of a process group that the caller has. None is right only for a single process: of several, each
+    would train its own network, even one inside DistributedDataParallel, which hgnp bypasses."""
     if isinstance(net, nn.Module):
         check_not_parallel(net)
     if group is None:
@@ -220,7 +221,7 @@ def device_of_rank(device: str | torch.device) -> torch.device:
         return given
     local = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
-    # on every rank of this machine: one that went on would wait for the others
+    # on every rank of this machine: one that continued would wait for the others
     if processes > torch.cuda.device_count():
         raise InputError(
             f"device must be a GPU for each process, got {torch.cuda.device_count()} for {processes} processes; start fewer "
@@ -233,13 +234,13 @@ def device_of_rank(device: str | torch.device) -> torch.device:
 
 _run_numbers = itertools.count()
 _announcements: list["_Announcements"] = []
-"""Those of the run that is going on."""
+"""Those of the current run."""
 _last: list["_Announcements"] = []
 """Those of the last run."""
 
 
 class _Announcements:
-    """Errors of the ranks, in the store by which the group was made: it outlives a group whose collectives fail."""
+    """Errors of the ranks, in the store that the group was created with: it outlives a group whose collectives fail."""
 
     def __init__(self, reducer: Reducer) -> None:
         self.rank, self.ranks = reducer.rank, reducer.ranks
@@ -258,7 +259,7 @@ class _Announcements:
         return None
 
     def claim(self) -> bool:
-        """Whether this rank is the first to claim; True if nobody can tell."""
+        """Whether this rank is the first to claim; True if the store cannot be read."""
         with contextlib.suppress(RuntimeError):
             return int(self._store.add(f"{self._prefix}/claims", 1)) == 1
         return True
@@ -294,7 +295,7 @@ def prints_error(error: BaseException) -> bool:
     if not _last:
         return rank == 0
     board = _last[0]
-    if isinstance(error, RankError):  # another rank's error: that one prints it, unless it died without a word
+    if isinstance(error, RankError):  # another rank's error: that one prints it, unless it died without an error
         return all(board.of(other) is None for other in range(board.ranks)) and board.claim()
     if board.rank == 0:
         return True

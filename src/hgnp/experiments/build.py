@@ -25,7 +25,7 @@ from hgnp.experiments.models import load_weights
 from hgnp.experiments.overrides import recipe_of, with_complete_recipe
 from hgnp.io.weights import load
 from hgnp.recipe import Recipe
-from hgnp.train import as_device, prune
+from hgnp.train import as_device, prune_and_report
 from hgnp.training import rng_state
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ class Experiment:
     """Further entries of run.json: the run's name, its initial weights, the features of the data."""
 
     def run(self, *, out: Path, resume: bool, progress: "Progress") -> "Result":
-        return prune(
+        return prune_and_report(
             self.net, self.train, self.val, recipe=self.recipe, out=out, resume=resume, **self.options,
-            _progress=progress, _about=self.about,
+            progress=progress, about=self.about,
         )  # fmt: skip
 
 

@@ -139,9 +139,9 @@ _EXPECTED = {
     "model": "an import path such as package.module:Net or a built-in name",
     "data": "an import path such as package.module:loaders or a built-in name",
     "output": "an attribute's name such as logits or an import path",
-    "accumulate": "a whole number ≥ 1",
+    "accumulate": "an integer ≥ 1",
     "protect": "a list of layer names",
-    "seed": "a whole number from 0 to 4294967295",
+    "seed": "an integer from 0 to 4294967295",
 }
 
 

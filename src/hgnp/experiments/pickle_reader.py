@@ -49,7 +49,7 @@ class Record:
 
 
 def values(pickled: bytes | BinaryIO, names: Collection[str], what: str) -> Any:
-    """The value of one pickle; a stream is left right behind it. `what` names the file type in error messages."""
+    """The value of one pickle; a stream is left at its end. `what` names the file type in error messages."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
 
@@ -91,7 +91,7 @@ def values(pickled: bytes | BinaryIO, names: Collection[str], what: str) -> Any:
                 items = since_mark() if opcode.name == "SETITEMS" else [stack.pop(), stack.pop()][::-1]
                 keys = items[::2]
                 if not all(isinstance(key, str) for key in keys):  # hashing nested tuples can take exponential time
-                    raise UnsafePickleError(f"a key of a mapping is no string, which no {what} has")
+                    raise UnsafePickleError(f"a key of a mapping is not a string, which no {what} has")
                 target = stack[-1].items if isinstance(stack[-1], Record) else stack[-1]
                 target.update(zip(keys, items[1::2], strict=True))
             case "BINPUT" | "LONG_BINPUT":

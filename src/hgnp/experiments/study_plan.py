@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hgnp.errors import InputError, did_you_mean, one_line
 from hgnp.experiments import presets, safe_yaml
@@ -24,6 +24,7 @@ from hgnp.experiments.config import Config
 from hgnp.experiments.overrides import first_difference, resolve_config, with_complete_recipe
 
 MAX_RUNS = 1000
+PlannedState = Literal["new", "unfinished", "finished"]
 RESULTS = Path("results")
 KEYS = ("name", "about", "networks", "methods", "seeds", "set", "baseline", "out")
 NETWORK_KEYS, METHOD_KEYS = ("config", "name", "data", "set"), ("method", "set")
@@ -66,8 +67,8 @@ class PlannedRun:
     def command(self, out: Path) -> list[str]:
         return ["run", *self.arguments, "--out", str(out / self.name), "--resume"]
 
-    def state(self, out: Path) -> str:
-        """ "new", "unfinished" or "finished"; InputError for a folder with a run of another configuration."""
+    def state(self, out: Path) -> PlannedState:
+        """Whether the run exists in `out`. InputError for a folder with a run of another configuration."""
         folder = out / self.name
         if not (folder / "run.json").exists():
             return "new"
@@ -268,7 +269,7 @@ def _seeds(given: Any, where: str) -> tuple[int, ...]:
         return tuple(range(given))
     fits = isinstance(given, list) and given and all(type(seed) is int and 0 <= seed < 2**32 for seed in given)
     if not fits or len(set(given)) < len(given):
-        kind = "a list of different whole numbers from 0 to 4294967295"
+        kind = "a list of different integers from 0 to 4294967295"
         also = "" if where.startswith("--") else f", or how many from 1 to {MAX_RUNS}"
         shown = ",".join(map(str, given)) if also == "" else given
         raise InputError(f"{where} must be {kind}{also}, got {shown!r}")
@@ -287,7 +288,7 @@ def _settings(given: Any, where: str) -> tuple[str, ...]:
         raise InputError(f"{where} must hold numbers, texts, lists and mappings, got {given!r}") from None
 
 
-def check_states(planned: Iterable[PlannedRun], out: Path) -> dict[str, str]:
+def check_states(planned: Iterable[PlannedRun], out: Path) -> dict[str, PlannedState]:
     """Each run's name and state; InputError for a folder with another run, before anything runs."""
     for name in ("run.json", "config.yaml"):
         if (out / name).exists():

@@ -250,7 +250,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _is_plain(output: Any) -> bool:
-    """Whether torch.export knows the structure: it may have been told of others than tuples, lists and dicts."""
+    """Whether torch.export knows the structure: other classes than tuples, lists and dicts may be registered with it."""
     return all(leaf is None or isinstance(leaf, Tensor | bool | int | float | str) for leaf in tree_leaves(output))
 
 

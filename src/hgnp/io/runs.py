@@ -128,7 +128,7 @@ def read(folder: str | os.PathLike[str]) -> Run:
     info = _object(folder / "run.json")
     version = info.get("format")
     if not isinstance(version, int):
-        raise InputError(f"{folder / 'run.json'}: format must be a whole number, got {version!r}")
+        raise InputError(f"{folder / 'run.json'}: format must be an integer, got {version!r}")
     if version > FORMAT:
         raise InputError(
             f"{folder / 'run.json'}: format must be at most {FORMAT}, got {version}, which a newer hgnp wrote; upgrade hgnp"

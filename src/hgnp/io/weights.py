@@ -279,7 +279,7 @@ def _width_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net:
 
 
 def _count_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net: nn.Module) -> list[Change]:
-    """Whole numbers that are smaller in the file, in modules whose tensors are smaller too: numbers of heads."""
+    """Integers that are smaller in the file, in modules whose tensors are smaller too: numbers of heads."""
     shrunk = [name for name, tensor in tensors_of(net).items() if tensor.shape != tensors[name].shape]
     changes = []
     for name, module in net.named_modules():
@@ -292,7 +292,7 @@ def _count_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net:
 
 
 def _counts(module: nn.Module) -> dict[str, int]:
-    """The attributes of a module other than PyTorch's own that are whole numbers: code may state a number of heads in them."""
+    """The attributes of a module other than PyTorch's own that are integers: code may state a number of heads in them."""
     if type(module).__module__.startswith("torch.nn."):
         return {}
     return {key: value for key, value in vars(module).items() if type(value) is int}

@@ -48,7 +48,7 @@ def _changes(net: nn.Module, config: Any) -> dict[str, int]:
     stated, actual = _shapes(net, config), _shapes(net)
     pairs = {was: now for name in stated for was, now in zip(stated[name], actual[name], strict=True) if was != now}
     widths = {key: getattr(config, key) for key in WIDTHS if hasattr(config, key)}
-    if None in widths.values():  # GPT-2 and its like: four times the width of the stream
+    if None in widths.values():  # GPT-2 and similar models: four times the hidden size
         widths = {key: 4 * config.hidden_size if value is None else value for key, value in widths.items()}
     changes = {key: pairs[value] for key, value in widths.items() if value in pairs}
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -33,7 +33,7 @@ from hgnp.pruning.trace import visible_operators
 
 
 class SampleDimensionError(Exception):
-    """Samples are not the first dimension of an argument, so they cannot have gates of their own."""
+    """Samples are not the first dimension of an argument, so there cannot be a gate for each sample."""
 
 
 @dataclass(frozen=True, eq=False)

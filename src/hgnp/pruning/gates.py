@@ -5,7 +5,7 @@ network without the neuron. Channels that are removed together share one gate: t
 the products (and sums over channels) that read a channel, after its norm and activation.
 
 A gate is placed on arguments of the torch functions that the network's own code calls in evaluation mode; `gated` multiplies
-there (`gated_forward.py`). For networks that return their losses in training mode alone, the calls are those of training mode
+there (`gated_forward.py`). For networks that return their losses in training mode only, the calls are those of training mode
 with norms and dropout in evaluation mode.
 """
 
@@ -125,7 +125,7 @@ def find_gates(
     training_losses: bool = False,
     now: Graph | None = None,
 ) -> Gates:
-    """The gates of the neurons in `layer_slots`; with `per_branch`, layers that are added together have gates of their own.
+    """The gates of the neurons in `layer_slots`; with `per_branch`, layers that are added together have separate gates.
     With `training_losses`, gates are for training mode with norms and dropout in evaluation mode. `now` is the traced forward
     pass of the network as it is, if neurons were removed from it."""
     roots = torch.where(structure.frozen, FROZEN, structure.roots)

@@ -72,7 +72,7 @@ class OpCall:
 
 
 class NonTensorArgument(NamedTuple):
-    """An argument that is no tensor: a size, a dimension, an index."""
+    """An argument that is not a tensor: a size, a dimension, an index."""
 
     dim: int | None
     """The dimension that it indexes, where that is known."""
@@ -109,10 +109,10 @@ class ReadValue(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """Where recording stopped: at a value that depends on weights and inputs."""
+    """Where tracing stopped: at a value that depends on weights and inputs."""
 
     held: frozenset[int]
-    """The values that the network's code still referred to, and may use in what was not recorded."""
+    """The values that the network's code still referred to, and may use in what was not traced."""
     op: OpOverload
     module: str
 
@@ -126,7 +126,7 @@ class Graph:
     module_inputs: list[tuple[str, int]] = field(default_factory=list)
     """(module name, its first tensor input) for each module call, in order."""
     left_out: tuple[int, ...] = ()
-    """Tensors that the network returns and that do not count as outputs."""
+    """Tensors that the network returns but `Neurons(outputs=…)` leaves out."""
     read_values: dict[str, ReadValue] = field(default_factory=dict)
     """Tensors whose values the network's code reads: by name, if they are parameters or buffers."""
     written: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class Graph:
     decisions: tuple[str, ...] = ()
     """Places in the code that read a truth value of the inputs, or a random number."""
     stop: Stop | None = None
-    """Where recording stopped, if the code reads a value that is not known."""
+    """Where tracing stopped, if the code reads a value that is not known."""
     error: Exception | None = None
     """The exception that ended the forward pass early, if any; `op_calls` end there."""
     error_module: str = ""
@@ -150,7 +150,7 @@ def function_name(func: Callable[..., Any]) -> str:
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """PyTorch's `tree_leaves`, at once for the containers that operators take and return."""
+    """PyTorch's `tree_leaves`, with a shortcut for the containers that operators take and return."""
     result: list[Any] = []
     _add_leaves(tree, result)
     return result
@@ -171,7 +171,7 @@ def _add_leaves(tree: Any, result: list[Any]) -> None:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """PyTorch's `tree_map`, likewise."""
+    """PyTorch's `tree_map`, with the same shortcut."""
     kind = type(tree)
     if kind is tuple or kind is list:
         return kind(map_leaves(function, part) for part in tree)

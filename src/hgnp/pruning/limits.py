@@ -23,9 +23,9 @@ def _is_fraction(value: Any) -> bool:
 
 
 LIMITS: dict[str, tuple[str, Callable[[Any], bool], Any]] = {
-    "floor": ("a whole number ≥ 1, as no layer is emptied", _is_count, 1),
+    "floor": ("an integer ≥ 1, as no layer is emptied", _is_count, 1),
     "max_removed": ("a fraction ≥ 0 and ≤ 1", _is_fraction, 1.0),
-    "round_to": ("a whole number ≥ 1, such as 8", _is_count, 1),
+    "round_to": ("an integer ≥ 1, such as 8", _is_count, 1),
 }
 """Limit → what must hold, in words and as a predicate, and the default."""
 

@@ -72,7 +72,7 @@ class Neurons:
         approximate: Whether channels that a norm mixes (LayerNorm, GroupNorm, RMSNorm) can be removed too. The outputs then
             change by more than masking changes them.
         outputs: Which of the returned tensors count: a function of what the network returns, in training and in evaluation
-            mode; or a forward function to record in place of `net.forward`, called with the network and the inputs (or a method
+            mode; or a forward function to trace in place of `net.forward`, called with the network and the inputs (or a method
             of one of its modules, called with the inputs). Channels of other tensors that the network returns may be removed:
             `left_out` lists them.
 
@@ -110,7 +110,7 @@ class Neurons:
         self._find_neurons(traced)
         if (
             self._verifier.caches and not self._caches
-        ):  # it keeps tensors of its present shapes: trace how they are made
+        ):  # it caches tensors of the current shapes: trace how they are computed
             self._caches = self._verifier.caches
             self._analyse()
             return
@@ -163,7 +163,7 @@ class Neurons:
                     return
 
     def _try_on_data(self, neurons: Tensor) -> None:
-        """Freezes everything if, behind the place where recording stops, removal does not equal masking."""
+        """Freezes everything if, after the point where tracing stops, removal does not equal masking."""
         structure, stop = self._structure, self._structure.stops[0]
         alive = torch.ones(len(structure.coupling), dtype=torch.bool)
         gates = {}
@@ -263,7 +263,7 @@ class Neurons:
         that no longer fits into n is skipped.
 
         `floor`, `max_removed` and `round_to` limit every layer alike, or by name: ``floor={"features.*": 8, "*": 2}``. Keys are
-        names or `fnmatch` patterns; the first that matches counts, and layers that none matches have the default.
+        names or `fnmatch` patterns; the first that matches applies, and layers that none matches have the default.
 
         Args:
             scores: Layer → one number per remaining neuron. Layers without scores keep all their neurons.
@@ -380,7 +380,7 @@ class Neurons:
 
     def gates(self, coupling: CouplingMode = "coupled", *, training_losses: bool = False) -> Gates:
         """Where the output of each neuron is read, for scores that are derivatives. With "paper", layers that are added
-        together have gates of their own; with `training_losses`, gates are for training mode with norms and dropout in
+        together have separate gates; with `training_losses`, gates are for training mode with norms and dropout in
         evaluation mode."""
         self._check_shapes()
         structure = self._branches.structure if coupling == "paper" else self._structure

@@ -40,6 +40,11 @@ class Selection(dict[str, list[int]]):
     ([1, 2], 2, 5)
     >>> selection
     Selection(2 of 5 requested neurons; 0: 2)
+
+    Attributes:
+        requested: How many neurons were requested; `taken` may be fewer.
+        version: The version of the `Neurons` that the positions refer to.
+        coupling: "coupled" or "paper", as in `Neurons.least`.
     """
 
     def __init__(
@@ -47,9 +52,7 @@ class Selection(dict[str, list[int]]):
     ) -> None:
         super().__init__({layer: sorted(chosen) for layer, chosen in positions.items() if len(chosen)})
         self.requested = requested
-        """How many neurons were requested."""
         self.version = version
-        """The version of the `Neurons` that the positions refer to."""
         self.coupling = coupling
 
     @property
@@ -211,7 +214,7 @@ def as_values(scores: Scores, alive: Mapping[str, int]) -> dict[str, list[float]
 def as_count(n: int) -> int:
     """The number of neurons to select, validated."""
     if isinstance(n, bool) or not hasattr(n, "__index__") or operator.index(n) < 0:
-        raise InputError(f"n must be a whole number ≥ 0, got {n!r}")
+        raise InputError(f"n must be an integer ≥ 0, got {n!r}")
     return operator.index(n)
 
 
@@ -220,9 +223,9 @@ def as_positions(layer: str, positions: Sequence[int], alive: int) -> Tensor:
     try:
         chosen = torch.as_tensor(list(positions))
     except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"selection[{layer!r}] must be a list of whole numbers, got {positions!r}") from None
+        raise InputError(f"selection[{layer!r}] must be a list of integers, got {positions!r}") from None
     if chosen.dim() != 1 or (len(chosen) and (chosen.is_floating_point() or chosen.dtype == torch.bool)):
-        raise InputError(f"selection[{layer!r}] must be a list of whole numbers, got {positions!r}")
+        raise InputError(f"selection[{layer!r}] must be a list of integers, got {positions!r}")
     chosen = chosen.long().cpu()
     wrong = chosen[(chosen < 0) | (chosen >= alive)]
     if len(wrong):

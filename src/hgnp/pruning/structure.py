@@ -80,7 +80,7 @@ def depends_on_data(stop: Stop) -> str:
 class Structure:
     """`traced` is the trace of the network as it is, if there is one already. With `per_branch`, additions leave their operands
     uncoupled. `without_heads` names modules in which positions inside heads are removed from every head, not whole heads.
-    `caches` are attributes, by module, that the forward pass computes anew at other shapes: before a trace they are set to
+    `caches` are attributes, by module, that the forward pass computes again at other shapes: before a trace they are set to
     these values, which are of other shapes, so that each trace computes them."""
 
     def __init__(
@@ -277,7 +277,7 @@ class Structure:
         self._freeze_at_stop(propagation)
 
     def _freeze_at_stop(self, propagation: LabelPropagation) -> None:
-        """Where recording has stopped, freezes whatever the code may still use: tensors that it holds, and weights that it has
+        """Where tracing has stopped, freezes whatever the code may still use: tensors that it holds, and weights that it has
         not used yet."""
         graph, coupling = propagation.graph, propagation.coupling
         if graph.stop is None:
@@ -316,12 +316,12 @@ class Structure:
 
     @property
     def stops(self) -> list[Stop]:
-        """Where recording has stopped."""
+        """Where tracing has stopped."""
         return [p.graph.stop for p in self.propagations.values() if p.graph.stop is not None]
 
     def neuron_slots(self) -> dict[str, Tensor]:
         """Layer → the slots of its neurons: rows of weights, and a slot of each head under its attention module. Rows that
-        belong to heads are not neurons of their own."""
+        belong to heads are not neurons themselves."""
         rows, heads = self.layer_rows(), self.heads()
         none = torch.zeros(0, dtype=torch.long)
         in_heads = torch.isin(self.roots, self.roots[torch.cat([*heads.values(), none])])

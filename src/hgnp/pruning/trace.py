@@ -5,7 +5,7 @@ Python code, hooks and parametrisations run as they would in training; weights, 
 modules' attributes are restored.
 
 Code may read values. Those of parameters, buffers and other tensors that no operator has written are known: they are used, and
-noted in `Graph.read_values`. At any other value (a threshold, non-maximum suppression) recording stops: `Graph.stop` tells
+noted in `Graph.read_values`. At any other value (a threshold, non-maximum suppression) tracing stops: `Graph.stop` has
 which tensors the code still held there.
 """
 
@@ -76,7 +76,7 @@ from hgnp.state_guards import (
 
 
 class UntraceableError(Exception):
-    """One forward pass does not show what others do."""
+    """One traced forward pass does not determine the others."""
 
 
 MAX_CACHED_SHAPES = 4096
@@ -229,7 +229,7 @@ class _OperatorTracer(TorchDispatchMode):
     # Values that the code reads
 
     def _known_result(self, op: OpOverload, args: Any, kwargs: Any, reads: tuple[int, ...]) -> Any:
-        """What the operator returns, if all that it reads is known; else None. Notes the tensors behind it."""
+        """What the operator returns, if all that it reads is known; else None. Notes the tensors that it depends on."""
         found: dict[int, Tensor] = {}
         sources: set[int] = set()
         if not all(self._evaluate(index, found, sources) for index in reads):
@@ -250,7 +250,7 @@ class _OperatorTracer(TorchDispatchMode):
             outcomes: tuple[Any, Any] = low, math.nextafter(high, low)
         elif not all(self._evaluate(read, found, set(), inputs=True) for read in reads):
             return None
-        elif self._decisions.other in self._places:  # behind the other outcome: no longer what the inputs say
+        elif self._decisions.other in self._places:  # after the other outcome: the inputs no longer decide
             if op is torch.ops.aten.nonzero.default:
                 return torch.zeros(1, found[index].dim(), dtype=torch.long)
             return found[index].new_zeros(()).item() if scalar else None
@@ -299,7 +299,7 @@ class _OperatorTracer(TorchDispatchMode):
 
 class Decisions(NamedTuple):
     """What to do where the code reads a truth value of the inputs (is a box degenerate?) or a random number: take the example's
-    own outcome, the other one at the place `other`, or none at the `undecidable` places, where recording stops."""
+    own outcome, the other one at the place `other`, or none at the `undecidable` places, where tracing stops."""
 
     other: str = ""
     undecidable: frozenset[str] = frozenset()

@@ -1,12 +1,12 @@
-"""Trials on real tensors: where recording of the forward pass stops, removal must equal masking in what was not recorded too.
+"""Trials on real tensors: where tracing of the forward pass stops, removal must equal masking in the untraced rest too.
 
 A sample of the neurons is removed from one copy of the network and masked, by closed gates, in another. Both copies run on the
 example input from the same random state: in evaluation mode, and in training mode with norms and dropout in evaluation mode.
 What they return must agree, and so must whatever their modules return in the same shape. Where the code reads the truth of a
 tensor, as in `if x.mean() > 0:`, they run again with the other outcome, unless the code refuses it.
 
-A network that is not trained yet tells little: its signals vanish beside its biases, or its scores are equal but for rounding,
-which then decides what a sort or non-maximum suppression returns. So the trial is made twice: on the network as it is, and on
+An untrained network is a weak test: its signals vanish beside its biases, or its scores are equal up to rounding,
+which then decides what a sort or non-maximum suppression returns. So the trial runs twice: on the network as it is, and on
 copies with noise on the weights and norms that have the example's statistics.
 """
 
@@ -88,7 +88,7 @@ class _Trial:
         for training_losses, gates in gates_by_mode.items():
             pending: list[str | None] = [None]
             while pending and self.problem is None:
-                decisions = _Decisions(pending.pop())
+                decisions = _DecisionMode(pending.pop())
                 try:
                     expected = self._fingerprints(training_losses, gates, decisions)
                 except Exception as error:
@@ -96,7 +96,7 @@ class _Trial:
                         raise
                     self.unstable |= decisions.other is None
                     continue  # a check: the code refuses this outcome, or these weights
-                found = self._fingerprints(training_losses, None, _Decisions(decisions.other), net=self._cut)
+                found = self._fingerprints(training_losses, None, _DecisionMode(decisions.other), net=self._cut)
                 if not self._agree(found, expected):
                     self._compare_stable(found, expected, training_losses, gates, decisions.other)
                 if decisions.other is None:
@@ -112,7 +112,7 @@ class _Trial:
     ) -> None:
         """Where rounding changes the masked copy too, the copies cannot be compared; elsewhere they must agree."""
         rounded = self._fingerprints(
-            training_losses, gates, _Decisions(other), noise=ROUNDING * torch.finfo(self._dtype).eps
+            training_losses, gates, _DecisionMode(other), noise=ROUNDING * torch.finfo(self._dtype).eps
         )
         stable = [self._agree([one], [same]) for one, same in zip(rounded, expected, strict=False)]
         self.unstable |= not all(stable) or len(rounded) != len(expected)
@@ -134,7 +134,7 @@ class _Trial:
         self,
         training_losses: bool,
         gates: Gates | None,
-        decisions: "_Decisions | None" = None,
+        decisions: "_DecisionMode | None" = None,
         *,
         net: nn.Module | None = None,
         noise: float = 0.0,
@@ -191,7 +191,7 @@ def _condition(net: nn.Module, inputs: Inputs, read: set[str]) -> None:
                     buffer.copy_(before[name])
 
 
-class _Decisions(TorchFunctionMode):
+class _DecisionMode(TorchFunctionMode):
     """Notes the places in the code where the truth of a tensor is read; at the first such read at `other` it has the other
     outcome."""
 

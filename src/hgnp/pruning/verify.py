@@ -319,7 +319,7 @@ def _compare(before: LabelPropagation, graph: Graph, alive: Tensor, aligned: boo
 
 
 def _stops_alike(before: Graph, graph: Graph) -> bool:
-    """Whether recording stopped at the same operator."""
+    """Whether tracing stopped at the same operator."""
     return before.stop is not None and graph.stop is not None and before.stop[1:] == graph.stop[1:]
 
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hgnp.errors import InputError, brief
 from hgnp.io.atomic import write_csv
 from hgnp.pruning import Neurons
-from hgnp.reporting.variants import DEFAULTS, VARIANTS, PreparedNetwork, compile_limits, prepare
+from hgnp.reporting.variants import DEFAULTS, VARIANTS, PreparedNetwork, Variant, compile_limits, prepare
 from hgnp.timing import time_interleaved
 
 BATCHES = {"cpu": 128, "cuda": 2000}
@@ -94,7 +94,7 @@ def bench(
     *,
     batches: int | Sequence[int] | None = None,
     device: Device | Sequence[Device] = "cpu",
-    variants: Sequence[str] | None = None,
+    variants: Sequence[Variant] | None = None,
     repeats: int = 15,
     progress: BenchProgress | None = None,
 ) -> BenchResult:
@@ -121,7 +121,7 @@ def bench_networks(
     *,
     batches: int | Sequence[int] | None = None,
     device: Device | Sequence[Device] = "cpu",
-    variants: Sequence[str] | None = None,
+    variants: Sequence[Variant] | None = None,
     repeats: int = 15,
     progress: BenchProgress | None = None,
 ) -> BenchResult:
@@ -136,7 +136,7 @@ def bench_networks(
     devices = list(dict.fromkeys(devices))
     places = [(d, _batches(batches, d), _variants(variants, d)) for d in devices]
     if not isinstance(repeats, int) or repeats < 1:
-        raise InputError(f"repeats must be a whole number ≥ 1, got {repeats!r}")
+        raise InputError(f"repeats must be an integer ≥ 1, got {repeats!r}")
     samples = tuple(sample) if isinstance(sample, tuple | list) else (sample,)
     if not samples or not all(isinstance(each, Tensor) for each in samples):
         raise InputError(f"sample must be a tensor without a batch dimension, or a tuple of tensors, got {sample!r}")
@@ -216,7 +216,7 @@ def _networks(full: nn.Module, entries: Sequence[BenchEntry], samples: Sequence[
 
 def _runners(
     networks: Sequence[_Network],
-    variants: Sequence[str],
+    variants: Sequence[Variant],
     samples: Sequence[Tensor],
     device: torch.device,
     tick: Callable[[str], None],
@@ -331,11 +331,11 @@ def _device(given: Device) -> torch.device:
 def _batches(given: int | Sequence[int] | None, device: torch.device) -> list[int]:
     sizes = [BATCHES[device.type]] if given is None else [given] if isinstance(given, int) else list(given)
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise InputError(f"batches must be whole numbers ≥ 1, got {given!r}")
+        raise InputError(f"batches must be integers ≥ 1, got {given!r}")
     return list(dict.fromkeys(sizes))
 
 
-def _variants(given: Sequence[str] | None, device: torch.device) -> list[str]:
+def _variants(given: Sequence[Variant] | None, device: torch.device) -> list[Variant]:
     chosen = list(dict.fromkeys(DEFAULTS[device.type] if given is None else given))
     for name in chosen:
         if name not in VARIANTS:

@@ -1,7 +1,8 @@
 """Comparison of runs: mean and spread over seeds, differences from a baseline, areas, crossings, and the composed hybrid.
 
-Runs with the same data, network and metric form a *study*. Within a study, runs that differ only in seed, name and place form a
-*group*. Groups are compared over the κ that all runs of the study reach, by linear interpolation, never extrapolation.
+Runs with the same data, network and metric belong to one *experiment*. Within an experiment, runs that differ only in seed,
+name and folder form a *group*. Groups are compared over the κ that all runs of the experiment reach, by linear interpolation,
+never extrapolation.
 """
 
 import json
@@ -35,7 +36,7 @@ class SnapshotPoint:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ only in the seed. `curve` covers the study's range; `mean_metric` is its area divided by the range.
+    """Runs that differ only in the seed. `curve` covers the experiment's range; `mean_metric` is its area divided by the range.
 
     `final` is the mean metric of the finished runs' final networks, with its standard deviation. At the low end of the range
     the curve interpolates between a network just pruned and a fine-tuned one.
@@ -62,7 +63,7 @@ class Group:
 @dataclass(frozen=True)
 class BaselineComparison:
     """A group relative to the baseline: `relative` in percent of the baseline's metric at each κ of `kept` (None where that is
-    not positive), `gain` likewise for the areas, `crossings` from large κ to small."""
+    not positive), `gain` the same for the areas, `crossings` from large κ to small."""
 
     label: str
     baseline: str
@@ -73,7 +74,7 @@ class BaselineComparison:
 
 
 @dataclass(frozen=True)
-class Study:
+class ComparedExperiment:
     """Runs that can be compared: one network, one dataset, one metric."""
 
     title: str
@@ -112,10 +113,10 @@ class Study:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Studies, and the threshold model: the Lasso fitted on the paper's experiments and every study with a crossing, or the
-    paper's own formula."""
+    """The compared experiments, and the threshold model: the Lasso fitted on the paper's experiments and on every one of these
+    with a crossing, or the paper's own formula."""
 
-    studies: tuple[Study, ...]
+    experiments: tuple[ComparedExperiment, ...]
     runs: tuple[Run, ...]
     model: hybrid.Model
     limitations: tuple[str, ...]
@@ -129,28 +130,28 @@ def compare_runs(runs: Sequence[Run], *, baseline: str | None = None, threshold:
     check_choice(threshold)
     if not runs:
         raise InputError("runs must hold at least one run, got none")
-    members = _by_study(runs)
+    members = _by_experiment(runs)
     titles = _disambiguated([_title(each[0]) for each in members], [_model_and_data(each) for each in members])
-    drafts = [_study(title, each, baseline) for title, each in zip(titles, members, strict=True)]
-    samples = [_sample(study) for study in drafts]
-    studies = []
-    for number, study in enumerate(drafts):
+    drafts = [_experiment(title, each, baseline) for title, each in zip(titles, members, strict=True)]
+    samples = [_sample(experiment) for experiment in drafts]
+    experiments = []
+    for number, experiment in enumerate(drafts):
         others = [sample for other, sample in enumerate(samples) if other != number and sample is not None]
-        studies.append(_with_hybrid(study, (*hybrid.PAPER, *others), threshold))
+        experiments.append(_with_hybrid(experiment, (*hybrid.PAPER, *others), threshold))
     if threshold == "paper":
         model = hybrid.fit(features=hybrid.PAPERS_CHOICE)
     else:
         model = hybrid.fit((*hybrid.PAPER, *(sample for sample in samples if sample is not None)))
-    return Comparison(tuple(studies), tuple(runs), model, hybrid.limitations(model))
+    return Comparison(tuple(experiments), tuple(runs), model, hybrid.limitations(model))
 
 
-def _by_study(runs: Sequence[Run]) -> list[list[Run]]:
-    """Groups runs by study. A run without a configuration joins the first one with a configuration that matches otherwise."""
-    studies: dict[tuple[str, str], list[Run]] = {}
+def _by_experiment(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs by experiment. A run without a configuration joins the first one with a configuration that matches otherwise."""
+    experiments: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         alike = [each for each in runs if _known(each) == _known(run)]
-        studies.setdefault((_known(run), _text(_model_and_data([run, *alike]))), []).append(run)
-    return list(studies.values())
+        experiments.setdefault((_known(run), _text(_model_and_data([run, *alike]))), []).append(run)
+    return list(experiments.values())
 
 
 def _known(run: Run) -> str:
@@ -162,10 +163,10 @@ def _known(run: Run) -> str:
 def _model_and_data(runs: Sequence[Run]) -> dict[str, Any]:
     """The network and data settings of the first configuration among the runs."""
     settings = next(filter(None, map(config_settings, runs)), {})
-    return {name: value for name, value in settings.items() if _defines_study(name)}
+    return {name: value for name, value in settings.items() if _defines_experiment(name)}
 
 
-def _defines_study(name: str) -> bool:
+def _defines_experiment(name: str) -> bool:
     return name.partition(".")[0] in ("model", "model_args", "data")
 
 
@@ -173,7 +174,7 @@ def _title(run: Run) -> str:
     return " / ".join(str(part) for part in (run.info.get("name"), run.info.get("model")) if part) or run.title
 
 
-def _study(title: str, runs: Sequence[Run], baseline: str | None) -> Study:
+def _experiment(title: str, runs: Sequence[Run], baseline: str | None) -> ComparedExperiment:
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(_text([run.label, run_settings(run)]), []).append(run)
@@ -203,7 +204,9 @@ def _study(title: str, runs: Sequence[Run], baseline: str | None) -> Study:
     first = runs[0].info
     features = {name: (first.get("features") or {}).get(name) for name in hybrid.FEATURES}
     within = None if grid is None else (grid[0], grid[-1])
-    return Study(title, runs[0].metric, features, within, against.label, tuple(made), pairs, None, tuple(notes))
+    return ComparedExperiment(
+        title, runs[0].metric, features, within, against.label, tuple(made), pairs, None, tuple(notes)
+    )
 
 
 def _name(run: Run) -> str:
@@ -217,7 +220,7 @@ def run_settings(run: Run) -> dict[str, Any]:
     recipe = recipe_of(run)
     choices = {f"flatness.{name}": value for name, value in asdict(choices_of(recipe)).items()}
     fields = {name: value for name, value in recipe.as_dict().items() if name not in ("seed", "snapshots", "flatness")}
-    rest = {name: value for name, value in config_settings(run).items() if not _defines_study(name)}
+    rest = {name: value for name, value in config_settings(run).items() if not _defines_experiment(name)}
     return {**fields, **choices, "start": run.info.get("start"), **rest}
 
 
@@ -317,31 +320,31 @@ def _pair(group: Group, baseline: Group) -> BaselineComparison:
     )
 
 
-def _hgnp_and_taylor(study: Study) -> tuple[Group, Group] | None:
+def _hgnp_and_taylor(experiment: ComparedExperiment) -> tuple[Group, Group] | None:
     """The first group of HGNP and the first of Taylor, if both have a curve."""
-    both = [next((g for g in study.groups if g.method == name and g.curve), None) for name in ("hgnp", "taylor")]
+    both = [next((g for g in experiment.groups if g.method == name and g.curve), None) for name in ("hgnp", "taylor")]
     return None if both[0] is None or both[1] is None else (both[0], both[1])
 
 
-def _sample(study: Study) -> hybrid.Sample | None:
-    both = _hgnp_and_taylor(study)
+def _sample(experiment: ComparedExperiment) -> hybrid.Sample | None:
+    both = _hgnp_and_taylor(experiment)
     if both is None or both[0].curve is None or both[1].curve is None:
         return None
     threshold = lowest_crossing(both[0].curve, both[1].curve)
     if threshold is None:
         return None
-    sample = hybrid.Sample(study.title, study.features, threshold)
+    sample = hybrid.Sample(experiment.title, experiment.features, threshold)
     return sample if hybrid.usable(sample) is None else None
 
 
-def _with_hybrid(study: Study, known: Sequence[hybrid.Sample], choice: Choice) -> Study:
-    both = _hgnp_and_taylor(study)
+def _with_hybrid(experiment: ComparedExperiment, known: Sequence[hybrid.Sample], choice: Choice) -> ComparedExperiment:
+    both = _hgnp_and_taylor(experiment)
     if both is None or both[0].curve is None or both[1].curve is None:
-        return study
+        return experiment
     parts = [(group.label, group.curve) for group in both if group.curve is not None]
-    composed = compose(parts[0], parts[1], study.features, known, choice)
-    notes = list(study.notes)
+    composed = compose(parts[0], parts[1], experiment.features, known, choice)
+    notes = list(experiment.notes)
     if composed.hindsight is not None:
-        missing = hybrid.usable(hybrid.Sample(study.title, study.features, composed.hindsight))
+        missing = hybrid.usable(hybrid.Sample(experiment.title, experiment.features, composed.hindsight))
         notes += [f"These runs are not used as a sample for the threshold model: {missing}."] if missing else []
-    return replace(study, composed_hybrid=composed, notes=tuple(notes))
+    return replace(experiment, composed_hybrid=composed, notes=tuple(notes))

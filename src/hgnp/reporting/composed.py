@@ -1,7 +1,7 @@
-"""The composed hybrid of a study: Taylor's networks above a threshold κ, HGNP's at and below it, from finished runs.
+"""The composed hybrid of an experiment: Taylor's networks above a threshold κ, HGNP's at and below it, from finished runs.
 
 This is the paper's hybrid, composed afterwards. A run that switches during training (`Recipe(method="hybrid")`) is an ordinary
-group of its study.
+group of its experiment.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ class ComposedHybrid:
     samples: tuple[str, ...]
     """The experiments that the threshold is fitted on."""
     left_out: tuple[str, ...]
-    """Known experiments excluded from the fit because they have the study's dataset and network."""
+    """Known experiments excluded from the fit because they have the same dataset and network."""
     caveats: tuple[str, ...]
     """Limitations, in sentences."""
     threshold: float | None

@@ -1,4 +1,4 @@
-"""Figures for papers and READMEs by matplotlib: any chart as PNG, SVG and CSV, and `outcome`, a summary picture of a run.
+"""Figures for papers and READMEs by matplotlib: any chart as PNG, SVG and CSV, and `outcome`, one figure that summarises a run.
 
 pyplot's global state is not used.
 """
@@ -8,7 +8,7 @@ import os
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -58,7 +58,7 @@ def draw(figure: Figure, *, titled: bool = True) -> Canvas:
 
 
 def outcome(run: Run) -> Canvas:
-    """A run in one picture, 8 by 3.6 inches: sentence, metric and parameters kept per epoch, layer widths before and after."""
+    """A run in one figure, 8 by 3.6 inches: sentence, metric and parameters kept per epoch, layer widths before and after."""
     with mpl.rc_context(STYLE):
         canvas = Canvas(figsize=(8, 3.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
         canvas.suptitle(
@@ -75,7 +75,7 @@ def outcome(run: Run) -> Canvas:
     return canvas
 
 
-def image(canvas: Canvas, file_format: str) -> bytes:
+def image(canvas: Canvas, file_format: Literal["png", "svg"]) -> bytes:
     """The bytes of a "png" or "svg"; text in an SVG stays text."""
     file = io.BytesIO()
     with mpl.rc_context({**STYLE, "svg.fonttype": "none"}):
@@ -88,7 +88,8 @@ def save(figures: Iterable[Figure], folder: str | os.PathLike[str]) -> list[Path
     written = []
     for figure in figures:
         canvas = draw(figure)
-        written += [write(Path(folder, f"{figure.key}.{suffix}"), image(canvas, suffix)) for suffix in ("png", "svg")]
+        formats: tuple[Literal["png", "svg"], ...] = ("png", "svg")
+        written += [write(Path(folder, f"{figure.key}.{suffix}"), image(canvas, suffix)) for suffix in formats]
         written.append(write_csv(Path(folder, f"{figure.key}.csv"), *charts.table(figure)))
     return written
 
@@ -98,7 +99,7 @@ def save_outcome(run: Run, file: str | os.PathLike[str]) -> Path:
     suffix = Path(file).suffix.lstrip(".")
     if suffix not in ("png", "svg"):
         raise InputError(f"file must end in .png or .svg, got {os.fspath(file)!r}")
-    return write(file, image(outcome(run), suffix))
+    return write(file, image(outcome(run), cast(Literal["png", "svg"], suffix)))
 
 
 def _onto(figure: Figure, axes: Axes, titled: bool = True) -> None:
@@ -179,7 +180,7 @@ def _heat(heat: Heatmap, axes: Axes) -> None:
     bar.set_label(f"{heat.label} (%)")
 
 
-def _axis(axis: Axis, axes: Axes, which: str) -> None:
+def _axis(axis: Axis, axes: Axes, which: Literal["x", "y"]) -> None:
     side = axes.xaxis if which == "x" else axes.yaxis
     side.set_label_text(_plain(axis.heading))
     if axis.percent:

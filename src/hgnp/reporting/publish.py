@@ -10,9 +10,9 @@ from typing import Any
 from hgnp.errors import InputError
 from hgnp.io import runs
 from hgnp.io.atomic import write_csv, write_json
-from hgnp.reporting import curves, figures, run_charts, study_charts
+from hgnp.reporting import comparison_charts, curves, figures, run_charts
 from hgnp.reporting.charts import MissingChart
-from hgnp.reporting.compare import Comparison, Study, compare_runs
+from hgnp.reporting.compare import ComparedExperiment, Comparison, compare_runs
 from hgnp.reporting.composed import LABEL, Choice
 from hgnp.reporting.page.comparison_page import write_comparison
 from hgnp.reporting.page.paper_page import write_paper
@@ -60,9 +60,11 @@ def compare(
     write_comparison(comparison, out / "page.html")
     write_json(out / "comparison.json", as_dict(comparison, out))
     _tables(comparison, out)
-    for number, study in enumerate(comparison.studies, 1):
-        folder = out / "figures" / ("" if len(comparison.studies) == 1 else f"{number}-{_file_name(study.title)}")
-        figures.save(study_charts.all_charts(study), folder)
+    for number, experiment in enumerate(comparison.experiments, 1):
+        folder = (
+            out / "figures" / ("" if len(comparison.experiments) == 1 else f"{number}-{_file_name(experiment.title)}")
+        )
+        figures.save(comparison_charts.all_charts(experiment), folder)
     return comparison
 
 
@@ -114,7 +116,7 @@ def as_dict(comparison: Comparison, out: Folder) -> dict[str, object]:
     """
     model = comparison.model
     return {
-        "studies": [dataclasses.asdict(study) for study in comparison.studies],
+        "experiments": [dataclasses.asdict(experiment) for experiment in comparison.experiments],
         "model": {**dataclasses.asdict(model), "error": model.error, "error_of_mean": model.error_of_mean},
         "limitations": list(comparison.limitations),
         "runs": [
@@ -148,7 +150,7 @@ def _not_a_run(out: Path) -> None:
 
 
 SUMMARY = (
-    "study",
+    "experiment",
     "group",
     "method",
     "runs",
@@ -170,35 +172,35 @@ SUMMARY = (
 
 def _tables(comparison: Comparison, out: Path) -> None:
     summary, points, snapshots = [], [], []
-    for study in comparison.studies:
-        summary += [[row.get(name) for name in SUMMARY] for row in _summary(study)]
-        for group in study.groups:
+    for experiment in comparison.experiments:
+        summary += [[row.get(name) for name in SUMMARY] for row in _summary(experiment)]
+        for group in experiment.groups:
             if group.curve is not None:
                 spread = group.curve.spread or (None,) * len(group.curve.kept)
                 values = zip(group.curve.kept, group.curve.mean, spread, strict=True)
-                points += [[study.title, group.label, group.curve.count, *point] for point in values]
+                points += [[experiment.title, group.label, group.curve.count, *point] for point in values]
             snapshots += [
-                [study.title, group.label, each.count, each.asked, each.kept, each.mean, each.spread]
+                [experiment.title, group.label, each.count, each.asked, each.kept, each.mean, each.spread]
                 for each in group.snapshots
             ]
     write_csv(out / "summary.csv", list(SUMMARY), summary)
-    write_csv(out / "curves.csv", ["study", "group", "runs", "kept", "mean", "standard_deviation"], points)
+    write_csv(out / "curves.csv", ["experiment", "group", "runs", "kept", "mean", "standard_deviation"], points)
     if snapshots:
-        columns = ["study", "group", "runs", "asked", "kept", "mean", "standard_deviation"]
+        columns = ["experiment", "group", "runs", "asked", "kept", "mean", "standard_deviation"]
         write_csv(out / "snapshots.csv", columns, snapshots)
 
 
-def _summary(study: Study) -> Iterator[dict[str, Any]]:
+def _summary(experiment: ComparedExperiment) -> Iterator[dict[str, Any]]:
     """One row per group, and one for the composed hybrid."""
-    low, high = study.range or (None, None)
-    common = {"study": study.title, "kept_low": low, "kept_high": high}
-    pairs = {pair.label: pair for pair in study.pairs}
-    taylor = next((group.area for group in study.groups if group.method == "taylor"), None)
+    low, high = experiment.range or (None, None)
+    common = {"experiment": experiment.title, "kept_low": low, "kept_high": high}
+    pairs = {pair.label: pair for pair in experiment.pairs}
+    taylor = next((group.area for group in experiment.groups if group.method == "taylor"), None)
 
     def gain(area: float | None, other: float | None) -> float | None:
         return None if area is None or other is None else curves.gain(area, other)
 
-    for group in study.groups:
+    for group in experiment.groups:
         pair = pairs.get(group.label)
         yield common | {
             "group": group.label,
@@ -216,14 +218,14 @@ def _summary(study: Study) -> Iterator[dict[str, Any]]:
             "threshold_source": None if group.threshold is None else "recipe",
             "gain_over_taylor_percent": None if group.method == "taylor" else gain(group.area, taylor),
         }
-    composed = study.composed_hybrid
+    composed = experiment.composed_hybrid
     if composed is not None and composed.area is not None and low is not None and high is not None:
         yield common | {
             "group": LABEL,
             "method": LABEL,
             "area": composed.area,
             "mean_metric": composed.area / (high - low),
-            "gain_percent": study.composed_gain,
+            "gain_percent": experiment.composed_gain,
             "threshold": composed.threshold,
             "threshold_source": composed.source,
             "gain_over_taylor_percent": composed.over_taylor,

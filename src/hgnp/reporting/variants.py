@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from hgnp.errors import InputError
 from hgnp.io.export import export, onnx_session, run_onnx
 
+Variant = Literal["eager", "no_tf32", "channels_last", "compile", "bf16", "fp16", "onnx"]
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-VARIANTS = ("eager", "no_tf32", "channels_last", "compile", *HALVES, "onnx")
-DEFAULTS = {
+DEFAULTS: dict[str, tuple[Variant, ...]] = {
     "cpu": ("eager", "channels_last", "compile", "bf16", "onnx"),
     "cuda": ("eager", "no_tf32", "channels_last", "compile", "fp16", "bf16"),
 }
@@ -31,7 +32,7 @@ class PreparedNetwork:
     convert: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
 
-def prepare(variant: str, net: nn.Module, example: Sequence[Tensor]) -> PreparedNetwork:
+def prepare(variant: Variant, net: nn.Module, example: Sequence[Tensor]) -> PreparedNetwork:
     """`net`, in eval mode on its device, prepared to run as `variant`; ValueError if the variant does not apply to it."""
     if variant == "channels_last":
         if not any(isinstance(module, nn.Conv2d) for module in net.modules()):

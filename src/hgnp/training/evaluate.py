@@ -16,7 +16,7 @@ from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.losses import Loss, mean_and_normaliser, normaliser, total
 from hgnp.errors import InputError, InputTypeError, brief
-from hgnp.execution.graphs import Capture, GraphedFunction, fingerprint
+from hgnp.execution.graphs import CaptureContext, GraphedFunction, fingerprint
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import Removal, listen
 from hgnp.state_guards import evaluating
@@ -41,7 +41,7 @@ BatchOutput = tuple[Any, Any, int]
 
 
 class Evaluation:
-    """Computes (loss, metric) of a network over batches; each is None if no label counts.
+    """Computes (loss, metric) of a network over batches; each is None if every label is ignored.
 
     The loss is that of the whole set as one batch, Σ total / Σ `normaliser`. A loss that hgnp does not know is weighted by
     `mean_and_normaliser`. A batch whose loss is NaN although its outputs are finite counts as one without labels: it is left
@@ -69,10 +69,10 @@ class Evaluation:
         self._reducer = reducer
         self.note: str | None = None
         """Which batches the last loss leaves out, if any."""
-        self._capture: Capture | None = None
+        self._capture: CaptureContext | None = None
         self._run_batch: Callable[[Any], tuple[Any, ...]] = self._evaluate_batch
         if graphs:
-            self._capture = Capture(next(net.parameters()).device)
+            self._capture = CaptureContext(next(net.parameters()).device)
             self._replayed = GraphedFunction(self._evaluate_batch, net, self._capture)
             self._built: Any = None
             self._run_batch = lambda batch: tree_map(_clone, self._replayed(batch))

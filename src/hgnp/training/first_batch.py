@@ -32,7 +32,7 @@ class FirstBatches:
     metric: str
     """Name of the metric."""
     training_losses: bool
-    """Whether the network returns what the loss takes in training mode alone."""
+    """Whether the network returns what the loss takes in training mode only."""
     features: dict[str, Any]
     """Features of network and data that the paper's hybrid uses."""
 

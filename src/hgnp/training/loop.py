@@ -20,7 +20,7 @@ from torch import nn
 
 from hgnp.curvature.autodiff.forward import samples_in
 from hgnp.errors import DivergedError, InputError
-from hgnp.flatness import Flatness
+from hgnp.flatness import flatness_of
 from hgnp.io.weights import changes_to_fit, describe
 from hgnp.progress import Progress
 from hgnp.pruning import Neurons, Preview
@@ -141,7 +141,7 @@ class TrainingLoop:
             self.also,
             training_losses=task.training_losses,
         )
-        self.flatness = Flatness._of(self.scoring_step, self.step_state)
+        self.flatness = flatness_of(self.scoring_step, self.step_state)
         self._format_note: str | None = None
         if stored is not None:
             self._restore(stored)
@@ -267,7 +267,7 @@ class TrainingLoop:
         return self._row(statistics.summary(recipe.bound), removed, val_loss, metric)
 
     def _divergence_hint(self) -> str:
-        """A batch without a label that counts has a NaN loss but a zero gradient: it leaves the weights finite."""
+        """A batch in which every label is ignored has a NaN loss but a zero gradient: it leaves the weights finite."""
         ignored = ignored_label(self.task.loss)
         if self.classes is None or ignored is None or not all(bool(p.isfinite().all()) for p in self.net.parameters()):
             return "a smaller lr or mu may help"

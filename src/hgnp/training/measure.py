@@ -106,7 +106,7 @@ class Measurements:
 
     def _sharpness(self, net: nn.Module) -> float:
         if self._task.training_losses:
-            raise NotMeasuredError("the network returns its losses in training mode alone")
+            raise NotMeasuredError("the network returns its losses in training mode only")
         seconds = self._time_limit(self._count, net)  # one Hessian-vector product takes longer than a step
         result = sharpness(
             net,

@@ -8,7 +8,7 @@ benchmarks/cpu.md has the measurements.
 import copy
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,16 @@ from hgnp.state_guards import evaluating
 from hgnp.training.task import Task
 from hgnp.training.trainer import EpochStatistics, Trainer, make_steps
 
-CHANNELS_LAST = "channels_last"
+MemoryFormat = Literal["channels_last"] | None
+"""None: unchanged."""
+CHANNELS_LAST: MemoryFormat = "channels_last"
 MIN_CHANNELS = 256  # narrower networks gain less than a tenth on a CPU
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
 def choose_memory_format(
     net: nn.Module, task: Task, recipe: Recipe, batch: tuple[Any, Any]
-) -> tuple[str | None, str | None]:
+) -> tuple[MemoryFormat, str | None]:
     """The memory format of a new run, None for unchanged, and a note if channels last was tried and failed.
 
     Channels last is chosen for wide networks, on a GPU for all, if a step of a copy succeeds: a `view` of an image's rows
@@ -50,7 +52,7 @@ def contiguous_layers(net: nn.Module) -> list[str]:
 
 @contextmanager
 def in_memory_format(
-    net: nn.Module, optimizer: torch.optim.Optimizer, memory_format: str | None, contiguous: Collection[str]
+    net: nn.Module, optimizer: torch.optim.Optimizer, memory_format: MemoryFormat, contiguous: Collection[str]
 ) -> Iterator[None]:
     """Inside the block, weights of 2-d convolutions have this memory format, and activations follow. Afterwards the weights of
     the layers named in `contiguous` are contiguous again."""

@@ -102,7 +102,7 @@ class Pruner:
         return max(values_of(self.recipe.round_to), default=1) > 1
 
     def _scored_layers(self) -> Collection[str]:
-        """Layers that the criterion has scores for: some have no norm behind them, or no place for a gate."""
+        """Layers that the criterion has scores for: some have no norm after them, or no place for a gate."""
         if self._criterion not in WEIGHT_SCORES:
             return self.neurons.gates(self.recipe.coupling, training_losses=self.training_losses).layer_units
         with RandomState(*self.neurons.net.parameters()):

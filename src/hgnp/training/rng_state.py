@@ -30,7 +30,7 @@ def seed(value: int) -> None:
 
 
 def seed_ranks(reducer: Reducer, epoch: int) -> None:
-    """Give every rank but the first random numbers of its own for an epoch, so that dropout and augmentation differ. They
+    """Give every rank but the first its own random numbers for an epoch, so that dropout and augmentation differ. They
     follow from rank 0's generators, which are left alone: those are the ones that a checkpoint holds."""
     if reducer.ranks == 1:
         return

@@ -112,7 +112,7 @@ class RunFolder:
         was = Recipe(keep=1).as_dict() | info["recipe"]  # a field that is newer than the run had its default's meaning
         for name, value in now.items():
             reordered = name in LIMITS and isinstance(value, dict) and list(was.get(name) or ()) != list(value)
-            if was.get(name) != value or reordered:  # of a limit's patterns the first that matches counts
+            if was.get(name) != value or reordered:  # the first of a limit's patterns that matches applies
                 raise InputError(f"resume: {name} must be {was.get(name)!r} as in {self.path}, got {value!r}; a run "
                                  "is resumed with the recipe that it started with")  # fmt: skip
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from hgnp.recipe import Recipe
 from hgnp.result import Row
@@ -58,7 +58,7 @@ class RunState:
         return self.pruning and self.recipe.prune_unit == "epochs" and self.epoch % self.recipe.prune_every == 0
 
     @property
-    def phase(self) -> str:
+    def phase(self) -> Literal["warmup", "prune", "finetune"]:
         if self.epoch < self.recipe.warmup_epochs:
             return "warmup"
         return "finetune" if self.pruning_ended is not None and self.epoch > self.pruning_ended else "prune"

@@ -18,7 +18,17 @@ from hgnp.training.evaluate import Metric
 
 @dataclass(frozen=True)
 class CallbackState:
-    """What `on_step` and `on_epoch` see. The objects are the run's own: what a callback does to them stays.
+    """What `on_step` and `on_epoch` see. The objects are the run's own: changes to them take effect.
+
+    >>> import torch, hgnp
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> def on_epoch(state):
+    ...     print(state.epoch, state.neurons.count)
+    >>> recipe = hgnp.Recipe(keep=0.5, warmup_epochs=1, neurons_per_round=8, finetune_epochs=0, seed=0)
+    >>> batches = [(torch.randn(16, 4), torch.arange(16) % 2)]
+    >>> result = hgnp.prune(net, batches, recipe=recipe, on_epoch=on_epoch, verbose=False)
+    0 8
+    1 3
 
     Attributes:
         epoch: The epoch's number, from 0.

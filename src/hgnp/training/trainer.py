@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ def _mean(values: list[Tensor]) -> float:
     return float(torch.stack([value.double() for value in values]).mean())
 
 
-def precision_on(recipe: Recipe, device: torch.device) -> str:
+def precision_on(recipe: Recipe, device: torch.device) -> Literal["float32", "bf16", "fp16"]:
     """The recipe's precision, where "auto" depends on the device."""
     if recipe.precision != "auto":
         return recipe.precision
@@ -72,9 +72,10 @@ def precision_on(recipe: Recipe, device: torch.device) -> str:
 class GradientMean:
     """The mean gradient of the micro-batches of one step, weighted by the normalisers of their losses.
 
-    C of a batch is a sum over samples divided by a normaliser N: the number of samples, of labels that count, or the sum of
-    their class weights. With L_i the penalised loss of micro-batch i, `.grad` ends as ∇ Σ N_i·L_i / Σ N_i. Without the
-    penalty that is the gradient of one batch of all their samples, however many there are. Each micro-batch has its own one.
+    C of a batch is a sum over samples divided by a normaliser N: the number of samples, of labels that are not ignored, or the
+    sum of their class weights. With L_i the penalised loss of micro-batch i, `.grad` ends as ∇ Σ N_i·L_i / Σ N_i. Without the
+    penalty that is the gradient of one batch of all their samples, however many there are. Each micro-batch has its own
+    penalty.
     """
 
     def __init__(self, net: nn.Module, loss: Loss, reducer: Reducer) -> None:
@@ -262,7 +263,8 @@ class Trainer:
 
 
 def make_steps(net: nn.Module, task: Task, recipe: Recipe, reducer: Reducer = LOCAL) -> tuple[Step, Step, State]:
-    """The step that trains, the one that scores, and their state: the same step, unless the method trains by one of its own."""
+    """The step that trains, the one that scores, and their state: the same step, unless the method has its own training
+    step."""
     bundle, choices = recipe.flatness_choices
     recipe = recipe.resolved()
     assert recipe.refresh_every is not None

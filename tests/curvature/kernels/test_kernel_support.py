@@ -11,7 +11,7 @@ from hgnp.curvature.kernels.support import kernels
 CPU = torch.device("cpu")
 
 
-def test_kernels_that_fail_are_told_of_once_with_the_reason() -> None:
+def test_kernels_that_fail_warn_once_with_the_reason() -> None:
     kernels.cache_clear()
     with pytest.warns(UserWarning, match=r"Triton kernels \(support, torch.float32\) do not work on cpu.*check"):
         assert kernels("support", torch.float32, CPU) is None  # a module that cannot be tried out

@@ -108,7 +108,7 @@ def test_a_holdout_is_a_fixed_part_of_the_training_images(tmp_path: Path) -> Non
         return sorted(bytes(image.flatten().tolist()) for image in images)
 
     assert pictures(torch.cat(parts)) == pictures(whole.train.source.images)  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="holdout must be a whole number from 0 to 49, got 50"):
+    with pytest.raises(ValueError, match="holdout must be an integer from 0 to 49, got 50"):
         cifar10(home, batch=4, holdout=50)
 
 

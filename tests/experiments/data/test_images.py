@@ -119,7 +119,7 @@ def test_cub_follows_its_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("memory", [2**30, 1])
-def test_cub_crops_the_centre_and_mirrors_nothing_unless_it_is_told_to(tmp_path: Path, memory: int) -> None:
+def test_cub_crops_the_centre_and_flips_nothing_by_default(tmp_path: Path, memory: int) -> None:
     home = cub(tmp_path / "set")
     file = home / "images" / "001.Bird_1" / "Bird_1_1.jpg"
     picture(7, file, (3 * SIDE, 2 * SIDE + 1))
@@ -135,7 +135,7 @@ def test_cub_crops_the_centre_and_mirrors_nothing_unless_it_is_told_to(tmp_path:
     assert not torch.allclose(epoch(scaled.val)[0][0], expected.float(), atol=0.1)
 
 
-def test_a_picture_that_is_smaller_than_the_crop_is_scaled_up_until_it_covers_it(tmp_path: Path) -> None:
+def test_an_image_that_is_smaller_than_the_crop_is_scaled_up_until_it_covers_it(tmp_path: Path) -> None:
     picture(1, tmp_path / "a.png", (12, 40))
     assert decode(tmp_path / "a.png", SIDE, resize=False).shape == (3, SIDE, SIDE)
     assert np.array_equal(decode(tmp_path / "a.png", SIDE, resize=False), decode(tmp_path / "a.png", SIDE))
@@ -149,7 +149,7 @@ def test_folders_are_classes(tmp_path: Path) -> None:
     assert data.about == "mine: 8 training and 3 validation images, 16 px, 2 classes"
 
 
-def test_a_picture_is_cut_to_its_central_square_and_scaled(tmp_path: Path) -> None:
+def test_an_image_is_cropped_to_its_central_square_and_scaled(tmp_path: Path) -> None:
     wide = np.zeros((40, 80, 3), np.uint8)
     wide[:, 20:40] = (200, 0, 0)
     wide[:, 40:60] = (0, 0, 200)  # the central square is half red, half blue
@@ -179,7 +179,7 @@ def test_epochs_read_from_disk_equal_those_from_memory(made: tuple[Path, Callabl
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_damaged_picture_is_named(made: tuple[Path, Callable[..., Data]]) -> None:
+def test_a_damaged_image_is_named(made: tuple[Path, Callable[..., Data]]) -> None:
     folder, read = made
     file = sorted(folder.rglob("[!.]*.[jp][pn]g"))[0]
     whole = file.read_bytes()
@@ -204,7 +204,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     ):
         flowers102(home, batch=2)
     (home / "setid.mat").write_bytes((home / "setid.mat").read_bytes()[:150])
-    with pytest.raises(ValueError, match=r"setid.mat must hold whole numbers named 'trnid', but cannot be read"):
+    with pytest.raises(ValueError, match=r"setid.mat must hold integers named 'trnid', but cannot be read"):
         flowers102(home, batch=2)
     (home / "imagelabels.mat").unlink()
     with pytest.raises(
@@ -214,9 +214,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         flowers102(home, batch=2)
     home = cub(tmp_path / "cub")
     (home / "image_class_labels.txt").write_text("1 1\n2 x\n")
-    with pytest.raises(
-        ValueError, match=r"image_class_labels.txt: the value of image 2 must be a whole number, got 'x'"
-    ):
+    with pytest.raises(ValueError, match=r"image_class_labels.txt: the value of image 2 must be an integer, got 'x'"):
         cub200(home, batch=2)
     (home / "images.txt").write_text("1 a.jpg\nb.jpg\n")
     with pytest.raises(ValueError, match=r"images.txt: line 2 must be .*, got 'b.jpg'"):
@@ -307,5 +305,5 @@ def test_progress_is_for_terminals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("field", ["side", "batch", "memory", "workers"])
 def test_image_folder_refuses_options_below_1(field: str, tmp_path: Path) -> None:
     options = {"batch": 2} | {field: 0}
-    with pytest.raises(ValueError, match=rf"^{field} must be a whole number ≥ 1, got 0$"):
+    with pytest.raises(ValueError, match=rf"^{field} must be an integer ≥ 1, got 0$"):
         image_folder(folders(tmp_path / "set"), **options)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ def epoch(loader: Loader) -> tuple[Tensor, Tensor]:
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
 
 
-def test_without_shuffling_pictures_come_normalised_and_in_order() -> None:
+def test_without_shuffling_images_come_normalised_and_in_order() -> None:
     loader = make()
     x, y = epoch(loader)
     assert x.dtype == torch.float32
@@ -40,7 +40,7 @@ def test_without_shuffling_pictures_come_normalised_and_in_order() -> None:
     torch.testing.assert_close(x.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_flips_are_of_whole_pictures_and_about_half_of_them() -> None:
+def test_flips_are_of_whole_images_and_about_half_of_them() -> None:
     loader = make(400, shuffle=True, flip=True)
     plain, _ = epoch(make(400))
     x, y = epoch(loader)
@@ -52,7 +52,7 @@ def test_flips_are_of_whole_pictures_and_about_half_of_them() -> None:
     assert 150 < mirrored.sum() < 250
 
 
-def test_cutout_hides_a_square_around_a_pixel_of_the_picture() -> None:
+def test_cutout_hides_a_square_around_a_pixel_of_the_image() -> None:
     plain, _ = epoch(make(300))
     x, _ = epoch(make(300, cutout=3))
     hidden = (x != plain).any(1)
@@ -65,7 +65,7 @@ def test_cutout_hides_a_square_around_a_pixel_of_the_picture() -> None:
     assert found == set(squares)
 
 
-def test_crops_are_windows_of_the_padded_picture() -> None:
+def test_crops_are_windows_of_the_padded_image() -> None:
     loader = make(60, crop=2)
     images = loader.source.images  # type: ignore[attr-defined]
     padded = torch.nn.functional.pad(images, (2, 2, 2, 2))
@@ -147,12 +147,12 @@ def test_a_limit_is_even_over_classes_and_always_the_same() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: make(batch=0), "batch must be a whole number ≥ 1, got 0"),
-        (lambda: make(batch=2.0), "batch must be a whole number ≥ 1, got 2.0"),
-        (lambda: make(crop=-1), "crop must be a whole number ≥ 0, got -1"),
-        (lambda: make(cutout=1.5), "cutout must be a whole number ≥ 0, got 1.5"),
+        (lambda: make(batch=0), "batch must be an integer ≥ 1, got 0"),
+        (lambda: make(batch=2.0), "batch must be an integer ≥ 1, got 2.0"),
+        (lambda: make(crop=-1), "crop must be an integer ≥ 0, got -1"),
+        (lambda: make(cutout=1.5), "cutout must be an integer ≥ 0, got 1.5"),
         (lambda: make(3, drop_last=True), "batch must leave at least one batch of 3 samples, got 4"),
-        (lambda: subset_indices(torch.arange(5), 6), "limit must be None or a whole number from 1 to 5, got 6"),
+        (lambda: subset_indices(torch.arange(5), 6), "limit must be None or an integer from 1 to 5, got 6"),
         (lambda: as_device("gpu"), "device must be one that PyTorch can use here, got gpu"),
     ],
 )  # fmt: skip

@@ -154,18 +154,18 @@ def test_a_wrong_checksum_ends_the_call_and_leaves_nothing(tmp_path: Path) -> No
     with serving({name: content[:-1] + bytes([content[-1] ^ 1])}) as server:
         for _ in range(2):
             with pytest.raises(
-                DownloadError, match=r"its MD5 is [0-9a-f]{32}, [0-9a-f]{32} is published; .* was deleted"
+                DownloadError, match=r"must have the published MD5 [0-9a-f]{32}, got [0-9a-f]{32}; .* was deleted"
             ):
                 install(source.at(server.url), folder, Quiet())
             assert not folder.exists()
         assert len(server.asked) == 2
         server.files = {name: content + b"more"}
         with pytest.raises(
-            DownloadError, match=rf"the server has {len(content) + 4:,} bytes, {len(content):,} are published"
+            DownloadError, match=rf"must have {len(content):,} bytes as published, got {len(content) + 4:,};"
         ):
             install(source.at(server.url), folder, Quiet())
         server.length = False
-        with pytest.raises(DownloadError, match=rf"more than {len(content):,} bytes came"):
+        with pytest.raises(DownloadError, match=rf"must have at most {len(content):,} bytes, got more;"):
             install(source.at(server.url), folder, Quiet())
         server.files, server.length = files, True
         install(source.at(server.url), folder, Quiet())
@@ -178,7 +178,7 @@ def test_sha256_is_checked_beside_md5(tmp_path: Path) -> None:
     wrong = File(file.url, file.md5, file.size, "0" * 64, file.unpacks, file.most_files, file.most_bytes)
     with (
         serving(files) as server,
-        pytest.raises(DownloadError, match=r"its SHA-256 is [0-9a-f]{64}, 0{64} is published"),
+        pytest.raises(DownloadError, match=r"must have the published SHA-256 0{64}, got [0-9a-f]{64}"),
     ):
         install(Source("cifar10", "", (wrong,), "", "").at(server.url), tmp_path, Quiet())
 
@@ -194,14 +194,19 @@ def test_files_that_are_there_are_verified(tmp_path: Path) -> None:
     (tmp_path / "jpg" / "image_00002.jpg").write_bytes(jpeg(9))
     (tmp_path / "jpg" / "image_00003.jpg").unlink()
     with pytest.raises(
-        DownloadError, match=r"jpg: 2 of 6 files are missing or changed, jpg/image_00002.jpg first; remove "
+        DownloadError,
+        match=r"jpg must have its 6 files unchanged, got 2 missing or changed \(jpg/image_00002.jpg first\)",
     ):
         install(unreachable, tmp_path, Quiet())
     (tmp_path / ".hgnp-flowers102.json").write_text("{")
-    with pytest.raises(DownloadError, match=r"jpg exists but hgnp data did not unpack it"):
+    with pytest.raises(
+        DownloadError, match=r"jpg must be unpacked by hgnp data to be verified, got a folder that is not"
+    ):
         install(unreachable, tmp_path, Quiet())
     (tmp_path / "setid.mat").write_bytes(b"something else")
-    with pytest.raises(DownloadError, match=r"setid.mat: its MD5 is .* is published; remove it and call again"):
+    with pytest.raises(
+        DownloadError, match=r"setid.mat must have the published MD5 .*, got .*; remove it and call again"
+    ):
         install(unreachable, tmp_path, Quiet())
     assert (tmp_path / "setid.mat").read_bytes() == b"something else"
 
@@ -243,12 +248,18 @@ def test_a_disk_that_takes_no_more(tmp_path: Path) -> None:
         assert install(source, again, Quiet()).bytes == 3073 * 20
         assert len(server.asked) == 1  # what was downloaded is used
     huge = File("http://x/z.tgz", "0" * 32, 2**62, None, "x", 9, 2**63)
-    with serving({"z.tgz": b""}, length=False) as server, pytest.raises(DownloadError, match=r"bytes free, 4,611,686,"):
+    with (
+        serving({"z.tgz": b""}, length=False) as server,
+        pytest.raises(DownloadError, match=r"must have 4,611,686,.* bytes free"),
+    ):
         install(Source("cifar10", "", (huge,), "", "").at(server.url), tmp_path / "huge", Quiet())
 
 
 def test_a_second_call_at_the_same_time_is_refused(tmp_path: Path) -> None:
-    with locked(tmp_path, timeout=0), pytest.raises(DownloadError, match=r"another hgnp data is running there"):
+    with (
+        locked(tmp_path, timeout=0),
+        pytest.raises(DownloadError, match="must be used by one hgnp data at a time"),
+    ):
         install(OFFICIAL["cifar10"].at("http://127.0.0.1:1"), tmp_path, Quiet())
 
 

@@ -221,7 +221,7 @@ def test_bare_pickles_are_refused(protocol: int, tmp_path: Path) -> None:
         ([torch.ones(1)], "it holds a value of type list, not a state dict"),
         ({"a": torch.ones(1, dtype=torch.complex64)}, "it names 'torch.ComplexFloatStorage'"),
         (nn.Linear(2, 2), "it names 'torch.nn.modules.linear.Linear'"),
-        ({("a", "b"): torch.ones(1)}, "a key of a mapping is no string"),
+        ({("a", "b"): torch.ones(1)}, "a key of a mapping is not a string"),
         ({"a": torch.ones(1).expand(1000)}, "'a' reaches beyond its storage of 1 entries"),
         ({}, "it has no tensors"),
     ],

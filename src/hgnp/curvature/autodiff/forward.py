@@ -1,8 +1,8 @@
 """The network's forward pass, intercepted operation by operation.
 
-`Forward` runs every operation as it is, except that a block's layer is shown to a `watch`, that BatchNorm takes its statistics
-over all ranks where the `reducer` synchronises norms, and that dropout is a product with a mask, so that whatever repeats the
-pass repeats the mask. The routes override `compute`.
+`Forward` runs every operation as it is, except that a block's layer is shown to an `observer`, that BatchNorm takes its
+statistics over all ranks where the `reducer` synchronises norms, and that dropout is a product with a mask, so that whatever
+repeats the pass repeats the mask. The routes override `compute`.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from hgnp.reducer import LOCAL, Reducer
 
 Output = Callable[[Any], Any]
 """Picks what the loss takes from what the network returns."""
-# the same norms by names beneath torch.nn.functional, where fused third derivatives would slip in unseen
+# the same norms by their names below torch.nn.functional, whose fused third derivatives are wrong
 _HIDDEN_NORMS = frozenset(
     """batch_norm layer_norm instance_norm native_batch_norm native_layer_norm _native_batch_norm_legit
     cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index""".split()  # noqa: SIM905
@@ -42,17 +42,21 @@ _CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "group
 
 
 class UnsupportedOperationError(InputError):
-    """An operation that the chosen route cannot carry."""
+    """An operation that the chosen route does not support."""
 
 
-class Watch(Protocol):
+class LayerObserver(Protocol):
+    """Sees the calls of linear layers and convolutions in a forward pass."""
+
     def layer(self, options: dict[str, Any], out: Tensor) -> Tensor:
         """Sees a layer's call (input, weight, bias and a convolution's options) and may add a probe to its output."""
 
 
 def check_gradients() -> None:
     if not torch.is_grad_enabled():
-        raise InputError("gradients must be enabled, got torch.no_grad() or the like; call it outside of that")
+        raise InputError(
+            "gradients must be enabled, got torch.no_grad() or torch.inference_mode(); call it outside of these"
+        )
 
 
 def layer_options(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +72,7 @@ class Forward(TorchFunctionMode):
     Subclasses override `compute`, e.g. to carry a tangent beside each value; `primal` is the operation itself.
 
     Args:
-        watch: Is shown the calls of linear layers and convolutions.
+        observer: Is shown the calls of linear layers and convolutions.
         tape: Records all calls.
         reducer: Sums over ranks, for norms that take their statistics over all of them.
         before: The random state before the pass, for `drew_only_masks`.
@@ -77,20 +81,20 @@ class Forward(TorchFunctionMode):
     def __init__(
         self,
         *,
-        watch: Watch | None = None,
+        observer: LayerObserver | None = None,
         tape: Tape | None = None,
         reducer: Reducer = LOCAL,
         before: RandomState | None = None,
     ) -> None:
         super().__init__()
-        self.watch = watch
+        self.observer = observer
         self.tape = tape
         self.reducer = reducer
         self._drawn = before
-        """The random state that the last mask left, at first the one before the pass."""
+        """The random state after the last mask; at first, that before the pass."""
         self._others_drew = False
-        self.unfit: UnsupportedOperationError | None = None
-        """What the pass met that cannot be carried; the network's own code may have caught it."""
+        self.unsupported: UnsupportedOperationError | None = None
+        """The first operation without support, as an error; the network's own code may have caught it."""
 
     def __torch_function__(
         self, func: Func, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -98,14 +102,15 @@ class Forward(TorchFunctionMode):
         try:
             return self._call(func, args, kwargs or {})
         except UnsupportedOperationError as error:
-            self.unfit = self.unfit or error
+            self.unsupported = self.unsupported or error
             raise
 
     def _call(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name in _HIDDEN_NORMS and func not in (F.batch_norm, F.layer_norm, F.instance_norm):
-            raise UnsupportedOperationError(f"torch.{name} is called directly, and PyTorch's third derivative of it is wrong; "
-                             "call it as torch.nn.functional has it")  # fmt: skip
+            raise UnsupportedOperationError(
+                f"must call norms by torch.nn.functional, got torch.{name}, whose third derivative PyTorch gets wrong"
+            )
         if func in _DROPOUTS and (p := _drop_rate(args, kwargs)):
             kept = self._mask(func, args, kwargs)
             scaled = 0.0 if p == 1 else 1 / (1 - p)  # after the product, so that it is rounded once as in PyTorch's own
@@ -113,10 +118,10 @@ class Forward(TorchFunctionMode):
         return self._operation(func, args, kwargs)
 
     def _mask(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Which entries dropout keeps. It is drawn on ones of the same type and layout, which takes as much of the random
-        stream, in the same order."""
+        """Which entries dropout keeps. It is drawn on ones of the same type and layout, which draws as many
+        random numbers, in the same order."""
         if self._drawn is not None and not capturing():
-            self._others_drew |= not self._drawn.is_now()
+            self._others_drew |= not self._drawn.unchanged()
         kept: Tensor = func(torch.ones_like(args[0], requires_grad=False), *args[1:], **kwargs) != 0
         self._drawn = None if capturing() else RandomState(args[0])
         return kept
@@ -124,7 +129,7 @@ class Forward(TorchFunctionMode):
     def drew_only_masks(self) -> bool:
         """Whether nothing but dropout masks was drawn since `before`."""
         assert self._drawn is not None
-        return not self._others_drew and self._drawn.is_now()
+        return not self._others_drew and self._drawn.unchanged()
 
     def _operation(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.tape is None:
@@ -143,10 +148,10 @@ class Forward(TorchFunctionMode):
             if uses_batch_statistics(options):
                 return synchronised_batch_norm(options, self.reducer)[0]
         out = func(*args, **kwargs)
-        if self.watch is not None:
+        if self.observer is not None:
             name = name_of(func)
             if (name == "linear" or name in CONVOLUTIONS) and torch.is_grad_enabled():
-                return self.watch.layer(layer_options(name, args, kwargs), out)
+                return self.observer.layer(layer_options(name, args, kwargs), out)
         return out
 
 

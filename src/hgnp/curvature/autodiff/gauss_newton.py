@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hgnp.curvature.autodiff.forward import Watch
+from hgnp.curvature.autodiff.forward import LayerObserver
 from hgnp.curvature.autodiff.tangent import Tangent
 from hgnp.curvature.losses import LossCurvature
 from hgnp.reducer import LOCAL, Reducer
@@ -23,10 +23,10 @@ class GaussNewton(Tangent):
         tangents: list[tuple[Tensor, Tensor]],
         curvature: LossCurvature,
         *,
-        watch: Watch | None,
+        observer: LayerObserver | None,
         reducer: Reducer = LOCAL,
     ) -> None:
-        super().__init__(tangents, watch=watch, reducer=reducer)
+        super().__init__(tangents, observer=observer, reducer=reducer)
         self._curvature = curvature
 
     def quotient(self, loss: Tensor, z: Tensor, target: Any) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hgnp.curvature.autodiff.forward import Forward, Watch
+from hgnp.curvature.autodiff.forward import Forward, LayerObserver
 from hgnp.curvature.autodiff.norms import PRIMITIVE
 from hgnp.curvature.autodiff.operations import Func, name_of, tensors_in
 from hgnp.curvature.autodiff.tangent import FUSED
@@ -31,8 +31,10 @@ class Hessian(Primitive):
     """A pass that yields q along v, given as `tangents`: the block's parameters, each with its part of v. Operations before the
     block run unchanged, as they are differentiated only once."""
 
-    def __init__(self, tangents: list[tuple[Tensor, Tensor]], *, watch: Watch | None, reducer: Reducer = LOCAL) -> None:
-        super().__init__(watch=watch, reducer=reducer)
+    def __init__(
+        self, tangents: list[tuple[Tensor, Tensor]], *, observer: LayerObserver | None, reducer: Reducer = LOCAL
+    ) -> None:
+        super().__init__(observer=observer, reducer=reducer)
         self._tangents = tangents
         self._reached = False
 

@@ -1,9 +1,9 @@
-"""Where Gauss–Newton and Hessian part: for each block, the first operation after it that is nonlinear along v.
+"""Where Gauss–Newton and Hessian differ: for each block, the first operation after it that is nonlinear along v.
 
 vᵀHv − q_ggn = Σ ∂C/∂z·z̈ with z̈ the output's second derivative along v. It vanishes identically when every path from
 the block to the output is piecewise linear in the block's parameters. One pass follows all blocks at once.
 
-The same pass finds blocks whose tangent would be lost in silence, in an operation that PyTorch does not show to a mode (a
+The same pass finds blocks whose tangent would be lost silently, in an operation that PyTorch does not show to a mode (a
 custom autograd.Function, a scripted function): autograd's graph leads from an operation's argument to the block, but no record
 does. No numbers are compared, so that neither the size of a tangent nor the precision makes a difference.
 """
@@ -28,6 +28,7 @@ from hgnp.curvature.autodiff.operations import (
     name_of,
     tensors_in,
 )
+from hgnp.curvature.choices import Curvature
 from hgnp.curvature.factors import Block, WholeNetwork
 from hgnp.reducer import LOCAL, Reducer
 
@@ -41,7 +42,7 @@ class Linearity(Forward):
         super().__init__(reducer=reducer)
         self._records: dict[int, tuple[weakref.ref[Tensor], Reasons]] = {}
         self._names: dict[int, str] = {}
-        self._behind: dict[Node, frozenset[str]] = {}
+        self._reached: dict[Node, frozenset[str]] = {}
         self.lost: dict[str, str] = {}
         """Block → the operation that its tangent is lost in, by the name of its node in autograd's graph."""
         whole = any(isinstance(block, WholeNetwork) for block in blocks)
@@ -74,24 +75,24 @@ class Linearity(Forward):
 
     def _compare(self, node: Node | None, reasons: Reasons) -> None:
         if node is not None and torch.is_grad_enabled():
-            for block in self._blocks_behind(node) - reasons.keys():
+            for block in self._blocks_reached(node) - reasons.keys():
                 self.lost.setdefault(block, node.name())
 
-    def _blocks_behind(self, node: Node) -> frozenset[str]:
+    def _blocks_reached(self, node: Node) -> frozenset[str]:
         """The blocks that autograd's graph leads to; every node is visited once."""
         waiting = [node]
         while waiting:
             here = waiting[-1]
             before = [each for each, _ in here.next_functions if each is not None]
-            unknown = [each for each in before if each not in self._behind]
-            if unknown and here not in self._behind:
+            unknown = [each for each in before if each not in self._reached]
+            if unknown and here not in self._reached:
                 waiting += unknown
                 continue
             parameter = id(getattr(here, "variable", None))  # where the graph ends at a leaf
             own = {self._names[parameter]} if parameter in self._names else set()
-            self._behind[here] = frozenset(own.union(*(self._behind[each] for each in before)))
+            self._reached[here] = frozenset(own.union(*(self._reached[each] for each in before)))
             waiting.pop()
-        return self._behind[node]
+        return self._reached[node]
 
     def compute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(func)
@@ -130,8 +131,8 @@ class Linearity(Forward):
         return name in LINEAR
 
 
-def described(reasons: Reasons, curvature: str) -> dict[str, str]:
-    """What q is for each block: exact (Gauss–Newton and Hessian agree), or which of the two and what sets them apart."""
+def described(reasons: Reasons, curvature: Curvature) -> dict[str, str]:
+    """What q is for each block: exact (Gauss–Newton and Hessian agree), or which of the two and why they differ."""
     start = {"ggn": "ggn, differs from the Hessian by", "hessian": "hessian, differs from Gauss–Newton by"}[curvature]
     return {name: "exact" if why is None else f"{start}: {why}" for name, why in sorted(reasons.items())}
 

@@ -16,7 +16,7 @@ Given adjoints Y of y and Z of ẏ, and a = mean(nZ), b = mean(nṡ), c = mean(Z
 In half precision a channel may vary by less than the spacing of its numbers. Its n is rounding, and inv is large: ẏ and what
 follows from it would be rounding too, times 1/√ε. There ẏ is 0: `varying` is 0 for such channels and 1 for the others.
 
-ẏ is what BatchNorm's own backward makes of ṡ, because its Jacobian is symmetric: the kernels that synchronised BatchNorm is
+ẏ is BatchNorm's own backward applied to ṡ, because its Jacobian is symmetric: the kernels that synchronised BatchNorm is
 made of, one for sums and one that spreads them, serve all three P, and the last term is one more multiple of n in it.
 
 Where a `Reducer` synchronises norms, `synchronised_batch_norm` is the train-mode BatchNorm, with statistics over the samples of
@@ -219,7 +219,7 @@ PRIMITIVE: dict[Any, Callable[..., Tensor]] = {
 
 class BatchNormDual(torch.autograd.Function):
     """(s, ṡ, γ, β) → (y, ẏ) with batch statistics; running statistics are updated as BatchNorm would. With `known` statistics y
-    is there already, and not made again."""
+    has been computed already, and is not computed again."""
 
     @staticmethod
     def forward(
@@ -269,7 +269,7 @@ class BatchNormDual(torch.autograd.Function):
 
 
 def _kernels(s: Tensor) -> Any:
-    """The same in fewer passes over memory, where that can be."""
+    """Triton kernels that do the same in fewer passes over memory, where they work; else None."""
     return kernels("batch_norm", s.dtype, s.device) if s.is_cuda and _in_rows(s) else None
 
 

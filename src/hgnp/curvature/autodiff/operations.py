@@ -70,7 +70,7 @@ def _inplace_position(func: Func) -> int | None:
 
 
 def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Does the call write into its first argument?"""
+    """Whether the call writes into its first argument."""
     name: str = getattr(func, "__name__", "")
     if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
         return True
@@ -125,7 +125,7 @@ def uses_batch_statistics(options: dict[str, Any]) -> bool:
 
 
 def untracked(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call; of a norm that goes by its batch, without the running statistics that it would update."""
+    """The arguments of a call; for a norm that uses batch statistics, without the running statistics that it would update."""
     names, switch = (_BATCH, "training") if func is F.batch_norm else (_INSTANCE, "use_input_stats")
     options = dict(zip(names, args, strict=False)) | kwargs
     if func not in (F.batch_norm, F.instance_norm) or not options.get(switch, func is F.instance_norm):

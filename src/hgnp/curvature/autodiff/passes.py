@@ -1,7 +1,7 @@
 """Passes through the network: C alone, or C with q along v.
 
 q = vᵀHv is Gauss–Newton's, by tangents that the forward pass carries, or the full Hessian's, by two reverse passes. In the
-paper's order v is known only after C has gone forward and back: q then reuses the operations of that pass from its tape.
+paper's order v is known only after the forward and backward pass of C: q then reuses the operations of that pass from its tape.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hgnp.curvature.autodiff.forward import Forward, Output, UnsupportedOperationError, Watch, autocast_off, run
+from hgnp.curvature.autodiff.forward import Forward, LayerObserver, Output, UnsupportedOperationError, autocast_off, run
 from hgnp.curvature.autodiff.gauss_newton import GaussNewton
 from hgnp.curvature.autodiff.hessian import Hessian
 from hgnp.curvature.autodiff.linearity import Linearity, Reasons, described
@@ -58,7 +58,7 @@ class Pass:
 
 
 class Passes:
-    """The passes of one network. It keeps what it has learnt of the network's operations, nothing of a batch."""
+    """The passes of one network. It caches properties of the network's operations, and nothing of a batch."""
 
     def __init__(
         self,
@@ -84,22 +84,22 @@ class Passes:
         pass instead. That would have to draw the same masks, which a CUDA graph cannot."""
         listen(net, self.neurons_removed)
 
-    def primal(self, inputs: Any, target: Any, weight: Weight, watch: Watch | None = None) -> Pass:
+    def primal(self, inputs: Any, target: Any, weight: Weight, observer: LayerObserver | None = None) -> Pass:
         """C alone. It updates buffers."""
-        watched = watch is not None or self._reducer.sync_norms
-        output = self.run(inputs, Forward(watch=watch, reducer=self._reducer) if watched else None)
+        observed = observer is not None or self._reducer.sync_norms
+        output = self.run(inputs, Forward(observer=observer, reducer=self._reducer) if observed else None)
         return Pass(self._loss(output, target, weight), output)
 
-    def taped(self, inputs: Any, target: Any, weight: Weight, watch: Watch) -> Pass:
+    def taped(self, inputs: Any, target: Any, weight: Weight, observer: LayerObserver) -> Pass:
         """C alone, recorded so that `with_curvature` can continue from it. It updates buffers."""
         tape, random = Tape(), None if capturing() else RandomState(*self.net.parameters())
         unread = {id(buffer) for norm in tracked(self.net) for buffer in norm.buffers()}
         buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers() if id(buffer) not in unread}
-        mode = Forward(watch=watch, tape=tape, reducer=self._reducer, before=random)
+        mode = Forward(observer=observer, tape=tape, reducer=self._reducer, before=random)
         output = self.run(inputs, mode)
         loss = self._loss(output, target, weight)
         if random is not None:
-            self.draws, self.can_replay_tape = not random.is_now(), mode.drew_only_masks()
+            self.draws, self.can_replay_tape = not random.unchanged(), mode.drew_only_masks()
             if self.draws and self.can_replay_tape:
                 self.can_replay_tape = all(
                     tape.calls_after(block.parameters.values()) is not None for block in self._blocks()
@@ -115,7 +115,7 @@ class Passes:
         target: Any,
         weight: Weight,
         *,
-        watch: Watch | None = None,
+        observer: LayerObserver | None = None,
         primal: Pass | None = None,
         side_effect_free: bool = False,
         within: contextlib.AbstractContextManager[Any] | None = None,
@@ -123,7 +123,7 @@ class Passes:
         """C and q along v, given as `tangents` of the block's parameters. With `primal`, a taped pass of this batch, only the
         operations after the block run again, where that is possible."""
         self.inspect(inputs)
-        make_mode = partial(self._mode, block, tangents, watch)
+        make_mode = partial(self._mode, block, tangents, observer)
         continued = None if primal is None else self._continued(primal, make_mode, [p for p, _ in tangents])
         if continued is not None:
             mode, output = continued
@@ -150,7 +150,7 @@ class Passes:
         primal: Pass, make_mode: Callable[[], GaussNewton | Hessian], parameters: list[Tensor]
     ) -> tuple[GaussNewton | Hessian, Any] | None:
         """A pass along v from the tape of a pass without: its mode and output. Tangents are carried beside the values that are
-        there; where that cannot be, and for the Hessian, the operations behind the parameters run again. None where that cannot
+        there; where that cannot be, and for the Hessian, the operations after the parameters run again. None where that cannot
         be either."""
         if primal.tape is None:
             return None
@@ -185,25 +185,26 @@ class Passes:
                 within or contextlib.nullcontext(),
             ):
                 output = run(self.net, inputs, output=self.output, buffers=buffers)
-            if mode is not None and mode.unfit is not None:
-                raise mode.unfit  # the network's own code has caught it and taken another path
+            if mode is not None and mode.unsupported is not None:
+                raise mode.unsupported  # the network's own code has caught it and taken another path
             return output
         except UnsupportedOperationError as error:
-            raise InputError(f"layer {module_that_raised(self.net, error)!r}: {error}") from error
+            layer = module_that_raised(self.net, error)
+            raise InputError(f"{f'layer {layer!r}' if layer else 'net'} {error}") from error
         finally:
             if mode is not None:
-                mode.unfit = None  # they would hold each other
+                mode.unsupported = None  # they would hold each other
 
     def _loss(self, output: Any, target: Any, weight: Weight) -> Tensor:
         return weighted(self.loss(output, target), weight)
 
     def _mode(
-        self, block: Block | WholeNetwork, tangents: ParameterTangents, watch: Watch | None
+        self, block: Block | WholeNetwork, tangents: ParameterTangents, observer: LayerObserver | None
     ) -> GaussNewton | Hessian:
         if not self._carries(block):
-            return Hessian(tangents, watch=watch, reducer=self._reducer)
+            return Hessian(tangents, observer=observer, reducer=self._reducer)
         assert self._loss_curvature is not None
-        return GaussNewton(tangents, self._loss_curvature, watch=watch, reducer=self._reducer)
+        return GaussNewton(tangents, self._loss_curvature, observer=observer, reducer=self._reducer)
 
     def _blocks(self) -> Sequence[Block | WholeNetwork]:
         return [WholeNetwork(self.net)] if self._over_network else find_blocks(self.net)
@@ -222,21 +223,21 @@ class Passes:
 
     def _check_hidden(self, output: Any, hidden: dict[str, str]) -> None:
         """That hidden operations have a second derivative, which the Hessian along these blocks takes."""
-        squares = [x.square().sum() for x in tensors_in(output) if x.requires_grad]  # whose derivative is no constant
+        squares = [x.square().sum() for x in tensors_in(output) if x.requires_grad]  # whose derivative is not constant
         for block in [block for block in find_blocks(self.net) if block.name in hidden]:
             parameters = [p for p in (block.weight, block.bias) if p is not None and p.requires_grad]
             with without_tensor_hooks(parameters):
                 gradients = torch.autograd.grad(squares, parameters, create_graph=True, allow_unused=True)
             if lacks_second_derivative(gradients):
                 raise InputError(
-                    f"layer {block.name!r}: {hidden[block.name]} behind it must have a second derivative, got an "
+                    f"layer {block.name!r}: {hidden[block.name]} after it must have a second derivative, got an "
                     "autograd.Function marked @once_differentiable; write its backward in differentiable operations, or set "
                     "mu=0"
                 )
 
     def _carries(self, block: Block | WholeNetwork) -> bool:
         """Whether q along the block is Gauss–Newton's. Where that was asked for and an operation hides the block's tangent, it
-        is the Hessian's: v may come to such a block late in a run, and to refuse it then would cost the run's work."""
+        is the Hessian's: v may move to such a block late in a run, and an error would then lose the run's work."""
         hidden = self._hidden.get(self.net.training, {}).get(block.name)
         if self._over_network and hidden is not None:
             raise InputError(
@@ -246,7 +247,7 @@ class Passes:
         if self._gauss_newton and hidden is not None and (block.name, hidden) not in self._warned:
             self._warned.add((block.name, hidden))
             warnings.warn(
-                f"layer {block.name!r}: Gauss–Newton cannot follow {hidden} behind it (a custom autograd.Function or scripted "
+                f"layer {block.name!r}: Gauss–Newton cannot follow {hidden} after it (a custom autograd.Function or scripted "
                 "code), so its curvature is the Hessian's; curvature='hessian' takes that for all layers",
                 stacklevel=2,
             )
@@ -254,7 +255,7 @@ class Passes:
 
     @property
     def routes(self) -> dict[str, str]:
-        """What q is for each block, in the network's present mode: exact (Gauss–Newton and Hessian agree), or which of the two
+        """What q is for each block, in the network's current mode: exact (Gauss–Newton and Hessian agree), or which of the two
         and why they differ."""
         mode = self.net.training
         routes = described(self._reasons.get(mode, {}), "ggn" if self._gauss_newton else "hessian")

@@ -9,6 +9,8 @@ from hgnp.curvature.device import capturing
 
 
 class RandomState:
+    """The state of the generators at construction; leaving its `with` block restores it."""
+
     def __init__(self, *tensors: Tensor) -> None:
         if capturing():
             raise RuntimeError("a random state cannot be restored in a CUDA graph")
@@ -22,12 +24,12 @@ class RandomState:
     def __exit__(self, *_: object) -> None:
         self.restore()
 
-    def is_now(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether nothing was drawn since."""
         cuda = self._cuda.items()
-        return self.is_now_on_cpu() and all(torch.equal(s, torch.cuda.get_rng_state(device)) for device, s in cuda)
+        return self.unchanged_on_cpu() and all(torch.equal(s, torch.cuda.get_rng_state(device)) for device, s in cuda)
 
-    def is_now_on_cpu(self) -> bool:
+    def unchanged_on_cpu(self) -> bool:
         """Whether nothing was drawn on the CPU since."""
         return torch.equal(self._cpu, torch.get_rng_state())
 
@@ -38,5 +40,5 @@ class RandomState:
 
 
 def preserve_rng(*tensors: Tensor) -> AbstractContextManager[object]:
-    """What is drawn within is drawn again afterwards. A step that is being captured draws nothing twice."""
+    """Restores the random state after the block, so that the same numbers are drawn again. In a capture it does nothing."""
     return nullcontext() if capturing() else RandomState(*tensors)

@@ -1,7 +1,7 @@
 """Tangents of the common operations, in differentiable operations and without needless memory.
 
-A rule runs the operation itself, through `mode.primal`, and records the tangent of what comes out. It returns
-NotImplemented for a form it does not know; `torch.func.jvp` then takes over.
+A rule runs the operation itself, through `mode.primal`, and records the tangent of the result. It returns
+NotImplemented for arguments that it does not support; `torch.func.jvp` is used then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-def _settle(mode: Tangent, args: Args, out: Any, tangent: Tensor) -> Any:
+def _record_result(mode: Tangent, args: Args, out: Any, tangent: Tensor) -> Any:
     """Records the tangent of a result, which may be the first argument itself, changed in place."""
     if args and out is args[0]:
         mode.written(out, tangent)
@@ -79,7 +79,7 @@ def add(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
         one, sign = (tx, left) if tx is not None else (ty, right)
         assert one is not None
         tangent = (one if sign == 1 else one * sign).expand(out.shape)
-    return _settle(mode, args, out, tangent)
+    return _record_result(mode, args, out, tangent)
 
 
 def cat(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -104,7 +104,7 @@ def mul(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if getattr(func, "__name__", "").endswith("_") and (ty is not None):
         return NotImplemented  # x is about to be overwritten while its product with ẏ still needs it
     out = mode.primal(func, args, kwargs)
-    return _settle(mode, args, out, tangent.expand(out.shape))
+    return _record_result(mode, args, out, tangent.expand(out.shape))
 
 
 def div(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -113,7 +113,7 @@ def div(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     tangent = tx / args[1]
     out = mode.primal(func, args, kwargs)
-    return _settle(mode, args, out, tangent.expand(out.shape))
+    return _record_result(mode, args, out, tangent.expand(out.shape))
 
 
 def matmul(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -153,7 +153,7 @@ def relu(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     out = mode.primal(func, args, kwargs)
     # the mask is read off the result, which ReLU's own backward keeps too
-    return _settle(mode, args, out, torch.ops.aten.threshold_backward(tangent, out.detach(), 0))
+    return _record_result(mode, args, out, torch.ops.aten.threshold_backward(tangent, out.detach(), 0))
 
 
 _POOLS: dict[str, Callable[..., Any]] = {
@@ -183,21 +183,21 @@ def max_pool(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def dropout(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """In place, or drawing nothing. The mask is drawn again from the same random state, on ones: the stream ends where it would
-    have."""
+    """In place, or drawing nothing. The mask is drawn again from the same random state, on ones: the generator ends in the
+    state of a plain dropout."""
     tangent = mode.tangent(args[0]) if args else None
     if tangent is None:
         return NotImplemented
     options = dict(zip(("p", "training", "inplace"), args[1:], strict=False)) | kwargs
     if options.get("p", 0.5) == 0 or not options.get("training", True):  # nothing is drawn
-        return _settle(mode, args, mode.primal(func, args, kwargs), tangent)
+        return _record_result(mode, args, mode.primal(func, args, kwargs), tangent)
     before = RandomState(args[0])
     out = mode.primal(func, args, kwargs)
     after = RandomState(args[0])
     before.restore()
     mask = func(torch.ones_like(args[0], requires_grad=False), *args[1:], **kwargs)
     after.restore()
-    return _settle(mode, args, out, tangent * mask)
+    return _record_result(mode, args, out, tangent * mask)
 
 
 def pad(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -251,7 +251,7 @@ def _affine_tangent(mode: Tangent, options: Kwargs) -> Tensor | None:
 
 def _synchronised_batch_norm(mode: Tangent, options: Kwargs) -> Tensor:
     """Input, weight and bias may each have a tangent, as `torch.func.jvp` cannot follow sums over ranks. The tangent of an
-    earlier call takes the norm's statistics anew."""
+    earlier call computes the norm's statistics again."""
     out, norm = synchronised_batch_norm(options, mode.reducer)
     x, weight, bias = options["input"], options["weight"], options["bias"]
     mode.record(out, norm.tangent(mode.tangent(x), weight, mode.tangent(weight), mode.tangent(bias)))

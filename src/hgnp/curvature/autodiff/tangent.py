@@ -4,8 +4,8 @@ Operations before the block run untouched. After it, the common ones have rules 
 so that an ordinary backward through (outputs, tangents) gives exact derivatives of both; every other operation is
 differentiated by `torch.func.jvp`, norms through their primitive form; a few by reverse mode twice. The rules are in `rules`.
 
-Tangents are kept beside tensors, not in them. A tensor changed through an alias is noticed by its version counter and
-refused, never guessed.
+Tangents are kept beside tensors, not in them. A tensor changed through an alias is detected by its version counter and
+refused.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hgnp.curvature.autodiff.forward import Forward, UnsupportedOperationError, Watch
+from hgnp.curvature.autodiff.forward import Forward, LayerObserver, UnsupportedOperationError
 from hgnp.curvature.autodiff.norms import PRIMITIVE
 from hgnp.curvature.autodiff.operations import (
     PASSIVE,
@@ -50,9 +50,9 @@ class Tangent(Forward):
     """Runs the network and propagates tangents, starting from `tangents`: parameters, each with its tangent."""
 
     def __init__(
-        self, tangents: list[tuple[Tensor, Tensor]], *, watch: Watch | None = None, reducer: Reducer = LOCAL
+        self, tangents: list[tuple[Tensor, Tensor]], *, observer: LayerObserver | None = None, reducer: Reducer = LOCAL
     ) -> None:
-        super().__init__(watch=watch, reducer=reducer)
+        super().__init__(observer=observer, reducer=reducer)
         self.call: Call | None = None
         """The call of an earlier pass whose tangent is wanted."""
         self._records: dict[int, tuple[weakref.ref[Tensor], Tensor | None, int]] = {}
@@ -84,10 +84,10 @@ class Tangent(Forward):
         record = self._records.get(id(x))
         if record is None:
             if x._is_view() and id(x._base) in self._records and differentiable(x):
-                raise _unfit("a view made before its base was written to is used afterwards")
+                raise _unsupported("a view that is used after its base was written to")
             return None
         if record[2] != x._version or record[1] is None:
-            raise _unfit("a tensor is used after it was written to through another view of it")
+            raise _unsupported("a tensor that is used after it was written to through another view")
         return record[1]
 
     def known(self, x: Any) -> bool:
@@ -95,7 +95,7 @@ class Tangent(Forward):
         return isinstance(x, Tensor) and id(x) in self._records and self.tangent(x) is not None
 
     def computed(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As `compute`, of a call whose result is there already."""
+        """As `compute`, for a call whose result is known already."""
         self.call = call
         try:
             return self.compute(call.func, args, kwargs)
@@ -106,7 +106,7 @@ class Tangent(Forward):
         return super().primal(func, args, kwargs) if self.call is None else self.call.out
 
     def written(self, x: Tensor, tangent: Tensor) -> None:
-        """x was returned, changed in place perhaps: its base, if it has no tangent, is then no longer known."""
+        """x was returned, perhaps changed in place: then a base without a tangent is no longer known."""
         record = self._records.get(id(x))
         changed = record is None or record[2] != x._version
         self.record(x, tangent)
@@ -123,7 +123,7 @@ class Tangent(Forward):
         if name in PASSIVE:
             return self.primal(func, args, kwargs)
         if kwargs.get("out") is not None:
-            raise _unfit(f"{name}(out=…) writes into a tensor that already exists")
+            raise _unsupported(f"{name}(out=…), which writes into an existing tensor")
         rule = RULES.get(name)
         if rule is not None:
             out = rule(self, func, args, kwargs)
@@ -141,7 +141,7 @@ class Tangent(Forward):
     def _by_reverse(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The tangent by reverse mode twice: ẏ = ∂/∂c ⟨∂⟨c, y⟩/∂x, ẋ⟩, whatever c is."""
         if in_place(func, args, kwargs):
-            raise _unfit(f"{name_of(func)} writes in place")
+            raise _unsupported(f"{name_of(func)} in place")
         out = self.primal(func, args, kwargs)
         duals = {id(x): (x, tangent) for x in tensors_in((args, kwargs)) if (tangent := self.tangent(x)) is not None}
         # aliases: one argument may be computed from another, and partial derivatives are wanted
@@ -159,7 +159,7 @@ class Tangent(Forward):
             along = [(g * tangent).sum() for g, (_, tangent) in zip(gradients, duals.values(), strict=True)]
             tangents = torch.autograd.grad(torch.stack(along).sum(), c, create_graph=True, materialize_grads=True)
         except RuntimeError as error:
-            raise _unfit(f"{name_of(func)} has no second derivative in PyTorch") from error
+            raise _unsupported(f"{name_of(func)}, which has no second derivative in PyTorch") from error
         for x, tangent in zip((x for x in tensors_in(out) if differentiable(x)), tangents, strict=True):
             self.record(x, tangent)
         return out
@@ -169,9 +169,9 @@ class Tangent(Forward):
         name = name_of(func)
         writes = in_place(func, args, kwargs)
         if writes and self.call is not None:
-            raise _unfit(f"{name} has written in place already")
+            raise _unsupported(f"{name}, which has written in place already")
         if writes and name == "__setitem__":
-            raise _unfit("an indexed assignment cannot be followed")
+            raise _unsupported("an indexed assignment")
         given, options = untracked(func, args, kwargs)
         if given is not args and self.call is None:
             self.primal(func, args, kwargs)  # jvp cannot update running statistics
@@ -204,7 +204,7 @@ class Tangent(Forward):
             try:
                 primals, outs = torch.func.jvp(call, tuple(duals.values()), tangents)  # type: ignore[misc]
             except NotImplementedError as error:
-                raise _unfit(f"{name} has no forward derivative in PyTorch") from error
+                raise _unsupported(f"{name}, which has no forward derivative in PyTorch") from error
         if writes:
             assert state is not None
             state.restore()
@@ -228,13 +228,13 @@ def _autocast_dtype(args: tuple[Any, ...]) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _unfit(reason: str) -> UnsupportedOperationError:
-    return UnsupportedOperationError(f"{reason}; the Gauss–Newton route cannot carry this, curvature='hessian' can")
+def _unsupported(reason: str) -> UnsupportedOperationError:
+    return UnsupportedOperationError(f"must be differentiable by Gauss–Newton, got {reason}; use curvature='hessian'")
 
 
 @functools.cache
 def load_jvp() -> None:
-    """PyTorch loads what jvp needs at its first call, and warns of its own use of torch.jit.script then."""
+    """PyTorch loads what jvp needs at its first call, and then warns about its own use of torch.jit.script."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.zeros(()),))

@@ -1,12 +1,12 @@
 """The operations of a forward pass, kept so that what depends on one block can be run again along a direction.
 
-In the paper's order v is known only after the batch went forward and back. All values are there by then: tangents are carried
-beside them (`tangent`), or, for the Hessian, the operations behind the block run once more (`rerun`). One backward pass then
-goes through all of it.
+In the paper's order v is known only after the forward and backward pass of the batch. All values are known by then: tangents
+are computed beside them (`tangent`), or, for the Hessian, the operations after the block run once more (`rerun`). One backward
+pass then covers all of it.
 
-What could not be repeated faithfully is refused, and the caller runs a second forward pass: a tensor that was written to since,
-one whose origin or change was not seen, a hook on a gradient, a part that runs in another precision than its caller, or (the
-caller's to notice) a pass that draws random numbers.
+What cannot be repeated exactly is refused, and the caller runs a second forward pass: a tensor that was written to since, one
+that was created or changed outside the recorded operations, a hook on a gradient, a part that runs in another precision than
+its caller, or a pass that draws random numbers, which the caller checks.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Given = list[tuple[Tensor, int]]
 """Tensors with their versions."""
 IN_PLACE = frozenset({"relu", "add", "sub"})
-"""Their rules look at what comes out, and at tangents, not at what was there before."""
+"""Their rules read results and tangents, not the arguments before the call."""
 SAVED = frozenset({"batch_norm", "max_pool2d", "max_pool3d", *CONVOLUTIONS})
 UNVERSIONED = frozenset(
     {"__set__", "register_hook", "retain_grad"}
@@ -40,8 +40,8 @@ class Call:
     given: Given
     out: Any
     saved: Any
-    """What autograd keeps of it for its own derivative, where a rule can use that: mean and 1/√(variance + ε) that a norm took
-    its batch by, the places that a pooling picked, a convolution's weight as autocast made it. None: not known."""
+    """What autograd saves for the derivative, where a rule can use it: mean and 1/√(variance + ε) of a norm's batch, the
+    indices that a pooling picked, a convolution's weight as autocast cast it. None: not known."""
 
 
 class Tape:
@@ -49,14 +49,14 @@ class Tape:
         self._calls: list[Call] = []
         self._made: dict[int, int] = {}  # versions that calls left tensors with
         self._precision = _precision()
-        self._whole = True  # whether all that was done to its tensors is on it, in one precision
+        self._whole = True  # whether it has every call on its tensors, in one precision
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """What a call is about to be made with."""
+        """The tensors that a call is about to be made with."""
         return [(x, x._version) for x in tensors_in((args, kwargs))]
 
     def note(self, func: "Func", args: tuple[Any, ...], kwargs: dict[str, Any], given: Given, out: Any) -> None:
-        """A call, in the order of the pass. The tape holds its tensors, so that they are known by their identity."""
+        """Appends a call, in the order of the pass. The tape holds its tensors, so that their ids stay unique."""
         if getattr(func, "__name__", "") in UNVERSIONED:
             self._whole &= all(id(x) not in self._made for x, _ in given)
         made = list(tensors_in(out))
@@ -89,7 +89,7 @@ class Tape:
         return mode.tangent(z)
 
     def rerun(self, mode: "Forward", parameters: list[Tensor], z: Any) -> Tensor | None:
-        """z by running again, in `mode`, all that depends on the parameters; None where that cannot be."""
+        """z by running again, in `mode`, all that depends on the parameters; None where that is not possible."""
         calls = self.calls_after(parameters)
         if calls is None:
             return None
@@ -105,7 +105,7 @@ class Tape:
         return new.get(id(z))
 
     def calls_after(self, parameters: Iterable[Tensor]) -> list[Call] | None:
-        """The calls that depend on the parameters; None if they cannot be made again, as a tensor that one of them reads has
+        """The calls that depend on the parameters; None if they cannot be repeated, as a tensor that one of them reads has
         been written since."""
         if not self._whole:
             return None
@@ -127,7 +127,7 @@ def _saved(func: "Func", given: Given, out: Any) -> Any:
         return None
     if name in CONVOLUTIONS and all(x.dtype == out.dtype for x, _ in given):
         return None  # not by autocast
-    while type(node).__name__ == "_ProbeBackward":  # a block's layer is watched
+    while type(node).__name__ == "_ProbeBackward":  # a block's layer is observed
         node = node.next_functions[0][0]
     match type(node).__name__:
         case "NativeBatchNormBackward0" | "CudnnBatchNormBackward0" if node._saved_training:
@@ -140,7 +140,7 @@ def _saved(func: "Func", given: Given, out: Any) -> Any:
 
 
 def _unpacked_by_others() -> bool:
-    """Whether to look at what autograd keeps may have it made again, as in a checkpointed part."""
+    """Whether reading what autograd saves may recompute it, as in a checkpointed part."""
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8
     return hooks is None or hooks(True) is not None
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from hgnp.curvature.autodiff.norms import MARGIN
 from hgnp.curvature.kernels.support import on_tensor_device
 
-PARTS = 256  # at most so many programs share the rows of a channel
-TILE = 2048  # numbers that a program looks at at a time
+PARTS = 256  # the most programs that share the rows of a channel
+TILE = 2048  # numbers that a program processes at a time
 
 
 @triton.jit
@@ -192,7 +192,7 @@ def _spread(
 
 
 def _tiles(s: Tensor, channels: int) -> tuple[int, int, int, int, int]:
-    """Rows of s; columns and rows that a program looks at at a time; how many programs share the columns, and a channel."""
+    """Rows of s; columns and rows that a program processes at a time; how many programs share the columns, and a channel."""
     rows = s.numel() // channels
     columns = min(64, max(16, triton.next_power_of_2(channels)))
     tile = TILE // columns

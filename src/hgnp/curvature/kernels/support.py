@@ -1,4 +1,4 @@
-"""Kernels of our own, where Triton is there and can compile for the device."""
+"""hgnp's Triton kernels, where Triton is installed and can compile for the device."""
 
 import functools
 import importlib
@@ -17,8 +17,8 @@ R = TypeVar("R")
 
 @functools.cache
 def kernels(name: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """The module of that name, or None where its kernels do not work: then PyTorch's operations do the same. That there is no
-    Triton needs no mention; that there is one and it fails is told once."""
+    """The module of that name, or None where its kernels do not work: then PyTorch's operations do the same. If Triton
+    is installed but fails, one warning says so."""
     try:
         module = importlib.import_module(f"hgnp.curvature.kernels.{name}")
         module.check(dtype, device)

@@ -34,11 +34,11 @@ def cifar10(
 ) -> Data:
     """50,000 training and 10,000 test images of 32 px, in device memory.
 
-    `folder` holds the official files (data_batch_1.bin … test_batch.bin, or the same without .bin) or their folder.
-    `crop=4` adds the usual random crops to the paper's flips, `cutout=8` squares of that side in the mean colour.
-    `limit` takes so many training images, evenly over the classes.
-    `holdout=5000` is for choices between settings: it validates on so many training images, evenly over the classes and always
-    the same ones, trains on the others, and leaves the test images alone.
+    `folder` holds the official files (data_batch_1.bin … test_batch.bin, or the same without .bin) or their folder. `crop=4`
+    adds the usual random crops to the paper's flips, `cutout=8` squares of that side in the mean colour. `limit` takes only
+    that many training images, balanced over the classes. `holdout=5000` is for choices between settings: it validates on that
+    many training images, balanced over the classes and always the same ones, trains on the others, and does not use the test
+    images.
     """
     where = as_device(device)
     home, ending = _layout(Path(folder))
@@ -46,7 +46,7 @@ def cifar10(
     parts = [read(home / f"{name}{ending}") for name in TRAIN]
     images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     if not isinstance(holdout, int) or isinstance(holdout, bool) or not 0 <= holdout < len(labels):
-        raise InputError(f"holdout must be a whole number from 0 to {len(labels) - 1}, got {holdout!r}")
+        raise InputError(f"holdout must be an integer from 0 to {len(labels) - 1}, got {holdout!r}")
     held: tuple[Tensor, Tensor] | None = None
     if holdout:
         chosen = torch.zeros(len(labels), dtype=torch.bool)

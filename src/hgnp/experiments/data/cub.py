@@ -27,7 +27,7 @@ def cub200(
     """5,994 training and 5,794 validation images of 200 kinds of birds.
 
     `folder` holds images.txt, image_class_labels.txt, train_test_split.txt and images/, or is the folder around CUB_200_2011.
-    As in the paper, images are cropped to `side` (the centre, in the image's own pixels) and nothing is mirrored;
+    As in the paper, images are cropped to `side` (the centre, in the image's own pixels) and not flipped;
     `resize=True` scales the central square instead. The other options are those of `flowers102`.
     """
     home = Path(folder)
@@ -78,5 +78,5 @@ def _whole(file: Path, paths: dict[str, str]) -> dict[str, int]:
     table = _table(file)
     for name in paths:
         if not table.get(name, "").isdecimal():
-            raise InputError(f"{file}: the value of image {name} must be a whole number, got {table.get(name)!r}")
+            raise InputError(f"{file}: the value of image {name} must be an integer, got {table.get(name)!r}")
     return {name: int(table[name]) for name in paths}

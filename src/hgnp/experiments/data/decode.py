@@ -27,11 +27,11 @@ def decode(file: Path, side: int, *, resize: bool = True) -> Pixels:
     """One image, (3, side, side)."""
     try:
         with Image.open(file) as image:
-            picture = image.convert("RGB")
-            if not resize and min(picture.size) >= side:
-                left, top = ((length - side) // 2 for length in picture.size)
-                picture = picture.crop((left, top, left + side, top + side))
-            square = ImageOps.fit(picture, (side, side), Image.Resampling.BILINEAR)
+            rgb = image.convert("RGB")
+            if not resize and min(rgb.size) >= side:
+                left, top = ((length - side) // 2 for length in rgb.size)
+                rgb = rgb.crop((left, top, left + side, top + side))
+            square = ImageOps.fit(rgb, (side, side), Image.Resampling.BILINEAR)
     except FileNotFoundError:
         raise FileNotFoundError(f"image must be an existing file, got {file}") from None
     # Pillow's decoders raise many exceptions

@@ -60,7 +60,7 @@ def _numbers(file: Path, name: str) -> np.ndarray:
     # a damaged file can fail anywhere in scipy's reader
     except Exception as error:
         raise InputError(
-            f"{file} must hold whole numbers named {name!r}, but cannot be read ({type(error).__name__})"
+            f"{file} must hold integers named {name!r}, but cannot be read ({type(error).__name__})"
         ) from None
     if not len(numbers):
         raise InputError(f"{file}: {name!r} must list images, got none")

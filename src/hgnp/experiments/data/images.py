@@ -49,7 +49,7 @@ def from_files(
         workers = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     for field, value in (("side", side), ("batch", batch), ("memory", memory), ("workers", workers)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(f"{field} must be a whole number ≥ 1, got {value!r}")
+            raise InputError(f"{field} must be an integer ≥ 1, got {value!r}")
     keep = subset_indices(train.labels, limit)
     train = Files([train.files[number] for number in keep.tolist()], train.labels[keep])
     every = [*train.files, *val.files]

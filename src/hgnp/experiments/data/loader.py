@@ -77,7 +77,7 @@ class Loader:
     ) -> None:
         for field, value, least in (("batch", batch, 1), ("crop", crop, 0), ("cutout", cutout, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InputError(f"{field} must be a whole number ≥ {least}, got {value!r}")
+                raise InputError(f"{field} must be an integer ≥ {least}, got {value!r}")
         self.source, self.batch = source, batch
         self.shuffle, self.flip, self.crop, self.cutout = shuffle, flip, crop, cutout
         deviation = torch.tensor(std, device=device).view(-1, 1, 1)
@@ -87,7 +87,7 @@ class Loader:
         )
         self._drop_last, self._reducer, self._every_sample = drop_last, LOCAL, True
         self.note: str | None = None
-        """What every epoch drops for want of samples for all ranks."""
+        """What every epoch drops, as it has too few samples for all ranks."""
         self._count_samples()
 
     def _count_samples(self) -> None:
@@ -197,7 +197,7 @@ def subset_indices(labels: Tensor, limit: int | None) -> Tensor:
     if limit is None:
         return torch.arange(len(labels))
     if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= len(labels):
-        raise InputError(f"limit must be None or a whole number from 1 to {len(labels)}, got {limit!r}")
+        raise InputError(f"limit must be None or an integer from 1 to {len(labels)}, got {limit!r}")
     mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     mixed = mixed[labels[mixed].argsort(stable=True)]  # class by class
     counts = labels.bincount()

@@ -44,7 +44,7 @@ def fetch(file: File, folder: Path, progress: DownloadProgress) -> Path:
     present, part = folder / file.name, part_of(file, folder)
     if present.exists():
         if problem := mismatch(file, present, progress):
-            raise DownloadError(f"{present}: {problem}; remove it and call again")
+            raise DownloadError(f"{present} {problem}; remove it and call again")
         return present
     if part.exists() and mismatch(file, part, progress) is None:  # downloaded by an earlier call
         return part
@@ -58,14 +58,14 @@ def fetch(file: File, folder: Path, progress: DownloadProgress) -> Path:
             progress.note(f"{file.name}: {_size(part):,} bytes from {file.url}, checksum correct")
             return part
     part.unlink()
-    raise DownloadError(f"{file.url}: {problem}; the download was deleted: try again later, or another --mirror")
+    raise DownloadError(f"{file.url} {problem}; the download was deleted: try again later, or another --mirror")
 
 
 def mismatch(file: File, path: Path, progress: DownloadProgress) -> str | None:
     """What is wrong with the content of `path`, or None."""
     total, done = _size(path), 0
     if file.size is not None and total != file.size:
-        return f"it has {total:,} bytes, {file.size:,} are published"
+        return f"must have {file.size:,} bytes as published, got {total:,}"
     md5, sha256 = hashlib.md5(usedforsecurity=False), hashlib.sha256()
     with path.open("rb") as stream:
         while chunk := stream.read(CHUNK):
@@ -75,9 +75,9 @@ def mismatch(file: File, path: Path, progress: DownloadProgress) -> str | None:
             done += len(chunk)
             progress.bytes(f"checking {file.name}", done, total)
     if md5.hexdigest() != file.md5:
-        return f"its MD5 is {md5.hexdigest()}, {file.md5} is published"
+        return f"must have the published MD5 {file.md5}, got {md5.hexdigest()}"
     if file.sha256 and sha256.hexdigest() != file.sha256:
-        return f"its SHA-256 is {sha256.hexdigest()}, {file.sha256} is published"
+        return f"must have the published SHA-256 {file.sha256}, got {sha256.hexdigest()}"
     return None
 
 
@@ -140,7 +140,7 @@ def _receive(file: File, part: Path, progress: DownloadProgress) -> bool:
             total = int(length) if length.isdecimal() else None
         if total is not None and file.size is not None and total != file.size:
             raise DownloadError(
-                f"{file.url}: the server has {total:,} bytes, {file.size:,} are published; try another --mirror"
+                f"{file.url} must have {file.size:,} bytes as published, got {total:,}; try another --mirror"
             )
         total = file.size if total is None else total
         _check_room(file, part, total, have)
@@ -150,12 +150,10 @@ def _receive(file: File, part: Path, progress: DownloadProgress) -> bool:
 def _check_room(file: File, part: Path, total: int | None, have: int) -> None:
     most = file.size or LARGEST
     if total is not None and total > most:
-        raise DownloadError(f"{file.url}: the server has {total:,} bytes, at most {most:,} are expected")
+        raise DownloadError(f"{file.url} must have at most {most:,} bytes, got {total:,}; try another --mirror")
     free = shutil.disk_usage(part.parent).free
     if total is not None and total - have > free:
-        raise DownloadError(
-            f"{part.parent}: the disk has {free:,} bytes free, {total - have:,} are needed for {file.name}"
-        )
+        raise DownloadError(f"{part.parent} must have {total - have:,} bytes free for {file.name}, got {free:,}")
 
 
 def _write(
@@ -174,7 +172,7 @@ def _write(
                     return total is None or have == total
                 have += len(chunk)
                 if have > most:
-                    raise DownloadError(f"{file.url}: more than {most:,} bytes came; try another --mirror")
+                    raise DownloadError(f"{file.url} must have at most {most:,} bytes, got more; try another --mirror")
                 out.write(chunk)
     except OSError as error:
         unwritable(part, error)

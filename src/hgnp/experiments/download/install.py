@@ -67,7 +67,9 @@ def _alone_in(home: Path, source: Source) -> Iterator[None]:
                 shutil.rmtree(left, ignore_errors=True)
             yield
     except BlockingIOError:
-        raise DownloadError(f"{home}: another hgnp data is running there; wait for it to end") from None
+        raise DownloadError(
+            f"{home} must be used by one hgnp data at a time, got another; wait for it to end"
+        ) from None
     except OSError as error:
         unwritable(home, error)
     finally:
@@ -93,7 +95,7 @@ def _unpacked(source: Source, file: File, target: Path, progress: DownloadProgre
     listing = _manifest(source, home).get(file.md5)
     if listing is None:
         raise DownloadError(
-            f"{target} exists but hgnp data did not unpack it, so it cannot be verified; move it away or give another folder"
+            f"{target} must be unpacked by hgnp data to be verified, got a folder that is not; move it away or give another"
         )
     total, done, wrong = sum(size for size, _ in listing.values()), 0, []
     for name, (size, sha256) in listing.items():
@@ -103,8 +105,8 @@ def _unpacked(source: Source, file: File, target: Path, progress: DownloadProgre
         progress.bytes(f"verifying {target.name}", done, total)
     if wrong:
         raise DownloadError(
-            f"{target}: {len(wrong):,} of {len(listing):,} files are missing or changed, {wrong[0]} first; "
-            f"remove {target} and call again"
+            f"{target} must have its {len(listing):,} files unchanged, got {len(wrong):,} missing or changed ({wrong[0]} "
+            f"first); remove {target} and call again"
         )
     part_of(file, home).unlink(missing_ok=True)
     return listing

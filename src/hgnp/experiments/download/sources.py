@@ -14,7 +14,7 @@ class File:
         md5: As published; always checked.
         size: In bytes, where known.
         sha256: Checked too, where known.
-        unpacks: An archive's folder that the data is in; None for a file that is no archive.
+        unpacks: An archive's folder that the data is in; None for a file that is not an archive.
         most_files: An archive with more members is refused.
         most_bytes: An archive whose members have more bytes together is refused.
     """

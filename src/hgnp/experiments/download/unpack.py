@@ -26,23 +26,23 @@ def unpack(archive: Path, file: File, into: Path, progress: DownloadProgress) ->
                 count, total = count + 1, total + member.size
                 if count > file.most_files or total > file.most_bytes:
                     raise DownloadError(
-                        f"{archive}: refused, it has more than {file.most_files:,} members or {file.most_bytes:,} bytes"
+                        f"{archive} must have at most {file.most_files:,} members and {file.most_bytes:,} bytes, got more"
                     )
                 progress.bytes(f"unpacking {file.name}", stream.tell(), file.size)
                 path = _inside(archive, member)
                 if member.isfile() and path.parts[0] == file.unpacks and len(path.parts) > 1:
                     listing[str(path)] = _extract(archive, tar, member, into / path)
     except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise DownloadError(f"{archive}: not a readable archive ({first_line(error)})") from None
+        raise DownloadError(f"{archive} must be a readable tar.gz archive, but failed: {first_line(error)}") from None
     if not listing:
-        raise DownloadError(f"{archive}: it has no folder {file.unpacks}")
+        raise DownloadError(f"{archive} must have a folder {file.unpacks}, got none")
     return listing
 
 
 def _inside(archive: Path, member: tarfile.TarInfo) -> PurePosixPath:
     path = PurePosixPath(member.name)
     if not (member.isfile() or member.isdir()):
-        raise DownloadError(f"{archive}: refused, {member.name!r} is neither a file nor a folder")
+        raise DownloadError(f"{archive} must hold files and folders alone, got {member.name!r}")
     # backslashes and colons lead elsewhere on Windows
     if (
         path.is_absolute()
@@ -51,7 +51,7 @@ def _inside(archive: Path, member: tarfile.TarInfo) -> PurePosixPath:
         or not member.name.isprintable()
         or set("\\:") & set(member.name)
     ):
-        raise DownloadError(f"{archive}: refused, {member.name!r} could lead out of the folder")
+        raise DownloadError(f"{archive} must unpack inside its folder, got {member.name!r}")
     return path
 
 
@@ -66,7 +66,7 @@ def _extract(archive: Path, tar: tarfile.TarFile, member: tarfile.TarInfo, targe
                 sha256.update(chunk)
                 out.write(chunk)
     except (FileExistsError, NotADirectoryError):
-        raise DownloadError(f"{archive}: refused, {member.name!r} is in it twice") from None
+        raise DownloadError(f"{archive} must hold every file once, got {member.name!r} twice") from None
     except OSError as error:
         unwritable(target, error)
     return member.size, sha256.hexdigest()

@@ -1,7 +1,7 @@
 """Converts published weights (.pth) to safetensors without unpickling them.
 
 `torch.save` writes a pickle that describes the tensors, and their storages as raw bytes: since PyTorch 1.6 as records of a
-zip file, before that one after the other behind several pickles. `experiments.pickle_reader` interprets the pickle and
+zip file, before that one after the other, following several pickles. `experiments.pickle_reader` interprets the pickle and
 calls nothing; only the contents of a state dict are accepted.
 """
 

@@ -1,6 +1,6 @@
 """Configurations that come with hgnp: the demo, the paper's four experiments (literal, fast and short) and its ablations.
 
-A preset may `extend` another: it has the keys of that one with its own in their place, mappings such as `recipe` key by key.
+A preset may `extend` another: its own keys override those of the other, in mappings such as `recipe` key by key.
 """
 
 from importlib import resources

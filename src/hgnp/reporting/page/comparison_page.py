@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hgnp.reporting import study_charts
-from hgnp.reporting.compare import BaselineComparison, Comparison, Group, SnapshotPoint, Study
+from hgnp.reporting import comparison_charts
+from hgnp.reporting.compare import BaselineComparison, ComparedExperiment, Comparison, Group, SnapshotPoint
 from hgnp.reporting.composed import LABEL, formula
 from hgnp.reporting.curves import summarise_crossings
 from hgnp.reporting.hybrid import FEATURES
@@ -28,7 +28,10 @@ def write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Pa
 def comparison_view(comparison: Comparison) -> dict[str, Any]:
     model = comparison.model
     return {
-        "studies": [_study(study, f"study{number}") for number, study in enumerate(comparison.studies, 1)],
+        "experiments": [
+            _experiment(experiment, f"experiment{number}")
+            for number, experiment in enumerate(comparison.experiments, 1)
+        ],
         "limitations": comparison.limitations,
         "formula": f"The threshold: {formula(model)}.",
         "least_squares": model.least_squares,
@@ -57,50 +60,58 @@ def comparison_view(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _study(study: Study, prefix: str) -> dict[str, Any]:
-    axis = metric_axis(study.metric)
+def _experiment(experiment: ComparedExperiment, prefix: str) -> dict[str, Any]:
+    axis = metric_axis(experiment.metric)
     unit = " (%)" if axis.percent else ""
-    pairs = {pair.label: pair for pair in study.pairs}
+    pairs = {pair.label: pair for pair in experiment.pairs}
     return {
-        "title": study.title,
-        "sentences": _sentences(study),
+        "title": experiment.title,
+        "sentences": _sentences(experiment),
         "summary_header": [
             "group",
             "runs",
-            f"mean {study.metric}{unit}",
+            f"mean {experiment.metric}{unit}",
             "area",
             "area gain (%)",
             "crossings with baseline, κ",
-            f"final {study.metric}{unit}",
+            f"final {experiment.metric}{unit}",
             "training time per run (s)",
             "hardware",
         ],
-        "summary": [*(_summary(study, group, pairs.get(group.label)) for group in study.groups), *_composed(study)],
+        "summary": [
+            *(_summary(experiment, group, pairs.get(group.label)) for group in experiment.groups),
+            *_composed(experiment),
+        ],
         "figures": [
-            figure_view(figure, prefix, CAPTIONS.get(figure.key, "")) for figure in study_charts.all_charts(study)
+            figure_view(figure, prefix, CAPTIONS.get(figure.key, ""))
+            for figure in comparison_charts.all_charts(experiment)
         ],
-        "levels_caption": f"{study.metric.capitalize()}{unit} at κ, mean ± standard deviation over seeds",
-        "levels_header": ["group", *(f"{100 * level:.4g} %" for level in study.levels)],
+        "levels_caption": f"{experiment.metric.capitalize()}{unit} at κ, mean ± standard deviation over seeds",
+        "levels_header": ["group", *(f"{100 * level:.4g} %" for level in experiment.levels)],
         "levels": [
-            *(_levels(study, group) for group in study.groups if group.curve is not None),
-            *([[LABEL, *(axis.show(study.composed_at(level)) for level in study.levels)]] if _composed(study) else []),
+            *(_levels(experiment, group) for group in experiment.groups if group.curve is not None),
+            *(
+                [[LABEL, *(axis.show(experiment.composed_at(level)) for level in experiment.levels)]]
+                if _composed(experiment)
+                else []
+            ),
         ],
-        "snapshots_header": ["group", "requested κ (%)", "kept (%)", f"{study.metric}{unit}", "runs"],
-        "snapshots": [_snapshot(study, group, point) for group in study.groups for point in group.snapshots],
-        "composed_hybrid": study.composed_hybrid.sentences if study.composed_hybrid else None,
-        "notes": study.notes,
+        "snapshots_header": ["group", "requested κ (%)", "kept (%)", f"{experiment.metric}{unit}", "runs"],
+        "snapshots": [_snapshot(experiment, group, point) for group in experiment.groups for point in group.snapshots],
+        "composed_hybrid": experiment.composed_hybrid.sentences if experiment.composed_hybrid else None,
+        "notes": experiment.notes,
     }
 
 
-def _sentences(study: Study) -> list[str]:
-    if study.range is None:
+def _sentences(experiment: ComparedExperiment) -> list[str]:
+    if experiment.range is None:
         return []
-    low, high = study.range
+    low, high = experiment.range
     sentences = [
-        f"Compared over κ from {low:.1%} to {high:.1%}; the baseline is {study.baseline}. Area: under the curve of "
-        f"{study.metric} against κ, both as fractions (trapezoidal rule). Area gain: relative to the baseline's area."
+        f"Compared over κ from {low:.1%} to {high:.1%}; the baseline is {experiment.baseline}. Area: under the curve of "
+        f"{experiment.metric} against κ, both as fractions (trapezoidal rule). Area gain: relative to the baseline's area."
     ]
-    return [*sentences, " ".join(map(_crossed, study.pairs))]
+    return [*sentences, " ".join(map(_crossed, experiment.pairs))]
 
 
 def _crossed(pair: BaselineComparison) -> str:
@@ -113,38 +124,41 @@ def _crossed(pair: BaselineComparison) -> str:
     return f"Below κ = {pair.crossings[0].kept:.1%} {pair.label} is {side} {pair.baseline}."
 
 
-def _summary(study: Study, group: Group, pair: BaselineComparison | None) -> list[str]:
-    gain = "baseline" if group.label == study.baseline else "–"
+def _summary(experiment: ComparedExperiment, group: Group, pair: BaselineComparison | None) -> list[str]:
+    gain = "baseline" if group.label == experiment.baseline else "–"
     if pair is not None and pair.gain is not None:
         gain = f"{pair.gain:+.2f}".replace("-", "−")
     crossed = summarise_crossings([f"{crossing.kept:.1%}" for crossing in pair.crossings]) if pair else "–"
     used, all_runs = group.curve.count if group.curve else 0, len(group.runs)
     runs = str(used) if used == all_runs else f"{used} of {all_runs}"
     area = "–" if group.area is None else f"{group.area:.4f}"
-    mean = metric_axis(study.metric).show(group.mean_metric)
-    final = _spread(study.metric, group.final, group.final_spread)
+    mean = metric_axis(experiment.metric).show(group.mean_metric)
+    final = _spread(experiment.metric, group.final, group.final_spread)
     return [group.label, runs, mean, area, gain, crossed, final, f"{group.seconds:,.1f}", group.hardware]
 
 
-def _composed(study: Study) -> list[list[str]]:
+def _composed(experiment: ComparedExperiment) -> list[list[str]]:
     """The composed hybrid's row of the summary, if there is a threshold."""
-    composed, over = study.composed_hybrid, study.composed_gain
-    if composed is None or composed.area is None or study.range is None:
+    composed, over = experiment.composed_hybrid, experiment.composed_gain
+    if composed is None or composed.area is None or experiment.range is None:
         return []
-    low, high = study.range
+    low, high = experiment.range
     shown = "–" if over is None else f"{over:+.2f}".replace("-", "−")
-    mean = metric_axis(study.metric).show(composed.area / (high - low))
+    mean = metric_axis(experiment.metric).show(composed.area / (high - low))
     return [[f"{LABEL}, κ ≤ {composed.threshold:.1%}", "–", mean, f"{composed.area:.4f}", shown, *"––––"]]
 
 
-def _levels(study: Study, group: Group) -> list[str]:
+def _levels(experiment: ComparedExperiment, group: Group) -> list[str]:
     curve = group.curve
     assert curve is not None
-    return [group.label, *(_spread(study.metric, curve.at(level), curve.spread_at(level)) for level in study.levels)]
+    return [
+        group.label,
+        *(_spread(experiment.metric, curve.at(level), curve.spread_at(level)) for level in experiment.levels),
+    ]
 
 
-def _snapshot(study: Study, group: Group, point: SnapshotPoint) -> list[str]:
-    metric = _spread(study.metric, point.mean, point.spread)
+def _snapshot(experiment: ComparedExperiment, group: Group, point: SnapshotPoint) -> list[str]:
+    metric = _spread(experiment.metric, point.mean, point.spread)
     return [group.label, f"{100 * point.asked:.4g}", f"{100 * point.kept:.2f}", metric, str(point.count)]
 
 

@@ -202,7 +202,7 @@ def _axis(axis: Axis) -> dict[str, Any]:
 
 
 def _names(names: Sequence[str], most: int) -> dict[str, Any]:
-    """Ticks for layers, short, and at most so many; the whole name is shown at the mouse."""
+    """Short ticks for layers, at most `most` of them; the full name is shown on hover."""
     step = 1 + (len(names) - 1) // most
     ticks = [_safe(name) for name in names[::step]]
     return {"tickmode": "array", "tickvals": ticks, "ticktext": [_safe(name) for name in short_names(names)[::step]]}

@@ -55,7 +55,7 @@ def areas_rows(results: PaperResults) -> Iterator[PaperRow]:
         if not matches:
             yield from map(not_run, (hgnp, hybrids(hybrid), threshold))
         for pair in matches:
-            composed = pair.study.composed_hybrid
+            composed = pair.compared.composed_hybrid
             assert composed is not None
             yield from _gain(hgnp, pair, None)
             yield from _gain(hybrids(hybrid), pair, stated.threshold / 100)
@@ -146,7 +146,7 @@ def _ahead(claim: Claim, pair: MethodPair, kept: float) -> PaperRow | None:
     share = curves.share_ahead(*pair.curves, kept / 100)
     if share is None:
         return None
-    crossed = curves.summarise_crossings([f"{100 * each.kept:.1f} %" for each in pair.study.pairs[0].crossings])
+    crossed = curves.summarise_crossings([f"{100 * each.kept:.1f} %" for each in pair.compared.pairs[0].crossings])
     text = f"{_ahead_on(share, pair.curves[0].kept[0], kept)}; crossings: {crossed}"
     judged = _settled(verdict.ahead(share), pair.group, pair.taylor)
     return PaperRow(claim, text, 100 * share, None, pair.title, pair.deviations, judged)

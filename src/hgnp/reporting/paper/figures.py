@@ -49,7 +49,7 @@ def relative(results: PaperResults, experiment: PaperExperiment) -> Chart | Miss
     """HGNP's accuracy over Taylor's against κ."""
     title = f"{experiment.figure}: {experiment.title}, HGNP over Taylor"
     series = [
-        Series(pair.title, pair.study.pairs[0].kept, pair.study.pairs[0].relative, number, markers=False)
+        Series(pair.title, pair.compared.pairs[0].kept, pair.compared.pairs[0].relative, number, markers=False)
         for number, pair in enumerate(pairs(results, experiment))
     ]
     if not series:

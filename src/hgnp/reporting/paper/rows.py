@@ -7,7 +7,7 @@ from typing import Any
 
 from hgnp.io.runs import Run
 from hgnp.reporting import curves
-from hgnp.reporting.compare import Study, compare_runs
+from hgnp.reporting.compare import ComparedExperiment, compare_runs
 from hgnp.reporting.curves import Curve
 from hgnp.reporting.paper.reported import BY_KEY, METHODS, PaperExperiment
 from hgnp.reporting.paper.results import PaperGroup, PaperResults
@@ -82,7 +82,7 @@ class MethodPair:
 
     group: PaperGroup
     taylor: PaperGroup
-    study: Study
+    compared: ComparedExperiment
 
     @property
     def title(self) -> str:
@@ -90,7 +90,7 @@ class MethodPair:
 
     @cached_property
     def curves(self) -> tuple[Curve, Curve]:
-        curves_by_method = {group.method: group.curve for group in self.study.groups}
+        curves_by_method = {group.method: group.curve for group in self.compared.groups}
         ours, theirs = curves_by_method[self.group.runs[0].method], curves_by_method["taylor"]
         assert ours is not None
         assert theirs is not None
@@ -152,9 +152,9 @@ def _pairs(results: PaperResults, key: str, variant: str) -> tuple[MethodPair, .
             usable: list[Run] = [run for run in (*group.runs, *taylor.runs) if len(run.curve()) > 1]
             if len(usable) < len(group.runs) + len(taylor.runs):
                 continue
-            studies = compare_runs(usable, baseline="taylor").studies
-            if len(studies) == 1 and studies[0].range is not None:
-                made.append(MethodPair(group, taylor, studies[0]))
+            compared = compare_runs(usable, baseline="taylor").experiments
+            if len(compared) == 1 and compared[0].range is not None:
+                made.append(MethodPair(group, taylor, compared[0]))
     return tuple(made)
 
 
