@@ -129,8 +129,8 @@ def _accuracy(claim: Claim, group: PaperGroup, stated: StatedAccuracy) -> PaperR
     if (fine := group.finetuned_at(kept)) is not None:
         ours, how = Measured.of([100 * each for each in fine]), "fine-tuned"
     elif curve is not None and curve.kept[0] <= kept <= curve.kept[-1]:
-        each = [curves.mean_curve([run.curve()], [kept]).mean[0] for run in group.runs]
-        ours, how = Measured.of([100 * value for value in each]), "on the curve"
+        spread = curve.spread_at(kept)
+        ours, how = Measured(100 * curve.at(kept), None if spread is None else 100 * spread), "on the curve"
     else:
         return None
     judged = _settled(verdict.value(stated.value, ours), group)
