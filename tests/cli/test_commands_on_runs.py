@@ -182,6 +182,34 @@ def test_bench_of_a_run_without_weights_times_its_widths(
     assert (row["parameters"], row["macs"]) == (result["after"]["parameters"], result["after"]["macs"])
 
 
+@pytest.mark.parametrize("keep", [0.6, 0.2])
+def test_bench_times_a_run_at_another_kept(
+    keep: float, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between the run's epochs, and below its last κ, where the widths continue in the run's proportions."""
+    kept = tmp_path / "kept"
+    shutil.copytree(runs / "hgnp", kept)
+    rows = [json.loads(line) for line in (kept / "metrics.jsonl").read_text().splitlines()]
+    last = rows[-1]["kept"]
+    assert 0.2 < last < 0.6
+    assert call("bench", str(kept), "--keep", str(keep), *SHORT, "--json") == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][-1]
+    assert row["network"] == "neuron-pruned"
+    assert keep - 0.1 < row["kept"] <= keep
+    assert row["accuracy"] is None
+    expected = (
+        "widths of the run at this κ" if keep > last else f"widths continued from the run's last κ, {100 * last:.1f} %"
+    )
+    assert row["note"] == f"random weights, {expected}"
+
+
+def test_bench_at_a_kept_that_the_network_cannot_have(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("bench", str(runs / "hgnp"), "--keep", "2", *SHORT) == 2
+    assert capsys.readouterr().err == "hgnp: --keep must be a fraction > 0 and ≤ 1, got 2\n"
+    assert call("bench", str(runs / "hgnp"), "--keep", "0.000001", *SHORT) == 2
+    assert "keep must be at least" in capsys.readouterr().err
+
+
 def test_bench_of_a_run_given_twice(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("bench", str(runs / "hgnp"), str(runs / "taylor" / ".." / "hgnp"), *SHORT) == 2
     assert "runs must differ, got" in capsys.readouterr().err

@@ -202,6 +202,26 @@ def whole(interrupted: Path) -> Path:
     return out
 
 
+def test_a_study_that_is_killed_ends_its_runs_and_the_same_command_resumes_them(study: Path, tmp_path: Path) -> None:
+    hold, out = study / "hold", tmp_path / "out"
+    command = [str(study / "small.yaml"), "--out", str(out), "--device", "cpu", "--methods", "hgnp,plain"]
+    hold.touch()
+    process = start(*command, "--jobs", "2")
+    wait_for(lambda: rows(out / RUNS[0]) and rows(out / RUNS[1]), process)
+    begun = children(process)
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 30
+    while any(map(alive, begun)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    left = [pid for pid in begun if alive(pid)]
+    hold.unlink()
+    assert left == []
+    code, _, errors = finish(*command)
+    assert (code, errors) == (0, "")
+    assert [(out / name / "result.json").exists() for name in RUNS[:2]] == [True, True]
+
+
 def test_a_run_that_was_killed_and_interrupted_ends_as_one_that_was_not(whole: Path, tmp_path: Path) -> None:
     alone = [
         "--set",

@@ -1,6 +1,7 @@
 """Means, areas, crossings of piecewise linear curves against closed forms."""
 
 import math
+import statistics
 
 import pytest
 
@@ -108,3 +109,10 @@ def test_the_smallest_kept_that_reaches_a_level() -> None:
     assert smallest_reaching(points, 0.80) == (0.1, True)
     assert smallest_reaching(points, 0.96) is None
     assert smallest_reaching([], 0.5) is None
+
+
+def test_the_spread_between_points_is_that_of_the_interpolated_runs() -> None:
+    """Two runs that cross half-way agree there, although they differ at both points."""
+    made = mean_curve([[(0.0, 0.7), (1.0, 0.9)], [(0.0, 0.9), (1.0, 0.7)]], [0.0, 1.0])
+    assert made.spread_at(0.5) == pytest.approx(0.0, abs=1e-12)
+    assert made.spread_at(0.25) == pytest.approx(statistics.stdev([0.75, 0.85]))

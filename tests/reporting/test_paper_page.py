@@ -60,7 +60,7 @@ def test_numbers_that_are_not_run_have_their_command(one: Path) -> None:
     text = Page(one / "page.html").text
     for experiment in EXPERIMENTS:
         assert f"hgnp study {experiment.key} --data DIR" in text
-    assert "hgnp bench RUN --device cuda --batch 5000" in text
+    assert "hgnp bench RUN --keep 0.304 --device cuda --batch 5000" in text
     assert "hgnp bench RUN/snapshots/0.144 --weights 0.03 --device cpu" in text
     assert "hgnp study alexnet-flowers --data DIR --methods hgnp,no-training-penalty" in text
     assert "Not run: Taylor." in text
@@ -125,6 +125,22 @@ def test_charts_show_our_curves_and_the_papers_points(everything: Path) -> None:
         "HGNP with the penalty in scores only",
         "HGNP with the penalty in training only",
     ]
+
+
+def test_the_ablation_is_drawn_without_taylor(tmp_path: Path) -> None:
+    """As long as Taylor was not run: over full HGNP."""
+    accuracies = {None: lambda k: 0.8, "no-training-penalty": lambda k: 0.6, "no-scoring-penalty": lambda k: 0.84}
+    for name, accuracy in accuracies.items():
+        of = "-".join(part for part in ("alexnet-flowers", name, "fast") if part)
+        write_paper_run(tmp_path / of, "alexnet-flowers", of=of, accuracy=accuracy)
+    paper(tmp_path, tmp_path / "page")
+    charts = {c["config"]["toImageButtonOptions"]["filename"]: c for c in Page(tmp_path / "page" / "page.html").charts}
+    drawn = {trace["name"].partition(",")[0]: trace["y"] for trace in charts["ablation"]["data"]}
+    assert drawn.keys() == {"HGNP with the penalty in scores only", "HGNP with the penalty in training only"}
+    assert drawn["HGNP with the penalty in scores only"] == pytest.approx([-25.0] * 10)
+    assert drawn["HGNP with the penalty in training only"] == pytest.approx([5.0] * 10)
+    assert "HGNP's ablations over full HGNP" in Page(tmp_path / "page" / "page.html").text
+    assert (tmp_path / "page" / "figures" / "ablation.svg").is_file()
 
 
 def test_the_page_is_self_contained_and_escapes_names(everything: Path, one: Path) -> None:

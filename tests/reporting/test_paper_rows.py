@@ -1,6 +1,7 @@
 """The paper's rows with numbers from runs whose curves are straight lines, computed by hand."""
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,23 @@ def test_times_on_different_hardware_are_not_divided(tmp_path: Path) -> None:
     assert rows(tmp_path, "training", "HGNP's time / Taylor's") == []
 
 
+def test_times_of_the_seeds_on_the_same_hardware_are_divided(tmp_path: Path) -> None:
+    for seed, device in enumerate(["NVIDIA H200", "cpu"]):
+        write_paper_run(tmp_path / f"t{seed}", "alexnet-flowers", method="taylor", device=device, seed=seed)
+    write_paper_run(tmp_path / "h", "alexnet-flowers", train_seconds=30.0)
+    found = row(tmp_path, "training", "HGNP's step / plain step")
+    assert found.ours == pytest.approx(3.0)
+    assert found.runs.endswith("(1 seed)")
+
+
+def test_only_methods_that_are_missing_are_to_be_run(tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "h", "alexnet-flowers")
+    commands = {each.command for each in rows(tmp_path, "areas", "") if each.claim.experiment.key == "alexnet-flowers"}
+    assert commands == {"hgnp study alexnet-flowers --data DIR --methods taylor --set weights=FILE.safetensors"}
+    commands = {each.command for each in rows(tmp_path, "areas", "") if each.claim.experiment.key == "vgg16-cifar10"}
+    assert commands == {"hgnp study vgg16-cifar10 --data DIR"}
+
+
 def test_inference_is_matched_by_network_device_and_kept(tmp_path: Path) -> None:
     times = {
         ("full", 1.0): 30.0,
@@ -185,8 +203,34 @@ def test_inference_is_matched_by_network_device_and_kept(tmp_path: Path) -> None
     assert found.verdict.word == "agrees in direction"
     found = row(tmp_path, "inference", "neuron-pruned, κ = 30.4 %, GPU, batch 5,000")
     assert found.verdict.word == "not run"
-    assert "--set recipe.keep=0.304" in found.command
-    assert found.command.endswith("hgnp bench RUN --device cuda --batch 5000")
+    assert found.command == "hgnp bench RUN --keep 0.304 --device cuda --batch 5000"
+
+
+def test_times_name_threads_and_how_the_network_was_made(tmp_path: Path) -> None:
+    times = {("full", 1.0): 40.0, ("neuron-pruned", 0.045): 20.0}
+    file = write_bench(tmp_path / "bench.json", "vgg16-cifar10", times, device="cpu", batch=128)
+    content = json.loads(file.read_text()) | {"threads": 16}
+    content["rows"][1]["note"] = "random weights"
+    file.write_text(json.dumps(content))
+    found = row(tmp_path, "inference", "full, κ = 100 %, CPU", "VGG-16 / CIFAR-10")
+    assert found.deviations == ("Some CPU, 16 threads",)
+    found = row(tmp_path, "inference", "neuron-pruned, κ = 4.5 %, CPU", "VGG-16 / CIFAR-10")
+    assert found.deviations == ("Some CPU, 16 threads", "random weights")
+
+
+def test_the_spread_between_points_is_that_of_the_interpolated_curves(tmp_path: Path) -> None:
+    """Two curves that cross between their points: 70 and 90 % at one, 90 and 70 % at the next, so 80 % each in the middle."""
+    for seed, (low, high) in enumerate([(0.7, 0.9), (0.9, 0.7)]):
+        folder = write_paper_run(tmp_path / f"{seed}", "vgg16-cifar10", seed=seed)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        changed = [line | {"metric": low if line["kept"] < 0.1 else high} for line in lines]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
+    kept = sorted({line["kept"] for line in lines})
+    below, above = max(k for k in kept if k < 0.1), min(k for k in kept if k > 0.1)
+    share = (0.1 - below) / (above - below)
+    values = [100 * (low + share * (high - low)) for low, high in [(0.7, 0.9), (0.9, 0.7)]]
+    found = row(tmp_path, "accuracy", "HGNP's accuracy at κ = 10 %", "VGG-16 / CIFAR-10")
+    assert found.spread == pytest.approx(statistics.stdev(values))
 
 
 def test_a_speedup_takes_both_times_from_one_file_and_names_another_kept(tmp_path: Path) -> None:

@@ -45,6 +45,14 @@ def bench(
             help="Fraction of the weights that a weight-pruned network keeps; repeatable. Default: as the pruned network.",
         ),
     ] = None,
+    keep: Annotated[
+        float | None,
+        typer.Option(
+            metavar="KEPT",
+            help="Time the run's network at this fraction of the parameters instead of its final one, with random weights. "
+            "Below the run's last fraction, its widths are extrapolated.",
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Timed calls per network.")] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:
@@ -61,8 +69,10 @@ def bench(
     for kept in weights or ():
         if not 0 < kept <= 1:
             raise InputError(f"--weights must be a fraction > 0 and ≤ 1, got {kept:g}")
+    if keep is not None and not 0 < keep <= 1:
+        raise InputError(f"--keep must be a fraction > 0 and ≤ 1, got {keep:g}")
     stream = sys.stderr if as_json else sys.stdout
-    full = networks_to_time(runs[0])[0]
+    full = networks_to_time(runs[0], keep)[0]
     by_name = len({run.name for run in runs if run.name}) == len(runs)
     entries, made_of = [], [_full_network(folders.read(run)) for run in runs]
     for number, run in enumerate(runs):
@@ -72,16 +82,18 @@ def bench(
             raise InputError(
                 f"runs must start from one network, got {run} with another than {runs[0]}; time them separately"
             )
-        _, small, random_weights = networks_to_time(run)
-        if random_weights:
+        _, small, note = networks_to_time(run, keep)
+        if note == "random weights":
             print(f"{run} has no model.safetensors: timed with random weights at its widths", file=stream)
+        elif note:
+            print(f"{run}: {note}", file=stream)
         result = folders.read(run).result or {}
-        accuracy = (result.get("after") or {}).get("metric")
+        accuracy = (result.get("after") or {}).get("metric") if keep is None else None
         kept = sum(p.numel() for p in small.parameters()) / sum(p.numel() for p in full.parameters())
         of = "" if len(runs) == 1 else f", {run.name if by_name else run}"
         if weights is None:
             entries.append(BenchEntry(f"weight-pruned{of}", kept))
-        entries.append(BenchEntry(f"neuron-pruned{of}", small, accuracy))
+        entries.append(BenchEntry(f"neuron-pruned{of}", small, accuracy, note))
     fractions = list(dict.fromkeys(weights or []))
     entries += [BenchEntry(f"weight-pruned, {kept}" if fractions[1:] else "weight-pruned", kept) for kept in fractions]
     devices = device or ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -1,5 +1,6 @@
 """Runs a study: each `hgnp run` is a separate process, so that a failed or killed run does not affect the others."""
 
+import ctypes
 import json
 import math
 import os
@@ -21,6 +22,8 @@ POLL = 0.1  # seconds
 SHARED_BY = "HGNP_SHARED_BY"
 GRACE_SECONDS = 30.0  # for a run to write its last checkpoint
 TAIL = 65536  # bytes
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,12 @@ def _gpus() -> list[str]:
     return named[:count]
 
 
+def _end_with_parent() -> None:
+    """In the child on Linux: a study that is killed interrupts its runs, which would go on and hold their folders."""
+    assert LIBC is not None
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGINT)
+
+
 class _Job:
     """A run in its process, writing to its log."""
 
@@ -96,6 +105,7 @@ class _Job:
             process_group=0
             if os.name == "posix"
             else None,  # a terminal's Ctrl-C reaches this process alone, which forwards it once
+            preexec_fn=_end_with_parent if LIBC is not None else None,
         )
 
     def outcome(self) -> RunOutcome | None:

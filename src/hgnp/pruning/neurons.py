@@ -303,7 +303,8 @@ class Neurons:
         verifier = self._verifier_of(coupling)  # first: it may analyse the network again
         units, original_floors = dict(self._state.units), floors
         while True:
-            candidates, room = with_scores(units.values(), values), room_of(alive, floors)
+            candidates = list(units.values()) if alive.keys() <= values.keys() else with_scores(units.values(), values)
+            room = room_of(alive, floors)
             if coupling == "paper":
                 chosen = self._least_per_branch(candidates, values, n, alive, room, multiples)
             else:

@@ -11,8 +11,7 @@ import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,8 +65,7 @@ class Selection(dict[str, list[int]]):
         return f"Selection({self.taken}{requested} neurons{'; ' + layers if layers else ''})"
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):  # a dataclass would take several times as long to create, and a round creates thousands
     """Neurons that are removed together."""
 
     members: tuple[tuple[str, int], ...]
@@ -77,6 +75,9 @@ class Unit:
 
     def importance(self, scores: Values) -> float:
         """The mean over the members: the cost per neuron removed."""
+        if len(self.members) == 1:
+            layer, position = self.members[0]
+            return scores[layer][position]
         return sum(scores[layer][position] for layer, position in self.members) / len(self.members)
 
 

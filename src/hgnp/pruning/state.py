@@ -15,6 +15,7 @@ from hgnp.pruning.rules import op_name
 from hgnp.pruning.selection import Unit, as_positions
 from hgnp.pruning.structure import Structure
 from hgnp.pruning.widths import Shape
+from hgnp.state_guards import garbage_collection_off
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,16 @@ class PruningState:
     def units(self) -> dict[int, Unit]:
         """Root → the neurons that are removed together."""
         members: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        for layer in self.layer_slots:
-            slots = self.remaining(layer)
-            free = ~self.structure.frozen[slots]
-            positions, roots = free.nonzero().squeeze(1).tolist(), self.structure.roots[slots[free]].tolist()
-            for position, root in zip(positions, roots, strict=True):
-                members[root].append((layer, position))
-        return {root: Unit(tuple(unit)) for root, unit in members.items()}
+        with (
+            garbage_collection_off()
+        ):  # thousands of objects, all of which stay: looking at them takes most of the time
+            for layer in self.layer_slots:
+                slots = self.remaining(layer)
+                free = ~self.structure.frozen[slots]
+                positions, roots = free.nonzero().squeeze(1).tolist(), self.structure.roots[slots[free]].tolist()
+                for position, root in zip(positions, roots, strict=True):
+                    members[root].append((layer, position))
+            return {root: Unit(tuple(unit)) for root, unit in members.items()}
 
     def without(self, selection: Mapping[str, Sequence[int]], roots: Tensor) -> "PruningState":
         """The state after removing the selection and everything coupled to it by `roots`. Validates the selection."""

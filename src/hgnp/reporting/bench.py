@@ -85,6 +85,8 @@ class BenchEntry:
     label: str
     what: nn.Module | float
     accuracy: float | None = None
+    note: str | None = None
+    """How the network was made, if it is not a run's own."""
 
 
 def bench(
@@ -184,6 +186,7 @@ class _Network:
     macs: int
     kept: float
     accuracy: float | None
+    note: str | None
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ def _networks(full: nn.Module, entries: Sequence[BenchEntry], samples: Sequence[
         else:
             net = weight_pruned(networks[0].net, entry.what)
             count, macs, kept = networks[0].parameters, networks[0].macs, entry.what
-        networks.append(_Network(net, entry.label, count, macs, kept, entry.accuracy))
+        networks.append(_Network(net, entry.label, count, macs, kept, entry.accuracy, entry.note))
     return networks
 
 
@@ -280,7 +283,8 @@ def _row(runner: _Runner, device: torch.device, size: int) -> dict[str, Any]:
     row = {"network": mine.label, "variant": runner.variant, "device": str(device), "batch": size}
     row |= dict.fromkeys(("median_ms", "low_ms", "high_ms", "repeats"))
     row |= {"parameters": mine.parameters, "macs": mine.macs, "kept": mine.kept, "accuracy": mine.accuracy}
-    return row | dict.fromkeys(("speedup", "speedup_eager", "difference", "first_s")) | {"reason": runner.reason}
+    row |= dict.fromkeys(("speedup", "speedup_eager", "difference", "first_s"))
+    return row | {"reason": runner.reason, "note": mine.note}
 
 
 def _call(prepared: PreparedNetwork, inputs: Sequence[Tensor]) -> Callable[[], Any]:

@@ -17,12 +17,14 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Curve:
-    """A mean curve over `count` runs, κ ascending; `spread` is the standard deviation over runs (n − 1), None for one run."""
+    """A mean curve over `count` runs, κ ascending; `spread` is the standard deviation over runs (n − 1), None for one run;
+    `each` has the values of every run."""
 
     kept: tuple[float, ...]
     mean: tuple[float, ...]
     spread: tuple[float, ...] | None
     count: int
+    each: tuple[tuple[float, ...], ...] = ()
 
     def at(self, kept: float) -> float:
         """The mean at κ, which must be on the curve."""
@@ -31,8 +33,10 @@ class Curve:
         return float(np.interp(kept, self.kept, self.mean))
 
     def spread_at(self, kept: float) -> float | None:
-        """The spread at κ, interpolated linearly."""
-        return None if self.spread is None else float(np.interp(kept, self.kept, self.spread))
+        """The spread at κ. Between points it is that of the interpolated runs, which may cross there."""
+        if self.spread is None:
+            return None
+        return float(np.std([np.interp(kept, self.kept, values) for values in self.each], ddof=1))
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,9 @@ def mean_curve(curves: Sequence[Points], grid: Sequence[float]) -> Curve:
     """The mean of `curves` at every κ of `grid`, which must lie within the range of each."""
     values = np.array([_values(points, grid) for points in curves])
     spread = tuple(values.std(axis=0, ddof=1).tolist()) if len(curves) > 1 else None
-    return Curve(tuple(grid), tuple(values.mean(axis=0).tolist()), spread, len(curves))
+    return Curve(
+        tuple(grid), tuple(values.mean(axis=0).tolist()), spread, len(curves), tuple(map(tuple, values.tolist()))
+    )
 
 
 def _values(points: Points, grid: Sequence[float]) -> np.ndarray:

@@ -13,7 +13,7 @@ from hgnp.reporting.paper.deviations import ASPECTS
 from hgnp.reporting.paper.report import JUDGED, PaperReport
 from hgnp.reporting.paper.reported import EXPERIMENTS, METHODS, PaperExperiment
 from hgnp.reporting.paper.results import NAMES, PaperGroup
-from hgnp.reporting.paper.rows import SECTIONS, PaperRow, study_command
+from hgnp.reporting.paper.rows import SECTIONS, PaperRow, missing_command
 from hgnp.reporting.paper.verdict import NOT_RUN, RULE
 
 CAPTIONS = {
@@ -21,7 +21,7 @@ CAPTIONS = {
     "were fine-tuned separately, and the paper's values.",
     "relative": "In percent of Taylor's accuracy, over the κ that both reach. Markers: values from the paper's text; the "
     "curves of its figures are not available as numbers.",
-    "ablation": "In percent of Taylor's accuracy.",
+    "ablation": "In percent of the accuracy of Taylor, or of full HGNP where Taylor was not run.",
 }
 NOTES = {
     "areas": "Area under accuracy against κ, over the κ that both methods reach, in percent of Taylor's. The fitted threshold "
@@ -58,7 +58,7 @@ def paper_view(report: PaperReport) -> dict[str, Any]:
                 "title": title,
                 "note": NOTES.get(key, ""),
                 "figure": _figure(figures.ablation(results), "ablation") if key == "ablation" else None,
-                "groups": _by_experiment([row for row in report.rows if row.claim.section == key]),
+                "groups": _by_experiment(report, [row for row in report.rows if row.claim.section == key]),
             }
             for key, title in SECTIONS.items()
             if key != "accuracy"
@@ -70,6 +70,7 @@ def paper_view(report: PaperReport) -> dict[str, Any]:
 
 def _experiment(report: PaperReport, experiment: PaperExperiment) -> dict[str, Any]:
     results = report.results
+    command = missing_command(results, experiment)
     made = [
         _figure(chart(results, experiment), key)
         for key, chart in (("relative", figures.relative), ("accuracy", figures.accuracy))
@@ -80,14 +81,15 @@ def _experiment(report: PaperReport, experiment: PaperExperiment) -> dict[str, A
         "aspects": [aspect for aspect in ASPECTS if aspect != "seeds"],
         "groups": [_group(group) for group in results.of(experiment)],
         "missing": [name for method, name in METHODS.items() if not results.of(experiment, method)],
-        "command": study_command(experiment),
+        "command": command,
         "figures": made,
         "rows": _by_what(
             [
                 row
                 for row in report.rows
                 if row.claim.section == "accuracy" and row.claim.experiment.title == experiment.title
-            ]
+            ],
+            command,
         ),
     }
 
@@ -106,19 +108,19 @@ def _figure(figure: Chart | MissingChart, key: str) -> dict[str, Any]:
     return figure_view(figure, "paper", CAPTIONS[key])
 
 
-def _by_experiment(rows: list[PaperRow]) -> list[tuple[str, str, list[dict[str, Any]]]]:
+def _by_experiment(report: PaperReport, rows: list[PaperRow]) -> list[tuple[str, str, list[dict[str, Any]]]]:
     """Title, the study's command if it gives rows that are not run, and the rows."""
     entries = []
     for experiment, each in groupby(rows, key=lambda row: row.claim.experiment):
-        mine, command = list(each), study_command(experiment)
+        mine, command = list(each), missing_command(report.results, experiment)
         entries.append(
-            (experiment.title, command if any(row.command == command for row in mine) else "", _by_what(mine))
+            (experiment.title, command if any(row.command == command for row in mine) else "", _by_what(mine, command))
         )
     return entries
 
 
-def _by_what(rows: list[PaperRow]) -> list[dict[str, Any]]:
-    """A number of the paper, with every row of ours for it."""
+def _by_what(rows: list[PaperRow], command: str) -> list[dict[str, Any]]:
+    """A number of the paper, with every row of ours for it. `command` is shown above the rows."""
     merged: dict[tuple[str, str], list[PaperRow]] = {}
     for row in rows:
         merged.setdefault((row.claim.what, row.claim.text), []).append(row)
@@ -127,13 +129,13 @@ def _by_what(rows: list[PaperRow]) -> list[dict[str, Any]]:
             "what": _unbroken(what),
             "source": each[0].claim.source,
             "paper": _unbroken(paper),
-            "rows": [_cells(row) for row in each],
+            "rows": [_cells(row, command) for row in each],
         }
         for (what, paper), each in merged.items()
     ]
 
 
-def _cells(row: PaperRow) -> dict[str, Any]:
+def _cells(row: PaperRow, command: str) -> dict[str, Any]:
     return {
         "ours": _unbroken(row.text),
         "word": row.verdict.word,
@@ -141,7 +143,7 @@ def _cells(row: PaperRow) -> dict[str, Any]:
         "reason": row.verdict.reason,
         "runs": row.runs,
         "deviations": " · ".join(row.deviations),
-        "command": "" if row.command == study_command(row.claim.experiment) else row.command,
+        "command": "" if row.command == command else row.command,
     }
 
 

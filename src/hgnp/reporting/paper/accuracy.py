@@ -13,8 +13,8 @@ from hgnp.reporting.paper.reported import (
     PaperExperiment,
     StatedAccuracy,
 )
-from hgnp.reporting.paper.results import PaperGroup, PaperResults, finetuned
-from hgnp.reporting.paper.rows import Claim, MethodPair, PaperRow, not_run, pairs, show, study_command
+from hgnp.reporting.paper.results import NAMES, PaperGroup, PaperResults, finetuned
+from hgnp.reporting.paper.rows import Claim, MethodPair, PaperRow, missing_command, not_run, pairs, show, study_command
 from hgnp.reporting.paper.verdict import Measured, Verdict
 
 FITTED = "hybrid over Taylor, area, at a threshold fitted on the paper's other experiments"
@@ -22,22 +22,27 @@ FITTED = "hybrid over Taylor, area, at a threshold fitted on the paper's other e
 
 def accuracy_rows(results: PaperResults) -> Iterator[PaperRow]:
     for experiment in EXPERIMENTS:
+        missing = missing_command(results, experiment)
         where = ("accuracy", f"text on {experiment.figure}", experiment)
         for stated in experiment.accuracies:
             what = f"{METHODS[stated.method]}'s accuracy at κ = {stated.kept:g} %"
             claim = Claim(*where, what, "%", stated.value, f"{stated.value:.1f} %")
             made = [_accuracy(claim, group, stated) for group in results.of(experiment, stated.method)]
-            yield from [row for row in made if row] or [not_run(claim)]
+            yield from [row for row in made if row] or [not_run(claim, missing)]
         matches = pairs(results, experiment)
         for gap in experiment.gaps:
             text = f"{'more than ' if gap.at_least else ''}+{gap.value:g} %"
             claim = Claim(*where, f"HGNP over Taylor at κ = {gap.kept:g} %, relative", "%", gap.value, text)
             judge = verdict.bound if gap.at_least else verdict.signed
             gaps = [(pair, ours) for pair in matches if (ours := pair.gap_at(gap.kept / 100))]
-            yield from [_paired(claim, pair, ours, judge(gap.value, ours)) for pair, ours in gaps] or [not_run(claim)]
+            yield from [_paired(claim, pair, ours, judge(gap.value, ours)) for pair, ours in gaps] or [
+                not_run(claim, missing)
+            ]
         for ahead in experiment.ahead:
             claim = Claim(*where, ahead.words, "%", ahead.kept, f"κ < {ahead.kept:g} %")
-            yield from [row for pair in matches if (row := _ahead(claim, pair, ahead.kept))] or [not_run(claim)]
+            yield from [row for pair in matches if (row := _ahead(claim, pair, ahead.kept))] or [
+                not_run(claim, missing)
+            ]
 
 
 def areas_rows(results: PaperResults) -> Iterator[PaperRow]:
@@ -53,7 +58,8 @@ def areas_rows(results: PaperResults) -> Iterator[PaperRow]:
             return Claim("areas", "Table 4", experiment, what, "%", value, _signed(value))
 
         if not matches:
-            yield from map(not_run, (hgnp, hybrids(hybrid), threshold))
+            missing = missing_command(results, experiment)
+            yield from (not_run(claim, missing) for claim in (hgnp, hybrids(hybrid), threshold))
         for pair in matches:
             composed = pair.compared.composed_hybrid
             assert composed is not None
@@ -91,7 +97,7 @@ def ablation_groups(results: PaperResults) -> list[PaperGroup]:
 def ablation_rows(results: PaperResults) -> Iterator[PaperRow]:
     groups = ablation_groups(results)
     for variant in ("no training penalty", "no scoring penalty"):
-        what = f"full HGNP ahead of HGNP with {variant}"
+        what = f"full HGNP ahead of {NAMES[variant]} ({variant})"
         claim = Claim(
             "ablation", "text on Figure 5", EXPERIMENTS[0], what, "%", ABLATION_KEPT, f"κ < {ABLATION_KEPT:g} %"
         )
@@ -113,7 +119,8 @@ def equal_rows(results: PaperResults) -> Iterator[PaperRow]:
                 rows.append(
                     _equal(claim, group, [curves.smallest_reaching(each, EQUAL.accuracy / 100) for each in points])
                 )
-    yield from rows or [not_run(Claim(*where, what, "%", EQUAL.neurons, f"{EQUAL.neurons:g} %"))]
+    missing = missing_command(results, experiment)
+    yield from rows or [not_run(Claim(*where, what, "%", EQUAL.neurons, f"{EQUAL.neurons:g} %"), missing)]
 
 
 def _accuracy(claim: Claim, group: PaperGroup, stated: StatedAccuracy) -> PaperRow | None:

@@ -121,6 +121,8 @@ class BenchTiming:
     file: Path
     date: str
     hardware: str
+    threads: int | None
+    """On a CPU."""
     row: Mapping[str, Any]
 
     @property
@@ -240,4 +242,5 @@ def _timings(file: Path, read: Sequence[Run]) -> Iterator[BenchTiming]:
     if experiment is not None:
         for row in rows:
             hardware = str(content["devices"].get(row["device"], row["device"]))
-            yield BenchTiming(experiment, file, str(content.get("date", "")), hardware, row)
+            threads = content.get("threads") if row["device"] == "cpu" else None
+            yield BenchTiming(experiment, file, str(content.get("date", "")), hardware, threads, row)

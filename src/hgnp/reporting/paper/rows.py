@@ -72,8 +72,8 @@ class PaperRow:
         }
 
 
-def not_run(claim: Claim, command: str = "") -> PaperRow:
-    return PaperRow(claim, "–", verdict=Verdict(NOT_RUN), command=command or study_command(claim.experiment))
+def not_run(claim: Claim, command: str) -> PaperRow:
+    return PaperRow(claim, "–", verdict=Verdict(NOT_RUN), command=command)
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,12 @@ def study_command(experiment: PaperExperiment, *methods: str) -> str:
     only = f" --methods {','.join(methods)}" if methods else ""
     start = " --set weights=FILE.safetensors" if experiment.start == "ImageNet" else ""
     return f"hgnp study {experiment.key} --data DIR{only}{start}"
+
+
+def missing_command(results: PaperResults, experiment: PaperExperiment) -> str:
+    """The command for the methods of an experiment that were not run; for all of it, if none was."""
+    missing = [method for method in METHODS if not results.of(experiment, method)]
+    return study_command(experiment, *(missing if len(missing) < len(METHODS) else ()))
 
 
 def show(measured: Measured, unit: str = " %", *, sign: bool = False) -> str:

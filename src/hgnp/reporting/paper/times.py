@@ -1,6 +1,8 @@
 """Rows about time: training (Table 1) and inference (Tables 2 and 3)."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 
 from hgnp.progress import format_duration
 from hgnp.reporting.paper import verdict
@@ -16,10 +18,11 @@ from hgnp.reporting.paper.reported import (
     StatedInference,
 )
 from hgnp.reporting.paper.results import BenchTiming, PaperGroup, PaperResults
-from hgnp.reporting.paper.rows import Claim, PaperRow, not_run
+from hgnp.reporting.paper.rows import Claim, PaperRow, missing_command, not_run
 
 KAPPA_TOLERANCE = 0.1
 """Relative. A κ that differs is named beside the time."""
+ALEXNET_KEPT = next(row.kept for row in INFERENCE if (row.experiment, row.network) == ("alexnet-flowers", NEURONS))
 
 
 def training_rows(results: PaperResults) -> Iterator[PaperRow]:
@@ -33,7 +36,8 @@ def training_rows(results: PaperResults) -> Iterator[PaperRow]:
             hours = stated.hours[method]
             text = f"{hours:g} h on {stated.gpus[method]} × {stated.hardware}"
             claim = Claim("training", "Table 1", experiment, f"{name}, to κ = {stated.kept:g} %", "hours", hours, text)
-            yield from [_trained(claim, group) for group in groups[method]] or [not_run(claim)]
+            missing = not_run(claim, missing_command(results, experiment))
+            yield from [_trained(claim, group) for group in groups[method]] or [missing]
         yield from _ratios(experiment, groups["hgnp"], groups["taylor"])
 
 
@@ -50,15 +54,17 @@ def _trained(claim: Claim, group: PaperGroup) -> PaperRow:
 def _ratios(
     experiment: PaperExperiment, ours: Sequence[PaperGroup], theirs: Sequence[PaperGroup]
 ) -> Iterator[PaperRow]:
-    """Ratios between runs on the same hardware."""
+    """Ratios between the runs of two groups that were on the same hardware."""
     hours = experiment.training.hours
     paper = hours["hgnp"] / hours["taylor"]
     whole = Claim("training", "Table 1", experiment, "HGNP's time / Taylor's", "×", paper, f"{paper:.2f} ×")
     step = Claim("training", "not in the paper", experiment, "HGNP's step / plain step, full network", "×", None, "–")
-    for group in ours:
-        for taylor in theirs:
-            if _hardware(group) != _hardware(taylor):
-                continue
+    for every, other in product(ours, theirs):
+        both = {run.hardware for run in every.runs} & {run.hardware for run in other.runs}
+        if both:
+            group, taylor = (
+                replace(each, runs=tuple(run for run in each.runs if run.hardware in both)) for each in (every, other)
+            )
             title = f"{group.title} against {taylor.title}"
             if group.seconds and taylor.seconds:
                 ratio = group.seconds / taylor.seconds
@@ -132,21 +138,20 @@ def _place(stated: StatedInference) -> str:
 
 
 def _differences(stated: StatedInference, timing: BenchTiming) -> tuple[str, ...]:
-    parts = [timing.hardware]
+    parts = [timing.hardware if timing.threads is None else f"{timing.hardware}, {timing.threads} threads"]
     if timing.row["batch"] != stated.batch:
         parts.append(f"batch {timing.row['batch']:,}")
     if stated.network != FULL and f"{100 * timing.row['kept']:.1f}" != f"{stated.kept:.1f}":
         parts.append(f"κ = {100 * timing.row['kept']:.2f} %")
+    if timing.row.get("note"):
+        parts.append(str(timing.row["note"]))
     return tuple(parts)
 
 
 def _bench_command(stated: StatedInference) -> str:
     """The paper's batch sizes on CIFAR-10 are the defaults; AlexNet is timed at a κ other than its study's final one."""
     if stated.experiment == "alexnet-flowers":
-        run = (
-            "hgnp run alexnet-flowers-fast --data DIR --set recipe.keep=0.304 --set weights=FILE.safetensors --out RUN"
-        )
-        return f"{run} && hgnp bench RUN --device {stated.device} --batch {stated.batch}"
+        return f"hgnp bench RUN --keep {ALEXNET_KEPT / 100:g} --device {stated.device} --batch {stated.batch}"
     of = "RUN" if stated.table == "Table 2" else "RUN/snapshots/0.144 --weights 0.03"
     return f"hgnp bench {of} --device {stated.device}"
 
