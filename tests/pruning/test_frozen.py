@@ -168,3 +168,25 @@ def test_the_reason_of_frozen_heads_names_their_own_module() -> None:
     reasons = {entry.name: entry.reason for entry in neurons.frozen}
     for index in range(3):
         assert reasons[f"{index}.1"].endswith(f"(view in {index}.1)")
+
+
+class HeadsOfTheInputsWidth(nn.Module):
+    """The number of heads is an attribute, which can change; the width of all of them is taken to be that of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.qkv, self.proj = 4, nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        x = nn.functional.scaled_dot_product_attention(q, k, v, scale=1.0)
+        return self.proj(x.transpose(1, 2).reshape(b, n, c))  # type: ignore[no-any-return]
+
+
+def test_the_reason_of_frozen_heads_is_what_no_attribute_can_change() -> None:
+    """Not the first reshape, which fails without a change of the number of heads."""
+    net = nn.Sequential(nn.LayerNorm(8), HeadsOfTheInputsWidth(), nn.Linear(8, 2))
+    (reason,) = [entry.reason for entry in Neurons(net, torch.zeros(2, 5, 8)).frozen if entry.name == "1"]
+    assert "shape '[2, 5, 8]' is invalid" in reason
+    assert reason.endswith("view in 1)")
