@@ -27,7 +27,10 @@ class LabelledTensor:
     shape: tuple[int, ...]
     labels: tuple[Tensor, ...] = ()
     weight: bool = False
-    """Computed from parameters alone. Elsewhere a removed entry reads as zero, so sums over it stay exact; here it does not."""
+    """Computed from parameters alone, not by a layer. Elsewhere a removed entry reads as zero, so sums over it stay exact; here
+    it does not."""
+    shared: bool = False
+    """Computed from parameters alone, by a layer or not: all samples share it."""
     filler: bool = False
     """One value everywhere, or noise: such a tensor fits any width."""
     expanded: tuple[bool, ...] = ()

@@ -138,12 +138,13 @@ def _grouped(
     """The labels of the outputs of a grouped convolution.
 
     Every group must keep as many inputs, and as many outputs, as the others. Either whole groups are removed (the only way for
-    a depthwise convolution), or the j-th channel of every group is: whichever takes fewer neurons at a time.
+    a depthwise convolution), or the j-th channel of every group is: whichever takes fewer neurons at a time. Where the inputs
+    of a group are removed together, as those of a head are, only whole groups can be.
     """
     inputs, rows, columns = _label_along(p, x, 1), _label_along(p, w, 0), _label_along(p, w, 1)
     inside = x.shape[1] // groups
     outside = w.shape[1] if transposed else w.shape[0] // groups
-    whole = inside == 1 or inside + outside <= groups
+    whole = inside == 1 or inside + outside <= groups or (inputs is not None and p.is_coupled(inputs.reshape(groups, -1)))
     if rows is None:
         for label in (inputs, columns):
             if label is not None:
