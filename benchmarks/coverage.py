@@ -137,11 +137,8 @@ class Removed:
             if kept is not None:
                 self._columns[name] = self._columns[name][kept]
         for attention in selection.keys() - self._rows.keys():  # its heads are read in the module, or beside it
-            for scope in (f"{attention}.", f"{attention.rpartition('.')[0]}."):
-                found = {name for name, kept in cut.items() if name.startswith(scope) and kept is not None}
-                self._readers |= found
-                if found:
-                    break
+            scope = f"{attention.rpartition('.')[0]}."
+            self._readers |= {name for name, kept in cut.items() if name.startswith(scope) and kept is not None}
 
     @contextmanager
     def masked(self, net: nn.Module, inputs: Inputs) -> Iterator[None]:
