@@ -34,6 +34,7 @@ from transformers.pytorch_utils import Conv1D
 
 import hgnp
 from coverage_report import render
+from hgnp.pruning.summary import Frozen
 from models import HIDDEN, Case, Inputs, cases
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -266,9 +267,21 @@ def _shares(neurons: hgnp.Neurons, rows: Mapping[str, int]) -> Row:
         "prunable": total - sum(reasons.values()),
         "reasons": dict(reasons),
         "heads": [sum(heads.values()), sum(heads.values()) + sum(entry.count for entry in frozen.values())],
+        "heads_stuck": _stuck_heads(neurons, list(frozen.values())),
         "hidden": len(hidden),
         "hidden_stuck": [name for name in hidden if stuck[name]],
     }
+
+
+def _stuck_heads(neurons: hgnp.Neurons, frozen: list[Frozen]) -> dict[str, Row]:
+    """Class of attention module → how many of its heads stay, a module and its reason; without a number where the same position
+    of every head is removed instead."""
+    modules, found = dict(neurons.net.named_modules()), dict[str, Row]()
+    inside = [(name, "", 0) for name in sorted(neurons._structure.without_heads)]
+    for name, reason, count in [*((entry.name, entry.reason, entry.count) for entry in frozen), *inside]:
+        kind = f"{type(modules[name]).__module__}.{type(modules[name]).__qualname__}"
+        found.setdefault(kind, {"count": 0, "module": name, "reason": reason})["count"] += count
+    return found
 
 
 def _one_layer(neurons: hgnp.Neurons, seed: int) -> hgnp.Selection:
