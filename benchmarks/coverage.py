@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.utils._pytree import tree_map
 from transformers.pytorch_utils import Conv1D
 
@@ -122,7 +122,7 @@ class Removed:
         self._readers: set[str] = set()
 
     def _columns_dim(self, name: str) -> int:
-        return 0 if isinstance(self._modules[name], Conv1D) else 1
+        return 0 if isinstance(self._modules[name], Conv1D | _ConvTransposeNd) else 1
 
     def note(self, selection: Mapping[str, Any], removal: hgnp.Removal | None = None) -> None:
         """Take note of positions that were right just before this removal."""
@@ -135,10 +135,12 @@ class Removed:
             return
         cut = {name: removal.slices.get(f"{name}.weight", {}).get(self._columns_dim(name)) for name in self._rows}
         for name, kept in cut.items():
-            if kept is not None:
+            if getattr(self._modules[name], "groups", 1) > 1:  # its columns are those of each group
+                cut[name] = None
+            elif kept is not None:
                 self._columns[name] = self._columns[name][kept]
         for attention in selection.keys() - self._rows.keys():  # its heads are read in the module, or beside it
-            scope = f"{attention.rpartition('.')[0]}."
+            scope = f"{attention.rpartition('.')[0]}.".removeprefix(".")
             self._readers |= {name for name, kept in cut.items() if name.startswith(scope) and kept is not None}
 
     @contextmanager

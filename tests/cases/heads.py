@@ -108,7 +108,9 @@ class GroupedConvolutionHeads(nn.Module):
 
 @case("1.proj", "3.2", in_heads=["1.qkv", "1.depthwise", "1.grouped"])
 def grouped_convolution_heads() -> nn.Module:
-    return nn.Sequential(nn.GroupNorm(1, 3), GroupedConvolutionHeads(3, heads=3, head_dim=6), nn.GroupNorm(1, 3), head(3))
+    return nn.Sequential(
+        nn.GroupNorm(1, 3), GroupedConvolutionHeads(3, heads=3, head_dim=6), nn.GroupNorm(1, 3), head(3)
+    )
 
 
 class HeadsBesideSamples(nn.Module):
@@ -153,3 +155,33 @@ class PositionBiasHeads(nn.Module):
 @case("1", in_heads=["0.q", "0.kv", "0.bias.2"], example=lambda: tokens(6))
 def position_bias_heads() -> nn.Module:
     return nn.Sequential(PositionBiasHeads(6, heads=3, head_dim=2, length=5), nn.Linear(6, 3))
+
+
+class LearnedQueries(nn.Module):
+    """Learned queries attend to each other, then, with a mask, to the input, as in DETR's decoder; values are checked."""
+
+    def __init__(self, width: int, heads: int, head_dim: int, queries: int) -> None:
+        super().__init__()
+        self.head_dim, self.units, all_heads = head_dim, heads, heads * head_dim
+        self.queries, self.norm = nn.Parameter(torch.randn(queries, width)), nn.LayerNorm(width)
+        self.first = FusedHeads(width, heads, head_dim)
+        self.q, self.kv = nn.Linear(width, all_heads), nn.Linear(width, 2 * all_heads)
+        self.proj = nn.Linear(all_heads, width)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        queries = x.new_zeros(len(x), 1, 1) + self.queries
+        q = self.q(self.norm(queries + self.first(queries)) + queries)
+        q = q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (2, -1, self.head_dim)).permute(2, 0, 3, 1, 4)
+        x = self.proj(((q @ k.mT + mask.log()).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return x if torch.isfinite(x).all() else x.nan_to_num()
+
+
+@case("attn.first.proj", "attn.proj", "out", in_heads=["attn.first.qkv", "attn.q", "attn.kv"], example=padded)
+def learned_queries() -> nn.Module:
+    def forward(n: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return n.out(n.norm(n.attn(x, mask)))  # type: ignore[no-any-return]
+
+    return Net(
+        forward, attn=LearnedQueries(6, heads=3, head_dim=2, queries=4), norm=nn.LayerNorm(6), out=nn.Linear(6, 3)
+    )

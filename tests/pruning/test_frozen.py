@@ -190,3 +190,24 @@ def test_the_reason_of_frozen_heads_is_what_no_attribute_can_change() -> None:
     (reason,) = [entry.reason for entry in Neurons(net, torch.zeros(2, 5, 8)).frozen if entry.name == "1"]
     assert "shape '[2, 5, 8]' is invalid" in reason
     assert reason.endswith("view in 1)")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_softmax_freezes_what_is_added_to_it_in_either_order(order: int) -> None:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        one, other = (n.a(x).softmax(1), n.b(x))[::order]
+        return n.out(one + other).mean(1)  # type: ignore[no-any-return]
+
+    net = Net(forward, a=nn.Linear(6, 5), b=nn.Linear(6, 5), out=nn.Linear(5, 3))
+    assert not Neurons(net, torch.zeros(2, 4, 6)).layers
+
+
+def test_a_check_for_values_that_are_not_finite_freezes_nothing() -> None:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        x = n.a(x)
+        if torch.isnan(x).any() or not torch.isfinite(x).all():
+            raise ValueError("not finite")
+        return n.out(x.relu())  # type: ignore[no-any-return]
+
+    net = Net(forward, a=nn.Linear(6, 5), out=nn.Linear(5, 3))
+    assert [layer.name for layer in Neurons(net, torch.zeros(2, 6)).layers] == ["a"]

@@ -37,8 +37,8 @@ class LabelledTensor:
     """Dimensions along which one entry is repeated."""
     byproduct: bool = False
     """A secondary result, such as the statistics that a norm returns, whose size is not checked."""
-    passed_through: bool = False
-    """Its channels passed through a product over other dimensions: a bias added there is not theirs."""
+    passed_through: Tensor = NO_SLOTS
+    """Slots of channels that passed through a product over other dimensions: a bias added there is not theirs."""
     nonzero: Tensor = NO_SLOTS
     """Slots whose entries, once removed, are not known to read as zero: a softmax came before. They can be removed with all
     that is computed from them up to a product with entries that do read as zero, as the values in attention do."""
@@ -73,8 +73,8 @@ class RuleResult:
     filler: bool | None = None
     """None: True if all tensors that it was computed from are."""
     byproduct: bool = False
-    passed_through: bool | None = None
-    """None: True if one of the tensors that it was computed from, entry by entry, is."""
+    passed_through: Tensor | None = None
+    """None: those of the tensors that it was computed from, entry by entry."""
     repeated: tuple[int, ...] = ()
     """Dimensions along which one entry is repeated, whatever the strides."""
     nonzero: Tensor | None = None

@@ -127,7 +127,7 @@ class LabelPropagation:
             byproduct=result.byproduct or (bool(reads) and all(read.byproduct for read in reads)),
             passed_through=result.passed_through
             if result.passed_through is not None
-            else inherits and any(read.passed_through for read in reads),
+            else slots_in([read.passed_through for read in reads if inherits]),
             nonzero=slots_in([read.nonzero for read in reads]) if result.nonzero is None else result.nonzero,
         )
         if index in self.call.reads:  # written in place

@@ -560,7 +560,7 @@ class Structure:
 
 
 def _one_period(slots: Tensor) -> Tensor:
-    """Slots without repetitions of all of them in the same order, as those of heads are repeated for every sample of a batch."""
+    """Slots without repetitions of all of them in the same order, such as those of heads for every sample of a batch."""
     starts = (slots == slots[0]).nonzero().flatten().tolist()
     repeated = len(starts) > 1 and starts[1] > 1 and torch.equal(slots[: -starts[1]], slots[starts[1] :])
     return slots[: starts[1]] if repeated else slots
