@@ -252,12 +252,12 @@ class _OperatorTracer(TorchDispatchMode):
         """The truth of a check for infinite and undefined values where there are none; None for anything else."""
         if index in self.graph.finite_checks:
             return self.graph.finite_checks[index]
-        call = self._calls[self._producer[index]] if index in self._producer else None
-        parts = [None] if call is None else [self._if_finite(read) for read in call.reads]
-        name = "" if call is None else str(call.op._schema.name).removeprefix("aten::")
-        if None in parts or name not in _OF_TRUTH:
+        if index not in self._producer:
             return None
-        return _OF_TRUTH[name](parts)
+        call = self._calls[self._producer[index]]
+        combine = _OF_TRUTH.get(str(call.op._schema.name).removeprefix("aten::"))
+        parts = [self._if_finite(read) for read in call.reads] if combine else [None]
+        return None if combine is None or None in parts else combine(parts)
 
     def _decided(self, op: OpOverload, reads: tuple[int, ...]) -> Any:
         """One of the two outcomes of a decision by the inputs or by a random number, or None where there are more."""
