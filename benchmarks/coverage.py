@@ -28,12 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.utils._pytree import tree_map
 from transformers.pytorch_utils import Conv1D
 
 import hgnp
 from coverage_report import render
+from hgnp.pruning.summary import Frozen
 from models import HIDDEN, Case, Inputs, cases
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -121,7 +122,7 @@ class Removed:
         self._readers: set[str] = set()
 
     def _columns_dim(self, name: str) -> int:
-        return 0 if isinstance(self._modules[name], Conv1D) else 1
+        return 0 if isinstance(self._modules[name], Conv1D | _ConvTransposeNd) else 1
 
     def note(self, selection: Mapping[str, Any], removal: hgnp.Removal | None = None) -> None:
         """Take note of positions that were right just before this removal."""
@@ -134,14 +135,13 @@ class Removed:
             return
         cut = {name: removal.slices.get(f"{name}.weight", {}).get(self._columns_dim(name)) for name in self._rows}
         for name, kept in cut.items():
-            if kept is not None:
+            if getattr(self._modules[name], "groups", 1) > 1:  # its columns are those of each group
+                cut[name] = None
+            elif kept is not None:
                 self._columns[name] = self._columns[name][kept]
         for attention in selection.keys() - self._rows.keys():  # its heads are read in the module, or beside it
-            for scope in (f"{attention}.", f"{attention.rpartition('.')[0]}."):
-                found = {name for name, kept in cut.items() if name.startswith(scope) and kept is not None}
-                self._readers |= found
-                if found:
-                    break
+            scope = f"{attention.rpartition('.')[0]}.".removeprefix(".")
+            self._readers |= {name for name, kept in cut.items() if name.startswith(scope) and kept is not None}
 
     @contextmanager
     def masked(self, net: nn.Module, inputs: Inputs) -> Iterator[None]:
@@ -269,9 +269,21 @@ def _shares(neurons: hgnp.Neurons, rows: Mapping[str, int]) -> Row:
         "prunable": total - sum(reasons.values()),
         "reasons": dict(reasons),
         "heads": [sum(heads.values()), sum(heads.values()) + sum(entry.count for entry in frozen.values())],
+        "heads_stuck": _stuck_heads(neurons, list(frozen.values())),
         "hidden": len(hidden),
         "hidden_stuck": [name for name in hidden if stuck[name]],
     }
+
+
+def _stuck_heads(neurons: hgnp.Neurons, frozen: list[Frozen]) -> dict[str, Row]:
+    """Class of attention module → how many of its heads stay, a module and its reason; without a number where the same position
+    of every head is removed instead."""
+    modules, found = dict(neurons.net.named_modules()), dict[str, Row]()
+    inside = [(name, "", 0) for name in sorted(neurons._structure.without_heads)]
+    for name, reason, count in [*((entry.name, entry.reason, entry.count) for entry in frozen), *inside]:
+        kind = f"{type(modules[name]).__module__}.{type(modules[name]).__qualname__}"
+        found.setdefault(kind, {"count": 0, "module": name, "reason": reason})["count"] += count
+    return found
 
 
 def _one_layer(neurons: hgnp.Neurons, seed: int) -> hgnp.Selection:

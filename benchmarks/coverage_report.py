@@ -33,8 +33,6 @@ KINDS: list[tuple[str, str, str, str]] = [
      "`outputs=` with a forward function that ends before it frees them."),
     (r"depends on its data", "a path chosen at random or by data", TO_FOLLOW,
      "Layers dropped at random in training (`if torch.rand([]) < p`): both paths could be recorded."),
-    (r"multiplied with a tensor that cannot be cut \(mm in \S*cpb_mlp", "a layer applied to parameters alone", TO_FOLLOW,
-     "Swin's position bias is an MLP over parameters and buffers; a zero there is not known to stay zero."),
     (r"is one coupled group", "all channels of a layer coupled", INHERENT,
      "Split and shuffle, repeated, or grouped convolutions of heads couple every channel with every other: none can be removed "
      "alone."),
@@ -57,6 +55,23 @@ NOTES = {
 }
 
 
+OF_INPUT = "takes the width of all heads to be that of its input: "
+HEADS = {
+    # attention module, as read in its source
+    "torch.nn.modules.activation.MultiheadAttention":
+        OF_INPUT + "`F.multi_head_attention_forward` has `embed_dim // num_heads` and `unflatten(-1, (3, E))`",
+    "torchvision.models.swin_transformer.ShiftedWindowAttention": OF_INPUT + "`C // num_heads`, `reshape(…, C)`",
+    "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": OF_INPUT + "`C // num_heads`, `reshape(…, C)`",
+    "torchvision.models.maxvit.RelativePositionalMultiHeadAttention": OF_INPUT + "`reshape(B, G, P, D)`",
+    "timm.models.cait.TalkingHeadAttn": OF_INPUT + "`C // self.num_heads`, `reshape(B, N, C)`",
+    "timm.models.cait.ClassAttn": OF_INPUT + "`C // self.num_heads`, `reshape(B, 1, C)`",
+    "timm.models.xcit.XCA": OF_INPUT + "`C // self.num_heads`, `reshape(B, N, C)`",
+    "timm.models.pvt_v2.Attention": OF_INPUT + "`reshape(B, N, C)`",
+    "timm.models.edgenext.CrossCovarianceAttn": OF_INPUT + "`reshape(B, N, C)`",
+    "ultralytics.nn.modules.block.Attention": OF_INPUT + "`view(B, C, H, W)`",
+}  # fmt: skip
+
+
 def kind_of(reason: str) -> tuple[str, str, str]:
     for pattern, title, verdict, why in KINDS:
         if re.search(pattern, reason):
@@ -72,6 +87,7 @@ def render(rows: Sequence[Row], names: Iterable[str]) -> str:
         _head(_commits(ours), _commits(theirs)),
         _summary(ours, theirs),
         _table(ours, theirs),
+        _heads(ours),
         _frozen(ours),
         _failures(ours),
         _missing(ours, names),
@@ -115,7 +131,8 @@ def _summary(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
         f"- Of these, detectors: {_enough(conv, 'detector')}; segmentation nets: {_enough(conv, 'segmentation')}.",
         f"- Transformers: every hidden unit of every MLP is prunable in {len(whole)} of {len(former)}.",
         f"- Heads: all are prunable in {sum(row['heads'][0] == row['heads'][1] for row in heads)} of {len(heads)} "
-        "networks that have some; elsewhere positions inside heads, or none.",
+        "networks that list some. The code of the others, and of those in which the same position of every head is removed "
+        f"instead, cannot follow: {_followable(ours)} below.",
         f"- Wrong results: {len(wrong)}{' (' + ', '.join(wrong) + ')' if wrong else ''} of {len(pruned)} networks pruned; "
         f"worst error {max((row['error'] for row in pruned), default=0):.1e}.",
         f"- Pruned by half, {len(passed)} of {len(pruned)} continue training with their optimizer, load bit-equal into "
@@ -179,6 +196,37 @@ def _table(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
         removed = f"{other['removed']:.0%}" if "removed" in other else "**failed**" if other else "–"
         its = [removed, _mark(other, "runs"), _error(other)] + [_mark(other, k) for k in ("trains", "loads", "exports")]
         lines.append(f"| {' | '.join([name, *mine, *its])} |")
+    return "\n".join(lines)
+
+
+def _stuck(ours: dict[str, Row]) -> dict[str, list[tuple[str, Row]]]:
+    """Class of attention module → (network, its heads that stay)."""
+    found: dict[str, list[tuple[str, Row]]] = defaultdict(list)
+    for name, row in ours.items():
+        for kind, entry in row.get("heads_stuck", {}).items():
+            found[kind].append((name, entry))
+    return found
+
+
+def _followable(ours: dict[str, Row]) -> str:
+    unread = [kind for kind in _stuck(ours) if kind not in HEADS]
+    return f"the table, except for {', '.join(unread)}, which nobody has read," if unread else "the table"
+
+
+def _heads(ours: dict[str, Row]) -> str:
+    lines = [
+        "## Heads that stay, and why",
+        "",
+        "Heads: those that stay in a network; *inside*: the same position of every head is removed instead. Its code: as "
+        "read in its source. Reason: the one that `neurons.frozen` gives in the first module.",
+        "",
+        "| attention module | heads that stay | its code | reason |",
+        "|---|---|---|---|",
+    ]
+    for kind, entries in _stuck(ours).items():
+        networks = "; ".join(f"{name} {entry['count'] or '*inside*'}" for name, entry in entries)
+        reason = escaped(entries[0][1]["reason"]) or "–"
+        lines.append(f"| `{kind}` | {networks} | {HEADS.get(kind, 'not read yet')} | {reason} |")
     return "\n".join(lines)
 
 

@@ -67,7 +67,8 @@ def masked(net: nn.Module, selection: Mapping[str, Sequence[int]], inputs: Input
     handles = []
     for name, positions in selection.items():
         if hasattr(modules[name], "units"):  # heads, which are zero where the output projection reads them
-            handles.append(modules[name].proj.register_forward_pre_hook(_mask_heads(modules[name].units, positions)))
+            hook = _mask_heads(modules[name].units, positions, getattr(modules[name], "scales", 1))
+            handles.append(modules[name].proj.register_forward_pre_hook(hook))
         else:
             handles.append(modules[name].register_forward_hook(_mask_layer(list(positions))))
     silenced: dict[tuple[nn.Module, int], dict[int, Tensor]] = {}
@@ -105,11 +106,14 @@ def _mask_layer(positions: list[int]) -> Any:
     return hook
 
 
-def _mask_heads(heads: int, positions: Sequence[int]) -> Any:
+def _mask_heads(heads: int, positions: Sequence[int], scales: int) -> Any:
+    """Masks heads at the input of a layer; all of them are repeated for each of several scales."""
+
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        mask = torch.ones(heads, args[0].shape[-1] // heads, dtype=args[0].dtype, device=args[0].device)
-        mask[list(positions)] = 0
-        return (args[0] * mask.flatten(), *args[1:])
+        dim = 1 if isinstance(module, _ConvNd) else args[0].dim() - 1
+        mask = torch.ones(scales, heads, args[0].shape[dim] // (scales * heads), dtype=args[0].dtype)
+        mask[:, list(positions)] = 0
+        return (args[0] * mask.view([-1 if d == dim else 1 for d in range(args[0].dim())]), *args[1:])
 
     return hook
 

@@ -375,3 +375,34 @@ def test_sequences_that_put_time_first_are_scored_by_the_batch() -> None:
     gamma = torch.ones(5, dtype=torch.double, requires_grad=True)
     (slope,) = torch.autograd.grad(F.cross_entropy(time_first[2](h * gamma).mean(0), y), gamma)
     torch.testing.assert_close(found, slope.abs() / slope.norm())
+
+
+def test_a_layer_of_parameters_alone_is_scored_by_the_batch_and_others_by_sample() -> None:
+    """A position bias computed from coordinates: as many as there are samples, which are not samples."""
+    torch.manual_seed(0)
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.out = nn.Linear(4, 5), nn.Linear(5, 3)
+            self.bias = nn.Sequential(nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 1))
+            self.register_buffer("coordinates", torch.randn(6, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x).tanh() * self.bias(self.coordinates)
+            return self.out(hidden.mean(1))  # type: ignore[no-any-return]
+
+    net = Positions().double()
+    x, y = torch.randn(6, 6, 4, dtype=torch.double), torch.randint(0, 3, (6,))
+    found = hgnp.sensitivity(net, hgnp.Neurons(net, x), [(x, y)])
+
+    def slopes(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        gates = [torch.ones(n, dtype=torch.double, requires_grad=True) for n in (5, 7)]
+        bias = net.bias[2](net.bias[1](net.bias[0](net.coordinates)) * gates[1])
+        hidden = net.first(x).tanh() * bias
+        return torch.autograd.grad(F.cross_entropy(net.out(hidden.mean(1) * gates[0]), y), gates)
+
+    of_samples = sum(slopes(x[i : i + 1], y[i : i + 1])[0].abs() for i in range(6))
+    of_batch = slopes(x, y)[1].abs()
+    torch.testing.assert_close(found["first"], of_samples / of_samples.norm())
+    torch.testing.assert_close(found["bias.0"], of_batch / of_batch.norm())

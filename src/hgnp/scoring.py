@@ -328,7 +328,8 @@ def _gradient(value: Tensor, gamma: Tensor, *, retain_graph: bool = False) -> Te
 
 
 def _samples_come_first(step: Step, gates: Gates, inputs: Any, x: Tensor) -> bool:
-    """Whether closing a sample's gates changes that sample alone: samples come first in every tensor and do not mix."""
+    """Whether closing a sample's gates changes that sample alone: samples come first in every tensor that they do not share,
+    and do not mix."""
     n = samples_in(inputs)
     gamma = _open_gates(x, n, gates)
     come_first = 0.0
@@ -341,7 +342,8 @@ def _samples_come_first(step: Step, gates: Gates, inputs: Any, x: Tensor) -> boo
         z = [each for each in tensors_in(gates.run(as_inputs(inputs), forward)) if each.requires_grad]
         if z and all(each.shape[:1] == (n,) for each in z):
             total = torch.stack([each[n // 2 :].sum() for each in z]).sum()
-            come_first = float(not bool(_gradient(total, gamma)[: n // 2].any()))
+            of_others = _gradient(total, gamma)[: n // 2].index_fill(1, gates.shared(), 0)
+            come_first = float(not bool(of_others.any()))
     except SampleDimensionError:
         pass
     (agreed,) = step.reducer.sum([torch.full((), come_first, device=x.device)])

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cases.case import Net, case, tokens
+from cases.case import Net, case, conv, head, tokens
 
 
 class FusedHeads(nn.Module):
@@ -88,3 +88,100 @@ class FixedHeads(nn.Module):
 @case("attn.proj", "out", example=lambda: tokens(6))
 def fixed_heads() -> nn.Module:
     return transformer(FixedHeads(6, heads=2, head_dim=4))
+
+
+class GroupedConvolutionHeads(nn.Module):
+    """Linear attention whose queries, keys and values pass a grouped convolution too: whole groups belong to a head."""
+
+    def __init__(self, width: int, heads: int, head_dim: int) -> None:
+        super().__init__()
+        rows, self.head_dim, self.units, self.scales = 3 * heads * head_dim, head_dim, heads, 2
+        self.qkv, self.depthwise = conv(width, rows, 1), conv(rows, rows, groups=rows)
+        self.grouped, self.proj = conv(rows, rows, 1, groups=3 * heads), conv(2 * heads * head_dim, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x)
+        qkv = torch.cat([qkv, self.grouped(self.depthwise(qkv))], 1)
+        q, k, v = qkv.reshape(len(x), -1, 3 * self.head_dim, x[0, 0].numel()).chunk(3, 2)
+        return self.proj((v @ k.relu().mT @ q.relu()).reshape(len(x), -1, *x.shape[2:]))  # type: ignore[no-any-return]
+
+
+@case("1.proj", "3.2", in_heads=["1.qkv", "1.depthwise", "1.grouped"])
+def grouped_convolution_heads() -> nn.Module:
+    return nn.Sequential(
+        nn.GroupNorm(1, 3), GroupedConvolutionHeads(3, heads=3, head_dim=6), nn.GroupNorm(1, 3), head(3)
+    )
+
+
+class HeadsBesideSamples(nn.Module):
+    """Heads are in one dimension with the samples; attributes state how many there are and how wide they all are."""
+
+    def __init__(self, width: int, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.width, self.units = num_heads, head_dim, num_heads * head_dim, num_heads
+        self.q, self.kv = conv(width, self.width, 1), conv(width, 2 * self.width, 1)
+        self.proj = conv(self.width, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, _, h, w = x.shape
+        q = self.q(x).reshape(-1, self.head_dim, h, w).reshape(b * self.num_heads, self.head_dim, -1)
+        k, v = self.kv(x).reshape(b * self.num_heads, 2 * self.head_dim, -1).split([self.head_dim, self.head_dim], 1)
+        return self.proj((v @ (k.mT @ q).softmax(1)).reshape(b, self.width, h, w))  # type: ignore[no-any-return]
+
+
+@case("1.2", in_heads=["0.q", "0.kv"])
+def heads_beside_samples() -> nn.Module:
+    return nn.Sequential(HeadsBesideSamples(3, num_heads=4, head_dim=2), head(3))
+
+
+class PositionBiasHeads(nn.Module):
+    """The position bias of each head is a small network of coordinates, a buffer; so is a learned query of a parameter."""
+
+    def __init__(self, width: int, heads: int, head_dim: int, length: int) -> None:
+        super().__init__()
+        self.head_dim, self.units, all_heads = head_dim, heads, heads * head_dim
+        self.kv, self.q, self.proj = nn.Linear(width, 2 * all_heads), nn.Linear(4, all_heads), nn.Linear(all_heads, 6)
+        self.query = nn.Parameter(torch.randn(2, 4))
+        self.bias = nn.Sequential(nn.Linear(1, 6), nn.ReLU(), nn.Linear(6, heads, bias=False))
+        self.register_buffer("coordinates", torch.randn(length, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(self.query).unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
+        k, v = self.kv(x).unflatten(-1, (2, -1, self.head_dim)).permute(2, 0, 3, 1, 4)
+        bias = 16 * self.bias(self.coordinates).sigmoid().T[:, None]
+        return self.proj(((q @ k.mT + bias).softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+@case("1", in_heads=["0.q", "0.kv", "0.bias.2"], example=lambda: tokens(6))
+def position_bias_heads() -> nn.Module:
+    return nn.Sequential(PositionBiasHeads(6, heads=3, head_dim=2, length=5), nn.Linear(6, 3))
+
+
+class LearnedQueries(nn.Module):
+    """Learned queries attend to each other, then, with a mask, to the input, as in DETR's decoder; values are checked."""
+
+    def __init__(self, width: int, heads: int, head_dim: int, queries: int) -> None:
+        super().__init__()
+        self.head_dim, self.units, all_heads = head_dim, heads, heads * head_dim
+        self.queries, self.norm = nn.Parameter(torch.randn(queries, width)), nn.LayerNorm(width)
+        self.first = FusedHeads(width, heads, head_dim)
+        self.q, self.kv = nn.Linear(width, all_heads), nn.Linear(width, 2 * all_heads)
+        self.proj = nn.Linear(all_heads, width)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        queries = x.new_zeros(len(x), 1, 1) + self.queries
+        q = self.q(self.norm(queries + self.first(queries)) + queries)
+        q = q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (2, -1, self.head_dim)).permute(2, 0, 3, 1, 4)
+        x = self.proj(((q @ k.mT + mask.log()).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return x if torch.isfinite(x).all() else x.nan_to_num()
+
+
+@case("attn.first.proj", "attn.proj", "out", in_heads=["attn.first.qkv", "attn.q", "attn.kv"], example=padded)
+def learned_queries() -> nn.Module:
+    def forward(n: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return n.out(n.norm(n.attn(x, mask)))  # type: ignore[no-any-return]
+
+    return Net(
+        forward, attn=LearnedQueries(6, heads=3, head_dim=2, queries=4), norm=nn.LayerNorm(6), out=nn.Linear(6, 3)
+    )

@@ -168,3 +168,46 @@ def test_the_reason_of_frozen_heads_names_their_own_module() -> None:
     reasons = {entry.name: entry.reason for entry in neurons.frozen}
     for index in range(3):
         assert reasons[f"{index}.1"].endswith(f"(view in {index}.1)")
+
+
+class HeadsOfTheInputsWidth(nn.Module):
+    """The number of heads is an attribute, which can change; the width of all of them is taken to be that of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.qkv, self.proj = 4, nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        x = nn.functional.scaled_dot_product_attention(q, k, v, scale=1.0)
+        return self.proj(x.transpose(1, 2).reshape(b, n, c))  # type: ignore[no-any-return]
+
+
+def test_the_reason_of_frozen_heads_is_what_no_attribute_can_change() -> None:
+    """Not the first reshape, which fails without a change of the number of heads."""
+    net = nn.Sequential(nn.LayerNorm(8), HeadsOfTheInputsWidth(), nn.Linear(8, 2))
+    (reason,) = [entry.reason for entry in Neurons(net, torch.zeros(2, 5, 8)).frozen if entry.name == "1"]
+    assert "shape '[2, 5, 8]' is invalid" in reason
+    assert reason.endswith("view in 1)")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_softmax_freezes_what_is_added_to_it_in_either_order(order: int) -> None:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        one, other = (n.a(x).softmax(1), n.b(x))[::order]
+        return n.out(one + other).mean(1)  # type: ignore[no-any-return]
+
+    net = Net(forward, a=nn.Linear(6, 5), b=nn.Linear(6, 5), out=nn.Linear(5, 3))
+    assert not Neurons(net, torch.zeros(2, 4, 6)).layers
+
+
+def test_a_check_for_values_that_are_not_finite_freezes_nothing() -> None:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        x = n.a(x)
+        if torch.isnan(x).any() or not torch.isfinite(x).all():
+            raise ValueError("not finite")
+        return n.out(x.relu())  # type: ignore[no-any-return]
+
+    net = Net(forward, a=nn.Linear(6, 5), out=nn.Linear(5, 3))
+    assert [layer.name for layer in Neurons(net, torch.zeros(2, 6)).layers] == ["a"]

@@ -110,7 +110,14 @@ def test_training_after_removal_equals_training_while_masked(case: Case, optimiz
         )
 
 
-COUNTED_OTHERWISE = ("lstm", "attention", "transformer_encoder_layer", "attention_by_hand", "fused_heads")
+COUNTED_OTHERWISE = (
+    "lstm",
+    "attention",
+    "transformer_encoder_layer",
+    "attention_by_hand",
+    "fused_heads",
+    "learned_queries",
+)
 """PyTorch fuses these into operators that it counts differently."""
 
 

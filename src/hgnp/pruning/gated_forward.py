@@ -57,6 +57,8 @@ class GatePlacement:
     """Broadcasts to the tensor; the number of units where there is no gate."""
     in_place: bool = False
     """Whether the call writes into the argument: its new content is read from the argument itself."""
+    shared: bool = False
+    """Whether all samples share the tensor, and so its gates."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class _GateMode(TorchFunctionMode):
         for placement in call.gated_arguments:
             leaf = leaves[placement.position]
             if id(leaf) not in multiplied:
-                gate = self._gate(leaf, placement.units)
+                gate = self._gate(leaf, placement)
                 multiplied[id(leaf)] = leaf.mul_(gate) if placement.in_place else leaf * gate
             changed[placement.position] = multiplied[id(leaf)]
         args, kwargs = tree_unflatten(changed, spec)
@@ -218,7 +220,7 @@ class _GateMode(TorchFunctionMode):
         leaves, spec = tree_flatten(result)
         for placement in call.ungated_results:
             leaf = leaves[placement.position]
-            leaves[placement.position] = leaf / _or_one(self._gate(leaf, placement.units))
+            leaves[placement.position] = leaf / _or_one(self._gate(leaf, placement))
         return tree_unflatten(leaves, spec)
 
     def _update_channels(self, module_call: ModuleCall, call: GatedCall, leaves: list[Any], results: list[Any]) -> None:
@@ -232,8 +234,11 @@ class _GateMode(TorchFunctionMode):
                 else:
                     raise PathError(module_call.module, f"{call.name} returns a tensor of another shape there")
 
-    def _gate(self, leaf: Tensor, units: Tensor) -> Tensor:
+    def _gate(self, leaf: Tensor, placement: GatePlacement) -> Tensor:
+        units = placement.units
         gate = self._gamma.to(leaf.dtype)[:, units.flatten().to(leaf.device)]  # (samples, entries)
+        if placement.shared:
+            gate = gate.mean(0, keepdim=True)
         samples = gate.shape[0]
         if samples > 1:
             if leaf.shape[0] % samples or units.shape[0] > 1:

@@ -83,6 +83,13 @@ class Gates:
         paths = [path.to(device) for path in self.paths]
         return replace(self, paths=paths, device=device)
 
+    def shared(self) -> Tensor:
+        """The units that are read in a tensor that all samples share."""
+        calls = [call for path in self.paths for gated_calls in path.calls.values() for call in gated_calls]
+        found = [each.units.flatten() for call in calls for each in call.gated_arguments if each.shared]
+        units = torch.cat([torch.zeros(0, dtype=torch.long, device=self.device), *found]).unique()
+        return units[units < self.count]
+
     def run(self, inputs: Inputs, forward: Callable[[], T]) -> T:
         """Calls `forward`, a `gated` forward pass of these inputs, with the path that it takes. An unknown path is traced, and
         PathError is raised unless the coupling holds on it too."""
@@ -257,13 +264,10 @@ def _placements(
     calls = [propagation.graph.op_calls[op] for op in function_call.op_calls]
     written = {index for call in calls for index in call.writes if index in call.reads}
     gated_arguments = [
-        GatePlacement(
-            position,
-            _unit_map(_at_first_read(propagation, function_call, index), arguments[index], units),
-            index in written,
-        )
+        GatePlacement(position, _unit_map(tensor, arguments[index], units), index in written, tensor.shared)
         for position, index in function_call.arguments.items()
         if index is not None and index in arguments
+        for tensor in [_at_first_read(propagation, function_call, index)]
     ]
     everything = set().union(*arguments.values())
     continued, ungated_results = _continued(propagation, function_call, set(arguments), units), []
@@ -271,7 +275,7 @@ def _placements(
         tensor = continued.get(index)
         shared = set() if tensor is None else everything & units.roots_of(tensor)
         if tensor is not None and shared:
-            ungated_results.append(GatePlacement(position, _unit_map(tensor, shared, units)))
+            ungated_results.append(GatePlacement(position, _unit_map(tensor, shared, units), shared=tensor.shared))
     return tuple(gated_arguments), tuple(ungated_results)
 
 

@@ -135,6 +135,8 @@ class Graph:
     """The values of these attributes before the forward pass; `ABSENT` if there were none."""
     decisions: tuple[str, ...] = ()
     """Places in the code that read a truth value of the inputs, or a random number."""
+    finite_checks: dict[int, bool] = field(default_factory=dict)
+    """Results of `isfinite`, `isinf` and `isnan` → their entries for finite values."""
     stop: Stop | None = None
     """Where tracing stopped, if the code reads a value that is not known."""
     error: Exception | None = None

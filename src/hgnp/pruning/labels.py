@@ -27,15 +27,18 @@ class LabelledTensor:
     shape: tuple[int, ...]
     labels: tuple[Tensor, ...] = ()
     weight: bool = False
-    """Computed from parameters alone. Elsewhere a removed entry reads as zero, so sums over it stay exact; here it does not."""
+    """Computed from parameters alone, not by a layer. Elsewhere a removed entry reads as zero, so sums over it stay exact; here
+    it does not."""
+    shared: bool = False
+    """Computed from parameters alone, by a layer or not: all samples share it."""
     filler: bool = False
     """One value everywhere, or noise: such a tensor fits any width."""
     expanded: tuple[bool, ...] = ()
     """Dimensions along which one entry is repeated."""
     byproduct: bool = False
     """A secondary result, such as the statistics that a norm returns, whose size is not checked."""
-    passed_through: bool = False
-    """Its channels passed through a product over other dimensions: a bias added there is not theirs."""
+    passed_through: Tensor = NO_SLOTS
+    """Slots of channels that passed through a product over other dimensions: a bias added there is not theirs."""
     nonzero: Tensor = NO_SLOTS
     """Slots whose entries, once removed, are not known to read as zero: a softmax came before. They can be removed with all
     that is computed from them up to a product with entries that do read as zero, as the values in attention do."""
@@ -70,8 +73,8 @@ class RuleResult:
     filler: bool | None = None
     """None: True if all tensors that it was computed from are."""
     byproduct: bool = False
-    passed_through: bool | None = None
-    """None: True if one of the tensors that it was computed from, entry by entry, is."""
+    passed_through: Tensor | None = None
+    """None: those of the tensors that it was computed from, entry by entry."""
     repeated: tuple[int, ...] = ()
     """Dimensions along which one entry is repeated, whatever the strides."""
     nonzero: Tensor | None = None

@@ -4,6 +4,7 @@ Each operator has a rule (`rules/`) that gives the labels of its results, unites
 freezes those that must stay. An operator without a rule freezes everything that it reads. Nothing is guessed.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -39,7 +40,8 @@ class LabelPropagation:
     """Propagates labels through one graph and records what it finds in a coupling.
 
     With `per_branch`, additions leave the slots of their operands apart (`branch_coupling.py`). `representatives` (slot → slot)
-    stand for all slots of a head, so that labels do not vary inside it.
+    stand for all slots of a head, so that labels do not vary inside it. `layers` are modules whose results are features, not
+    weights, even if they read parameters alone: a learned query, the coordinates of a position bias.
     """
 
     def __init__(
@@ -50,9 +52,10 @@ class LabelPropagation:
         approximate: bool,
         per_branch: bool = False,
         representatives: Tensor | None = None,
+        layers: Collection[str] = (),
     ) -> None:
         self.graph, self.coupling, self.approximate, self.per_branch = graph, coupling, approximate, per_branch
-        self._representatives = representatives
+        self._representatives, self._layers = representatives, layers
         self.tensors = [self.initial(index) for index in range(len(graph.values))]
         """The labels of each value, as of the current operator call."""
         self.calls: list[LabelledCall] = []
@@ -77,7 +80,8 @@ class LabelPropagation:
                 for dim in range(ndim)
                 if (value.name, dim) in self.coupling.slots
             ]
-        return LabelledTensor(value.shape, tuple(labels), weight=value.name is not None, expanded=value.expanded)
+        is_weight = value.name is not None
+        return LabelledTensor(value.shape, tuple(labels), is_weight, is_weight, expanded=value.expanded)
 
     def _representative(self, slots: Tensor) -> Tensor:
         return slots if self._representatives is None else self._representatives[slots]
@@ -113,7 +117,8 @@ class LabelPropagation:
         after = LabelledTensor(
             value.shape,
             tuple(labels),
-            weight=bool(distinct) and all(read.weight for read in distinct),
+            weight=bool(distinct) and all(read.weight for read in distinct) and not self._applies_layer(),
+            shared=bool(distinct) and all(read.shared for read in distinct),
             filler=result.filler if result.filler is not None else inherits and bool(reads) and not distinct,
             expanded=tuple(
                 known or (size > 1 and dim in result.repeated)
@@ -122,7 +127,7 @@ class LabelPropagation:
             byproduct=result.byproduct or (bool(reads) and all(read.byproduct for read in reads)),
             passed_through=result.passed_through
             if result.passed_through is not None
-            else inherits and any(read.passed_through for read in reads),
+            else slots_in([read.passed_through for read in reads if inherits]),
             nonzero=slots_in([read.nonzero for read in reads]) if result.nonzero is None else result.nonzero,
         )
         if index in self.call.reads:  # written in place
@@ -134,6 +139,9 @@ class LabelPropagation:
                 for other in others:
                     self.tensors[other] = replace(self.tensors[other], filler=False)
         self.tensors[index] = after
+
+    def _applies_layer(self) -> bool:
+        return self.call.module in self._layers and op_name(self.call.op) in ("mm", "addmm")
 
     # Called by the rules
 
@@ -167,6 +175,11 @@ class LabelPropagation:
     def _at_call(self, reason: str) -> str:
         where = f" in {self.call.module}" if self.call.module else ""
         return f"{reason} ({op_name(self.call.op)}{where})"
+
+    def is_coupled(self, grid: Tensor) -> bool:
+        """Whether the slots in each row are removed together, and not all rows together."""
+        roots = torch.tensor([self.coupling.find(slot) for slot in grid.flatten().tolist()]).view(grid.shape)
+        return bool((roots == roots[:, :1]).all()) and len(roots[:, 0].unique()) > 1
 
     def collapse(self, label: Tensor, keep: tuple[int, ...]) -> Tensor:
         """Unites the slots along every dimension but `keep`, so that the label varies along those alone."""

@@ -174,6 +174,7 @@ class Structure:
             approximate=self._approximate,
             per_branch=self._per_branch,
             representatives=self._representatives,
+            layers={name for name, module in self.net.named_modules() if type(module) is nn.Linear},
         )
 
     def _find_representatives(self) -> Tensor | None:
@@ -364,10 +365,10 @@ class Structure:
             tensors = labelled.writes + labelled.reads
             for label in [label for tensor in tensors for label in tensor.labels if bool(own[label].any())]:
                 for dim in varying_dims(label):
-                    slots = label.movedim(dim, 0).reshape(label.shape[dim], -1)[:, 0]
+                    slots = _one_period(label.movedim(dim, 0).reshape(label.shape[dim], -1)[:, 0])
                     every_group = len(self.roots[slots].unique()) == len(self.roots[label].unique())
                     for key, value in numbers.items():
-                        if value == len(slots) and every_group and not _repeats(slots):
+                        if value == len(slots) and every_group:
                             result[name].setdefault(key, slots)
         return result
 
@@ -558,10 +559,11 @@ class Structure:
         return sum(_macs(labelled, alive) for labelled in self.propagations[False].calls)
 
 
-def _repeats(slots: Tensor) -> bool:
-    """Whether all slots are repeated in the same order, as those of heads are for every sample of a batch."""
+def _one_period(slots: Tensor) -> Tensor:
+    """Slots without repetitions of all of them in the same order, such as those of heads for every sample of a batch."""
     starts = (slots == slots[0]).nonzero().flatten().tolist()
-    return len(starts) > 1 and starts[1] > 1 and torch.equal(slots[: -starts[1]], slots[starts[1] :])
+    repeated = len(starts) > 1 and starts[1] > 1 and torch.equal(slots[: -starts[1]], slots[starts[1] :])
+    return slots[: starts[1]] if repeated else slots
 
 
 def _make_rectangular(coupling: Coupling, *propagations: LabelPropagation) -> None:

@@ -86,6 +86,11 @@ UNTRACEABLE = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+_OF_TRUTH: Mapping[str, Callable[[Sequence[bool | None]], bool]] = {
+    "any": any, "logical_or": any, "bitwise_or": any, "all": all, "logical_and": all, "bitwise_and": all,
+    "logical_not": lambda parts: not parts[0], "bitwise_not": lambda parts: not parts[0],
+}  # fmt: skip
+"""Operators on truth values that are the same everywhere."""
 _BOOLEANS = {outcome: torch.tensor(outcome) for outcome in (False, True)}
 
 
@@ -194,6 +199,8 @@ class _OperatorTracer(TorchDispatchMode):
             refs = self._with_refs(args, kwargs)
             with _disable_current_modes(), torch.no_grad():
                 values = self._known_result(op, *refs, reads)
+                if values is None and op is torch.ops.aten._local_scalar_dense.default:
+                    values = self._if_finite(reads[0])
                 if values is None:
                     values = self._decided(op, reads)
             if values is None:
@@ -240,6 +247,17 @@ class _OperatorTracer(TorchDispatchMode):
             read = ReadValue(found[index].detach().clone(), module, found[index] if name is None else None)
             self.graph.read_values.setdefault(name or f"a constant of {module} ({index})", read)
         return _call(op, args, kwargs, found)
+
+    def _if_finite(self, index: int) -> bool | None:
+        """The truth of a check for infinite and undefined values where there are none; None for anything else."""
+        if index in self.graph.finite_checks:
+            return self.graph.finite_checks[index]
+        if index not in self._producer:
+            return None
+        call = self._calls[self._producer[index]]
+        combine = _OF_TRUTH.get(str(call.op._schema.name).removeprefix("aten::"))
+        parts = [self._if_finite(read) for read in call.reads] if combine else [None]
+        return None if combine is None or None in parts else combine(parts)
 
     def _decided(self, op: OpOverload, reads: tuple[int, ...]) -> Any:
         """One of the two outcomes of a decision by the inputs or by a random number, or None where there are more."""
@@ -387,6 +405,8 @@ class _FunctionTracer(TorchFunctionMode):
             arguments = {position: now[position] if index is None else index for position, index in arguments.items()}
             results = self._indices(result)
             graph.function_calls.append(FunctionCall(name, call, arguments, results, op_calls, non_tensors))
+            if name in ("isfinite", "isinf", "isnan"):
+                graph.finite_checks |= {index: name == "isfinite" for index in results.values() if index is not None}
         return result
 
     def _indices(self, tree: Any) -> dict[int, int | None]:

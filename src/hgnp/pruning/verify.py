@@ -190,28 +190,28 @@ class CutVerifier:
             return []
         self._adapted.add(kind)
         before = structure.coupling.snapshot(), structure.equal_widths, structure.attributes
-        first = self._find_adaptation(mine, alike, of_heads=not kind[1])
-        if first is None:
+        failure = self._find_adaptation(mine, alike, of_heads=not kind[1])
+        if failure is None:
             return None
         structure.coupling.restore(before[0])
         structure.equal_widths, structure.attributes = before[1:]
         structure.update_roots()
-        self._failures[mine] = first
+        self._failures[mine] = failure
         if not kind[1]:
             for found in alike:
-                own = first.module == module_of[mine[0]]
-                mismatch = replace(first, module=module_of[found[0]] if own else first.module)
+                own = failure.module == module_of[mine[0]]
+                mismatch = replace(failure, module=module_of[found[0]] if own else failure.module)
                 structure.coupling.freeze(torch.tensor(found), mismatch.reason)
         return [] if kind[1] else alike
 
     def _find_adaptation(self, mine: RootClass, alike: list[RootClass], *, of_heads: bool) -> Mismatch | None:
         """Adapts attributes and couples equal widths, step by step, until a cut of `mine` works; each step must lead further
-        into the forward pass. Otherwise the mismatch without any of it."""
+        into the forward pass. Otherwise the mismatch that comes last in it, with all that helped: what the code cannot do."""
         structure = self._structure
         modules = dict(structure.net.named_modules())
         roots, every_root = torch.tensor(mine), torch.tensor([root for found in alike for root in found])
         alive = self._sample([mine])[0]
-        problem = first = self.mismatch(alive)
+        problem = self.mismatch(alive)
         while problem is not None:
             kind = type(modules[problem.module])
             if of_heads:
@@ -222,7 +222,7 @@ class CutVerifier:
                 structure.unite(pairs)
                 found = tuple(structure.roots[roots].unique().tolist())
                 if bool(structure.frozen[list(found)].any()) or not (sample := self._sample([found]))[1]:
-                    return first
+                    return problem
                 alive = sample[0]
             own = structure.counting_attributes(structure.roots[roots])
             names = {(type(modules[name]), key) for name in own for key in own[name]}
@@ -243,7 +243,7 @@ class CutVerifier:
                     best, best_attributes = mismatch, structure.attributes
             structure.attributes = best_attributes
             if best is problem:
-                return first
+                return problem
             problem = best
         return None
 

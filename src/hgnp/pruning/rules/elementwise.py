@@ -27,15 +27,32 @@ def elementwise(p: "LabelPropagation", *args: Any, **kwargs: Any) -> RuleResult:
     operands = tensor_arguments(args, kwargs)
     ndim = max(len(operand.shape) for operand in operands)
     combined = p.broadcast(operands, ndim)
-    if op_name(p.call.op).removesuffix("_") in ("add", "sub", "rsub") and any(
-        operand.passed_through for operand in operands
-    ):
+    name = op_name(p.call.op).removesuffix("_")
+    passed = _among([(operand, operand.passed_through) for operand in operands], combined)
+    if name in ("add", "sub", "rsub"):
         numbers = [LabelledTensor(())] if any(isinstance(arg, int | float) and arg for arg in args) else []
-        freeze_offset_channels(p, combined, [*operands, *numbers])
-    multiplies = op_name(p.call.op).removesuffix("_") == "mul"
+        freeze_offset_channels(p, passed, [*operands, *numbers])
     repeated = tuple(dim for dim in range(ndim) if all(operand.repeats(dim, ndim) for operand in operands))
-    nonzero = nonzero_in_product(operands, combined) if multiplies else None
-    return RuleResult(combined, repeated=repeated, nonzero=nonzero)
+    nonzero = [operand.nonzero for operand in operands] + _among([(each, each.nonzero) for each in operands], combined)
+    return RuleResult(
+        combined,
+        repeated=repeated,
+        passed_through=slots_in(passed),
+        nonzero=nonzero_in_product(operands, combined) if name == "mul" else slots_in(nonzero),
+    )
+
+
+def _among(operands: list[tuple[LabelledTensor, Tensor]], combined: list[Tensor]) -> list[Tensor]:
+    """The combined labels of operands along whose dimensions one of them has some of the slots beside it."""
+    found = []
+    for label in combined:
+        dims = set(varying_dims(label))
+        for operand, slots in operands if any(len(slots) for _, slots in operands) else ():
+            mine = [own for own in operand.labels if dims & set(varying_dims(add_leading_dims(own, label.dim())))]
+            if any(bool(torch.isin(own, slots).any()) for own in mine):
+                found.append(label)
+                break
+    return found
 
 
 def nonzero_in_product(factors: list[LabelledTensor], labels: list[Tensor]) -> Tensor:

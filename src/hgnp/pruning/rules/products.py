@@ -60,7 +60,7 @@ def _product(p: "LabelPropagation", a: LabelledTensor, b: LabelledTensor) -> tup
 @rule("mm", "bmm")
 def mm(p: "LabelPropagation", a: LabelledTensor, b: LabelledTensor, *args: Any) -> RuleResult:
     combined, nonzero = _product(p, a, b)
-    return RuleResult(combined, passed_through=bool(_passed_through(a, b, combined)), nonzero=nonzero)
+    return RuleResult(combined, passed_through=slots_in(_passed_through(a, b, combined)), nonzero=nonzero)
 
 
 @rule("addmm", "baddbmm")
@@ -73,7 +73,7 @@ def addmm(
     freeze_offset_channels(p, passed_through, [bias])
     return RuleResult(
         p.broadcast([LabelledTensor(shape, tuple(product)), bias], len(shape)),
-        passed_through=bool(passed_through),
+        passed_through=slots_in(passed_through),
         nonzero=slots_in([bias.nonzero, nonzero]),
     )
 
@@ -138,12 +138,15 @@ def _grouped(
     """The labels of the outputs of a grouped convolution.
 
     Every group must keep as many inputs, and as many outputs, as the others. Either whole groups are removed (the only way for
-    a depthwise convolution), or the j-th channel of every group is: whichever takes fewer neurons at a time.
+    a depthwise convolution), or the j-th channel of every group is: whichever takes fewer neurons at a time. Where the inputs
+    of a group are removed together, as those of a head are, only whole groups can be.
     """
     inputs, rows, columns = _label_along(p, x, 1), _label_along(p, w, 0), _label_along(p, w, 1)
     inside = x.shape[1] // groups
     outside = w.shape[1] if transposed else w.shape[0] // groups
-    whole = inside == 1 or inside + outside <= groups
+    whole = (
+        inside == 1 or inside + outside <= groups or (inputs is not None and p.is_coupled(inputs.reshape(groups, -1)))
+    )
     if rows is None:
         for label in (inputs, columns):
             if label is not None:
