@@ -188,11 +188,6 @@ class Recipe:
             raise InputError(
                 f"threshold must be None with method {self.method!r}, got {self.threshold!r}; only 'hybrid' switches"
             )
-        if self.precision == "fp16" and self.method == "sam":
-            raise InputError(
-                "precision must be 'bf16', 'float32' or 'auto' with method 'sam', whose step needs unscaled gradients, "
-                "got 'fp16'"
-            )
 
     def uses_penalty(self, kept: float) -> bool:
         """Whether training and scores use the flatness penalty when this fraction of the parameters is left."""
