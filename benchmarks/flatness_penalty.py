@@ -1,16 +1,19 @@
-"""What the flatness penalty sees and does: eigenpairs in both modes, steps on q alone, K-FAC's v against the network's.
+"""What the flatness penalty sees, does and costs: eigenpairs in both modes, steps on q alone, K-FAC's v against the network's.
 
-    python benchmarks/flatness_penalty.py                                   handwritten digits on a CPU, two minutes
+    python benchmarks/flatness_penalty.py --seeds 8                         handwritten digits on a CPU, 20 minutes
     python benchmarks/flatness_penalty.py --preset vgg16-cifar10-best --data DIR --device cuda --jobs 4 --out OUT.md
+                                          [--seeds 3] [--variants mu=0,sam,network-0.03-every-4] [--parts cd]
 
 a  from one dense checkpoint: the top eigenpair of the Hessian and of Gauss–Newton, in training and in evaluation mode, on
    training samples without augmentation, and the quotient of each eigenvector, and of K-FAC's v, in all four
 b  from that checkpoint, 50 small steps on q alone: q, both sharpnesses, λ of every block
-c  dense training from scratch with K-FAC's v and with the network's, B = 0, three μ, beside μ = 0 and SAM: accuracy, both
-   sharpnesses, ‖μ∇q‖/‖∇C‖, seconds per epoch
+c  dense training from scratch with K-FAC's v and with the network's, B = 0, in every step or in one of four with four times
+   the weight (`penalty_every`), beside μ = 0 and SAM: accuracy and both sharpnesses, paired by seed, ‖μ∇q‖/‖∇C‖
+d  time of a training step of each of c, measured alternately in one process; on a CPU the process's own CPU time
 
 In training mode the loss is the mean over batches of the training size, each with its own statistics. Every number is kept in
-WORK/records.jsonl as soon as it is known: the same command continues after an interruption, and writes the report anew.
+WORK/records.jsonl as soon as it is known: the same command continues after an interruption, and writes the report anew. A
+training whose numbers are there is not repeated, though its weights be gone.
 """
 
 import argparse
@@ -18,6 +21,8 @@ import contextlib
 import datetime
 import json
 import math
+import shlex
+import statistics
 import subprocess
 import sys
 import time
@@ -30,26 +35,37 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
+from epoch import steps
 from hgnp.curvature.autodiff.passes import Passes
 from hgnp.curvature.factors import WholeNetwork, find_blocks
 from hgnp.curvature.network_direction import gauss_newton_product
 from hgnp.curvature.step import Plan, State, Step, make_step
 from hgnp.experiments import presets, reload
 from hgnp.experiments.build import Experiment, prepare
+from hgnp.experiments.config import Config
 from hgnp.io import runs
 from hgnp.io.atomic import write
+from hgnp.progress import SilentProgress
 from hgnp.reducer import LOCAL
+from hgnp.timing import time_interleaved
+from hgnp.training.optimizers import make_optimizer
+from hgnp.training.task import Task
+from hgnp.training.trainer import Trainer, make_steps
+from results import log_interval, t_interval
 
 Batches = list[tuple[Tensor, Tensor]]
-MUS = (1e-3, 1e-2, 1e-1)
+CYCLE = 8
+"""Steps that are timed together: a multiple of every `penalty_every` and `refresh_every`."""
 STEPS = 50
 LENGTH = 1e-3
 """Of a step on q alone, relative to the norm of all weights."""
+NETWORK = {"recipe.flatness": {"direction_over": "network"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "mu=0": {"recipe.method": "taylor"},
-    **{f"block-{mu:g}": {"recipe.mu": mu} for mu in MUS},
-    **{f"network-{mu:g}": {"recipe.mu": mu, "recipe.flatness": {"direction_over": "network"}} for mu in MUS},
     "sam": {"recipe.method": "sam", "recipe.rho": 0.05},
+    "block-0.1": {"recipe.mu": 0.1},
+    "network-0.03": {"recipe.mu": 0.03, **NETWORK},
+    **{f"network-{mu:g}-every-4": {"recipe.mu": mu, "recipe.penalty_every": 4, **NETWORK} for mu in (0.01, 0.03, 0.1)},
 }
 
 
@@ -160,7 +176,7 @@ class Records:
 def training_samples(made: Experiment, samples: int) -> Batches:
     """The first training images, without augmentation, in batches of the training size."""
     loader: Any = made.train
-    loader.shuffle, loader.flip, loader.crop = False, False, 0
+    loader.shuffle, loader.flip, loader.crop, loader.cutout = False, False, 0, 0
     batches, seen = [], 0
     for x, y in loader:
         if seen + len(y) > samples or (batches and len(y) < len(batches[0][1])):
@@ -275,7 +291,7 @@ def steps_on_q(net: nn.Module, batches: Batches, over: str) -> list[dict[str, An
     return found
 
 
-def trained_facts(folder: Path, name: str, batches: Batches, data: str | None, device: str) -> dict[str, Any]:
+def trained_facts(folder: Path, batches: Batches, data: str | None, device: str) -> dict[str, Any]:
     """Part c: of a finished run."""
     made = reload.experiment(folder, data, device)
     net = made.net.to(device).train()
@@ -298,39 +314,80 @@ def trained_facts(folder: Path, name: str, batches: Batches, data: str | None, d
     return facts
 
 
-def study(given: argparse.Namespace, work: Path) -> None:
-    """Starts the runs of part c that are missing, several at once."""
-    file = work / "study.yaml"
+def settings(given: argparse.Namespace) -> dict[str, Any]:
+    """Of every run of part c."""
     base = {
         "recipe.keep": 1.0, "recipe.warmup_epochs": 0, "recipe.finetune_epochs": given.epochs, "recipe.schedule": "cosine",
         "recipe.anneal": "run", "recipe.method": "hgnp", "recipe.flatness": "default", "recipe.bound": 0.0, "recipe.mu": 0.0,
         "recipe.refresh_every": None, "recipe.skip_inactive": False, "recipe.measure": "none", "recipe.round_to": 1,
+        "recipe.checkpoint_every": 8,
     }  # fmt: skip
     if "label_smoothing" in presets.preset(given.preset).loss_args:
         base["loss_args.label_smoothing"] = 0.0  # curvature is measured of the plain loss
-    base |= {path: yaml.safe_load(text) for path, _, text in (each.partition("=") for each in given.set)}
-    methods = {name.replace("=", ""): {"set": changes} for name, changes in VARIANTS.items()}
+    return base | {path: yaml.safe_load(text) for path, _, text in (each.partition("=") for each in given.set)}
+
+
+def folder_of(given: argparse.Namespace, name: str, seed: int) -> Path:
+    folder: Path = given.work / f"dense-{name.replace('=', '')}-{seed}"
+    return folder
+
+
+def train(given: argparse.Namespace, seed: int, names: list[str]) -> None:
+    """Those of these trainings that are not finished, one after the other."""
+    for name in names:
+        folder = folder_of(given, name, seed)
+        made = prepare(configuration(given, settings(given) | VARIANTS[name] | {"seed": seed}))
+        folder.mkdir(parents=True, exist_ok=True)
+        made.config.write(folder / "config.yaml")
+        made.run(out=folder, resume=(folder / "run.json").is_file(), progress=SilentProgress())
+
+
+def study(given: argparse.Namespace, seed: int, names: list[str]) -> None:
+    """The same in processes of their own, several at once."""
+    file = given.work / "study.yaml"
     plan = {
-        "networks": {"config": given.preset, "name": "dense", "set": base},
-        "methods": methods,
-        "seeds": given.seeds,
+        "networks": [{"config": given.preset, "name": "dense", "set": settings(given)}],
+        "methods": {name.replace("=", ""): {"set": changes} for name, changes in VARIANTS.items()},
+        "seeds": max(given.seeds, seed + 1),
     }
-    plan["networks"] = [plan["networks"]]
     write(file, yaml.safe_dump(plan, sort_keys=False))
-    command = [
-        sys.executable,
-        "-m",
-        "hgnp",
-        "study",
-        str(file),
-        "--out",
-        str(work),
-        "--jobs",
-        str(given.jobs),
-        "--device",
-        given.device,
-    ]
-    subprocess.run(command + (["--data", given.data] if given.data else []), check=False)
+    options = {
+        "--out": given.work, "--jobs": given.jobs, "--device": given.device, "--data": given.data, "--seeds": seed,
+        "--methods": ",".join(name.replace("=", "") for name in names),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "hgnp", "study", str(file)]
+    for option, value in options.items():
+        command += [] if value is None else [option, str(value)]
+    subprocess.run(command, check=False)
+
+
+def step_times(given: argparse.Namespace, names: list[str], batches: Batches) -> dict[str, float]:
+    """Part d: milliseconds per step."""
+    device, cycle = torch.device(given.device), [batches[i % len(batches)] for i in range(CYCLE)]
+    calls: list[Callable[[], Any]] = []
+    for name in names:
+        made = prepare(configuration(given, settings(given) | VARIANTS[name]))
+        net = made.net.to(device)
+        if device.type == "cuda":  # as a run chooses
+            net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        loss = made.options.get("loss", F.cross_entropy)
+        step, _, state = make_steps(net, Task(made.train, None, loss, None, None), made.recipe)
+        trainer = Trainer(step, state, make_optimizer(net, made.recipe, None), made.recipe, device)
+        calls.append(lambda trainer=trainer: timed(trainer, cycle))
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    found = time_interleaved(calls, device=device, repeats=given.repeats, warmup=4, clock=clock)
+    return {name: each.median / CYCLE for name, each in zip(names, found, strict=True)}
+
+
+def timed(trainer: Trainer, cycle: Batches) -> None:
+    with trainer.running():
+        steps(trainer, cycle, len(cycle))
+
+
+def configuration(given: argparse.Namespace, changes: dict[str, Any]) -> Config:
+    words = [f"{path}={json.dumps(value)}" for path, value in changes.items()]
+    data = [f"data_args.folder={given.data}"] if given.data else []
+    return presets.preset(given.preset).with_settings([f"device={given.device}", *given.set, *data, *words])
 
 
 def main() -> None:
@@ -342,38 +399,50 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--epochs", type=int, default=24)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--parts", default="abcd")
+    parser.add_argument("--repeats", type=int, default=15, help="of part d")
+    parser.add_argument(
+        "--jobs", type=int, default=0, help="trainings at once; 0: one after the other, in this process"
+    )
     parser.add_argument("--work", type=Path, default=Path("runs/flatness_penalty"))
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    names = given.variants.split(",")
+    if unknown := set(names) - set(VARIANTS):
+        parser.error(f"--variants must be of {', '.join(VARIANTS)}, got {', '.join(sorted(unknown))}")
     given.work.mkdir(parents=True, exist_ok=True)
-    study(given, given.work)
     records = Records(given.work / "records.jsonl")
-    config = presets.preset(given.preset).with_settings(
-        [f"device={given.device}", *given.set, *([f"data_args.folder={given.data}"] if given.data else [])]
-    )
-    batches = training_samples(prepare(config), given.samples)
-    start = given.work / "dense-mu0-0"
-    if (start / "result.json").is_file():
-
-        def checkpoint() -> nn.Module:
-            net: nn.Module = reload.experiment(start, given.data, given.device).net.to(given.device).train()
-            return net
-
-        records.once("a", lambda: eigenpairs(checkpoint(), batches))
-        for over in ("block", "network"):
-            records.once(f"b {over}", lambda over=over: steps_on_q(checkpoint(), batches, over))
-    for name in VARIANTS:
-        for seed in range(given.seeds):
-            folder = given.work / f"dense-{name.replace('=', '')}-{seed}"
-            if (folder / "result.json").is_file():
-                records.once(
-                    f"c {name} {seed}", lambda f=folder, n=name: trained_facts(f, n, batches, given.data, given.device)
-                )
+    batches = training_samples(prepare(configuration(given, {})), given.samples)
+    if "d" in given.parts:  # first, while nothing else runs
+        records.once("d", lambda: step_times(given, list(VARIANTS), batches))
+    for seed in range(given.seeds):
+        missing = [name for name in names if f"c {name} {seed}" not in records.facts] if "c" in given.parts else []
+        if missing:
+            (study if given.jobs else train)(given, seed, missing)
+        for name in missing:
+            folder = folder_of(given, name, seed)
+            if (folder / "result.json").is_file() and (folder / "model.safetensors").is_file():
+                records.once(f"c {name} {seed}", lambda f=folder: trained_facts(f, batches, given.data, given.device))
+        if seed == 0 and (folder_of(given, "mu=0", 0) / "model.safetensors").is_file():
+            diagnose(given, records, batches)
     text = report(records.facts, given, sum(len(y) for _, y in batches))
     print(text)
     if given.out is not None:
         write(given.out, text)
+
+
+def diagnose(given: argparse.Namespace, records: Records, batches: Batches) -> None:
+    """Parts a and b, from the network that was trained with μ = 0."""
+
+    def checkpoint() -> nn.Module:
+        net: nn.Module = reload.experiment(folder_of(given, "mu=0", 0), given.data, given.device).net
+        return net.to(given.device).train()
+
+    if "a" in given.parts:
+        records.once("a", lambda: eigenpairs(checkpoint(), batches))
+    for over in ("block", "network") if "b" in given.parts else ():
+        records.once(f"b {over}", lambda over=over: steps_on_q(checkpoint(), batches, over))
 
 
 # The report
@@ -381,7 +450,7 @@ def main() -> None:
 
 def report(facts: dict[str, Any], given: argparse.Namespace, samples: int) -> str:
     where = torch.cuda.get_device_name() if given.device.startswith("cuda") else "CPU"
-    command = " ".join(["python benchmarks/flatness_penalty.py", *sys.argv[1:]])
+    command = shlex.join(["python", "benchmarks/flatness_penalty.py", *sys.argv[1:]])
     lines = [
         "# The flatness penalty, measured", "",
         f"`{command}`, {datetime.date.today()}, {where}, torch {torch.__version__}.", "",
@@ -437,32 +506,50 @@ def _steps(facts: dict[str, Any], given: argparse.Namespace) -> list[str]:
 
 
 def _trained(facts: dict[str, Any], given: argparse.Namespace) -> list[str]:
-    rows = []
-    base = {seed: facts.get(f"c mu=0 {seed}") for seed in range(given.seeds)}
+    made: dict[str, dict[int, dict[str, float]]] = {}
     for name in VARIANTS:
-        for seed in range(given.seeds):
-            if (each := facts.get(f"c {name} {seed}")) is None:
-                continue
-            plain, mu = base[seed] or {}, VARIANTS[name].get("recipe.mu", 0.0)
-            over = "network" if name.startswith("network") else "block"
-            ratio = each["training"] / plain["training"] if plain else math.nan
-            rows.append(
-                [name, str(seed), f"{100 * each['metric']:.2f}", f"{each['training']:.3g}", f"{ratio:.2f}",
-                 f"{each['evaluation']:.3g}",
-                 f"{each['q ' + over]:.3g}", f"{mu * each['ratio ' + over]:.2g}" if mu else "–",
-                 f"{each['seconds'] / plain['seconds']:.2f}" if plain else "–"]
-            )  # fmt: skip
+        seeds = {seed: facts[f"c {name} {seed}"] for seed in range(given.seeds) if f"c {name} {seed}" in facts}
+        if seeds:
+            made[name] = seeds
+    plain, times, rows, each_seed = made.get("mu=0", {}), facts.get("d", {}), [], []
+    for name, runs_of in made.items():
+        seeds = sorted(runs_of.keys() & plain.keys())
+        mu, over = VARIANTS[name].get("recipe.mu", 0.0), "network" if name.startswith("network") else "block"
+        ratios = {
+            mode: [runs_of[seed][mode] / plain[seed][mode] for seed in seeds] for mode in ("training", "evaluation")
+        }
+        points = [100 * (runs_of[seed]["metric"] - plain[seed]["metric"]) for seed in seeds]
+        strength = statistics.mean(run["ratio " + over] for run in runs_of.values())
+        rows.append(
+            [name, str(len(runs_of)), f"{100 * statistics.mean(run['metric'] for run in runs_of.values()):.2f}",
+             "–" if name == "mu=0" else interval(points, "+.2f"),
+             *("–" if name == "mu=0" else log_interval(ratios[mode]) for mode in ratios), f"{mu * strength:.2g}" if mu else "–",
+             *(f"{times[name] / times[base]:.2f}" if name in times and base in times else "–" for base in ("mu=0", "sam"))]
+        )  # fmt: skip
+        each_seed.append(
+            [name, *(", ".join(f"{scale * runs_of[seed][key]:.3g}" for seed in sorted(runs_of))
+                     for key, scale in (("metric", 100), ("training", 1), ("evaluation", 1)))]
+        )  # fmt: skip
     if not rows:
         return []
     head = [
-        "training", "seed", "accuracy, %", "sharpness, training", "over μ = 0", "sharpness, evaluation", "q", "‖μ∇q‖/‖∇C‖",
-        "s per epoch over μ = 0",
+        "training", "seeds", "accuracy, %", "minus μ = 0, points", "sharpness over μ = 0, training mode", "evaluation mode",
+        "‖μ∇q‖/‖∇C‖", "step over μ = 0", "step over SAM",
     ]  # fmt: skip
     about = (
-        "B = 0. q and the ratio of gradients: at the end of training, means over 8 batches, along the v of that row "
-        "(μ = 0 and SAM: K-FAC's)."
+        "B = 0. Differences and ratios (geometric means) are paired by seed, with 95 % t intervals in brackets. ‖μ∇q‖/‖∇C‖: at "
+        "the end of training, over 8 batches. Time of a step: medians, measured alternately in one process."
     )
-    return ["## c. Training with K-FAC's v and with the network's", "", about, "", *_table(head, rows)]
+    title = "## c and d. Training with K-FAC's v and with the network's; what it costs"
+    return [title, "", about, "", *_table(head, rows), "Of each seed:", "",
+            *_table(["training", "accuracy, %", "sharpness, training", "sharpness, evaluation"], each_seed)]  # fmt: skip
+
+
+def interval(values: list[float], form: str) -> str:
+    found = t_interval(values)
+    if found is None:
+        return format(values[0], form) if values else "–"
+    return f"{found.mean:{form}} ({found.low:{form}} to {found.high:{form}})"
 
 
 if __name__ == "__main__":

@@ -429,24 +429,34 @@ def _penalty(root: Path) -> list[str]:
         return ["## The flatness penalty", "", *_missing("flatness_penalty")]
     facts: dict[str, dict[str, float]] = {}
     for line in file.read_text().splitlines():
-        facts |= {name: value for name, value in json.loads(line).items() if name.startswith("c ")}
+        facts |= json.loads(line)
     made: dict[str, dict[int, dict[str, float]]] = {}
     for name, value in facts.items():
-        _, variant, seed = name.split(" ")
-        made.setdefault(variant, {})[int(seed)] = value
-    plain, rows = made.get("mu=0", {}), []
+        if name.startswith("c "):
+            _, variant, seed = name.split(" ")
+            made.setdefault(variant, {})[int(seed)] = value
+    plain, times, rows = made.get("mu=0", {}), facts.get("d", {}), []
     for variant, each in made.items():
         seeds = sorted(each.keys() & plain.keys())
-        ratio = t_interval([math.log(each[s]["training"] / plain[s]["training"]) for s in seeds])
         accuracy = t_interval([each[s]["metric"] - plain[s]["metric"] for s in seeds])
         rows.append([
             variant, str(len(seeds)),
-            "–" if ratio is None else f"{math.exp(ratio.mean):.2f} ({math.exp(ratio.low):.2f} to {math.exp(ratio.high):.2f})",
+            *(log_interval([each[s][mode] / plain[s][mode] for s in seeds]) for mode in ("training", "evaluation")),
             "–" if accuracy is None else f"{100 * accuracy.mean:+.2f} ({_range(accuracy)})",
+            *(f"{times[variant] / times[base]:.2f}" if {variant, base} <= times.keys() else "–" for base in ("mu=0", "sam")),
         ])  # fmt: skip
-    return ["## The flatness penalty", "", "Dense training; sharpness in training mode over that of μ = 0 (geometric mean) and "
-            "difference in accuracy, paired by seed, with 95 % t intervals.", "",
-            *_table("training | seeds | sharpness ratio | accuracy, points", rows)]  # fmt: skip
+    return ["## The flatness penalty", "", "Dense training; sharpness over that of μ = 0 (geometric mean) and difference in "
+            "accuracy, paired by seed, with 95 % t intervals; time of a training step.", "",
+            *_table("training | seeds | sharpness ratio, training mode | evaluation mode | accuracy, points | "
+                    "step over μ = 0 | step over SAM", rows)]  # fmt: skip
+
+
+def log_interval(ratios: Sequence[float]) -> str:
+    """The geometric mean with its 95 % interval."""
+    found = t_interval([math.log(ratio) for ratio in ratios])
+    if found is None:
+        return f"{ratios[0]:.2f}" if ratios else "–"
+    return f"{math.exp(found.mean):.2f} ({math.exp(found.low):.2f} to {math.exp(found.high):.2f})"
 
 
 def _paper(groups: Sequence[Group]) -> list[str]:

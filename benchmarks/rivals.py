@@ -14,6 +14,7 @@ fine-tuning is kept there too: the same command continues after an interruption.
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of hgnp run")
     parser.add_argument("--out", type=Path, default=Path("results/cifar10-rivals"))
     given = parser.parse_args()
+    if importlib.util.find_spec("torch_pruning") is None:  # before the warm-up is trained
+        parser.error("torch-pruning must be installed, got none; pip install --no-deps torch-pruning==1.6.1")
     for seed in map(int, given.seeds.split(",")):
         run([float(each) for each in given.keep.split(",")], seed, given)
 

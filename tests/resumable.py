@@ -48,6 +48,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "mu_warmup_epochs": 2,
         "refresh_every": 4,
     },
+    "every third": {"mu": 0.01, "bound": 0.0, "penalty_every": 3, "flatness": {"direction_over": "network"}},
     "hybrid": {
         "method": "hybrid",
         "threshold": 0.6,

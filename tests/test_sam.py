@@ -75,6 +75,36 @@ def test_the_gradient_is_that_at_the_worst_point_nearby(half: bool) -> None:
         assert torch.equal(after, twin(x))  # buffers saw one pass, the stream went on as after one, no copy is stale
 
 
+def test_small_gradients_do_not_underflow_in_the_ascent_of_float16() -> None:
+    torch.manual_seed(0)
+    net, x, y = (
+        nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
+        torch.randn(16, 6),
+        torch.randint(0, 3, (16,)),
+    )
+
+    def tiny(output: Tensor, target: Tensor) -> Tensor:
+        return 1e-7 * F.cross_entropy(output, target)  # its derivatives are below float16's smallest number
+
+    _, expected = written_out(copy.deepcopy(net), x, y, half=False)
+    executor = Eager(SAMStep(net, loss=tiny, rho=RHO), State(0.0, 0.0, Direction(net)))
+    with torch.autocast("cpu", torch.float16):
+        executor.backward(x, y, scale=torch.tensor(2.0**22))
+    for p, g in zip(net.parameters(), expected, strict=True):
+        assert p.grad is not None
+        assert g is not None
+        torch.testing.assert_close(p.grad / (2.0**22 * 1e-7), g, rtol=0.02, atol=0.01 * float(g.abs().max()))
+
+
+def test_an_ascent_that_overflows_leaves_a_gradient_that_a_scaler_skips() -> None:
+    net, x, y = nn.Linear(6, 3), torch.randn(16, 6), torch.randint(0, 3, (16,))
+    before = [p.detach().clone() for p in net.parameters()]
+    executor = Eager(SAMStep(net, rho=RHO), State(0.0, 0.0, Direction(net)))
+    executor.backward(x, y, scale=torch.tensor(math.inf))
+    assert not any(torch.isfinite(p.grad).all() for p in net.parameters() if p.grad is not None)
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+
+
 @pytest.mark.parametrize("rho", [0.0, -1.0, math.inf, math.nan, "x", None, True])
 def test_a_radius_that_is_no_positive_number_is_refused(rho: Any) -> None:
     with pytest.raises(ValueError, match=f"rho must be a finite number > 0, got {rho!r}"):

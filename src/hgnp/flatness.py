@@ -77,9 +77,11 @@ class Flatness:
             batch before.
         direction_over: "block": v is K-FAC's eigenvector of one layer. "network": the top eigenvector of the Gauss–Newton
             matrix of all trained parameters, by power iteration; each refresh is one product with it, from the last v.
-        refresh_every: with direction_from "last_batch", the number of steps between two refreshes of v. 1 by default;
-            `hgnp.Recipe`'s default is 8. Each call of `backward` or `loss` is a step: with gradient accumulation they are
-            micro-batches.
+        penalty_every: the penalty is part of every k-th step only, with the weight k·mu; the other steps are plain PyTorch
+            steps. On average over steps the gradient is that of L, at a fraction of the cost.
+        refresh_every: with direction_from "last_batch", the number of steps with the penalty between two refreshes of v. 1 by
+            default; `hgnp.Recipe`'s default is 8. Each call of `backward` or `loss` is a step: with gradient accumulation they
+            are micro-batches.
         skip_inactive: if the penalty is inactive in the first step along a new v, the steps until the next refresh are plain.
         group: the process group of data-parallel training, such as `torch.distributed.group.WORLD`: `net` is the plain module,
             which gets rank 0's weights, and `backward` leaves the gradient of the batches of all ranks in `.grad`
@@ -104,6 +106,7 @@ class Flatness:
         ranking: Ranking | None = None,
         gamma_from: GammaFrom | None = None,
         direction_over: DirectionOver | None = None,
+        penalty_every: int = 1,
         refresh_every: int = 1,
         skip_inactive: bool = False,
         group: "ProcessGroup | None" = None,
@@ -111,14 +114,15 @@ class Flatness:
         self._step, self._state = make_step(
             net, loss=loss, mu=mu, bound=bound, output=output, flatness=flatness, curvature=curvature, scaling=scaling,
             direction_from=direction_from, kfac_approx=kfac_approx, fisher_type=fisher_type, ranking=ranking,
-            gamma_from=gamma_from, direction_over=direction_over, refresh_every=refresh_every, skip_inactive=skip_inactive,
-            reducer=ranks_of(group, net),
+            gamma_from=gamma_from, direction_over=direction_over, penalty_every=penalty_every,
+            refresh_every=refresh_every, skip_inactive=skip_inactive, reducer=ranks_of(group, net),
         )  # fmt: skip
         broadcast_networks(self._step.reducer, net)
         self._eager = Eager(self._step, self._state)
 
     def backward(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
-        """Adds scale·∇(C + μ·max(0, q − B)) to `.grad` and returns C, which is not scaled.
+        """Adds scale·∇(C + μ·max(0, q − B)) to `.grad` and returns C, which is not scaled. With penalty_every=k it is
+        scale·∇(C + k·μ·max(0, q − B)) in every k-th step, from the first on, and scale·∇C in the others.
 
         Args:
             inputs: what the network takes: a tensor, a tuple or list (positional) or a dictionary (keywords).
@@ -226,8 +230,8 @@ class Flatness:
         return "\n".join([head, *(f"  {name}: {route}" for name, route in self.routes.items())])
 
     def state_dict(self) -> dict[str, Any]:
-        """Eigenpairs, the chosen block, the generator of sampled labels, the age of v and whether steps skip the penalty:
-        tensors, strings, numbers and None."""
+        """Eigenpairs, the chosen block, the generator of sampled labels, the age of v, steps since the penalty was due and
+        whether steps skip it: tensors, strings, numbers and None."""
         return self._step.state_dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

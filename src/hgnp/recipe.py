@@ -74,8 +74,11 @@ class Recipe:
         mu_warmup_epochs: Epochs over which μ rises linearly from 0, counted from the start or from the hybrid's switch.
         bound: The bound B: curvature up to B is not penalised.
         flatness: "default", "paper", or a mapping of `Flatness`'s named choices, such as {"curvature": "hessian"}.
-        refresh_every: Steps between two refreshes of the penalised direction v. None: 8 if v comes from the last batch, 2 with
-            direction_over="network", 1 with direction_from="this_batch". (`Flatness` itself refreshes every step by default.)
+        penalty_every: k: the penalty is part of every k-th training step only, with k times the weight. Its mean over steps is
+            the same, and the other steps cost as much as plain ones.
+        refresh_every: Steps with the penalty between two refreshes of the penalised direction v. None: 8 if v comes from the
+            last batch, 2 with direction_over="network" (1 if `penalty_every` is 2 or more), 1 with
+            direction_from="this_batch". (`Flatness` itself refreshes every step by default.)
         skip_inactive: Whether the flatness penalty is skipped until the next refresh if it is inactive (curvature within the
             bound) in the first step along a new v. None: True if v comes from the last batch, False with
             direction_from="this_batch".
@@ -131,6 +134,7 @@ class Recipe:
     mu_warmup_epochs: int = 0
     bound: float = 0.5
     flatness: Bundle | Mapping[str, str] = "default"
+    penalty_every: int = 1
     refresh_every: int | None = None
     skip_inactive: bool | None = None
     rho: float = 0.05
@@ -188,11 +192,6 @@ class Recipe:
             raise InputError(
                 f"threshold must be None with method {self.method!r}, got {self.threshold!r}; only 'hybrid' switches"
             )
-        if self.precision == "fp16" and self.method == "sam":
-            raise InputError(
-                "precision must be 'bf16', 'float32' or 'auto' with method 'sam', whose step needs unscaled gradients, "
-                "got 'fp16'"
-            )
 
     def uses_penalty(self, kept: float) -> bool:
         """Whether training and scores use the flatness penalty when this fraction of the parameters is left."""
@@ -228,7 +227,9 @@ class Recipe:
         bundle, choices = self.flatness_choices
         chosen = choose(bundle, **choices)
         lagged = chosen.direction_from == "last_batch"
-        every = (2 if chosen.direction_over == "network" else 8) if lagged else 1
+        every = 8 if lagged else 1
+        if chosen.direction_over == "network":
+            every = 2 if self.penalty_every == 1 else 1
         return dataclasses.replace(
             self,
             refresh_every=self.refresh_every or every,
@@ -314,6 +315,7 @@ _CHECKS: dict[str, tuple[str, Any]] = {  # field → what must hold, in words an
     "mu_warmup_epochs": _EPOCHS,
     "bound": ("a finite number", _number),
     "flatness": ("'default', 'paper' or a mapping of named choices", lambda value: isinstance(value, str | Mapping)),
+    "penalty_every": _COUNT,
     "refresh_every": _or_none(_COUNT),
     "skip_inactive": _or_none(_FLAG),
     "rho": _RATE,

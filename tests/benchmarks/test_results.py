@@ -92,3 +92,25 @@ def test_held_out_accuracies_are_not_among_those_of_the_test_set(tmp_path: Path)
         assert f"| {results.VGG} ({setting}), taylor, κ 5 % |" in after
         assert f"({setting})" not in before
     assert {series.label for series in drawn[0].series} == {"VGG-16, others", "ResNet-18, others"}
+
+
+def test_the_penalty_s_records_become_paired_ratios(tmp_path: Path) -> None:
+    def run(metric: float, training: float, evaluation: float) -> dict[str, float]:
+        return {"metric": metric, "training": training, "evaluation": evaluation}
+
+    facts = {
+        "a": {}, "d": {"mu=0": 2.0, "sam": 4.0, "network-0.03-every-4": 3.0},
+        "c mu=0 0": run(0.90, 4.0, 50.0), "c mu=0 1": run(0.92, 8.0, 50.0),
+        "c network-0.03-every-4 0": run(0.91, 2.0, 40.0), "c network-0.03-every-4 1": run(0.92, 4.0, 40.0),
+        "c sam 0": run(0.90, 2.0, 25.0),
+    }  # fmt: skip
+    file = tmp_path / "flatness_penalty" / "records.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(json.dumps({name: value}) + "\n" for name, value in facts.items()))
+    page, _ = results.page(tmp_path, tmp_path / "results.md", "")
+    # t(0.975, 1) = 12.7062; differences of 1 and 0 points: half-width 12.7062 * 0.7071 / sqrt(2)
+    assert (
+        "| network-0.03-every-4 | 2 | 0.50 (0.50 to 0.50) | 0.80 (0.80 to 0.80) | +0.50 (-5.85 to +6.85) | 1.50 | 0.75 |"
+        in page
+    )
+    assert "| sam | 1 | 0.50 | 0.50 | – | 2.00 | 1.00 |" in page

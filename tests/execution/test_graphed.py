@@ -65,6 +65,9 @@ def trained(stood_in: bool, choices: dict[str, Any]) -> tuple[Any, ...]:
         },
         {"mu": 0.05, "bound": 0.3, "flatness": "paper"},
         {"mu": 0.05, "bound": 0.6, "refresh_every": 2, "skip_inactive": True, "direction_over": "network"},
+        {"mu": 0.05, "bound": 0.0, "penalty_every": 3, "direction_over": "network"},
+        {"mu": 0.05, "bound": 0.2, "penalty_every": 2, "refresh_every": 2},
+        {"mu": 0.05, "bound": 0.3, "penalty_every": 2, "flatness": "paper"},
     ],
     ids=lambda choices: "-".join(map(str, choices.values())),
 )
@@ -79,7 +82,7 @@ def test_graphed_and_eager_steps_have_the_same_trajectory(
     if choices["mu"]:
         assert [(rested, block) for rested, block, *_ in seen] == [(rested, block) for rested, block, *_ in also_seen]
         assert [q for *_, q, _ in seen] == pytest.approx([q for *_, q, _ in also_seen], rel=1e-7, nan_ok=True)
-        assert any(rested for rested, *_ in seen) is choices.get("skip_inactive", False)
+        assert any(rested for rested, *_ in seen) is ("skip_inactive" in choices or "penalty_every" in choices)
 
 
 def test_a_scale_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,7 @@ def trained(captured: bool, dropout: float = 0.0, **choices: Any) -> tuple[nn.Mo
         {"mu": 0.05, "bound": 0.03, "direction_from": "this_batch"},
         {"mu": 0.05, "bound": 0.0, "flatness": "paper"},
         {"mu": 0.05, "bound": 0.0, "refresh_every": 2, "direction_over": "network"},
+        {"mu": 0.05, "bound": 0.0, "penalty_every": 3, "direction_over": "network"},
         {"mu": 0.05, "bound": 0.0, "scaling": "scale_invariant", "kfac_approx": "expand", "ranking": "empirical"},
     ],
     ids=lambda choices: "-".join(map(str, choices.values())),

@@ -125,6 +125,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "default": {},
     "refresh_every": {"refresh_every": 2, "skip_inactive": True},
     "inactive": {"refresh_every": 3, "skip_inactive": True, "bound": 1e3},
+    "penalty_every": {"penalty_every": 2, "refresh_every": 2},
     "paper": {"flatness": "paper"},
     "this_batch": {"direction_from": "this_batch"},
     "hessian": {"curvature": "hessian"},
@@ -142,7 +143,7 @@ def test_steps_of_ranks_are_the_steps_of_the_joint_batch(choices: str, norm: boo
     want = compare(norm, "labels", shares, make)
     assert want["q"]
     assert all(q.abs() > 1e-3 for q in want["q"])
-    assert (choices == "inactive") is any(not plan.penalty for plan in want["plans"])
+    assert (choices in ("inactive", "penalty_every")) is any(not plan.penalty for plan in want["plans"])
 
 
 def test_the_network_s_product_is_summed_over_ranks() -> None:
@@ -229,6 +230,7 @@ GRAPHED: dict[str, Callable[..., tuple[Step, State]]] = {
     "bound": partial(make_step, mu=0.1, bound=0.45, refresh_every=2),
     "skips": partial(make_step, mu=0.1, bound=0.45, refresh_every=2, skip_inactive=True),
     "network": partial(make_step, mu=0.1, bound=0.0, direction_over="network", refresh_every=2),
+    "network, every other step": partial(make_step, mu=0.1, bound=0.0, direction_over="network", penalty_every=2),
     "SAM": sam,
 }
 

@@ -115,6 +115,12 @@ def test_gradients_are_clipped(method: str) -> None:
     assert max(norms) <= 0.01001
 
 
+@pytest.mark.parametrize("method", ["hgnp", "sam"])
+def test_runs_in_float16_train(method: str) -> None:
+    history = hgnp.prune(made(), *loaders(), recipe=recipe(keep=1.0, method=method, precision="fp16")).history
+    assert history[-1]["loss"] < history[0]["loss"]
+
+
 def test_clipping_does_not_see_the_gradients_of_earlier_steps() -> None:
     """Not those of parameters that the optimizer does not train either."""
     net = made()

@@ -47,13 +47,15 @@ class SAMStep(Step):
         return {"rho": self.rho}
 
     def plain(self, state: State, inputs: Any, target: Any, *, scale: Number = 1.0) -> None:
-        """Dropout masks are the same in both passes, and buffers see the first alone."""
+        """Dropout masks are the same in both passes, and buffers see the first alone. Both gradients are scaled: in half
+        precision either would underflow. The ascent goes by its direction alone; if it is not finite, neither is the gradient
+        in the end, and a GradScaler skips the step."""
         parameters = [p for p in self.net.parameters() if p.requires_grad]
         # hooks get the gradient that is left in .grad, not this one
         with preserve_rng(*parameters), without_tensor_hooks(parameters):
             self.forward(state, inputs, target)
             assert state.current is not None
-            ascent = torch.autograd.grad(state.current.loss, parameters, materialize_grads=True)
+            ascent = torch.autograd.grad(state.current.loss * scale, parameters, materialize_grads=True)
         before = self._perturb(parameters, ascent)
         torch.clear_autocast_cache()  # which holds half-precision copies of the parameters as they were
         try:

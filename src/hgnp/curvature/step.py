@@ -16,7 +16,7 @@ eigenvector of the whole network's Gauss–Newton matrix instead: a refresh is t
     refresh                    moments, old eigenpairs → eigenpairs, block                   the set of blocks; each product F·x
                                                                                              of all blocks in one buffer; the
                                                                                              block is rank 0's
-    advance                    plan → age of v, whether steps skip the penalty               –
+    advance                    plan → age of v, when the penalty is due or skipped           –
     plain                      `forward` and `backward_and_refresh` of a plain PyTorch step  as these
     in the paper's order:
     backward_loss_and_refresh  `backward_and_refresh` of w·C alone                           as there
@@ -34,6 +34,9 @@ With lagged v (direction_from="last_batch"):
 In the paper's order (direction_from="this_batch") v comes from the batch that is penalised:
 
     plan, share, prepare, forward, backward_loss_and_refresh, tangents, decide, backward_penalty, advance
+
+With penalty_every=k the penalty is due in the first of every k steps, weighted by k·μ; the others are plain, and neither age v
+nor refresh it.
 
 A step with neither penalty nor refresh, and one of SAM (`hgnp.curvature.sam`):
 
@@ -156,8 +159,10 @@ class State:
     direction: AnyDirection
     generator: torch.Generator | None = None
     """Of sampled labels (fisher_type="mc"), so that the training's own random numbers are left alone."""
+    since_penalty: int = 0
+    """Steps since the last one that the penalty was due in; 0: it is due (`penalty_every`)."""
     age: int = 0
-    """Steps since the last refresh."""
+    """Steps since the last refresh, without those that the penalty is not due in."""
     skipping: bool = False
     """Whether the penalty was inactive along this v, so that steps are plain until the next refresh."""
     first_q: HostScalar | None = None
@@ -244,6 +249,7 @@ class Step:
         loss: Loss = F.cross_entropy,
         output: Output | None = None,
         choices: Choices,
+        penalty_every: int = 1,
         refresh_every: int = 1,
         skip_inactive: bool = False,
         reducer: Reducer = LOCAL,
@@ -251,8 +257,8 @@ class Step:
         self.net, self.loss, self.output, self.choices, self.reducer = net, loss, output, choices, reducer
         self.lagged = choices.direction_from == "last_batch"
         """Whether a step penalises along the v of the batch before."""
-        _check_schedule(refresh_every, skip_inactive, lagged=self.lagged)
-        self._refresh_every, self._skip_inactive = refresh_every, skip_inactive
+        _check_schedule(penalty_every, refresh_every, skip_inactive, lagged=self.lagged)
+        self.penalty_every, self._refresh_every, self._skip_inactive = penalty_every, refresh_every, skip_inactive
         self._loss_curvature = loss_curvature(loss)
         self.passes = Passes(
             net, loss, output, gauss_newton=choices.curvature == "ggn",
@@ -263,10 +269,17 @@ class Step:
 
     def plan(self, state: State) -> Plan:
         """What the next step does. Waits for the first q along this v, if that is on its way."""
+        if not state.mu or state.since_penalty:
+            state.plan = PLAIN
+            return PLAIN
         self._update_skipping(state)
         due = not self.lagged or state.age + 1 >= self._refresh_every
-        state.plan = Plan(penalty=not state.skipping, refresh=due) if state.mu else PLAIN
+        state.plan = Plan(penalty=not state.skipping, refresh=due)
         return state.plan
+
+    def penalty_weight(self, state: State) -> float:
+        """μ of a step that has the penalty: times `penalty_every`, so that the mean over steps has μ."""
+        return state.mu * self.penalty_every
 
     def share(self, state: State, inputs: Any, target: Any) -> None:
         """n and w of this rank's batch."""
@@ -420,6 +433,9 @@ class Step:
     def advance(self, state: State) -> None:
         """After a step: how old v is, and whether steps along it are plain until the next refresh."""
         if not state.mu:
+            return
+        since, state.since_penalty = state.since_penalty, (state.since_penalty + 1) % self.penalty_every
+        if since:  # a plain step: v is as it was
             return
         if state.plan.refresh:
             state.age, state.skipping = 0, False
@@ -621,16 +637,22 @@ class Step:
     # Checkpoints
 
     def state_dict(self, state: State) -> dict[str, Any]:
-        """Eigenpairs, the chosen block, the generator of sampled labels, the age of v and whether steps skip the penalty:
-        tensors, strings, numbers and None."""
+        """Eigenpairs, the chosen block, the generator of sampled labels, the age of v, steps since the penalty was due and
+        whether steps skip it: tensors, strings, numbers and None."""
         self._update_skipping(state)
         generator = None if state.generator is None else state.generator.get_state()
-        return state.direction.state_dict() | {"generator": generator, "age": state.age, "skipping": state.skipping}
+        return state.direction.state_dict() | {
+            "generator": generator,
+            "since_penalty": state.since_penalty,
+            "age": state.age,
+            "skipping": state.skipping,
+        }
 
     def load_state_dict(self, state: State, stored: Mapping[str, Any]) -> None:
         if missing := self.state_dict(state).keys() - (stored if isinstance(stored, Mapping) else {}):
             raise InputError(f"state must come from state_dict(), got one without {', '.join(sorted(missing))}")
         state.direction.load_state_dict(stored)
+        state.since_penalty = stored["since_penalty"] % self.penalty_every
         state.age, state.skipping, state.first_q, state.generator = stored["age"], stored["skipping"], None, None
         if stored["generator"] is not None:
             self._generator(state, next(self.net.parameters()).device).set_state(stored["generator"])
@@ -646,6 +668,7 @@ def make_step(
     output: Output | None = None,
     flatness: str = "default",
     curvature: str | None = None,
+    penalty_every: int = 1,
     refresh_every: int = 1,
     skip_inactive: bool = False,
     reducer: Reducer = LOCAL,
@@ -665,8 +688,8 @@ def make_step(
     chosen = choose(flatness, curvature=curvature, **choices)
     check_network(net, flatten=mu > 0)
     step = Step(
-        net, loss=loss, output=output, choices=chosen, refresh_every=refresh_every, skip_inactive=skip_inactive,
-        reducer=reducer,
+        net, loss=loss, output=output, choices=chosen, penalty_every=penalty_every, refresh_every=refresh_every,
+        skip_inactive=skip_inactive, reducer=reducer,
     )  # fmt: skip
     direction = NetworkDirection(net) if chosen.direction_over == "network" else Direction(net)
     state = State(float(mu), float(bound), direction)
@@ -674,9 +697,10 @@ def make_step(
     return step, state
 
 
-def _check_schedule(refresh_every: int, skip_inactive: bool, *, lagged: bool) -> None:
-    if isinstance(refresh_every, bool) or not isinstance(refresh_every, int) or refresh_every < 1:
-        raise InputError(f"refresh_every must be an integer ≥ 1, got {refresh_every!r}")
+def _check_schedule(penalty_every: int, refresh_every: int, skip_inactive: bool, *, lagged: bool) -> None:
+    for name, every in (("penalty_every", penalty_every), ("refresh_every", refresh_every)):
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise InputError(f"{name} must be an integer ≥ 1, got {every!r}")
     if not isinstance(skip_inactive, bool):
         raise InputError(f"skip_inactive must be True or False, got {skip_inactive!r}")
     if refresh_every > 1 and not lagged:

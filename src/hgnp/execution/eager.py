@@ -66,14 +66,16 @@ class Eager:
                     step.forward(state, inputs, target)  # C, and q along the v of the last batch
                     step.decide(state)
                     active = plan.penalty and self._wait_for_active()
-                    step.backward_and_refresh(state, target, mu=state.mu, scale=scale, active=active)
+                    step.backward_and_refresh(state, target, mu=step.penalty_weight(state), scale=scale, active=active)
                 else:
                     step.prepare(state, inputs, target, scale=scale)
                     step.forward(state, inputs, target)  # C
                     step.backward_loss_and_refresh(state, target, scale=scale)  # v
                     step.tangents(state, inputs, target)  # q along that v
                     step.decide(state)
-                    step.backward_penalty(state, mu=state.mu, scale=scale, active=self._wait_for_active())
+                    step.backward_penalty(
+                        state, mu=step.penalty_weight(state), scale=scale, active=self._wait_for_active()
+                    )
             step.advance(state)
         finally:
             state.release()
@@ -110,9 +112,9 @@ class Eager:
             step.decide(state)
             active = plan.penalty and state.active()
             if plan.refresh:
-                step.refresh(state, target, mu=state.mu, scale=scale, active=active)
+                step.refresh(state, target, mu=step.penalty_weight(state), scale=scale, active=active)
             step.advance(state)
-            return step.total(state, mu=state.mu, active=active)
+            return step.total(state, mu=step.penalty_weight(state), active=active)
         finally:
             state.release()
 

@@ -122,9 +122,9 @@ class Graphed:
         step.share(state, *batch)
         if state.weight is not None:
             state.weight = self._weight.copy_(state.weight)
-        if self._known_mu != state.mu:
-            self._known_mu = state.mu
-            self._mu.fill_(state.mu)
+        if self._known_mu != (mu := step.penalty_weight(state)):
+            self._known_mu = mu
+            self._mu.fill_(mu)
         self._sync_eigenpairs()  # before a graph is looked up: a layer that no batch called before drops all graphs
         try:
             if plan == PLAIN:

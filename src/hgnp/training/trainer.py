@@ -117,7 +117,8 @@ class Trainer:
         device: torch.device,
         accumulate: int = 1,
     ) -> None:
-        self.net, self.state, self.optimizer, self.recipe, self.device = step.net, state, optimizer, recipe, device
+        self.step, self.net, self.state = step, step.net, state
+        self.optimizer, self.recipe, self.device = optimizer, recipe, device
         self.precision = precision_on(recipe, device)
         graphs = device.type == "cuda" and recipe.execution != "eager" and self.precision != "fp16"
         self.executor = make_executor(step, state, self._precision, graphs=graphs)
@@ -207,6 +208,7 @@ class Trainer:
         """The gradient of one batch, and its part in the step's mean where that takes several."""
         executor, state = self.executor, self.state
         executor.zero_grad()
+        due = state.mu > 0 and not state.since_penalty
         scale: float | Tensor = 1.0
         if self.scaler is not None:
             scale = self.scaler.scale(torch.ones((), device=self.device))
@@ -220,12 +222,12 @@ class Trainer:
                 f"{len(statistics.losses)}; use drop_last=True or another batch size"
             ) from error
         statistics.losses.append(loss)
-        if state.mu > 0 and not state.plan.penalty:
+        if due and not state.plan.penalty:
             statistics.skipped += 1
-        elif state.mu > 0 and state.statistics is not None:
+        elif due and state.statistics is not None:
             statistics.radii.append(state.statistics.penalized.radius)
             statistics.curvatures.append(state.statistics.curvature)
-            statistics.mus.append(state.mu)
+            statistics.mus.append(self.step.penalty_weight(state))
             statistics.blocks[state.statistics.penalized.block.name] += 1
         if self.accumulate > 1:
             self._mean.add(*batch)
@@ -276,6 +278,7 @@ def make_steps(net: nn.Module, task: Task, recipe: Recipe, reducer: Reducer = LO
         bound=recipe.bound,
         output=task.output,
         flatness=bundle,
+        penalty_every=recipe.penalty_every,
         refresh_every=recipe.refresh_every,
         skip_inactive=recipe.skip_inactive,
         reducer=reducer,

@@ -22,7 +22,7 @@ SAME = frozenset(
     repeat_interleave contiguous clone mean sum neg roll flip __getitem__ chunk split unbind select narrow index_select
     view_as reshape_as avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
     upsample interpolate pixel_shuffle pixel_unshuffle channel_shuffle unfold fold cumsum tril triu diagonal float
-    double half bfloat16 to type_as gather""".split()  # noqa: SIM905
+    double half bfloat16 to type type_as gather""".split()  # noqa: SIM905
 )
 SUMS = frozenset("add sub __rsub__ subtract cat concat concatenate stack hstack vstack diff".split())  # noqa: SIM905
 SELECTIONS = frozenset(
@@ -43,7 +43,7 @@ PASSIVE = frozenset(
     """dim size numel nelement stride is_contiguous is_floating_point is_complex get_device element_size data_ptr
     __len__ __bool__ __repr__ __format__ __hash__ item tolist detach argmax argmin argsort eq ne lt gt le ge isnan isinf
     isfinite bool long int short logical_not logical_and logical_or sign zeros_like ones_like empty_like full_like
-    rand_like randn_like new_zeros new_ones new_empty new_full new_tensor type register_hook retain_grad
+    rand_like randn_like new_zeros new_ones new_empty new_full new_tensor register_hook retain_grad
     is_same_size is_set_to __contains__ nonzero count_nonzero bernoulli multinomial _set_grad_enabled requires_grad_
     record_stream is_pinned is_shared is_nonzero is_inference is_conj is_neg ndimension numpy has_names""".split()  # noqa: SIM905
 )

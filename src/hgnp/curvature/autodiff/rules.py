@@ -60,6 +60,8 @@ def same(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
         if out.is_floating_point():
             mode.record(out, func(tangent, *args[1:], **kwargs))
         return out
+    if isinstance(out, str):  # x.type() names the type, x.type(dtype) converts
+        return out
     for x, t in zip(out, func(tangent, *args[1:], **kwargs), strict=True):
         mode.record(x, t)
     return out

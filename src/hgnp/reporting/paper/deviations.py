@@ -85,11 +85,11 @@ def penalty(run: Run) -> str:
     """ "literal", "fast" (as the presets of that name have it) or "other"; "" for a method without the penalty."""
     if not _has_penalty(run):
         return ""
-    refresh = (run.recipe.get("refresh_every"), run.recipe.get("skip_inactive"))
+    steps = (run.recipe.get("penalty_every", 1), run.recipe.get("refresh_every"), run.recipe.get("skip_inactive"))
     chosen = choices_of(recipe_of(run))
-    if chosen == BUNDLES["paper"] and refresh == (1, False):
+    if chosen == BUNDLES["paper"] and steps == (1, 1, False):
         return "literal"
-    return "fast" if chosen == FAST and refresh == (8, True) else "other"
+    return "fast" if chosen == FAST and steps == (1, 8, True) else "other"
 
 
 def schedule(experiment: PaperExperiment, run: Run) -> str:
@@ -169,6 +169,8 @@ def _penalty(run: Run) -> list[Deviation]:
         if (value := getattr(chosen, field.name)) in CHOICES[field.name]
     ]
     every, skip = run.recipe.get("refresh_every"), run.recipe.get("skip_inactive")
+    if (penalized := run.recipe.get("penalty_every", 1)) != 1:
+        words.append(f"in one of {penalized} steps, with {penalized} times the weight")
     if every != 1:
         words.append(f"v refreshed every {every} steps")
     if skip:
