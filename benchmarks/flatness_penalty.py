@@ -327,6 +327,10 @@ def settings(given: argparse.Namespace) -> dict[str, Any]:
     return base | {path: yaml.safe_load(text) for path, _, text in (each.partition("=") for each in given.set)}
 
 
+def seeds_of(given: argparse.Namespace) -> range:
+    return range(given.first_seed, given.first_seed + given.seeds)
+
+
 def folder_of(given: argparse.Namespace, name: str, seed: int) -> Path:
     folder: Path = given.work / f"dense-{name.replace('=', '')}-{seed}"
     return folder
@@ -348,7 +352,7 @@ def study(given: argparse.Namespace, seed: int, names: list[str]) -> None:
     plan = {
         "networks": [{"config": given.preset, "name": "dense", "set": settings(given)}],
         "methods": {name.replace("=", ""): {"set": changes} for name, changes in VARIANTS.items()},
-        "seeds": max(given.seeds, seed + 1),
+        "seeds": seed + 1,
     }
     write(file, yaml.safe_dump(plan, sort_keys=False))
     options = {
@@ -398,7 +402,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of hgnp run, for every run")
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--epochs", type=int, default=24)
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--parts", default="abcd")
     parser.add_argument("--repeats", type=int, default=15, help="of part d")
@@ -416,7 +421,7 @@ def main() -> None:
     batches = training_samples(prepare(configuration(given, {})), given.samples)
     if "d" in given.parts:  # first, while nothing else runs
         records.once("d", lambda: step_times(given, list(VARIANTS), batches))
-    for seed in range(given.seeds):
+    for seed in seeds_of(given):
         missing = [name for name in names if f"c {name} {seed}" not in records.facts] if "c" in given.parts else []
         if missing:
             (study if given.jobs else train)(given, seed, missing)
@@ -508,7 +513,7 @@ def _steps(facts: dict[str, Any], given: argparse.Namespace) -> list[str]:
 def _trained(facts: dict[str, Any], given: argparse.Namespace) -> list[str]:
     made: dict[str, dict[int, dict[str, float]]] = {}
     for name in VARIANTS:
-        seeds = {seed: facts[f"c {name} {seed}"] for seed in range(given.seeds) if f"c {name} {seed}" in facts}
+        seeds = {seed: facts[f"c {name} {seed}"] for seed in seeds_of(given) if f"c {name} {seed}" in facts}
         if seeds:
             made[name] = seeds
     plain, times, rows, each_seed = made.get("mu=0", {}), facts.get("d", {}), [], []
