@@ -207,7 +207,7 @@ def steps(epochs: Trainer, batches: Iterable[tuple[Any, Any]], count: int, *, fi
             direction.choice = BlockChoice.known(find_blocks(epochs.net)[0])
 
     return epochs.train(
-        itertools.islice(batches, count), steps=count, epoch=0, rate=None, mu=lambda _: mu, before_step=before_step,
+        itertools.islice(batches, count), total=count, epoch=0, rate=None, mu=lambda _: mu, before_step=before_step,
         show=lambda *_: None,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import hgnp
 from hgnp.curvature.autodiff.passes import Pass
-from hgnp.curvature.step import State, Statistics
+from hgnp.curvature.step import State, StepStatistics
 from hgnp.execution import graphed as graphed_module
 from hgnp.execution.captured import Captured, Versions
 from hgnp.execution.graphed import Graphed
@@ -122,7 +122,7 @@ class Again:
             parameter.grad = grad
 
 
-def _tensors(statistics: Statistics | None) -> list[Tensor]:
+def _tensors(statistics: StepStatistics | None) -> list[Tensor]:
     assert statistics is not None
     penalized = statistics.penalized
     return [statistics.curvature, penalized.radius, penalized.residuals, *penalized.vectors]

@@ -19,7 +19,7 @@ ROW: dict[str, Any] = {
 
 def play(progress: Progress, row: dict[str, Any], left: float | None) -> None:
     progress.start(INFO)
-    progress.step(2, 1, 21, 0.5)
+    progress.batch(2, 1, 21, 0.5)
     progress.epoch(row, left)
     progress.note("the page was [written]")
     progress.stop()

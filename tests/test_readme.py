@@ -67,7 +67,7 @@ TABLE = [
 
 
 def test_the_table_of_results_is_that_of_the_runs() -> None:
-    table = README[README.index("| network | recipe |") :].splitlines()[2 : 2 + len(TABLE)]
+    table = README[README.index("| network | preset |") :].splitlines()[2 : 2 + len(TABLE)]
     for row, (folder, name, method, snapshot) in zip(table, TABLE, strict=True):
         files = sorted((ROOT / "results" / folder).glob(f"{name}-{method}-[0-9]/result.json"))
         runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]

@@ -53,7 +53,7 @@ def test_a_default_step_enters_the_files_that_contributing_lists() -> None:
 
     def train(batches: list[Any]) -> Any:
         return epochs.train(
-            batches, steps=len(batches), epoch=0, rate=None, mu=lambda share: 1e-3, before_step=lambda batch: None,
+            batches, total=len(batches), epoch=0, rate=None, mu=lambda share: 1e-3, before_step=lambda batch: None,
             after_step=lambda number: False,
             show=lambda *_: None,
         )  # fmt: skip

@@ -194,7 +194,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(method: str, tmp_path: Path) ->
                 state.net.out.weight.mul_(math.inf)
 
     with pytest.raises(
-        hgnp.DivergedError, match=r"the loss is nan in epoch 2, step 0; the last good checkpoint is .*, after 2"
+        hgnp.DivergedError, match=r"the loss is nan in epoch 2, batch 0; the last good checkpoint is .*, after 2"
     ):
         hgnp.prune(made(), *loaders(), recipe=good, out=tmp_path / "run", on_epoch=explode)
     with pytest.raises(

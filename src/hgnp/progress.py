@@ -11,12 +11,12 @@ from rich.progress import Progress as Bars
 
 
 class Progress(Protocol):
-    """Receives a run's progress in this order: start, then steps and epochs, with notes anywhere, then stop."""
+    """Receives a run's progress in this order: start, then batches and epochs, with notes anywhere, then stop."""
 
     def start(self, info: Mapping[str, Any]) -> None:
         """`info`: the content of run.json, with `epochs_done` and `out`."""
 
-    def step(self, epoch: int, step: int, steps: int | None, loss: float | None) -> None:
+    def batch(self, epoch: int, batch: int, batches: int | None, loss: float | None) -> None:
         """Called at most a few times per second."""
 
     def epoch(self, row: Mapping[str, Any], left: float | None) -> None:
@@ -32,7 +32,7 @@ class SilentProgress:
 
     def start(self, info: Mapping[str, Any]) -> None: ...
 
-    def step(self, epoch: int, step: int, steps: int | None, loss: float | None) -> None: ...
+    def batch(self, epoch: int, batch: int, batches: int | None, loss: float | None) -> None: ...
 
     def epoch(self, row: Mapping[str, Any], left: float | None) -> None: ...
 
@@ -62,7 +62,7 @@ class LineProgress(SilentProgress):
 
 
 class BarProgress(SilentProgress):
-    """A bar over the epoch's steps, with the figures of the last epoch; on stderr, so that stdout stays clean."""
+    """A bar over the epoch's batches, with the figures of the last epoch; on stderr, so that stdout stays clean."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._bars = Bars(
@@ -82,9 +82,9 @@ class BarProgress(SilentProgress):
         self._task = self._bars.add_task(f"epoch {info.get('epochs_done', 0)}", total=None, figures="")
         self._bars.start()
 
-    def step(self, epoch: int, step: int, steps: int | None, loss: float | None) -> None:
+    def batch(self, epoch: int, batch: int, batches: int | None, loss: float | None) -> None:
         shown = "" if loss is None else f"loss {loss:.4f}  "
-        self._show(f"epoch {epoch}", step, steps, shown + self._last)
+        self._show(f"epoch {epoch}", batch, batches, shown + self._last)
 
     def epoch(self, row: Mapping[str, Any], left: float | None) -> None:
         known = [f"{name} {value}" for name, value in epoch_figures(row, self._metric) if name != "loss"]
@@ -97,9 +97,9 @@ class BarProgress(SilentProgress):
     def stop(self) -> None:
         self._bars.stop()
 
-    def _show(self, description: str, step: int, steps: int | None, text: str) -> None:
+    def _show(self, description: str, batch: int, batches: int | None, text: str) -> None:
         if self._task is not None:
-            self._bars.update(self._task, description=description, completed=step, total=steps, figures=text)
+            self._bars.update(self._task, description=description, completed=batch, total=batches, figures=text)
 
 
 def opening_line(info: Mapping[str, Any]) -> str:

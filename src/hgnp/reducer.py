@@ -23,7 +23,8 @@ class Reducer:
     ranks = 1
     rank = 0
     sync_norms = False
-    """Whether BatchNorm takes its statistics from the samples of all ranks."""
+    """Whether BatchNorm takes its statistics from the samples of all ranks. No option sets it: with it, tests compare networks
+    with BatchNorm on several ranks with one process."""
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each tensor summed over the ranks, in one buffer per dtype. The sums of several ranks are detached: they have no

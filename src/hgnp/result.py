@@ -118,7 +118,7 @@ class Result:
         latency: How `latency_ms` was measured: batch, threads, device, repeats; None if it was not.
         seconds: Time of all epochs.
         parts: 1, plus one for each time the run was resumed.
-        stopped: Why the run ended before its target, if it did.
+        stopped: Why the run ended early, if it did.
         out: The run's folder, if it has one.
         snapshots: One for each value of `recipe.snapshots` that the run reached, from large κ to small.
     """

@@ -247,16 +247,16 @@ def _sum(
     inputs, target, pair = batch
     v = None if block is None else state.direction.along(block, pair)
     x = next(tensors_in(inputs))
-    gamma = _open_gates(x, samples_in(inputs) if per_sample else 1, gates)
+    gate_values = _open_gates(x, samples_in(inputs) if per_sample else 1, gates)
     objective = gates.run(
         as_inputs(inputs),
-        lambda: step.objective(state, inputs, target, mu=mu, direction=v, within=gated(gates, gamma)),
+        lambda: step.objective(state, inputs, target, mu=mu, direction=v, within=gated(gates, gate_values)),
     )
     if objective.penalty is None or not capturing():
-        gradient = _gradient(objective.value(), gamma)
+        gradient = _gradient(objective.value(), gate_values)
     else:  # a graph cannot ask the host; masked after the derivative, which may be infinite: 0·∞ is NaN
-        gradient = _gradient(objective.loss, gamma, retain_graph=True)
-        penalty = _gradient(objective.penalty, gamma)
+        gradient = _gradient(objective.loss, gate_values, retain_graph=True)
+        penalty = _gradient(objective.penalty, gate_values)
         assert objective.active is not None
         gradient = gradient + torch.where(objective.active, penalty, 0.0)
     delta = gradient * state.samples  # summed over the batch this is N times its mean
@@ -316,9 +316,9 @@ def _open_gates(x: Tensor, samples: int, gates: Gates) -> Tensor:
     return torch.ones(samples, gates.count, dtype=dtype, device=x.device, requires_grad=True)
 
 
-def _gradient(value: Tensor, gamma: Tensor, *, retain_graph: bool = False) -> Tensor:
+def _gradient(value: Tensor, gate_values: Tensor, *, retain_graph: bool = False) -> Tensor:
     try:
-        (gradient,) = torch.autograd.grad(value, gamma, retain_graph=retain_graph, materialize_grads=True)
+        (gradient,) = torch.autograd.grad(value, gate_values, retain_graph=retain_graph, materialize_grads=True)
     except CheckpointError as error:
         raise InputError(
             "net must run without activation checkpointing in evaluation mode, got a checkpointed part, which would run again "
@@ -331,18 +331,18 @@ def _samples_come_first(step: Step, gates: Gates, inputs: Any, x: Tensor) -> boo
     """Whether closing a sample's gates changes that sample alone: samples come first in every tensor that they do not share,
     and do not mix."""
     n = samples_in(inputs)
-    gamma = _open_gates(x, n, gates)
+    gate_values = _open_gates(x, n, gates)
     come_first = 0.0
 
     def forward() -> Any:
-        with gated(gates, gamma):
+        with gated(gates, gate_values):
             return run(step.net, inputs, output=step.output)
 
     try:
         z = [each for each in tensors_in(gates.run(as_inputs(inputs), forward)) if each.requires_grad]
         if z and all(each.shape[:1] == (n,) for each in z):
             total = torch.stack([each[n // 2 :].sum() for each in z]).sum()
-            of_others = _gradient(total, gamma)[: n // 2].index_fill(1, gates.shared(), 0)
+            of_others = _gradient(total, gate_values)[: n // 2].index_fill(1, gates.shared(), 0)
             come_first = float(not bool(of_others.any()))
     except SampleDimensionError:
         pass

@@ -57,7 +57,7 @@ def every_kind() -> list[Any]:
 
 def random_starts(factors: Sequence[Any]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    made = [torch.randn(f.entries, f.side, generator=generator, dtype=torch.double) for f in factors]
+    made = [torch.randn(f.groups, f.side, generator=generator, dtype=torch.double) for f in factors]
     return [start / start.norm(dim=1, keepdim=True) for start in made]
 
 
@@ -207,7 +207,7 @@ def test_small_and_large_factors_keep_their_pair_and_residual_in_single_precisio
     inputs = size * torch.randn(4, 2, 5, 6, generator=generator)
     conv = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
     for factor in (rows, Dense(rows.dense()), Patches([inputs], [conv], torch.Size([1, 2, 3, 3]), 1, 4.0, False)):
-        start = torch.nn.functional.normalize(torch.randn(factor.entries, factor.side, generator=generator))
+        start = torch.nn.functional.normalize(torch.randn(factor.groups, factor.side, generator=generator))
         for _ in range(2):  # the second time the direction is all but exact
             (pair,) = top_of_each([factor], [start], cold=not isinstance(factor, Patches))
             F, v = factor.dense().double(), pair.vector.double()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hgnp.curvature.step import Statistics, make_step
+from hgnp.curvature.step import StepStatistics, make_step
 from hgnp.execution.eager import Eager
 
 
@@ -21,8 +21,8 @@ def test_the_next_batch_is_fetched_before_the_host_waits_for_q(
     autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
     eager = Eager(*make_step(net, bound=-1.0, direction_from=direction_from), autocast)
     order: list[Any] = []
-    q = Statistics.q.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(Statistics, "q", property(lambda statistics: order.append("q") or q(statistics)))
+    q = StepStatistics.q.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(StepStatistics, "q", property(lambda statistics: order.append("q") or q(statistics)))
 
     def fetch() -> None:
         assert not torch.is_autocast_enabled("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphed_cases import Net, Stand, prepared, replays, stand_in
-from hgnp.curvature.step import Statistics, make_step
+from hgnp.curvature.step import StepStatistics, make_step
 from hgnp.execution.graphed import Graphed
 from hgnp.execution.graphs import shape_key
 from hgnp.training.data import Prefetcher
@@ -51,8 +51,8 @@ def test_the_next_batch_is_fetched_before_the_host_waits(direction_from: str, mo
     batches = [(torch.randn(12, 3, 6, 6).double(), torch.randint(0, 5, (12,))) for _ in range(6)]
     _, graphed, _ = prepared(Net().double(), bound=-1.0, direction_from=direction_from)
     order: list[str] = []
-    q = Statistics.q.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(Statistics, "q", property(lambda seen: order.append("q") or q(seen)))
+    q = StepStatistics.q.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(StepStatistics, "q", property(lambda seen: order.append("q") or q(seen)))
     ahead = Prefetcher(batches)
 
     def fetch() -> Any:

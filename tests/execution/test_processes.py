@@ -173,7 +173,7 @@ def test_a_loss_that_diverges_on_one_rank_ends_all(two: list[Any], joint: dict[A
     want = joint.get(("default", 0)) or run_case("default", 1)
     for rank, place in zip(two, ("the last good checkpoint is ", "rank 0 names the last good checkpoint"), strict=True):
         line = rank["failures"]["diverged"]
-        assert line.startswith(f"DivergedError: the loss is nan in epoch 2, step 1; {place}")
+        assert line.startswith(f"DivergedError: the loss is nan in epoch 2, batch 1; {place}")
         assert len(line.splitlines()) == 1
         torch.testing.assert_close(rank["failures"]["after divergence"], want, **CLOSE)
     assert two[0]["failures"]["seconds"] < 60

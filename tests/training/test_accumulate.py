@@ -106,7 +106,7 @@ def test_batches_from_graphs_are_accumulated_too(monkeypatch: pytest.MonkeyPatch
             Stand.graphed = trainer.executor = Graphed(step, state)
         for epoch in range(3):
             seen = trainer.train(
-                data(*SIZES), steps=6, epoch=epoch, rate=None, mu=lambda _: 0.3, before_step=lambda _: None,
+                data(*SIZES), total=6, epoch=epoch, rate=None, mu=lambda _: 0.3, before_step=lambda _: None,
                 show=lambda *_: None,
             )  # fmt: skip
         assert len(seen.losses) == 6

@@ -178,7 +178,7 @@ def test_a_batch_whose_labels_are_all_ignored_is_named_as_the_cause_of_a_nan_los
     with pytest.raises(hgnp.DivergedError) as caught:
         hgnp.prune(made(), batches, recipe=recipe(method=method))
     assert str(caught.value) == (
-        "the loss is nan in epoch 0, step 1; there is no checkpoint, as out is not set; all weights are finite; leave out "
+        "the loss is nan in epoch 0, batch 1; there is no checkpoint, as out is not set; all weights are finite; leave out "
         "batches in which every label is ignored (ignore_index=-100)"
     )
 

@@ -26,7 +26,8 @@ class Choices:
         direction_from: The v of the batch before (one pass), or of this batch (two passes, the paper's order).
         kfac_approx: How Ψ and Γ treat output positions.
         fisher_type: Γ from the batch's labels, or from labels drawn from the network's own output.
-        ranking: The block with the largest λ^Ψ λ^Γ, or with the largest empirical quotient along its v.
+        ranking: The block with the largest λ^Ψ λ^Γ, or with the largest Rayleigh quotient vᵀFv, F its empirical
+            Fisher matrix.
         gamma_from: Γ from the derivatives of C, or of L = C + μ·max(0, q − B) along the v of the batch before.
         direction_over: K-FAC's eigenvector of one block, or that of the Gauss–Newton matrix over all trained parameters, by
             power iteration.

@@ -114,7 +114,7 @@ def _groups(factors: Sequence[Factor], starts: Sequence[Tensor]) -> Iterator[lis
     alike: dict[Any, list[tuple[int, int, int]]] = defaultdict(list)
     for number, (factor, start) in enumerate(zip(factors, starts, strict=True)):
         key = isinstance(factor, Patches), factor.side <= SMALL, factor.warm, start.dtype
-        alike[key].append((factor.side, factor.entries, number))
+        alike[key].append((factor.side, factor.groups, number))
     for part in alike.values():
         part.sort(reverse=True)
         taken: list[tuple[int, int, int]] = []
@@ -131,7 +131,7 @@ def _solver(factors: Sequence[Factor], starts: Sequence[Tensor], cold: bool) -> 
     """The top eigenpairs of one group of factors."""
     start = _padded(starts)
     parts = list(merged(factors, start.shape[1]))
-    fallback = _arbitrary(tuple((factor.entries, factor.side) for factor in factors), start.dtype, start.device)
+    fallback = _arbitrary(tuple((factor.groups, factor.side) for factor in factors), start.dtype, start.device)
     begin = unit(start + MIXED_IN * fallback) if cold else start
     if isinstance(factors[0], Patches) or factors[0].side > SMALL:
         ritz = yield from _ritz(partial(_product, parts), begin, COLD_PRODUCTS if cold else factors[0].warm, cold)
@@ -153,7 +153,7 @@ def _product(parts: Sequence[Factor], x: Tensor) -> Tensor:
     y = torch.zeros_like(x)
     streams, entry = SideStreams(), 0
     for part in parts:
-        mine = slice(entry, entry := entry + part.entries), slice(part.side)
+        mine = slice(entry, entry := entry + part.groups), slice(part.side)
         with streams.fork():  # a copy: other side streams may get a product's own memory once it is released
             y[mine] = part.product(x[mine].contiguous())
     streams.join()
@@ -168,8 +168,8 @@ def _dense(parts: Sequence[Factor], like: Tensor) -> Tensor:
     streams, entry = SideStreams(), 0
     for part in parts:
         with streams.fork():
-            out[entry : entry + part.entries, : part.side, : part.side] = part.dense()
-        entry += part.entries
+            out[entry : entry + part.groups, : part.side, : part.side] = part.dense()
+        entry += part.groups
     streams.join()
     return out
 
@@ -237,7 +237,7 @@ def _padded(vectors: Sequence[Tensor]) -> Tensor:
 def _split(factors: Sequence[Factor], v: Tensor, value: Tensor, residual: Tensor) -> Iterator[Eigenpair]:
     entry = 0
     for factor in factors:
-        mine = slice(entry, entry := entry + factor.entries)
+        mine = slice(entry, entry := entry + factor.groups)
         yield Eigenpair(value[mine], v[mine, : factor.side].contiguous(), residual[mine])
 
 

@@ -28,8 +28,8 @@ from hgnp.curvature.kernels.support import kernels
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MERGED_ROWS = 512  # the most rows of a factor that are copied into one tensor with those of others
-FEW = 128  # entries of a patch, of all groups
-WARM = 8  # products from a warm start, except for `Patches`
+FEW_PATCH_ENTRIES = 128  # entries of a patch, of all groups
+WARM_PRODUCTS = 8  # products from a warm start, except for `Patches`
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ class Factor(Protocol):
         """Products from a warm start: by the layer alone, whatever the batch, the device and the ranks."""
 
     @property
-    def entries(self) -> int:
+    def groups(self) -> int:
         """G; a factor that is merged of several has the groups of all."""
 
     @property
@@ -127,14 +127,14 @@ def unit(x: Tensor) -> Tensor:
 class Rows:
     """RᵀR/count with R the rows, each with a 1 appended where `bias`."""
 
-    warm = WARM
+    warm = WARM_PRODUCTS
 
     rows: Tensor  # (G, R, side without bias)
     count: float
     bias: bool = False
 
     @property
-    def entries(self) -> int:
+    def groups(self) -> int:
         return self.rows.shape[0]
 
     @property
@@ -164,13 +164,13 @@ class Rows:
 class Dense:
     """A factor small enough to be held, matrix/count: Γ of a layer with more positions than outputs."""
 
-    warm = WARM
+    warm = WARM_PRODUCTS
 
     matrix: Tensor  # (G, side, side)
     count: float = 1.0
 
     @property
-    def entries(self) -> int:
+    def groups(self) -> int:
         return self.matrix.shape[0]
 
     @property
@@ -198,17 +198,13 @@ class Patches:
     bias: bool
 
     @property
-    def entries(self) -> int:
-        return self.groups
-
-    @property
     def side(self) -> int:
         return self.kernel[1:].numel() + self.bias
 
     @property
     def warm(self) -> int:
         """A product reads all inputs twice, which is cheap only if they are few."""
-        return 5 if self.groups * self.side <= FEW else 2
+        return 5 if self.groups * self.side <= FEW_PATCH_ENTRIES else 2
 
     def product(self, x: Tensor) -> Tensor:
         total: Tensor | None = None
@@ -267,8 +263,8 @@ def merged(factors: Sequence[Factor], side: int) -> Iterator[Factor]:
 def _padded_rows(factors: Sequence[Any], side: int) -> Tensor:
     """R/√count of each, with the 1 of a bias in it."""
     like = factors[0].rows
-    out = like.new_zeros(sum(factor.entries for factor in factors), like.shape[1], side)
-    for mine, factor in zip(out.split([factor.entries for factor in factors]), factors, strict=True):
+    out = like.new_zeros(sum(factor.groups for factor in factors), like.shape[1], side)
+    for mine, factor in zip(out.split([factor.groups for factor in factors]), factors, strict=True):
         root, width = math.sqrt(factor.count), factor.rows.shape[2]
         torch.div(factor.rows, root, out=mine[:, :, :width])
         if factor.bias:
@@ -277,8 +273,8 @@ def _padded_rows(factors: Sequence[Any], side: int) -> Tensor:
 
 
 def _padded_matrices(factors: Sequence[Any], side: int) -> Tensor:
-    out = factors[0].matrix.new_zeros(sum(factor.entries for factor in factors), side, side)
-    for mine, factor in zip(out.split([factor.entries for factor in factors]), factors, strict=True):
+    out = factors[0].matrix.new_zeros(sum(factor.groups for factor in factors), side, side)
+    for mine, factor in zip(out.split([factor.groups for factor in factors]), factors, strict=True):
         torch.div(factor.matrix, factor.count, out=mine[:, : factor.side, : factor.side])
     return out
 

@@ -110,7 +110,7 @@ class PenalizedDirection:
 
 
 @dataclass(frozen=True)
-class Statistics:
+class StepStatistics:
     """What a step penalised. Its numbers are still on the device."""
 
     penalized: PenalizedDirection
@@ -119,7 +119,7 @@ class Statistics:
     sent: HostScalar | None = None
     """q on its way to the host, if it was sent there."""
 
-    def sending(self) -> "Statistics":
+    def sending(self) -> "StepStatistics":
         """The same, with q on its way."""
         return self if self.sent is not None else dataclasses.replace(self, sent=HostScalar.of(self.curvature))
 
@@ -188,7 +188,7 @@ class State:
     """Whether C's gradient is in `.grad` already (paper's order)."""
     loss: Tensor | None = None
     """w·C, detached; from `decide` on that of all ranks."""
-    statistics: Statistics | None = None
+    statistics: StepStatistics | None = None
     """Of the last step that took q."""
 
     @property
@@ -347,7 +347,7 @@ class Step:
             state.loss, *q = self.reducer.sum([torch.stack([x.double() for x in own])])[0]
             if q:
                 assert state.statistics is not None
-                state.statistics = Statistics(state.statistics.penalized, q[0])
+                state.statistics = StepStatistics(state.statistics.penalized, q[0])
         if state.plan.penalty:
             assert state.statistics is not None
             state.statistics = state.statistics.sending()
@@ -519,7 +519,7 @@ class Step:
         state.loss = current.loss.detach()
         if current.q is not None:
             assert state.penalized is not None
-            state.statistics = Statistics(state.penalized, current.q.detach())
+            state.statistics = StepStatistics(state.penalized, current.q.detach())
 
     def _penalized_pass(
         self, direction: AnyDirection, state: State, inputs: Any, target: Any, **how: Any
@@ -686,7 +686,7 @@ def make_step(
             )
         curvature = "hessian"
     chosen = choose(flatness, curvature=curvature, **choices)
-    check_network(net, flatten=mu > 0)
+    check_network(net, penalized=mu > 0)
     step = Step(
         net, loss=loss, output=output, choices=chosen, penalty_every=penalty_every, refresh_every=refresh_every,
         skip_inactive=skip_inactive, reducer=reducer,

@@ -42,11 +42,11 @@ def check_bound(bound: Any) -> None:
         raise InputError(f"bound must be a finite number, got {bound!r}")
 
 
-def check_network(net: nn.Module, *, flatten: bool) -> None:
-    """That PyTorch shows the network's operations and, with `flatten`, that there is a block to flatten."""
+def check_network(net: nn.Module, *, penalized: bool) -> None:
+    """That PyTorch shows the network's operations and, with `penalized`, that there is a block to penalise."""
     if not isinstance(net, nn.Module):
         raise InputError(f"net must be an nn.Module, got {type(net).__name__}")
-    if flatten and not find_blocks(net):
+    if penalized and not find_blocks(net):
         raise InputError("net must have a Linear or Conv1d/2d/3d layer with a trained weight, got none")
     check_not_parallel(net)
     for name, layer in net.named_modules():

@@ -13,7 +13,7 @@ from hgnp.curvature.autodiff.passes import Pass
 from hgnp.curvature.device import HostScalar
 from hgnp.curvature.direction import BlockChoice, KroneckerEigenpair
 from hgnp.curvature.network_direction import AnyDirection, NetworkVector
-from hgnp.curvature.step import Plan, State, Statistics
+from hgnp.curvature.step import Plan, State, StepStatistics
 from hgnp.execution.graphs import GraphSequence, refill
 from hgnp.execution.optimizer import Gradients
 
@@ -57,7 +57,7 @@ class Captured:
     batch: Any
     loss: Tensor | None
     grads: Gradients
-    statistics: Statistics | None
+    statistics: StepStatistics | None
     choice: BlockChoice | None
     """The next block, on the device."""
     taped: Pass | None
@@ -89,14 +89,14 @@ class Captured:
         return None if self.loss is None else self.loss.clone()
 
     @staticmethod
-    def _copy_statistics(statistics: Statistics, send: bool) -> Statistics:
+    def _copy_statistics(statistics: StepStatistics, send: bool) -> StepStatistics:
         """Copies of them, the numbers by one kernel, since other graphs reuse this memory. With `send`, q's copy to the host
         starts first."""
         penalized, curvature = statistics.penalized, statistics.curvature
         sent = HostScalar.of(curvature) if send else None
         radius, residuals, q = torch._foreach_mul((penalized.radius, penalized.residuals, curvature), 1)
         vectors = [part.clone() for part in penalized.vectors]
-        return Statistics(replace(penalized, vectors=vectors, radius=radius, residuals=residuals), q, sent)
+        return StepStatistics(replace(penalized, vectors=vectors, radius=radius, residuals=residuals), q, sent)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class StudyNetwork:
 
 @dataclass(frozen=True)
 class StudyMethod:
-    """A column of the study: `hgnp run` with `--method` (if any) and `--set`."""
+    """One method of a study: `hgnp run` with `--method` (if any) and `--set`."""
 
     name: str
     method: str | None

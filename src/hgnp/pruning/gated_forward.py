@@ -115,12 +115,16 @@ def extend_history(history: int, module: str, name: str) -> int:
 
 
 @contextmanager
-def gated_forward(net: nn.Module, path: GatedPath, gamma: Tensor) -> Iterator[None]:
+def gated_forward(net: nn.Module, path: GatedPath, gate_values: Tensor) -> Iterator[None]:
     """Inside the block, one forward pass takes the path and multiplies every neuron by its gate. PathError if
     it takes another path.
 
-    `gamma` is (samples, units), or (1, units) for gates that all samples share."""
-    with ModuleCallTracker(net) as module_calls, visible_operators(), _GateMode(net, path, module_calls, gamma) as mode:
+    `gate_values` is (samples, units), or (1, units) for gates that all samples share."""
+    with (
+        ModuleCallTracker(net) as module_calls,
+        visible_operators(),
+        _GateMode(net, path, module_calls, gate_values) as mode,
+    ):
         try:
             yield
             if mode.error is not None:  # the network's own code has caught it and continued without gates
@@ -130,10 +134,10 @@ def gated_forward(net: nn.Module, path: GatedPath, gamma: Tensor) -> Iterator[No
 
 
 class _GateMode(TorchFunctionMode):
-    def __init__(self, net: nn.Module, path: GatedPath, module_calls: ModuleCallTracker, gamma: Tensor) -> None:
+    def __init__(self, net: nn.Module, path: GatedPath, module_calls: ModuleCallTracker, gate_values: Tensor) -> None:
         super().__init__()
         self._net, self._path, self._module_calls = net, path, module_calls
-        self._gamma = torch.cat([gamma, gamma.new_ones(gamma.shape[0], 1)], 1)
+        self._gate_values = torch.cat([gate_values, gate_values.new_ones(gate_values.shape[0], 1)], 1)
         self._done: Counter[ModuleCall] = Counter()
         self._history = 0
         self._names: dict[int, str] | None = None
@@ -165,7 +169,7 @@ class _GateMode(TorchFunctionMode):
             return result
         self._done[module_call] += 1
         self._history = extend_history(self._history, module_call.module, name)
-        if call.gated_arguments and self._gamma.requires_grad and not torch.is_grad_enabled():
+        if call.gated_arguments and self._gate_values.requires_grad and not torch.is_grad_enabled():
             raise InputError(
                 f"{module_call.module or 'the forward pass'} must run with gradients while neurons are scored, got "
                 "torch.no_grad or a reentrant checkpoint; enable gradients there, or protect the layers that it reads"
@@ -236,7 +240,7 @@ class _GateMode(TorchFunctionMode):
 
     def _gate(self, leaf: Tensor, placement: GatePlacement) -> Tensor:
         units = placement.units
-        gate = self._gamma.to(leaf.dtype)[:, units.flatten().to(leaf.device)]  # (samples, entries)
+        gate = self._gate_values.to(leaf.dtype)[:, units.flatten().to(leaf.device)]  # (samples, entries)
         if placement.shared:
             gate = gate.mean(0, keepdim=True)
         samples = gate.shape[0]

@@ -116,11 +116,11 @@ class Gates:
         return forward()
 
 
-def gated(gates: Gates, gamma: Tensor) -> AbstractContextManager[None]:
+def gated(gates: Gates, gate_values: Tensor) -> AbstractContextManager[None]:
     """Inside the block, one forward pass multiplies every neuron by its gate.
 
-    `gamma` is (samples, units), or (1, units) for gates that all samples share."""
-    return gated_forward(gates.structure.net, gates.paths[0], gamma)
+    `gate_values` is (samples, units), or (1, units) for gates that all samples share."""
+    return gated_forward(gates.structure.net, gates.paths[0], gate_values)
 
 
 def find_gates(

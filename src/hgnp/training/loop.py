@@ -253,9 +253,9 @@ class TrainingLoop:
 
         try:
             statistics = self.trainer.train(
-                batches, steps=train.count, epoch=run.epoch, rate=None if recipe.schedule == "constant" else rate, mu=run.mu,
+                batches, total=train.count, epoch=run.epoch, rate=None if recipe.schedule == "constant" else rate, mu=run.mu,
                 before_batch=before_batch, before_step=before_step, after_step=after_step,
-                show=lambda step, loss: self.progress.step(run.epoch, step, train.count, loss),
+                show=lambda batch, loss: self.progress.batch(run.epoch, batch, train.count, loss),
             )  # fmt: skip
         except DivergedError as error:
             raise DivergedError(f"{error}; {self._last_checkpoint()}; {self._divergence_hint()}") from None

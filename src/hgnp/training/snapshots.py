@@ -56,7 +56,7 @@ class SnapshotProgress:
 
     def __init__(self, outer: Progress, name: str) -> None:
         self._outer, self._name = outer, name
-        self.step, self.epoch = outer.step, outer.epoch
+        self.batch, self.epoch = outer.batch, outer.epoch
 
     def start(self, info: Mapping[str, Any]) -> None:
         self._outer.note(f"{self._name}: resumes after {info['epochs_done']} epochs")

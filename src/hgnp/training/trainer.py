@@ -22,7 +22,7 @@ from hgnp.reducer import LOCAL, Reducer
 from hgnp.training.data import Prefetcher
 from hgnp.training.task import Task
 
-CHECK_EVERY = 32  # steps; reading the losses waits for the device
+CHECK_EVERY = 32  # batches; reading the losses waits for the device
 SHOW_EVERY = 0.2  # seconds
 
 
@@ -136,7 +136,7 @@ class Trainer:
         self,
         batches: Iterable[tuple[Any, Any]],
         *,
-        steps: int | None,
+        total: int | None,
         epoch: int,
         rate: Callable[[float], float] | None,
         mu: Callable[[float], float],
@@ -145,9 +145,10 @@ class Trainer:
         before_batch: Callable[[tuple[Any, Any]], None] = lambda _: None,
         after_step: Callable[[int], bool] = lambda _: False,
     ) -> EpochStatistics:
-        """One pass over `batches`, which ends early once `after_step` returns True. `rate` and `mu` are functions of the
-        progress in the epoch, from 0 to 1. The last step takes the batches that are left, if fewer than `accumulate`.
-        `before_batch` gets every batch, `before_step` the first of each step."""
+        """One pass over `batches`, `total` of them if that is known, which ends early once `after_step` returns True.
+
+        `rate` and `mu` are functions of the progress in the epoch, from 0 to 1. The last step takes the batches that are left,
+        if fewer than `accumulate`. `before_batch` gets every batch, `before_step` the first of each step."""
         self.net.train()
         ahead = Prefetcher(batches)
         self.executor.begin_epoch()
@@ -173,7 +174,7 @@ class Trainer:
                     before_step(batch)
                 start += time.perf_counter() - paused
                 if not pending:
-                    progress = number / steps if steps else 0.0
+                    progress = number / total if total else 0.0
                     if rate is not None:
                         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
                             group["lr"] = peak * rate(progress)
@@ -260,7 +261,7 @@ class Trainer:
         values = torch.stack([loss.double() for loss in statistics.losses[statistics.checked :]]).tolist()
         for offset, value in enumerate(values):
             if not math.isfinite(value):
-                raise DivergedError(f"the loss is {value} in epoch {epoch}, step {statistics.checked + offset}")
+                raise DivergedError(f"the loss is {value} in epoch {epoch}, batch {statistics.checked + offset}")
         statistics.checked = len(statistics.losses)
 
 

@@ -201,7 +201,7 @@ class Passes:
     def _mode(
         self, block: Block | WholeNetwork, tangents: ParameterTangents, observer: LayerObserver | None
     ) -> GaussNewton | Hessian:
-        if not self._carries(block):
+        if not self._uses_gauss_newton(block):
             return Hessian(tangents, observer=observer, reducer=self._reducer)
         assert self._loss_curvature is not None
         return GaussNewton(tangents, self._loss_curvature, observer=observer, reducer=self._reducer)
@@ -235,7 +235,7 @@ class Passes:
                     "mu=0"
                 )
 
-    def _carries(self, block: Block | WholeNetwork) -> bool:
+    def _uses_gauss_newton(self, block: Block | WholeNetwork) -> bool:
         """Whether q along the block is Gauss–Newton's. Where that was asked for and an operation hides the block's tangent, it
         is the Hessian's: v may move to such a block late in a run, and an error would then lose the run's work."""
         hidden = self._hidden.get(self.net.training, {}).get(block.name)

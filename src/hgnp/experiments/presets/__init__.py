@@ -1,4 +1,5 @@
-"""Configurations that come with hgnp: the demo, the paper's four experiments (literal, fast and short) and its ablations.
+"""Configurations that come with hgnp: the demo, the paper's four experiments (literal, fast and short) and its
+ablations, and our best recipes.
 
 A preset may `extend` another: its own keys override those of the other, in mappings such as `recipe` key by key.
 """
