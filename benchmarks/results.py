@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from scipy import stats
 
 from hgnp.io import runs
@@ -121,12 +122,15 @@ class Entry:
 
 
 def entries(root: Path) -> list[Entry]:
-    """Every finished run below `root`; a run's study is its folder's parent."""
+    """Every finished run on CIFAR-10 below `root`; a run's study is its folder's parent."""
     found = []
     for file in sorted(root.rglob("result.json")):
         if "snapshots" in file.parts or not (file.parent / "run.json").is_file():
             continue
         run = runs.read(file.parent)
+        config = file.parent / "config.yaml"
+        if config.is_file() and yaml.safe_load(config.read_text(encoding="utf-8"))["data"] != "cifar10":
+            continue
         assert run.result is not None
         after, start = run.result["after"], run.info["at_start"]
         if after["metric"] is None:
@@ -185,7 +189,9 @@ def grouped(found: Sequence[Entry]) -> list[Group]:
     for entry in found:
         for point in entry.points:
             key = entry.study, entry.network, entry.method, point.asked
-            made.setdefault(key, {})[entry.seed] = point
+            if entry.seed in made.setdefault(key, {}):
+                raise ValueError(f"two runs of {', '.join(map(str, key))} have seed {entry.seed}")
+            made[key][entry.seed] = point
             full[key] = entry.full
     return [Group(*key, points, full[key]) for key, points in made.items()]
 
@@ -463,8 +469,11 @@ def _paper(groups: Sequence[Group]) -> list[str]:
     here = [group for group in groups if group.study not in ("cifar10-best", "cifar10-rivals", "flatness_penalty")]
     if not here:
         return []
-    return ["## The paper's schedule", "", "`hgnp paper results/paper` compares these with the paper's own numbers.", "",
-            *_table(HEAD, [_row(group) for group in here])]  # fmt: skip
+    about = (
+        "`hgnp paper results/paper` compares these with the paper's own numbers. Snapshots of these runs have what the round "
+        "that passed their κ had left (column κ); later versions of hgnp stop at κ itself."
+    )
+    return ["## The paper's schedule", "", about, "", *_table(HEAD, [_row(group) for group in here])]
 
 
 def _holdout(groups: Sequence[Group]) -> list[str]:

@@ -83,6 +83,17 @@ def test_the_page_has_each_seed_and_names_what_is_missing(tmp_path: Path) -> Non
     assert {series.label for series in drawn[0].series} >= {"VGG-16, others", "ResNet-18, others"}
 
 
+def test_runs_on_other_data_are_left_out_and_two_runs_of_one_seed_are_refused(tmp_path: Path) -> None:
+    root = tmp_path / "results"
+    flowers = write_run(root / "paper" / "flowers", name="alexnet", method="hgnp", keep=0.05)
+    (flowers / "config.yaml").write_text("data: flowers102\n")
+    assert results.entries(root) == []
+    for ablation in ("a", "b"):
+        write_run(root / "paper" / ablation, name=results.VGG, method="hgnp", keep=0.05)
+    with pytest.raises(ValueError, match=r"two runs of paper, vgg16-cifar10-best, hgnp, 0\.05 have seed 0"):
+        results.grouped(results.entries(root))
+
+
 def test_held_out_accuracies_are_not_among_those_of_the_test_set(tmp_path: Path) -> None:
     for setting in ("long", "short"):
         write_run(tmp_path / "results" / "holdout" / setting, name=results.VGG, method="taylor", keep=0.05)
