@@ -21,8 +21,7 @@ WEIGHT_NAMES = (
 
 
 def integer_attributes(module: nn.Module) -> dict[str, int]:
-    """The integers among the attributes of `module`: "heads" is one, "shape.2" is one inside a tuple. PyTorch's own modules have
-    none."""
+    """The integers among the attributes of `module`, as "heads", or as "shape.2" inside a tuple. PyTorch's own modules have none."""
     if type(module).__module__.startswith("torch.nn."):
         return {}
     found = {key: value for key, value in vars(module).items() if type(value) is int}
