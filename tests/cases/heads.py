@@ -73,21 +73,21 @@ def grouped_query_heads() -> nn.Module:
 
 
 class FixedHeads(nn.Module):
-    """The number of heads is fixed, their width is not: queries and keys, and values, lose the same position of every head."""
+    """The code fixes two heads, not their width: queries and keys, and values, lose the same position of every head."""
 
-    def __init__(self, width: int, heads: int, head_dim: int) -> None:
+    def __init__(self, width: int, head_dim: int) -> None:
         super().__init__()
-        self.q, self.k, self.v = (nn.Linear(width, heads * head_dim) for _ in range(3))
-        self.proj, self._heads = nn.Linear(heads * head_dim, width), (heads, -1)
+        self.q, self.k, self.v = (nn.Linear(width, 2 * head_dim) for _ in range(3))
+        self.proj = nn.Linear(2 * head_dim, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, self._heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (layer(x).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         return self.proj(((q @ k.mT * 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 @case("attn.proj", "out", example=lambda: tokens(6))
 def fixed_heads() -> nn.Module:
-    return transformer(FixedHeads(6, heads=2, head_dim=4))
+    return transformer(FixedHeads(6, head_dim=4))
 
 
 class GroupedConvolutionHeads(nn.Module):

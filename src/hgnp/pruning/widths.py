@@ -21,7 +21,7 @@ WEIGHT_NAMES = (
 
 
 def integer_attributes(module: nn.Module) -> dict[str, int]:
-    """The integers among the attributes of `module`, as "heads", or as "shape.2" inside a tuple. PyTorch's own modules have none."""
+    """The integers among the attributes of `module`, as "heads", or as "shape.2" in a tuple. PyTorch's own have none."""
     if type(module).__module__.startswith("torch.nn."):
         return {}
     found = {key: value for key, value in vars(module).items() if type(value) is int}
