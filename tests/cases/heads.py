@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cases.case import Net, case, conv, head, tokens
+from cases.case import Net, case, conv, head, image, tokens
 
 
 class FusedHeads(nn.Module):
@@ -73,21 +73,21 @@ def grouped_query_heads() -> nn.Module:
 
 
 class FixedHeads(nn.Module):
-    """The number of heads is fixed, their width is not: queries and keys, and values, lose the same position of every head."""
+    """The code fixes two heads, not their width: queries and keys, and values, lose the same position of every head."""
 
-    def __init__(self, width: int, heads: int, head_dim: int) -> None:
+    def __init__(self, width: int, head_dim: int) -> None:
         super().__init__()
-        self.q, self.k, self.v = (nn.Linear(width, heads * head_dim) for _ in range(3))
-        self.proj, self._heads = nn.Linear(heads * head_dim, width), (heads, -1)
+        self.q, self.k, self.v = (nn.Linear(width, 2 * head_dim) for _ in range(3))
+        self.proj = nn.Linear(2 * head_dim, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, self._heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (layer(x).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         return self.proj(((q @ k.mT * 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 @case("attn.proj", "out", example=lambda: tokens(6))
 def fixed_heads() -> nn.Module:
-    return transformer(FixedHeads(6, heads=2, head_dim=4))
+    return transformer(FixedHeads(6, head_dim=4))
 
 
 class GroupedConvolutionHeads(nn.Module):
@@ -155,6 +155,44 @@ class PositionBiasHeads(nn.Module):
 @case("1", in_heads=["0.q", "0.kv", "0.bias.2"], example=lambda: tokens(6))
 def position_bias_heads() -> nn.Module:
     return nn.Sequential(PositionBiasHeads(6, heads=3, head_dim=2, length=5), nn.Linear(6, 3))
+
+
+class PositionTable(nn.Module):
+    """A learned bias of each head; a tuple states the shape. Only its method is called, not its forward."""
+
+    index: Tensor
+
+    def __init__(self, heads: int, length: int) -> None:
+        super().__init__()
+        self.shape = (length, length, heads)
+        self.table = nn.Parameter(torch.randn(2 * length - 1, heads))
+        self.register_buffer("index", (torch.arange(length)[:, None] - torch.arange(length) + length - 1).flatten())
+
+    def bias(self) -> Tensor:
+        return self.table[self.index].view(self.shape).permute(2, 0, 1)
+
+
+class ConvolutionHeads(nn.Module):
+    """Queries, keys and values of a head follow each other in one convolution, as in CoAtNet."""
+
+    def __init__(self, width: int, num_heads: int, head_dim: int, length: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.units = num_heads, head_dim, num_heads
+        self.qkv, self.proj = conv(width, 3 * num_heads * head_dim, 1), conv(num_heads * head_dim, width, 1)
+        self.position = PositionTable(num_heads, length)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, _, h, w = x.shape
+        q, k, v = self.qkv(x).view(b, self.num_heads, 3 * self.head_dim, -1).chunk(3, 2)
+        x = F.scaled_dot_product_attention(q.mT, k.mT, v.mT, attn_mask=self.position.bias())
+        return self.proj(x.mT.reshape(b, -1, h, w))  # type: ignore[no-any-return]
+
+
+@case("0.proj", "2.proj", "4.2", in_heads=["0.qkv", "2.qkv"], example=lambda: image(side=2))
+def convolution_heads() -> nn.Module:
+    """As many heads as positions in the second one."""
+    first, second = ConvolutionHeads(3, 3, 2, length=4), ConvolutionHeads(3, 4, 2, length=4)
+    return nn.Sequential(first, nn.GroupNorm(1, 3), second, nn.GroupNorm(1, 3), head(3))
 
 
 class LearnedQueries(nn.Module):

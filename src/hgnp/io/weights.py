@@ -22,7 +22,7 @@ from hgnp.pruning.config import update_config
 from hgnp.pruning.graph import tensors_of
 from hgnp.pruning.surgery import Change, commit, replace_data, set_attributes
 from hgnp.pruning.validation import check_net
-from hgnp.pruning.widths import stated_widths
+from hgnp.pruning.widths import integer_attributes, stated_widths, with_integers
 
 FORMAT = 1
 FILE = "model.safetensors"
@@ -79,7 +79,7 @@ def describe(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "format": FORMAT,
         "class": type(net).__qualname__,
         "modules": {name: [type(m).__qualname__, _widths(m)] for name, m in net.named_modules()},
-        "counts": {name: counts for name, m in net.named_modules() if (counts := _counts(m))},
+        "counts": {name: counts for name, m in net.named_modules() if (counts := integer_attributes(m))},
         "channels_last": sorted(name for name, tensor in tensors.items() if _is_channels_last(tensor)),
     }
     return tensors, about
@@ -283,19 +283,12 @@ def _count_changes(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net:
     shrunk = [name for name, tensor in tensors_of(net).items() if tensor.shape != tensors[name].shape]
     changes = []
     for name, module in net.named_modules():
-        stored, current = about.get("counts", {}).get(name, {}), _counts(module)
+        stored, current = about.get("counts", {}).get(name, {}), integer_attributes(module)
         smaller = {key: stored[key] for key in current if key in stored and stored[key] != current[key]}
         smaller = {key: value for key, value in smaller.items() if _shrunk(value, current[key])}
         if smaller and any(tensor.startswith(f"{name}." if name else "") for tensor in shrunk):
-            changes.append(set_attributes(module, smaller))
+            changes.append(set_attributes(module, with_integers(module, smaller)))
     return changes
-
-
-def _counts(module: nn.Module) -> dict[str, int]:
-    """The attributes of a module other than PyTorch's own that are integers: code may state a number of heads in them."""
-    if type(module).__module__.startswith("torch.nn."):
-        return {}
-    return {key: value for key, value in vars(module).items() if type(value) is int}
 
 
 def _shrunk(stored: Any, current: Any) -> bool:

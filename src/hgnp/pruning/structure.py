@@ -26,7 +26,7 @@ from hgnp.pruning.labels import LabelledTensor, compact, shape_after, varying_di
 from hgnp.pruning.propagation import LabelledCall, LabelPropagation
 from hgnp.pruning.rules import op_name
 from hgnp.pruning.trace import UNTRACEABLE, Decisions, trace_forward
-from hgnp.pruning.widths import WEIGHT_NAMES, Shape, stated_widths
+from hgnp.pruning.widths import WEIGHT_NAMES, Shape, integer_attributes, stated_widths, with_integers
 from hgnp.removal import Removal
 from hgnp.state_guards import norms_and_dropout_to_eval
 
@@ -118,8 +118,8 @@ class Structure:
         if self._representatives is not None:
             self.coupling.union(torch.arange(len(self.coupling)), self._representatives, "it belongs to a head")
         self.attributes: dict[str, dict[str, Tensor]] = {}
-        """Module → integer attribute → the slots that it counts, for attributes that must change with a cut: a number of heads,
-        the width of a split."""
+        """Module → integer attribute (`integer_attributes`) → the slots that it counts, for attributes that must change with a
+        cut: a number of heads, the width of a split."""
         self.equal_widths: list[tuple[Tensor, Tensor]] = []
         """Slots that are removed together only because the code takes their numbers to be equal."""
         self.propagations: dict[bool, LabelPropagation] = {}
@@ -353,23 +353,37 @@ class Structure:
     def counting_attributes(self, roots: Tensor) -> dict[str, dict[str, Tensor]]:
         """Module → integer attribute → slots, where the attribute equals the number of these slots, which lie along a dimension
         of a tensor with the groups in `roots`: the number of heads, the width of all heads or of a part of the channels.
-        PyTorch's own modules have none."""
+        The tensor is one that the module's calls read or write or, where its forward does not run but other modules call its
+        methods, a weight of it: the position bias of each head in a module with a method `get_bias`."""
         own = torch.isin(self.roots, roots)
         modules = dict(self.net.named_modules())
         result: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for labelled in [labelled for propagation in self.propagations.values() for labelled in propagation.calls]:
-            name = labelled.call.module
-            if type(modules[name]).__module__.startswith("torch.nn."):
-                continue
-            numbers = {key: value for key, value in vars(modules[name]).items() if type(value) is int and value > 1}
-            tensors = labelled.writes + labelled.reads
-            for label in [label for tensor in tensors for label in tensor.labels if bool(own[label].any())]:
+        for name, labels in self._labels_in_modules().items():
+            numbers = {key: value for key, value in integer_attributes(modules[name]).items() if value > 1}
+            for label in [label for label in labels if numbers and bool(own[label].any())]:
                 for dim in varying_dims(label):
                     slots = _one_period(label.movedim(dim, 0).reshape(label.shape[dim], -1)[:, 0])
                     every_group = len(self.roots[slots].unique()) == len(self.roots[label].unique())
                     for key, value in numbers.items():
                         if value == len(slots) and every_group:
                             result[name].setdefault(key, slots)
+        return result
+
+    def _labels_in_modules(self) -> dict[str, list[Tensor]]:
+        """Module → the labels that its calls write and read; if its forward does not run, those of its weights."""
+        result: dict[str, list[Tensor]] = defaultdict(list)
+        running: set[str] = set()
+        for propagation in self.propagations.values():
+            running |= {name for name, _ in propagation.graph.module_inputs}
+            for labelled in propagation.calls:
+                tensors = labelled.writes + labelled.reads
+                result[labelled.call.module] += [label for tensor in tensors for label in tensor.labels]
+        running |= result.keys()
+        for (tensor, _), slots in self.coupling.slots.items():
+            parts = tensor.split(".")
+            for name in [".".join(parts[:end]) for end in range(1, len(parts))]:
+                if name not in running:
+                    result[name].append(slots)
         return result
 
     def widths_taken_as_equal(self, kind: type, op: str) -> list[tuple[Tensor, Tensor]]:
@@ -526,7 +540,8 @@ class Structure:
                 return shape_after(first_inputs[name], alive) if name in first_inputs else ()
 
             counts = {key: int(alive[slots].sum()) for key, slots in self.attributes.get(name, {}).items()}
-            yield name, module, stated_widths(module, shape, input_shape, groups.get(name)) | counts
+            widths = stated_widths(module, shape, input_shape, groups.get(name))
+            yield name, module, widths | with_integers(module, counts)
 
     def removal(self, before: Tensor, after: Tensor) -> Removal:
         """What a removal changes, from one mask of remaining slots to the next, in positions before it."""

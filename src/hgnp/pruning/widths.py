@@ -1,6 +1,6 @@
 """Module attributes that state a width, and their values for given tensor shapes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,28 @@ WEIGHT_NAMES = (
     "weight_v",
 )
 """Names, inside a module, of the tensor with its weight's shape, under any parametrisation."""
+
+
+def integer_attributes(module: nn.Module) -> dict[str, int]:
+    """The integers among the attributes of `module`, as "heads", or as "shape.2" in a tuple. PyTorch's own have none."""
+    if type(module).__module__.startswith("torch.nn."):
+        return {}
+    found = {key: value for key, value in vars(module).items() if type(value) is int}
+    for key, value in vars(module).items():
+        if type(value) is tuple and all(type(entry) is int for entry in value):
+            found |= {f"{key}.{position}": entry for position, entry in enumerate(value)}
+    return found
+
+
+def with_integers(module: nn.Module, integers: Mapping[str, int]) -> dict[str, Any]:
+    """Attribute → value, with these integers in place of those that `integer_attributes` gives."""
+    result: dict[str, Any] = {}
+    for path, integer in integers.items():
+        key, _, position = path.partition(".")
+        value = result.get(key, getattr(module, key))
+        index = int(position) if position else 0
+        result[key] = (*value[:index], integer, *value[index + 1 :]) if position else integer
+    return result
 
 
 def stated_widths(
