@@ -121,6 +121,21 @@ def test_runs_in_float16_train(method: str) -> None:
     assert history[-1]["loss"] < history[0]["loss"]
 
 
+@pytest.mark.parametrize("precision", ["float32", "fp16"])
+def test_clipping_measures_the_gradients_that_the_optimizer_steps_on(precision: str) -> None:
+    """In fp16 those of other parameters are still scaled by 65536."""
+    net, norms = made(), []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            norms.append(float(torch.stack([p.grad.norm() for p in net.out.parameters()]).norm()))
+            super().step()
+
+    given = recipe(keep=1.0, clip_norm=0.01, mu=0.0, precision=precision, warmup_epochs=2, finetune_epochs=0)
+    hgnp.prune(net, *loaders(), recipe=given, optimizer=Watching(net.out.parameters(), lr=0.05))
+    assert norms == pytest.approx([0.01] * 2 * STEPS, rel=1e-3)
+
+
 def test_clipping_does_not_see_the_gradients_of_earlier_steps() -> None:
     """Not those of parameters that the optimizer does not train either."""
     net = made()
