@@ -182,6 +182,17 @@ def test_an_epoch_that_skips_the_penalty_has_no_active_penalty() -> None:
     assert plain["active"] is None  # there was no penalty
 
 
+def test_steps_that_overflow_are_left_out_of_the_means() -> None:
+    def row(*numbers: float) -> list[float | None]:
+        q = [torch.tensor(number) for number in numbers]
+        statistics = EpochStatistics(losses=[torch.tensor(1.0)] * len(q), radii=q, curvatures=q, mus=[0.5] * len(q))
+        summary = statistics.summary(1.0)
+        return [summary[name] for name in ("radius", "curvature", "penalty")]
+
+    assert row(2.0, math.nan, math.inf) == [2.0, 2.0, pytest.approx(0.5 / 3)]
+    assert row(math.nan, math.inf) == [None, None, 0.0]
+
+
 def test_a_batch_may_be_fetched_ahead() -> None:
     def batches() -> Iterator[tuple[int, int]]:
         for number in range(3):

@@ -49,10 +49,11 @@ class EpochStatistics:
             return row | {"penalty": 0.0, "radius": None, "curvature": None, "active": active, "blocks": {}}
         q = torch.stack([value.double() for value in self.curvatures]).cpu()
         mu = torch.tensor(self.mus, dtype=torch.double)
+        penalties = mu * (q - bound).clamp_min(0)
         return row | {
-            "penalty": float((mu * (q - bound).clamp_min(0)).sum() / steps),
-            "radius": _mean(self.radii),
-            "curvature": float(q.mean()),
+            "penalty": float(penalties[penalties.isfinite()].sum() / steps),
+            "radius": _finite_mean(self.radii),
+            "curvature": _finite_mean(self.curvatures),
             "active": float((q > bound).double().sum() / (len(q) + self.skipped)),
             "blocks": {name: count / (len(q) + self.skipped) for name, count in self.blocks.most_common()},
         }
@@ -60,6 +61,13 @@ class EpochStatistics:
 
 def _mean(values: list[Tensor]) -> float:
     return float(torch.stack([value.double() for value in values]).mean())
+
+
+def _finite_mean(values: list[Tensor]) -> float | None:
+    """Without steps that overflowed (fp16), whose numbers are not finite; None if none is left."""
+    numbers = torch.stack([value.double() for value in values]).cpu()
+    finite = numbers[numbers.isfinite()]
+    return float(finite.mean()) if len(finite) else None
 
 
 def precision_on(recipe: Recipe, device: torch.device) -> Literal["float32", "bf16", "fp16"]:
