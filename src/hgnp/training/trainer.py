@@ -184,8 +184,9 @@ class Trainer:
                 if not pending:
                     progress = number / total if total else 0.0
                     if rate is not None:
+                        factor = rate(progress)
                         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-                            group["lr"] = peak * rate(progress)
+                            group["lr"] = peak * factor
                     self.state.mu = mu(progress)
                 self.backward(batch, statistics)
                 pending += 1
