@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -233,6 +234,26 @@ def test_signed_scores_and_several_batches_are_means_over_all_samples() -> None:
     net.gates = {"a": gamma}
     (slope,) = torch.autograd.grad(F.cross_entropy(net(x), y), gamma)
     torch.testing.assert_close(signed["a"], slope[0].abs() / slope.norm())
+
+
+@pytest.mark.parametrize(
+    "options", [{"ignore_index": 1}, {"weight": torch.tensor([0.1, 1.0, 5.0], dtype=torch.double)}], ids=["ignored", "weights"]
+)
+@pytest.mark.parametrize("criterion", ["taylor", "taylor_sum"])
+def test_batches_are_weighted_by_the_normaliser_of_the_loss(
+    options: dict[str, Any], criterion: Literal["taylor", "taylor_sum"]
+) -> None:
+    net, x, _, _ = make("mlp", samples=64)
+    y = torch.cat([torch.randint(0, 3, (32,)), torch.ones(30, dtype=torch.long), torch.tensor([0, 2])])
+    neurons, loss = hgnp.Neurons(net, x[:2]), nn.CrossEntropyLoss(**options)
+    batches = [(x[:32], y[:32]), (x[32:62], y[32:62]), (x[62:], y[62:])]  # in the second every label is ignored
+    whole = hgnp.sensitivity(net, neurons, [(x, y)], loss=loss, criterion=criterion)
+    parts = hgnp.sensitivity(net, neurons, batches, loss=loss, criterion=criterion)
+    torch.testing.assert_close(dict(parts), dict(whole))
+    net.gates = {"a": (gamma := torch.ones(64, 5, dtype=torch.double, requires_grad=True))}
+    (slopes,) = torch.autograd.grad(loss(net(x), y), gamma)
+    by_hand = slopes.abs().mean(0) if criterion == "taylor" else slopes.mean(0).abs()
+    torch.testing.assert_close(parts["a"], by_hand / by_hand.norm())
 
 
 def test_penalty_and_weight_decide_about_the_penalty() -> None:

@@ -7,6 +7,9 @@ together) and L = C + μ·max(0, q − B) the mean over N samples,
 
 One backward pass gives δ for all neurons and samples: the gates are (N, neurons) numbers, and autograd does the sums over
 positions and over the primal and tangent activations. It is taken in evaluation mode, where samples do not mix.
+
+Several batches count as one, with a penalty each: with W_b the normaliser of the mean loss of batch b (`curvature/losses.py`),
+L = Σ_b W_b·L_b / Σ_b W_b, so that score_j = Σ_b W_b·Σ_i |∂L_b/∂γ_i^j| / Σ_b W_b.
 """
 
 import contextlib
@@ -28,7 +31,7 @@ from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.device import capturing
 from hgnp.curvature.factors import Block, WholeNetwork
-from hgnp.curvature.losses import Loss, loss_curvature
+from hgnp.curvature.losses import Loss, loss_curvature, weighted
 from hgnp.curvature.network_direction import AnyDirection
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.errors import InputError, InputTypeError
@@ -82,7 +85,9 @@ def sensitivity(
     Args:
         net: The network, on the device of the batches.
         neurons: `Neurons` of the same network.
-        batches: (inputs, target) pairs. The scores are means over all their samples.
+        batches: (inputs, target) pairs. The scores are those of all their samples as one batch: batches are weighted by the
+            loss's normaliser (the number of samples, of labels that are not ignored, or the sum of their class weights).
+            Each batch has its own penalty.
         loss: Any loss(output, target) that is a mean. With `flatness`, its loss is used instead.
         flatness: Scores L = C + μ·max(0, q − B), with its loss and output. None scores C alone.
         criterion: "taylor" is the mean of |δ| over samples, "taylor_sum" |the mean of δ|; "l1", "l2", "bn_scale",
@@ -216,18 +221,20 @@ def _means(
     state = dataclasses.replace(state)  # n and w of the batches that are scored
     work = partial(_sum, step, state, gates, mu, signed, per_sample)
     sums = _Sums(work, partial(step.direction_of, state) if mu else None, step.net, capture)
+    normalisers: list[Tensor] = []
 
     def summed(inputs: Any, target: Any) -> Tensor:
         step.share(state, inputs, target)
-        return sums(inputs, target)
+        (normaliser,) = step.reducer.sum([step.own_normaliser(inputs, target)])
+        normalisers.append(normaliser)
+        return weighted(sums(inputs, target), normaliser)
 
-    total, samples = summed(inputs, target), state.samples
+    total = summed(inputs, target)
     with contextlib.nullcontext() if capture is None else capture.running():
         for inputs, target, _ in pairs:
             total = total + summed(inputs, target)
-            samples += state.samples
     (total,) = step.reducer.sum([total])
-    scores = (total / samples).abs()
+    scores = (total / torch.stack(normalisers).sum()).abs()
     if not bool(torch.isfinite(scores).all()):
         raise InputError("the loss and its derivative must be finite on batches, got some that are not")
     return scores
@@ -243,7 +250,8 @@ def _sum(
     block: Block | WholeNetwork | None,
     batch: tuple[Any, Any, dict[str, Tensor]],
 ) -> Tensor:
-    """Σ_i |δ_i|, or Σ_i δ_i, of every unit over the samples of a batch, along the pair of a block that comes with it."""
+    """Σ_i |∂L/∂γ_i|, or Σ_i ∂L/∂γ_i, of every unit over the samples of a batch, along the pair of a block that comes with
+    it."""
     inputs, target, pair = batch
     v = None if block is None else state.direction.along(block, pair)
     x = next(tensors_in(inputs))
@@ -259,10 +267,9 @@ def _sum(
         penalty = _gradient(objective.penalty, gate_values)
         assert objective.active is not None
         gradient = gradient + torch.where(objective.active, penalty, 0.0)
-    delta = gradient * state.samples  # summed over the batch this is N times its mean
     if not per_sample:  # of the batch as a whole, whose absolute value is each rank's equal part of the sum over ranks
-        delta = step.reducer.sum([delta])[0] / step.reducer.ranks
-    return (delta if signed else delta.abs()).sum(0)
+        gradient = step.reducer.sum([gradient])[0] / step.reducer.ranks
+    return (gradient if signed else gradient.abs()).sum(0)
 
 
 class _Sums:

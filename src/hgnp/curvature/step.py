@@ -288,13 +288,19 @@ class Step:
             raise InputError("inputs must hold at least one sample, got an empty batch")
         state.own_samples, state.counts, state.known_samples, state.weight = samples, None, None, None
         if self.reducer.ranks > 1:
-            own = target_normaliser(self.loss, target)
-            device = next(self.net.parameters()).device
-            numbers = torch.zeros(1 + self.reducer.ranks, dtype=torch.double, device=device)
+            own = self.own_normaliser(inputs, target)
+            numbers = torch.zeros(1 + self.reducer.ranks, dtype=torch.double, device=own.device)
             numbers[1 + self.reducer.rank].fill_(samples)  # kernels; the host would wait for a copy
-            numbers[0] = numbers[1 + self.reducer.rank] if own is None else own
+            numbers[0] = own
             (total,) = self.reducer.sum([numbers])
             state.counts, state.weight = total[1:], numbers[0] / total[0]
+
+    def own_normaliser(self, inputs: Any, target: Any) -> Tensor:
+        """What the mean loss of this rank's batch has in its denominator; the number of samples for a loss that is not
+        known."""
+        known = target_normaliser(self.loss, target)
+        device = next(self.net.parameters()).device
+        return torch.full((), samples_in(inputs), dtype=torch.double, device=device) if known is None else known
 
     def prepare(self, state: State, inputs: Any, target: Any, *, scale: Number = 1.0) -> None:
         """Before the first step, and after the network has changed: where Gauss–Newton holds, and the first v, from

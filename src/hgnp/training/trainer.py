@@ -11,8 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hgnp.curvature.autodiff.forward import samples_in
-from hgnp.curvature.losses import Loss, target_normaliser
 from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.errors import DivergedError, InputError, is_too_few_values
@@ -86,19 +84,14 @@ class GradientMean:
     penalty.
     """
 
-    def __init__(self, net: nn.Module, loss: Loss, reducer: Reducer) -> None:
-        self._net, self._loss, self._reducer = net, loss, reducer
+    def __init__(self, step: Step) -> None:
+        self._step, self._net = step, step.net
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._weights: list[Tensor] = []
 
     def add(self, inputs: Any, target: Any) -> None:
         """Add what this micro-batch left in `.grad`."""
-        weight = target_normaliser(self._loss, target)
-        if weight is None:
-            device = next(self._net.parameters()).device
-            weight = torch.full((), samples_in(inputs), dtype=torch.double, device=device)
-        if self._reducer.ranks > 1:
-            (weight,) = self._reducer.sum([weight])
+        (weight,) = self._step.reducer.sum([self._step.own_normaliser(inputs, target)])
         self._weights.append(weight)
         for p in self._net.parameters():
             if p.grad is not None:
@@ -133,7 +126,7 @@ class Trainer:
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         """The learning rates that a schedule scales."""
         self.accumulate = accumulate
-        self._mean = GradientMean(step.net, step.loss, step.reducer)
+        self._mean = GradientMean(step)
         self.scaler = torch.amp.GradScaler(device.type) if self.precision == "fp16" else None
 
     def running(self) -> AbstractContextManager[None]:
