@@ -198,6 +198,11 @@ class State:
             self.known_samples = self.own_samples if self.counts is None else int(self.counts.sum())
         return self.known_samples
 
+    @property
+    def most_samples(self) -> int:
+        """n of the rank that has the largest batch."""
+        return self.own_samples if self.counts is None else int(self.counts.max())
+
     def active(self) -> bool:
         """Whether the penalty is active. Waits for q."""
         return self.statistics is not None and self.statistics.q > self.bound
