@@ -374,7 +374,7 @@ class Step:
         retain_graph: bool = False,
     ) -> None:
         """The gradient of w·C, and of μ·w·q if the penalty is active; beside it the next v, if the plan has a refresh. Γ comes
-        from this very backward pass if that is of C alone. `retain_graph`: the same pass will be differentiated again."""
+        from this very backward pass if that is of the same loss. `retain_graph`: the same pass will be differentiated again."""
         collector, choices = state.collector, self.choices
         total = self.total(state, mu=mu, active=active)
         backward = partial(self._run_backward, total * scale, retain_graph=retain_graph)
@@ -386,8 +386,10 @@ class Step:
         current = state.current
         assert current is not None
         collector.restart()
-        if choices.fisher_type == "mc" or (active and choices.gamma_from == "loss"):
-            self._solve(state, partial(self._collect_gamma, state, collector, current, target, scale), overlap=backward)
+        loss = self._gamma_loss(state, mu=mu, active=active)
+        if choices.fisher_type == "mc" or (active and (loss is current.loss or self.penalty_every > 1)):
+            collect = partial(self._collect_gamma, state, collector, loss, current.output, target, scale)
+            self._solve(state, collect, overlap=backward)
         else:
             with collector.collecting(scale):
                 self._solve(state, backward)
@@ -431,14 +433,11 @@ class Step:
             assert state.current is not None
             state.direction.iterate(state.current, self.reducer, scale)
             return
-        collector = state.collector
+        collector, current = state.collector, state.current
         assert collector is not None
-        if active and self.choices.gamma_from == "penalized_loss":
-            total = self.total(state, mu=mu, active=True)
-            self._solve(state, partial(collector.collect, total, None, scale))
-        else:
-            assert state.current is not None
-            self._solve(state, partial(self._collect_gamma, state, collector, state.current, target, scale))
+        assert current is not None
+        loss = self._gamma_loss(state, mu=mu, active=active)
+        self._solve(state, partial(self._collect_gamma, state, collector, loss, current.output, target, scale))
         collector.release()
 
     def advance(self, state: State) -> None:
@@ -561,16 +560,20 @@ class Step:
             reducer=self.reducer,
         )  # fmt: skip
 
+    def _gamma_loss(self, state: State, *, mu: Number, active: bool) -> Tensor:
+        """What Γ is of: w·C, or w·L, in which the penalty has μ itself. `mu` is that of the step, times `penalty_every`."""
+        penalized = active and self.choices.gamma_from == "penalized_loss"
+        return self.total(state, mu=mu / self.penalty_every if penalized else mu, active=penalized)
+
     def _collect_gamma(
-        self, state: State, collector: FactorCollector, current: Pass, target: Any, scale: Number
+        self, state: State, collector: FactorCollector, loss: Tensor, output: Tensor, target: Any, scale: Number
     ) -> None:
-        """Γ by a separate backward pass, for activations alone: of C, or of labels drawn from the output."""
-        with autocast_off(current.loss):
+        """Γ by a separate backward pass, for activations alone: of the loss, or of labels drawn from the output."""
+        with autocast_off(loss):
             if self.choices.fisher_type == "empirical":
-                collector.collect(current.loss, None, scale)
+                collector.collect(loss, None, scale)
                 return
             assert self._loss_curvature is not None
-            output = current.output
             generator, rows = self._generator(state, output.device), self._rows(state, output)
             drawn = self._loss_curvature.draw(output.detach(), target, generator, rows)
             if state.weight is not None:  # normalised by the samples of all ranks
@@ -602,9 +605,9 @@ class Step:
         collector = self._collector(state, inputs)
         with preserve_rng(*self.net.parameters()):  # dropout masks repeat from pass to pass
             output = self.passes.run(inputs, Forward(observer=collector, reducer=self.reducer), side_effect_free=True)
-            current = Pass(weighted(self.loss(output, target), state.weight), output)
+            loss = weighted(self.loss(output, target), state.weight)
             direction.refresh(
-                collector, partial(self._collect_gamma, state, collector, current, target, scale),
+                collector, partial(self._collect_gamma, state, collector, loss, output, target, scale),
                 cold=True, empirical=self.choices.ranking == "empirical", reducer=self.reducer,
             )  # fmt: skip
 
