@@ -668,6 +668,7 @@ class Step:
         state.direction.load_state_dict(stored)
         state.since_penalty = stored["since_penalty"] % self.penalty_every
         state.age, state.skipping, state.first_q, state.generator = stored["age"], stored["skipping"], None, None
+        state.statistics = None  # of a step before those that are restored
         if stored["generator"] is not None:
             self._generator(state, next(self.net.parameters()).device).set_state(stored["generator"])
 
