@@ -239,7 +239,9 @@ def test_signed_scores_and_several_batches_are_means_over_all_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"ignore_index": 1}, {"weight": torch.tensor([0.1, 1.0, 5.0], dtype=torch.double)}], ids=["ignored", "weights"]
+    "options",
+    [{"ignore_index": 1}, {"weight": torch.tensor([0.1, 1.0, 5.0], dtype=torch.double)}],
+    ids=["ignored", "weights"],
 )
 @pytest.mark.parametrize("criterion", ["taylor", "taylor_sum"])
 def test_batches_are_weighted_by_the_normaliser_of_the_loss(

@@ -91,7 +91,7 @@ def norms_and_dropout_to_eval(net: nn.Module) -> None:
 def _seed_generators(net: nn.Module) -> None:
     """Those that `preserve_generators` restores."""
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
+    np.random.seed(0)
     torch.default_generator.manual_seed(0)
     for device in {p.device for p in net.parameters() if p.device.type == "cuda"}:
         torch.cuda.default_generators[device.index].manual_seed(0)

@@ -51,7 +51,9 @@ def test_top_eigenvalues_equal_the_dense_ones_and_nothing_is_left_behind():
 
 
 @pytest.mark.parametrize(
-    "options", [{"ignore_index": 1}, {"weight": torch.tensor([0.1, 1.0, 5.0], dtype=torch.double)}], ids=["ignored", "weights"]
+    "options",
+    [{"ignore_index": 1}, {"weight": torch.tensor([0.1, 1.0, 5.0], dtype=torch.double)}],
+    ids=["ignored", "weights"],
 )
 @pytest.mark.parametrize("known", [True, False])
 def test_batches_are_weighted_by_the_normaliser_of_the_loss(options, known):

@@ -13,7 +13,6 @@ import hgnp
 from cases import CASES, conv
 from hgnp import Neurons, Removal
 from hgnp.removal import listeners_of
-from pruning_cases import VECTORS
 
 
 def net_and_neurons(**options: Any) -> tuple[nn.Sequential, Neurons]:
@@ -375,13 +374,17 @@ def test_lbfgs_is_refused(reset: bool) -> None:
     step(net, optimizer)
     if reset:
         optimizer.state.clear()
-    with pytest.raises(ValueError, match=r"^optimizer must keep its state by parameter, as SGD and AdamW do, got LBFGS$"):
+    with pytest.raises(
+        ValueError, match=r"^optimizer must keep its state by parameter, as SGD and AdamW do, got LBFGS$"
+    ):
         neurons.remove({"0": [1]}, optimizer)
     assert neurons.version == 0
     step(net, optimizer)
 
 
-@pytest.mark.parametrize(("key", "width", "refused"), [("left", 6, True), ("left", 5, False), ("exp_avg_var", 6, False)])
+@pytest.mark.parametrize(
+    ("key", "width", "refused"), [("left", 6, True), ("left", 5, False), ("exp_avg_var", 6, False)]
+)
 def test_an_unknown_square_state_of_a_square_weight_is_refused_and_nothing_changes(
     key: str, width: int, refused: bool
 ) -> None:
@@ -392,7 +395,9 @@ def test_an_unknown_square_state_of_a_square_weight_is_refused_and_nothing_chang
     optimizer.state[net[0].weight][key] = state
     before = copy.deepcopy(net.state_dict())
     if refused:
-        with pytest.raises(ValueError, match=r"^SGD's state 'left' of 0.weight must be known .* square tensor \(6, 6\)"):
+        with pytest.raises(
+            ValueError, match=r"^SGD's state 'left' of 0.weight must be known .* square tensor \(6, 6\)"
+        ):
             neurons.remove({"0": [1]}, optimizer)
         torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
         assert optimizer.state[net[0].weight][key] is state

@@ -15,7 +15,6 @@ from hgnp.errors import InputError
 from hgnp.pruning.graph import tensors_of
 from hgnp.removal import Removal, Slices, cut
 
-
 _PER_ENTRY = frozenset(
     """momentum_buffer exp_avg exp_avg_sq max_exp_avg_sq exp_inf square_avg grad_avg acc_delta sum prev step_size ax variance
     exp_avg_var exp_avg_diff neg_pre_grad""".split()  # noqa: SIM905
@@ -49,7 +48,7 @@ def changes_to_net(net: nn.Module, removal: Removal) -> list[Change]:
 def changes_to_optimizer(net: nn.Module, optimizer: torch.optim.Optimizer, removal: Removal) -> list[Change]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
-    if isinstance(optimizer, torch.optim.LBFGS):  # it has one vector for all parameters, and their number from its first step on
+    if isinstance(optimizer, torch.optim.LBFGS):  # all parameters are one vector, whose length its first step sets
         raise InputError("optimizer must keep its state by parameter, as SGD and AdamW do, got LBFGS")
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]

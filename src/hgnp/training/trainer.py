@@ -242,7 +242,8 @@ class Trainer:
         if self.recipe.clip_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            stepped = [p for group in self.optimizer.param_groups for p in group["params"]]  # the others are still scaled
+            # the gradients of other parameters are still scaled
+            stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
             nn.utils.clip_grad_norm_(stepped, self.recipe.clip_norm)
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
