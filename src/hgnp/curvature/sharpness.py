@@ -139,7 +139,8 @@ def _product(
     parts = [x.view_as(p) for x, p in zip(v.split([p.numel() for p in parameters]), parameters, strict=True)]
     if metric is not None:
         parts = [x * d for x, d in zip(parts, metric, strict=True)]
-    total, normalisers = torch.zeros_like(v), []
+    total = torch.zeros_like(v)
+    normalisers: list[Tensor] = []
     for inputs, target in data:
         buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}  # a forward may count its calls in one
         with compiled_functions_run_eagerly:  # they have no second derivative
