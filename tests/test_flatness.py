@@ -344,3 +344,13 @@ def test_repr_says_which_route_each_block_takes():
     flat.backward(torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,)))
     assert "0: ggn, differs from the Hessian by: gelu" in repr(flat)
     assert "2: exact" in repr(flat)
+
+
+def test_loading_a_state_forgets_the_statistics_of_earlier_steps() -> None:
+    flat = Flatness(convnet("none"), mu=0.1, bound=0.0)
+    empty = flat.state_dict()
+    flat.backward(*images(5))
+    assert flat.block is not None
+    flat.load_state_dict(empty)
+    assert (flat.block, flat.direction) == (None, {})
+    assert all(math.isnan(number) for number in (flat.radius, flat.curvature, flat.residual))

@@ -223,7 +223,7 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing():
     flat.backward(x, y)
     before = flat.state_dict()
     for state in ({"a": 1}, [], None):
-        missing = "age, block, generator, pairs, skipping"
+        missing = "age, block, generator, pairs, since_penalty, skipping"
         with pytest.raises(ValueError, match=rf"state must come from state_dict\(\), got one without {missing}$"):
             flat.load_state_dict(state)
     with pytest.raises(ValueError, match="state must have an eigenpair of its block 'x', got none"):

@@ -2,12 +2,15 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from scipy.stats import spearmanr
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import hgnp
 from hgnp.curvature.autodiff.tangent import load_jvp
@@ -235,6 +238,28 @@ def test_signed_scores_and_several_batches_are_means_over_all_samples() -> None:
     torch.testing.assert_close(signed["a"], slope[0].abs() / slope.norm())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"ignore_index": 1}, {"weight": torch.tensor([0.1, 1.0, 5.0], dtype=torch.double)}],
+    ids=["ignored", "weights"],
+)
+@pytest.mark.parametrize("criterion", ["taylor", "taylor_sum"])
+def test_batches_are_weighted_by_the_normaliser_of_the_loss(
+    options: dict[str, Any], criterion: Literal["taylor", "taylor_sum"]
+) -> None:
+    net, x, _, _ = make("mlp", samples=64)
+    y = torch.cat([torch.randint(0, 3, (32,)), torch.ones(30, dtype=torch.long), torch.tensor([0, 2])])
+    neurons, loss = hgnp.Neurons(net, x[:2]), nn.CrossEntropyLoss(**options)
+    batches = [(x[:32], y[:32]), (x[32:62], y[32:62]), (x[62:], y[62:])]  # in the second every label is ignored
+    whole = hgnp.sensitivity(net, neurons, [(x, y)], loss=loss, criterion=criterion)
+    parts = hgnp.sensitivity(net, neurons, batches, loss=loss, criterion=criterion)
+    torch.testing.assert_close(dict(parts), dict(whole))
+    net.gates = {"a": (gamma := torch.ones(64, 5, dtype=torch.double, requires_grad=True))}
+    (slopes,) = torch.autograd.grad(loss(net(x), y), gamma)
+    by_hand = slopes.abs().mean(0) if criterion == "taylor" else slopes.mean(0).abs()
+    torch.testing.assert_close(parts["a"], by_hand / by_hand.norm())
+
+
 def test_penalty_and_weight_decide_about_the_penalty() -> None:
     net, x, y, _ = make("mlp")
     neurons = hgnp.Neurons(net, x)
@@ -248,6 +273,15 @@ def test_penalty_and_weight_decide_about_the_penalty() -> None:
         torch.testing.assert_close(none[layer], plain[layer])
         torch.testing.assert_close(train_free[layer], scored[layer])
     assert not torch.allclose(scored["a"], plain["a"], rtol=1e-3)
+    flat = hgnp.Flatness(net, mu=0.0, bound=0.0)
+    torch.testing.assert_close(hgnp.sensitivity(net, neurons, [(x, y)], flatness=flat, mu=np.float64(0.7)), scored)
+
+
+def test_scoring_leaves_the_random_state_to_a_loader_as_it_was() -> None:
+    net, x, y, _ = make("mlp")
+    neurons, stream = hgnp.Neurons(net, x), torch.get_rng_state()
+    hgnp.sensitivity(net, neurons, DataLoader(TensorDataset(x, y), batch_size=2, shuffle=True))
+    assert torch.equal(stream, torch.get_rng_state())
 
 
 def test_scoring_has_no_side_effects() -> None:
@@ -375,6 +409,33 @@ def test_sequences_that_put_time_first_are_scored_by_the_batch() -> None:
     gamma = torch.ones(5, dtype=torch.double, requires_grad=True)
     (slope,) = torch.autograd.grad(F.cross_entropy(time_first[2](h * gamma).mean(0), y), gamma)
     torch.testing.assert_close(found, slope.abs() / slope.norm())
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_samples_that_mix_are_scored_by_the_batch_whichever_shows_it(later: bool) -> None:
+    """Each sample sees those after it (before it). The first batch has one sample and shows nothing."""
+    torch.manual_seed(0)
+
+    class Causal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor, gamma: Tensor | float = 1.0) -> Tensor:
+            z = self.last(torch.tanh(self.first(x)) * gamma)
+            return z.flip(0).cumsum(0).flip(0) if later else z.cumsum(0)  # type: ignore[no-any-return]
+
+    net = Causal().double()
+    x, y = torch.randn(7, 4, dtype=torch.double), torch.randint(0, 3, (7,))
+    batches = [(x[:1], y[:1]), (x[1:], y[1:])]
+    with pytest.warns(UserWarning, match="or samples mix"):
+        found = hgnp.sensitivity(net, hgnp.Neurons(net, x), batches)["first"]
+    want = torch.zeros(5, dtype=torch.double)
+    for inputs, target in batches:
+        gamma = torch.ones(5, dtype=torch.double, requires_grad=True)
+        (slope,) = torch.autograd.grad(F.cross_entropy(net(inputs, gamma), target), gamma)
+        want += len(inputs) * slope.abs()
+    torch.testing.assert_close(found, want / want.norm())
 
 
 def test_a_layer_of_parameters_alone_is_scored_by_the_batch_and_others_by_sample() -> None:

@@ -174,7 +174,7 @@ class Flatness:
     @mu.setter
     def mu(self, value: float) -> None:
         check_mu(value)
-        self._state.mu = value
+        self._state.mu = float(value)
 
     @property
     def bound(self) -> float:
@@ -184,7 +184,7 @@ class Flatness:
     @bound.setter
     def bound(self, value: float) -> None:
         check_bound(value)
-        self._state.bound = value
+        self._state.bound = float(value)
 
     @property
     def radius(self) -> float:

@@ -97,7 +97,8 @@ class Recipe:
         lr_final: The final learning rate of "cosine" and "one_cycle", as a fraction of the peak.
         scheduler_interval: When a scheduler that `prune` gets is stepped: after every "epoch", or after every "step" of the
             optimizer. None: "step" for OneCycleLR and CyclicLR, as PyTorch documents them, "epoch" for any other.
-        clip_norm: Largest norm of the gradient; a larger gradient is scaled down to it. None: no clipping.
+        clip_norm: Largest norm of the gradients of the optimizer's parameters; larger ones are scaled down to it. None: no
+            clipping.
 
         precision: "float32"; "bf16" or "fp16" for mixed precision by autocast, "fp16" with a gradient scaler. "auto": "bf16"
             on a GPU that supports it, else "float32".

@@ -7,12 +7,14 @@ together) and L = C + μ·max(0, q − B) the mean over N samples,
 
 One backward pass gives δ for all neurons and samples: the gates are (N, neurons) numbers, and autograd does the sums over
 positions and over the primal and tangent activations. It is taken in evaluation mode, where samples do not mix.
+
+Several batches count as one, with a penalty each: with W_b the normaliser of the mean loss of batch b (`curvature/losses.py`),
+L = Σ_b W_b·L_b / Σ_b W_b, so that score_j = Σ_b W_b·Σ_i |∂L_b/∂γ_i^j| / Σ_b W_b.
 """
 
 import contextlib
 import dataclasses
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -28,9 +30,10 @@ from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.device import capturing
 from hgnp.curvature.factors import Block, WholeNetwork
-from hgnp.curvature.losses import Loss, loss_curvature
+from hgnp.curvature.losses import Loss, loss_curvature, weighted
 from hgnp.curvature.network_direction import AnyDirection
 from hgnp.curvature.step import State, Step, make_step
+from hgnp.curvature.validation import check_mu
 from hgnp.errors import InputError, InputTypeError
 from hgnp.execution.graphs import CaptureContext, GraphedFunction
 from hgnp.execution.process_group import ranks_of
@@ -82,13 +85,15 @@ def sensitivity(
     Args:
         net: The network, on the device of the batches.
         neurons: `Neurons` of the same network.
-        batches: (inputs, target) pairs. The scores are means over all their samples.
+        batches: (inputs, target) pairs. The scores are those of all their samples as one batch: batches are weighted by the
+            loss's normaliser (the number of samples, of labels that are not ignored, or the sum of their class weights).
+            Each batch has its own penalty.
         loss: Any loss(output, target) that is a mean. With `flatness`, its loss is used instead.
         flatness: Scores L = C + μ·max(0, q − B), with its loss and output. None scores C alone.
         criterion: "taylor" is the mean of |δ| over samples, "taylor_sum" |the mean of δ|; "l1", "l2", "bn_scale",
             "geometric_median" and "random" depend on weights alone.
         output: Picks the logits from what the network returns. With `flatness`, its output is used instead.
-        mu: μ in the scores. None: that of `flatness`.
+        mu: μ in the scores, with `flatness` only. None: that of `flatness`.
         coupling: "coupled", or "paper", which gives each of the layers that are added together separate gates.
         group: The process group of data-parallel training, whose ranks have different batches: the scores are means over the
             samples of all. With `flatness`, its group is used instead. Running statistics of norms are averaged over the ranks.
@@ -106,8 +111,11 @@ def sensitivity(
             raise InputError(f"{name} must be of the same network as net, got one of another")
     if coupling not in get_args(CouplingMode):
         raise InputError(f"coupling must be 'coupled' or 'paper', got {coupling!r}")
-    if mu is not None and not (isinstance(mu, int | float) and 0 <= mu < math.inf):
-        raise InputError(f"mu must be None or a finite number ≥ 0, got {mu!r}")
+    if mu is not None:
+        check_mu(mu)
+        if flatness is None:
+            raise InputError("flatness must be given with mu, got None; use flatness=hgnp.Flatness(net, …), or omit mu")
+        mu = float(mu)
     if criterion not in CRITERIA:
         raise InputError(f"criterion must be one of {', '.join(map(repr, CRITERIA))}, got {criterion!r}")
     if flatness is not None and group is not None:
@@ -137,13 +145,14 @@ def compute_scores(
     average_statistics(reducer, net)
     if criterion in WEIGHT_SCORES:
         return _from_rank_zero(reducer, normalised(WEIGHT_SCORES[criterion](neurons)))
-    if training_losses is None:
-        batches, training_losses = _detect_training_losses(step, batches)
-    gates = neurons.gates(coupling, training_losses=training_losses)
-    # a graph holds no sums over ranks
-    capture = make_capture(net) if graphs and not training_losses and reducer.ranks == 1 else None
-    with evaluating(net, training_losses=training_losses), torch.enable_grad(), RandomState(*net.parameters()):
-        raw = _means(step, state, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture)
+    with RandomState(*net.parameters()):  # before the first batch: a loader draws numbers too
+        if training_losses is None:
+            batches, training_losses = _detect_training_losses(step, batches)
+        gates = neurons.gates(coupling, training_losses=training_losses)
+        # a graph holds no sums over ranks
+        capture = make_capture(net) if graphs and not training_losses and reducer.ranks == 1 else None
+        with evaluating(net, training_losses=training_losses), torch.enable_grad():
+            raw = _means(step, state, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture)
     has_gate = {layer: (indices < gates.count) for layer, indices in gates.layer_units.items()}
     free = normalised(
         {layer: raw[indices[has_gate[layer]].to(raw.device)] for layer, indices in gates.layer_units.items()}
@@ -208,26 +217,35 @@ def _means(
     inputs, target, x = next(pairs, (None, None, None))
     if x is None:
         raise InputError("batches must have at least one (inputs, target) pair, got none")
+    state = dataclasses.replace(state)  # n and w of the batches that are scored
+    step.share(state, inputs, target)
     gates, before = gates.to(x.device), RandomState(*step.net.parameters())
-    per_sample = _samples_come_first(step, gates, inputs, x)
+    per_sample, shown = _samples_come_first(step, gates, inputs, x), state.most_samples > 1
     mu = state.mu if mu is None else mu
     if not before.unchanged() or (mu and step.choices.fisher_type == "mc"):
         capture = None  # a graph would draw the same at every replay
-    state = dataclasses.replace(state)  # n and w of the batches that are scored
-    work = partial(_sum, step, state, gates, mu, signed, per_sample)
+
+    def work(block: Block | WholeNetwork | None, batch: Any) -> Tensor:
+        return _sum(step, state, gates, mu, signed, per_sample, block, batch)
+
     sums = _Sums(work, partial(step.direction_of, state) if mu else None, step.net, capture)
+    normalisers: list[Tensor] = []
 
-    def summed(inputs: Any, target: Any) -> Tensor:
+    def summed(inputs: Any, target: Any, x: Tensor) -> Tensor:
+        nonlocal per_sample, shown
         step.share(state, inputs, target)
-        return sums(inputs, target)
+        if not shown and state.most_samples > 1:  # the batches before had a single sample, which shows nothing
+            per_sample, shown = _samples_come_first(step, gates, inputs, x), True
+        (normaliser,) = step.reducer.sum([step.own_normaliser(inputs, target)])
+        normalisers.append(normaliser)
+        return weighted(sums(inputs, target), normaliser)
 
-    total, samples = summed(inputs, target), state.samples
+    total = summed(inputs, target, x)
     with contextlib.nullcontext() if capture is None else capture.running():
-        for inputs, target, _ in pairs:
-            total = total + summed(inputs, target)
-            samples += state.samples
+        for inputs, target, x in pairs:
+            total = total + summed(inputs, target, x)
     (total,) = step.reducer.sum([total])
-    scores = (total / samples).abs()
+    scores = (total / torch.stack(normalisers).sum()).abs()
     if not bool(torch.isfinite(scores).all()):
         raise InputError("the loss and its derivative must be finite on batches, got some that are not")
     return scores
@@ -243,7 +261,8 @@ def _sum(
     block: Block | WholeNetwork | None,
     batch: tuple[Any, Any, dict[str, Tensor]],
 ) -> Tensor:
-    """Σ_i |δ_i|, or Σ_i δ_i, of every unit over the samples of a batch, along the pair of a block that comes with it."""
+    """Σ_i |∂L/∂γ_i|, or Σ_i ∂L/∂γ_i, of every unit over the samples of a batch, along the pair of a block that comes with
+    it."""
     inputs, target, pair = batch
     v = None if block is None else state.direction.along(block, pair)
     x = next(tensors_in(inputs))
@@ -259,10 +278,9 @@ def _sum(
         penalty = _gradient(objective.penalty, gate_values)
         assert objective.active is not None
         gradient = gradient + torch.where(objective.active, penalty, 0.0)
-    delta = gradient * state.samples  # summed over the batch this is N times its mean
     if not per_sample:  # of the batch as a whole, whose absolute value is each rank's equal part of the sum over ranks
-        delta = step.reducer.sum([delta])[0] / step.reducer.ranks
-    return (delta if signed else delta.abs()).sum(0)
+        gradient = step.reducer.sum([gradient])[0] / step.reducer.ranks
+    return (gradient if signed else gradient.abs()).sum(0)
 
 
 class _Sums:
@@ -327,6 +345,12 @@ def _gradient(value: Tensor, gate_values: Tensor, *, retain_graph: bool = False)
     return gradient
 
 
+def _slopes(outputs: list[Tensor], gate_values: Tensor, gates: Gates, of: slice, by: slice) -> Tensor:
+    """Derivatives of the summed outputs of some samples by the gates of others, without those that all samples share."""
+    total = torch.stack([each[of].sum() for each in outputs]).sum()
+    return _gradient(total, gate_values, retain_graph=True)[by].index_fill(1, gates.shared(), 0)
+
+
 def _samples_come_first(step: Step, gates: Gates, inputs: Any, x: Tensor) -> bool:
     """Whether closing a sample's gates changes that sample alone: samples come first in every tensor that they do not share,
     and do not mix."""
@@ -341,9 +365,9 @@ def _samples_come_first(step: Step, gates: Gates, inputs: Any, x: Tensor) -> boo
     try:
         z = [each for each in tensors_in(gates.run(as_inputs(inputs), forward)) if each.requires_grad]
         if z and all(each.shape[:1] == (n,) for each in z):
-            total = torch.stack([each[n // 2 :].sum() for each in z]).sum()
-            of_others = _gradient(total, gate_values)[: n // 2].index_fill(1, gates.shared(), 0)
-            come_first = float(not bool(of_others.any()))
+            first, second = slice(n // 2), slice(n // 2, None)
+            mixed = [_slopes(z, gate_values, gates, *halves) for halves in ((first, second), (second, first))]
+            come_first = float(not any(bool(slopes.any()) for slopes in mixed))
     except SampleDimensionError:
         pass
     (agreed,) = step.reducer.sum([torch.full((), come_first, device=x.device)])

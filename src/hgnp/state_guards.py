@@ -66,18 +66,35 @@ def preserve_modes(*nets: nn.Module) -> Iterator[None]:
 @contextmanager
 def evaluating(*nets: nn.Module, training_losses: bool = False) -> Iterator[None]:
     """Inside the block the networks are in evaluation mode. With `training_losses`, for networks that return their losses in
-    training mode only, norms and dropout alone are: the other modules are in training mode."""
-    with preserve_modes(*nets):
+    training mode only, norms and dropout alone are (`norms_and_dropout_to_eval`): the other modules are in training mode. What
+    these still draw, as `F.dropout(x, training=self.training)` and samplers of boxes do, comes from a fixed seed: passes
+    repeat it."""
+    with preserve_modes(*nets), ExitStack() as generators:
         for net in nets:
             net.train(training_losses)
             norms_and_dropout_to_eval(net)
+            if training_losses:
+                generators.enter_context(preserve_generators(net))
+                _seed_generators(net)
         yield
 
 
 def norms_and_dropout_to_eval(net: nn.Module) -> None:
+    """Also attention and recurrent layers, which have their own dropout, and modules with neither parameters nor children, such
+    as stochastic depth: they return the same in both modes, up to what they draw."""
     for module in net.modules():
-        if isinstance(module, _NormBase | _DropoutNd):
+        leaf = module is not net and not module._modules and not module._parameters
+        if leaf or isinstance(module, _NormBase | _DropoutNd | nn.MultiheadAttention | nn.RNNBase):
             module.training = False
+
+
+def _seed_generators(net: nn.Module) -> None:
+    """Those that `preserve_generators` restores."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)
+    for device in {p.device for p in net.parameters() if p.device.type == "cuda"}:
+        torch.cuda.default_generators[device.index].manual_seed(0)
 
 
 @contextmanager

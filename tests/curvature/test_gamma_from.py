@@ -95,6 +95,22 @@ def test_the_next_direction_is_that_of_dense_factors_of_the_penalised_loss(
     assert abs(radii[flat.block] / without - 1) > 0.01  # the penalty is seen in Γ
 
 
+@pytest.mark.parametrize("by", ["backward", "loss"])
+def test_gamma_has_mu_itself_where_the_penalty_is_in_one_of_several_steps(by: str) -> None:
+    """The step's own penalty is weighted by penalty_every·μ."""
+    radii, mu = [], 0.5
+    for every in (1, 4):
+        net, (first, second) = made(), batches(6)
+        flat = hgnp.Flatness(net, mu=mu, bound=-10.0, gamma_from="penalized_loss", penalty_every=every)
+        for batch in (first, *[first] * (every - 1), second):
+            if by == "backward":
+                flat.backward(*batch)
+            else:
+                flat.loss(*batch).backward()
+        radii.append((flat.block, flat.radius))
+    assert radii[1] == (radii[0][0], pytest.approx(radii[0][1], rel=1e-10))
+
+
 def test_without_an_active_penalty_gamma_is_that_of_the_loss() -> None:
     found = []
     for gamma_from in ("loss", "penalized_loss"):

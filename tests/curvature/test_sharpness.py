@@ -50,6 +50,23 @@ def test_top_eigenvalues_equal_the_dense_ones_and_nothing_is_left_behind():
     assert max(found.residuals) <= 1e-4 * found.eigenvalues[0]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"ignore_index": 1}, {"weight": torch.tensor([0.1, 1.0, 5.0], dtype=torch.double)}],
+    ids=["ignored", "weights"],
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_batches_are_weighted_by_the_normaliser_of_the_loss(options, known):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    x = torch.randn(64, 4, dtype=torch.double)
+    y = torch.cat([torch.randint(0, 3, (32,)), torch.ones(30, dtype=torch.long), torch.tensor([0, 2])])
+    loss = partial(F.cross_entropy, **options) if known else lambda z, y: F.cross_entropy(z, y, **options)
+    joint = sharpness(net, [(x, y)], loss=loss, tolerance=1e-10)
+    parts = sharpness(net, [(x[:32], y[:32]), (x[32:62], y[32:62]), (x[62:], y[62:])], loss=loss, tolerance=1e-10)
+    assert parts.eigenvalues == pytest.approx(joint.eigenvalues, rel=1e-9)
+
+
 def test_the_scale_invariant_variant_is_the_scaled_hessian_and_ignores_filter_scales():
     net = convnet("batch").eval()
     data = batches_of(net)

@@ -13,7 +13,6 @@ import hgnp
 from cases import CASES, conv
 from hgnp import Neurons, Removal
 from hgnp.removal import listeners_of
-from pruning_cases import VECTORS
 
 
 def net_and_neurons(**options: Any) -> tuple[nn.Sequential, Neurons]:
@@ -98,12 +97,21 @@ def test_every_optimizer_continues_after_a_removal(make: Any) -> None:
     assert all(not torch.equal(net[i].weight, w) for i, w in zip((0, 1, 3, 5), weights, strict=True))
 
 
+class Flat(torch.optim.SGD):
+    """Keeps the gradients of all parameters with the first one."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        held = [p for group in self.param_groups for p in group["params"]]
+        self.state[held[0]]["flat"] = torch.cat([p.grad.flatten() for p in held])
+
+
 def test_optimizer_state_that_cannot_be_cut_is_refused_and_nothing_changes() -> None:
     net, neurons = net_and_neurons()
-    optimizer = torch.optim.LBFGS(net.parameters())
+    optimizer = Flat(net.parameters(), lr=0.01)
     step(net, optimizer)
     before = copy.deepcopy(net.state_dict())
-    with pytest.raises(ValueError, match=r"LBFGS's state .* of 0.weight"):
+    with pytest.raises(ValueError, match=r"Flat's state 'flat' of 0.weight must have the parameter's shape"):
         neurons.remove({"0": [1]}, optimizer)
     assert all(torch.equal(net.state_dict()[name], tensor) for name, tensor in before.items())
     assert neurons.version == 0
@@ -358,19 +366,45 @@ def test_neurons_print_as_a_table() -> None:
     ]
 
 
-def test_lbfgs_is_refused_for_any_layer() -> None:
-    net = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+@pytest.mark.parametrize("reset", [False, True])
+def test_lbfgs_is_refused(reset: bool) -> None:
+    """Without state, too: it knows how many weights there were in its first step."""
+    net, neurons = net_and_neurons()
     optimizer = torch.optim.LBFGS(net.parameters())
+    step(net, optimizer)
+    if reset:
+        optimizer.state.clear()
+    with pytest.raises(
+        ValueError, match=r"^optimizer must keep its state by parameter, as SGD and AdamW do, got LBFGS$"
+    ):
+        neurons.remove({"0": [1]}, optimizer)
+    assert neurons.version == 0
+    step(net, optimizer)
 
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        value: Tensor = net(VECTORS).pow(2).mean()
-        value.backward()
-        return value
 
-    optimizer.step(loss)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="LBFGS's state"):
-        Neurons(net, VECTORS).remove({"2": [0, 4]}, optimizer)
+@pytest.mark.parametrize(
+    ("key", "width", "refused"), [("left", 6, True), ("left", 5, False), ("exp_avg_var", 6, False)]
+)
+def test_an_unknown_square_state_of_a_square_weight_is_refused_and_nothing_changes(
+    key: str, width: int, refused: bool
+) -> None:
+    """A left preconditioner GGᵀ has the shape of such a weight. It must lose a row and a column, not a row alone."""
+    net = nn.Sequential(nn.Linear(width, 6, bias=False), nn.Tanh(), nn.Linear(6, 2)).double()
+    neurons, optimizer = Neurons(net, torch.zeros(2, width).double()), torch.optim.SGD(net.parameters(), lr=0.1)
+    state = torch.randn(6, width).double()
+    optimizer.state[net[0].weight][key] = state
+    before = copy.deepcopy(net.state_dict())
+    if refused:
+        with pytest.raises(
+            ValueError, match=r"^SGD's state 'left' of 0.weight must be known .* square tensor \(6, 6\)"
+        ):
+            neurons.remove({"0": [1]}, optimizer)
+        torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+        assert optimizer.state[net[0].weight][key] is state
+        neurons.remove({"2": []}, optimizer)
+    else:
+        neurons.remove({"0": [1]}, optimizer)
+        torch.testing.assert_close(optimizer.state[net[0].weight][key], state[[0, 2, 3, 4, 5]], rtol=0, atol=0)
 
 
 def test_scoring_without_flatness_registers_no_listener() -> None:

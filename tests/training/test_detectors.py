@@ -142,3 +142,50 @@ def test_a_detector_is_trained_and_pruned_with_its_own_losses(method: Any, unpac
     with torch.no_grad():
         expected, got = (copy.deepcopy(each).eval()(images) for each in (net, again))
     assert all(torch.equal(a["boxes"], b["boxes"]) for a, b in zip(expected, got, strict=True))
+
+
+class StochasticDepth(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.bernoulli(torch.full_like(x[:, :1], 0.5)) * 2 if self.training else x
+
+
+class Attending(nn.Module):
+    """Dropout in attention and recurrent layers, stochastic depth, and dropout by a function."""
+
+    def __init__(self, by_function: bool) -> None:
+        super().__init__()
+        self.first, self.attention = nn.Linear(4, 6), nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True)
+        self.recurrent, self.depth = nn.LSTM(6, 6, num_layers=2, dropout=0.5, batch_first=True), StochasticDepth()
+        self.hidden, self.last, self.by_function = nn.Linear(6, 5), nn.Linear(5, 3), by_function
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Any:
+        h = torch.tanh(self.first(x))
+        h = h + self.depth(self.recurrent(self.attention(h, h, h)[0])[0])
+        if self.by_function:
+            h = nn.functional.dropout(h, 0.5, self.training)
+        z = self.last(torch.tanh(self.hidden(h.mean(1))))
+        return {"loss": nn.functional.cross_entropy(z, target)} if self.training else z.argmax(1)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:the first dimension of some tensor")
+@pytest.mark.parametrize("by_function", [False, True])
+def test_scores_of_training_losses_repeat_and_have_no_dropout(by_function: bool) -> None:
+    torch.manual_seed(0)
+    net = Attending(by_function).double()
+    x, y = torch.randn(8, 5, 4).double(), torch.arange(8) % 3
+    neurons = hgnp.Neurons(net, (x, y))
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        found.append(hgnp.sensitivity(net, neurons, [((x, y), y)], loss=total)["hidden"])
+    first, second = found
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert all(module.training for module in net.modules())
+    if not by_function:  # dropout of the function stays, with a fixed seed
+        gamma = torch.ones(5, dtype=torch.double, requires_grad=True)
+        net.eval()
+        h = torch.tanh(net.first(x))
+        h = h + net.recurrent(net.attention(h, h, h)[0])[0]
+        z = net.last(torch.tanh(net.hidden(h.mean(1))) * gamma)
+        (slope,) = torch.autograd.grad(nn.functional.cross_entropy(z, y), gamma)
+        torch.testing.assert_close(first, slope.abs() / slope.norm())

@@ -121,6 +121,21 @@ def test_runs_in_float16_train(method: str) -> None:
     assert history[-1]["loss"] < history[0]["loss"]
 
 
+@pytest.mark.parametrize("precision", ["float32", "fp16"])
+def test_clipping_measures_the_gradients_that_the_optimizer_steps_on(precision: str) -> None:
+    """In fp16 those of other parameters are still scaled by 65536."""
+    net, norms = made(), []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            norms.append(float(torch.stack([p.grad.norm() for p in net.out.parameters()]).norm()))
+            super().step()
+
+    given = recipe(keep=1.0, clip_norm=0.01, mu=0.0, precision=precision, warmup_epochs=2, finetune_epochs=0)
+    hgnp.prune(net, *loaders(), recipe=given, optimizer=Watching(net.out.parameters(), lr=0.05))
+    assert norms == pytest.approx([0.01] * 2 * STEPS, rel=1e-3)
+
+
 def test_clipping_does_not_see_the_gradients_of_earlier_steps() -> None:
     """Not those of parameters that the optimizer does not train either."""
     net = made()
@@ -165,6 +180,17 @@ def test_an_epoch_that_skips_the_penalty_has_no_active_penalty() -> None:
     resting, plain = (EpochStatistics(losses=[torch.tensor(1.0)] * 2, skipped=rested).summary(0.5) for rested in (2, 0))
     assert (resting["active"], resting["penalty"], resting["radius"]) == (0.0, 0.0, None)
     assert plain["active"] is None  # there was no penalty
+
+
+def test_steps_that_overflow_are_left_out_of_the_means() -> None:
+    def row(*numbers: float) -> list[float | None]:
+        q = [torch.tensor(number) for number in numbers]
+        statistics = EpochStatistics(losses=[torch.tensor(1.0)] * len(q), radii=q, curvatures=q, mus=[0.5] * len(q))
+        summary = statistics.summary(1.0)
+        return [summary[name] for name in ("radius", "curvature", "penalty")]
+
+    assert row(2.0, math.nan, math.inf) == [2.0, 2.0, pytest.approx(0.5 / 3)]
+    assert row(math.nan, math.inf) == [None, None, 0.0]
 
 
 def test_a_batch_may_be_fetched_ahead() -> None:

@@ -1,6 +1,6 @@
 """How flat a solution is: the top eigenvalues of the true Hessian over a dataset.
 
-Lanczos with full reorthogonalisation on v ↦ Hv, H the Hessian of the mean loss over all samples in evaluation mode.
+Lanczos with full reorthogonalisation on v ↦ Hv, H the Hessian of the mean loss over the batches as one, in evaluation mode.
 A Ritz pair (θ, y) of the k-step tridiagonal T has the exact residual ‖Hy − θy‖ = β_k |last entry of T's eigenvector|;
 it is converged once that is below `tolerance`·|θ_max|. The scale-invariant variant is the Hessian of the same loss in
 the metric D = diag(n), n_j = ‖w_j‖ for the filter j that a weight or bias of a Linear or convolution belongs to.
@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hgnp.curvature.autodiff.forward import Output, check_gradients, run, samples_in
 from hgnp.curvature.factors import find_blocks
-from hgnp.curvature.losses import Loss, loss_curvature
+from hgnp.curvature.losses import Loss, loss_curvature, mean_and_normaliser
 from hgnp.curvature.validation import check_functions, lacks_second_derivative, without_tensor_hooks
 from hgnp.errors import InputError
 from hgnp.state_guards import compiled_functions_run_eagerly, evaluating
@@ -77,7 +77,8 @@ def sharpness(
     Args:
         net: The network, on the device of the batches.
         data: Batches (inputs, target). Iterated once per Hessian-vector product: a list or a loader, not a generator.
-        loss: Any loss(output, target) that is a mean.
+        loss: Any loss(output, target) that is a mean. Batches are weighted by its normaliser (the number of samples, of labels
+            that are not ignored, or the sum of their class weights), so that it does not matter how the data is batched.
         k: Number of eigenvalues.
         scale_invariant: Use the metric in which each filter's weights are measured relative to the filter's norm.
         output: Picks the logits from what the network returns, e.g. ``lambda o: o.logits``.
@@ -134,32 +135,33 @@ def _product(
     metric: list[Tensor] | None,
     v: Tensor,
 ) -> Tensor:
-    """Hv, or DHDv: two reverse passes per batch, weighted by its number of samples."""
+    """Hv, or DHDv: two reverse passes per batch, weighted by the normaliser of its mean loss."""
     parts = [x.view_as(p) for x, p in zip(v.split([p.numel() for p in parameters]), parameters, strict=True)]
     if metric is not None:
         parts = [x * d for x, d in zip(parts, metric, strict=True)]
-    total, samples = torch.zeros_like(v), 0
+    total = torch.zeros_like(v)
+    normalisers: list[Tensor] = []
     for inputs, target in data:
         buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}  # a forward may count its calls in one
         with compiled_functions_run_eagerly:  # they have no second derivative
-            value = loss(run(net, inputs, output=output, buffers=buffers), target)
+            out = run(net, inputs, output=output, buffers=buffers)
+        value, weight = mean_and_normaliser(loss, out, target, samples_in(inputs))
         with without_tensor_hooks(parameters):
             grads = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
-            if not samples and lacks_second_derivative(grads):  # the first batch shows it
+            if not normalisers and lacks_second_derivative(grads):  # the first batch shows it
                 raise InputError(
                     "net and loss must be twice differentiable, got an autograd.Function marked @once_differentiable; "
                     "write its backward in differentiable operations"
                 )
             products = torch.autograd.grad(grads, parameters, parts, materialize_grads=True)
-        n = samples_in(inputs)
-        total += n * torch.cat([p.flatten() for p in products])
-        samples += n
-    if not samples:
+        total += weight * torch.cat([p.flatten() for p in products])
+        normalisers.append(weight)
+    if not normalisers:
         raise InputError("data must have at least one batch, got none")
     if metric is not None:
         scale = torch.cat([d.expand_as(p).flatten() for d, p in zip(metric, parameters, strict=True)])
         total = total * scale
-    return total / samples
+    return total / torch.stack(normalisers).sum()
 
 
 def _lanczos(

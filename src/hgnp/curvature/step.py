@@ -198,6 +198,11 @@ class State:
             self.known_samples = self.own_samples if self.counts is None else int(self.counts.sum())
         return self.known_samples
 
+    @property
+    def most_samples(self) -> int:
+        """n of the rank that has the largest batch."""
+        return self.own_samples if self.counts is None else int(self.counts.max())
+
     def active(self) -> bool:
         """Whether the penalty is active. Waits for q."""
         return self.statistics is not None and self.statistics.q > self.bound
@@ -288,13 +293,19 @@ class Step:
             raise InputError("inputs must hold at least one sample, got an empty batch")
         state.own_samples, state.counts, state.known_samples, state.weight = samples, None, None, None
         if self.reducer.ranks > 1:
-            own = target_normaliser(self.loss, target)
-            device = next(self.net.parameters()).device
-            numbers = torch.zeros(1 + self.reducer.ranks, dtype=torch.double, device=device)
+            own = self.own_normaliser(inputs, target)
+            numbers = torch.zeros(1 + self.reducer.ranks, dtype=torch.double, device=own.device)
             numbers[1 + self.reducer.rank].fill_(samples)  # kernels; the host would wait for a copy
-            numbers[0] = numbers[1 + self.reducer.rank] if own is None else own
+            numbers[0] = own
             (total,) = self.reducer.sum([numbers])
             state.counts, state.weight = total[1:], numbers[0] / total[0]
+
+    def own_normaliser(self, inputs: Any, target: Any) -> Tensor:
+        """What the mean loss of this rank's batch has in its denominator; the number of samples for a loss that is not
+        known."""
+        known = target_normaliser(self.loss, target)
+        device = next(self.net.parameters()).device
+        return torch.full((), samples_in(inputs), dtype=torch.double, device=device) if known is None else known
 
     def prepare(self, state: State, inputs: Any, target: Any, *, scale: Number = 1.0) -> None:
         """Before the first step, and after the network has changed: where Gauss–Newton holds, and the first v, from
@@ -363,7 +374,7 @@ class Step:
         retain_graph: bool = False,
     ) -> None:
         """The gradient of w·C, and of μ·w·q if the penalty is active; beside it the next v, if the plan has a refresh. Γ comes
-        from this very backward pass if that is of C alone. `retain_graph`: the same pass will be differentiated again."""
+        from this very backward pass if that is of the same loss. `retain_graph`: the same pass will be differentiated again."""
         collector, choices = state.collector, self.choices
         total = self.total(state, mu=mu, active=active)
         backward = partial(self._run_backward, total * scale, retain_graph=retain_graph)
@@ -375,8 +386,10 @@ class Step:
         current = state.current
         assert current is not None
         collector.restart()
-        if choices.fisher_type == "mc" or (active and choices.gamma_from == "loss"):
-            self._solve(state, partial(self._collect_gamma, state, collector, current, target, scale), overlap=backward)
+        loss = self._gamma_loss(state, mu=mu, active=active)
+        if choices.fisher_type == "mc" or (active and (loss is current.loss or self.penalty_every > 1)):
+            collect = partial(self._collect_gamma, state, collector, loss, current.output, target, scale)
+            self._solve(state, collect, overlap=backward)
         else:
             with collector.collecting(scale):
                 self._solve(state, backward)
@@ -420,14 +433,11 @@ class Step:
             assert state.current is not None
             state.direction.iterate(state.current, self.reducer, scale)
             return
-        collector = state.collector
+        collector, current = state.collector, state.current
         assert collector is not None
-        if active and self.choices.gamma_from == "penalized_loss":
-            total = self.total(state, mu=mu, active=True)
-            self._solve(state, partial(collector.collect, total, None, scale))
-        else:
-            assert state.current is not None
-            self._solve(state, partial(self._collect_gamma, state, collector, state.current, target, scale))
+        assert current is not None
+        loss = self._gamma_loss(state, mu=mu, active=active)
+        self._solve(state, partial(self._collect_gamma, state, collector, loss, current.output, target, scale))
         collector.release()
 
     def advance(self, state: State) -> None:
@@ -550,16 +560,20 @@ class Step:
             reducer=self.reducer,
         )  # fmt: skip
 
+    def _gamma_loss(self, state: State, *, mu: Number, active: bool) -> Tensor:
+        """What Γ is of: w·C, or w·L, in which the penalty has μ itself. `mu` is that of the step, times `penalty_every`."""
+        penalized = active and self.choices.gamma_from == "penalized_loss"
+        return self.total(state, mu=mu / self.penalty_every if penalized else mu, active=penalized)
+
     def _collect_gamma(
-        self, state: State, collector: FactorCollector, current: Pass, target: Any, scale: Number
+        self, state: State, collector: FactorCollector, loss: Tensor, output: Tensor, target: Any, scale: Number
     ) -> None:
-        """Γ by a separate backward pass, for activations alone: of C, or of labels drawn from the output."""
-        with autocast_off(current.loss):
+        """Γ by a separate backward pass, for activations alone: of the loss, or of labels drawn from the output."""
+        with autocast_off(loss):
             if self.choices.fisher_type == "empirical":
-                collector.collect(current.loss, None, scale)
+                collector.collect(loss, None, scale)
                 return
             assert self._loss_curvature is not None
-            output = current.output
             generator, rows = self._generator(state, output.device), self._rows(state, output)
             drawn = self._loss_curvature.draw(output.detach(), target, generator, rows)
             if state.weight is not None:  # normalised by the samples of all ranks
@@ -591,9 +605,9 @@ class Step:
         collector = self._collector(state, inputs)
         with preserve_rng(*self.net.parameters()):  # dropout masks repeat from pass to pass
             output = self.passes.run(inputs, Forward(observer=collector, reducer=self.reducer), side_effect_free=True)
-            current = Pass(weighted(self.loss(output, target), state.weight), output)
+            loss = weighted(self.loss(output, target), state.weight)
             direction.refresh(
-                collector, partial(self._collect_gamma, state, collector, current, target, scale),
+                collector, partial(self._collect_gamma, state, collector, loss, output, target, scale),
                 cold=True, empirical=self.choices.ranking == "empirical", reducer=self.reducer,
             )  # fmt: skip
 
@@ -654,6 +668,7 @@ class Step:
         state.direction.load_state_dict(stored)
         state.since_penalty = stored["since_penalty"] % self.penalty_every
         state.age, state.skipping, state.first_q, state.generator = stored["age"], stored["skipping"], None, None
+        state.statistics = None  # of a step before those that are restored
         if stored["generator"] is not None:
             self._generator(state, next(self.net.parameters()).device).set_state(stored["generator"])
 

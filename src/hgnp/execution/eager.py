@@ -34,7 +34,7 @@ class Eager:
 
     def zero_grad(self) -> None:
         """Before `backward`, which adds to `.grad`."""
-        self.step.net.zero_grad(set_to_none=True)  # also what the optimizer does not train: clipping reads it
+        self.step.net.zero_grad(set_to_none=True)  # also what the optimizer does not train, or it would add up
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()

@@ -15,6 +15,12 @@ from hgnp.errors import InputError
 from hgnp.pruning.graph import tensors_of
 from hgnp.removal import Removal, Slices, cut
 
+_PER_ENTRY = frozenset(
+    """momentum_buffer exp_avg exp_avg_sq max_exp_avg_sq exp_inf square_avg grad_avg acc_delta sum prev step_size ax variance
+    exp_avg_var exp_avg_diff neg_pre_grad""".split()  # noqa: SIM905
+)
+"""State of PyTorch's optimizers, AdaBelief and Adan that has an entry for each of the parameter's."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -42,6 +48,8 @@ def changes_to_net(net: nn.Module, removal: Removal) -> list[Change]:
 def changes_to_optimizer(net: nn.Module, optimizer: torch.optim.Optimizer, removal: Removal) -> list[Change]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+    if isinstance(optimizer, torch.optim.LBFGS):  # all parameters are one vector, whose length its first step sets
+        raise InputError("optimizer must keep its state by parameter, as SGD and AdamW do, got LBFGS")
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(id(parameter) in names for parameter in held):
@@ -49,17 +57,18 @@ def changes_to_optimizer(net: nn.Module, optimizer: torch.optim.Optimizer, remov
     changes = []
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter))
-        # also where the parameter keeps its shape: LBFGS stores the state of all parameters with the first one
+        # also where the parameter keeps its shape: the state of all parameters may be stored with the first one
         for key, value in state.items() if name is not None else ():
             what = f"{type(optimizer).__name__}'s state {key!r} of {name}"
-            new = _cut_state(value, parameter, removal.slices.get(str(name), {}), what)
+            new = _cut_state(key, value, parameter, removal.slices.get(str(name), {}), what)
             if new is not value:
                 changes.append(Change(_assign_item(state, key, new), _assign_item(state, key, value)))
     return changes
 
 
-def _cut_state(value: Any, parameter: Tensor, slices: Slices, what: str) -> Any:
-    """The remaining state. A factored optimizer has size 1 along dimensions that it averages; counters are scalars."""
+def _cut_state(key: Any, value: Any, parameter: Tensor, slices: Slices, what: str) -> Any:
+    """The remaining state. A factored optimizer has size 1 along dimensions that it averages; counters are scalars. Shape
+    alone does not tell whether a square state of a square weight has an entry for each weight: then its key does."""
     if isinstance(value, list | tuple | dict) and any(
         isinstance(v, Tensor) for v in (value.values() if isinstance(value, dict) else value)
     ):
@@ -75,6 +84,11 @@ def _cut_state(value: Any, parameter: Tensor, slices: Slices, what: str) -> Any:
         )
     if not slices:
         return value
+    if value.dim() == 2 and len({*value.shape, *parameter.shape}) == 1 and key not in _PER_ENTRY:
+        raise InputError(
+            f"{what} must be known to have an entry for each weight, got an unknown square tensor {tuple(value.shape)} of a "
+            "square weight, which may be a preconditioner; delete it from optimizer.state, or use an optimizer of torch.optim"
+        )
     return cut(value, {dim: positions for dim, positions in slices.items() if value.shape[dim] == parameter.shape[dim]})
 
 

@@ -11,8 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hgnp.curvature.autodiff.forward import samples_in
-from hgnp.curvature.losses import Loss, target_normaliser
 from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.errors import DivergedError, InputError, is_too_few_values
@@ -49,10 +47,11 @@ class EpochStatistics:
             return row | {"penalty": 0.0, "radius": None, "curvature": None, "active": active, "blocks": {}}
         q = torch.stack([value.double() for value in self.curvatures]).cpu()
         mu = torch.tensor(self.mus, dtype=torch.double)
+        penalties = mu * (q - bound).clamp_min(0)
         return row | {
-            "penalty": float((mu * (q - bound).clamp_min(0)).sum() / steps),
-            "radius": _mean(self.radii),
-            "curvature": float(q.mean()),
+            "penalty": float(penalties[penalties.isfinite()].sum() / steps),
+            "radius": _finite_mean(self.radii),
+            "curvature": _finite_mean(self.curvatures),
             "active": float((q > bound).double().sum() / (len(q) + self.skipped)),
             "blocks": {name: count / (len(q) + self.skipped) for name, count in self.blocks.most_common()},
         }
@@ -60,6 +59,13 @@ class EpochStatistics:
 
 def _mean(values: list[Tensor]) -> float:
     return float(torch.stack([value.double() for value in values]).mean())
+
+
+def _finite_mean(values: list[Tensor]) -> float | None:
+    """Without steps that overflowed (fp16), whose numbers are not finite; None if none is left."""
+    numbers = torch.stack([value.double() for value in values]).cpu()
+    finite = numbers[numbers.isfinite()]
+    return float(finite.mean()) if len(finite) else None
 
 
 def precision_on(recipe: Recipe, device: torch.device) -> Literal["float32", "bf16", "fp16"]:
@@ -78,19 +84,14 @@ class GradientMean:
     penalty.
     """
 
-    def __init__(self, net: nn.Module, loss: Loss, reducer: Reducer) -> None:
-        self._net, self._loss, self._reducer = net, loss, reducer
+    def __init__(self, step: Step) -> None:
+        self._step, self._net = step, step.net
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._weights: list[Tensor] = []
 
     def add(self, inputs: Any, target: Any) -> None:
         """Add what this micro-batch left in `.grad`."""
-        weight = target_normaliser(self._loss, target)
-        if weight is None:
-            device = next(self._net.parameters()).device
-            weight = torch.full((), samples_in(inputs), dtype=torch.double, device=device)
-        if self._reducer.ranks > 1:
-            (weight,) = self._reducer.sum([weight])
+        (weight,) = self._step.reducer.sum([self._step.own_normaliser(inputs, target)])
         self._weights.append(weight)
         for p in self._net.parameters():
             if p.grad is not None:
@@ -125,7 +126,7 @@ class Trainer:
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         """The learning rates that a schedule scales."""
         self.accumulate = accumulate
-        self._mean = GradientMean(step.net, step.loss, step.reducer)
+        self._mean = GradientMean(step)
         self.scaler = torch.amp.GradScaler(device.type) if self.precision == "fp16" else None
 
     def running(self) -> AbstractContextManager[None]:
@@ -176,8 +177,9 @@ class Trainer:
                 if not pending:
                     progress = number / total if total else 0.0
                     if rate is not None:
+                        factor = rate(progress)
                         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-                            group["lr"] = peak * rate(progress)
+                            group["lr"] = peak * factor
                     self.state.mu = mu(progress)
                 self.backward(batch, statistics)
                 pending += 1
@@ -240,7 +242,9 @@ class Trainer:
         if self.recipe.clip_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.net.parameters(), self.recipe.clip_norm)
+            # the gradients of other parameters are still scaled
+            stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(stepped, self.recipe.clip_norm)
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
