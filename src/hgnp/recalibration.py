@@ -11,6 +11,7 @@ from hgnp.curvature.autodiff.forward import run
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.errors import InputError, InputTypeError, brief, is_too_few_values
 from hgnp.state_guards import module_that_raised, preserve_generators, preserve_modes
+from hgnp.validation import check_module
 
 
 def recalibrate(net: nn.Module, batches: Iterable[Any]) -> None:
@@ -33,8 +34,7 @@ def recalibrate(net: nn.Module, batches: Iterable[Any]) -> None:
     The batch norms run in training mode, everything else in evaluation mode, so dropout is off. Modes, momenta, gradients and
     random state are restored. A batch norm that no batch reaches keeps its statistics; if anything fails, all of them do.
     """
-    if not isinstance(net, nn.Module):
-        raise InputTypeError(f"net must be an nn.Module, got {type(net).__name__}")
+    check_module(net)
     if not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping):
         raise InputTypeError(f"batches must be a list of batches or a loader, got {type(batches).__name__}; use [x]")
     norms = {

@@ -34,6 +34,7 @@ from hgnp.training.run_folder import RunFolder
 from hgnp.training.run_state import read_history
 from hgnp.training.snapshots import InitialCopy, finetune_snapshots
 from hgnp.training.task import Callback, Task
+from hgnp.validation import check_module
 
 
 def prune(
@@ -141,8 +142,7 @@ def prune_and_report(
     accumulate: int = 1,
 ) -> Result:
     """`prune`, reporting to `progress`. `about`: further entries of run.json, such as the name of a preset."""
-    if not isinstance(net, nn.Module):
-        raise InputTypeError(f"net must be an nn.Module, got {type(net).__name__}")
+    check_module(net)
     net, reducer = join_ranks(net)
     if not isinstance(recipe, Recipe):
         raise InputTypeError(f"recipe must be an hgnp.Recipe, such as Recipe(keep=0.1), got {type(recipe).__name__}")

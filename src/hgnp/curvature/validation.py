@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from numbers import Real
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from hgnp.curvature.factors import find_blocks
 from hgnp.errors import InputError
+from hgnp.validation import check_net
 
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -44,48 +44,9 @@ def check_bound(bound: Any) -> None:
 
 def check_network(net: nn.Module, *, penalized: bool) -> None:
     """That PyTorch shows the network's operations and, with `penalized`, that there is a block to penalise."""
-    if not isinstance(net, nn.Module):
-        raise InputError(f"net must be an nn.Module, got {type(net).__name__}")
+    check_net(net)
     if penalized and not find_blocks(net):
         raise InputError("net must have a Linear or Conv1d/2d/3d layer with a trained weight, got none")
-    check_not_parallel(net)
-    for name, layer in net.named_modules():
-        compiled = hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None  # torch.compile, Module.compile
-        compiled |= any(_is_compiled(function) for function in (layer.forward, *vars(layer).values()))
-        if compiled or isinstance(layer, torch.jit.ScriptModule):
-            kind = "a compiled one" if compiled else "a scripted one"
-            raise InputError(
-                f"layer {name!r} must be a plain module, got {kind}, whose operations are hidden; pass it as it was before"
-            )
-
-
-PARALLEL = {
-    "DistributedDataParallel": "pass net.module, and to Flatness and sensitivity group=net.process_group: hgnp sums gradients "
-    "itself",
-    "DataParallel": "pass net.module, and start one process per GPU by torchrun",
-    "FullyShardedDataParallel": "pass the network before it is sharded; hgnp trains whole networks on every rank",
-    "FSDPModule": "pass the network before fully_shard; hgnp trains whole networks on every rank",
-}
-"""Class of a wrapper → what to do."""
-
-
-def check_not_parallel(net: nn.Module) -> None:
-    """That no wrapper sends gradients elsewhere or holds a part of the network alone."""
-    for name, module in net.named_modules():
-        where = f"layer {name!r}" if name else "net"
-        for kind in type(module).__mro__:
-            if kind.__name__ in PARALLEL and kind.__module__.startswith("torch."):
-                raise InputError(f"{where} must be a plain module, got {kind.__name__}; {PARALLEL[kind.__name__]}")
-    for name, tensor in net.named_parameters():
-        if type(tensor).__name__ == "DTensor":
-            raise InputError(
-                f"{name} must be a plain tensor, got a DTensor of tensor parallelism; pass the network before it is sharded"
-            )
-
-
-def _is_compiled(function: Any) -> bool:
-    """Whether torch.compile returned it, by an attribute that functions of torch.compiler.disable have too: there is no API."""
-    return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)
 
 
 def has_gradient_hooks(net: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map
 from hgnp.errors import InputError, MissingPackageError, brief
 from hgnp.io.atomic import atomic_path, check_file_path
 from hgnp.pruning.graph import Inputs
-from hgnp.pruning.validation import as_inputs, check_net
+from hgnp.pruning.validation import as_inputs, check_prunable
 
 OPSET = 18
 FORMATS: dict[str, Literal["onnx", "torch.export"]] = {".onnx": "onnx", ".pt2": "torch.export"}
@@ -102,7 +102,7 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any, *, 
     if path.suffix not in FORMATS:
         raise InputError(f"path must end in {' or '.join(FORMATS)}, got {str(path)!r}")
     check_file_path(path)
-    check_net(net)
+    check_prunable(net)
     inputs, arguments = _bind_inputs(net, as_inputs(example_input), dynamic_batch)
     rows = _rows(inputs)
     to_onnx = path.suffix == ".onnx"

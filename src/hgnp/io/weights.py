@@ -21,7 +21,7 @@ from hgnp.io.atomic import atomic_path, check_file_path
 from hgnp.pruning.config import update_config
 from hgnp.pruning.graph import tensors_of
 from hgnp.pruning.surgery import Change, commit, replace_data, set_attributes
-from hgnp.pruning.validation import check_net
+from hgnp.pruning.validation import check_prunable
 from hgnp.pruning.widths import stated_widths
 
 FORMAT = 1
@@ -61,7 +61,7 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> Path:
 
 def describe(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Every tensor of `net`, and the description that `changes_to_fit` needs to shrink a fresh instance."""
-    check_net(net)
+    check_prunable(net)
     for name, module in net.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise InputTypeError(
@@ -132,7 +132,7 @@ def load(path: str | os.PathLike[str], net: Net) -> Net:
     file = _file(path)
     if not file.is_file():
         raise FileNotFoundError(f"path must be a file or folder that hgnp.save wrote, got {file}, which does not exist")
-    check_net(net)
+    check_prunable(net)
     about, tensors = read_saved(file)
     try:
         changes = changes_to_fit(about, tensors, net)

@@ -37,7 +37,7 @@ from hgnp.pruning.structure import Structure, TracedForward, depends_on_data
 from hgnp.pruning.summary import Frozen, Layer, Preview, table
 from hgnp.pruning.surgery import Change, changes_to_net, changes_to_optimizer, check_copies, commit
 from hgnp.pruning.trial import disagreement
-from hgnp.pruning.validation import as_inputs, as_outputs, check_net, protected_modules
+from hgnp.pruning.validation import as_inputs, as_outputs, check_prunable, protected_modules
 from hgnp.pruning.verify import CutVerifier
 from hgnp.removal import Listener, Removal, listeners_of
 
@@ -92,7 +92,7 @@ class Neurons:
         approximate: bool = False,
         outputs: Callable[..., Any] | None = None,
     ) -> None:
-        check_net(net)
+        check_prunable(net)
         self.net = net
         self.version = 0
         self.listeners: list[Listener] = []
