@@ -6,12 +6,14 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.forward import Output, check_gradients
+from hgnp.curvature.batch_checks import failure_explained
 from hgnp.curvature.choices import (
     Bundle,
     Choices,
@@ -26,8 +28,8 @@ from hgnp.curvature.choices import (
 )
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.step import State, Step, make_step
-from hgnp.curvature.validation import check_bound, check_mu
-from hgnp.errors import refuse_renamed
+from hgnp.curvature.validation import check_bound, check_mu, finite
+from hgnp.errors import InputError, refuse_renamed
 from hgnp.execution.eager import Eager
 from hgnp.execution.process_group import ranks_of
 from hgnp.reducer import average_statistics, broadcast_networks
@@ -129,7 +131,9 @@ class Flatness:
             target: what the loss takes beside the output.
             scale: a factor on the gradient, such as 1/steps for gradient accumulation, or a gradient scaler's scale.
         """
-        return self._eager.backward(inputs, target, scale=scale)
+        _check_scale(scale)
+        with self._explained(inputs, target):
+            return self._eager.backward(inputs, target, scale=scale)
 
     def loss(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
         """C + μ·max(0, q − B) of a training batch along the v of the batch before, for a trainer that calls `backward` itself.
@@ -138,7 +142,13 @@ class Flatness:
         that computes no weight gradients. `scale` multiplies that pass alone, and is divided out again: under float16 pass the
         gradient scaler's scale, or small derivatives underflow. The returned loss is not scaled.
         """
-        return self._eager.loss(inputs, target, scale=scale)
+        _check_scale(scale)
+        with self._explained(inputs, target):
+            return self._eager.loss(inputs, target, scale=scale)
+
+    def _explained(self, inputs: Any, target: Any) -> AbstractContextManager[None]:
+        step = self._step
+        return failure_explained(step.net, step.loss, step.output, (inputs, target), "target", where="this batch")
 
     def average_statistics(self) -> None:
         """With a group: running statistics of norms, which each rank computes from its own samples, are averaged over the
@@ -152,9 +162,10 @@ class Flatness:
         the shares add up to the whole."""
         check_gradients()
         state = dataclasses.replace(self._state)
-        self._step.share(state, inputs, target)
-        v = self._step.direction_of(state, inputs, target) if state.mu else None
-        return self._step.objective(state, inputs, target, mu=state.mu, direction=v).value()
+        with self._explained(inputs, target):
+            self._step.share(state, inputs, target)
+            v = self._step.direction_of(state, inputs, target) if state.mu else None
+            return self._step.objective(state, inputs, target, mu=state.mu, direction=v).value()
 
     @property
     def net(self) -> nn.Module:
@@ -238,6 +249,12 @@ class Flatness:
         """Restore what `state_dict` returned, for a network of the same shapes: the next step is the one that would have
         followed."""
         self._step.load_state_dict(self._state, state)
+
+
+def _check_scale(scale: Any) -> None:
+    if not (scale.numel() == 1 if isinstance(scale, Tensor) else finite(scale) and scale != 0):
+        given = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
+        raise InputError(f"scale must be a finite number other than 0 or a tensor with one entry, got {given}")
 
 
 def step_and_state(flatness: Flatness) -> tuple[Step, State]:

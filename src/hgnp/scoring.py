@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointError
 from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
+from hgnp.curvature.batch_checks import failure_explained
 from hgnp.curvature.device import capturing
 from hgnp.curvature.factors import Block, WholeNetwork
 from hgnp.curvature.losses import Loss, loss_curvature
@@ -209,7 +210,8 @@ def _means(
     if x is None:
         raise InputError("batches must have at least one (inputs, target) pair, got none")
     gates, before = gates.to(x.device), RandomState(*step.net.parameters())
-    per_sample = _samples_come_first(step, gates, inputs, x)
+    with _explained(step, inputs, target):
+        per_sample = _samples_come_first(step, gates, inputs, x)
     mu = state.mu if mu is None else mu
     if not before.unchanged() or (mu and step.choices.fisher_type == "mc"):
         capture = None  # a graph would draw the same at every replay
@@ -218,8 +220,9 @@ def _means(
     sums = _Sums(work, partial(step.direction_of, state) if mu else None, step.net, capture)
 
     def summed(inputs: Any, target: Any) -> Tensor:
-        step.share(state, inputs, target)
-        return sums(inputs, target)
+        with _explained(step, inputs, target):
+            step.share(state, inputs, target)
+            return sums(inputs, target)
 
     total, samples = summed(inputs, target), state.samples
     with contextlib.nullcontext() if capture is None else capture.running():
@@ -308,6 +311,11 @@ def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
         if x is None or x.dim() == 0 or len(x) == 0:
             raise InputError("batches must be (inputs, target) pairs with samples, got one that is not; use [(x, y)]")
         yield batch[0], batch[1], x
+
+
+def _explained(step: Step, inputs: Any, target: Any) -> contextlib.AbstractContextManager[None]:
+    where = "every batch of batches"
+    return failure_explained(step.net, step.loss, step.output, (inputs, target), "batches", where=where)
 
 
 def _open_gates(x: Tensor, samples: int, gates: Gates) -> Tensor:

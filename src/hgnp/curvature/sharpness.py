@@ -8,7 +8,7 @@ the metric D = diag(n), n_j = ‖w_j‖ for the filter j that a weight or bias o
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hgnp.curvature.autodiff.forward import Output, check_gradients, run, samples_in
+from hgnp.curvature.batch_checks import failure_explained
 from hgnp.curvature.factors import find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature
 from hgnp.curvature.validation import check_functions, lacks_second_derivative, without_tensor_hooks
-from hgnp.errors import InputError
+from hgnp.errors import InputError, InputTypeError
 from hgnp.state_guards import compiled_functions_run_eagerly, evaluating
+from hgnp.validation import check_flags, check_module
 
 TOLERANCE = 1e-4
 MAX_STEPS = 200
@@ -91,12 +93,18 @@ def sharpness(
     The network's mode, buffers and gradients are restored.
     """
     start = time.perf_counter()
+    check_module(net)
     check_functions(loss=loss, output=output)
+    check_flags(scale_invariant=scale_invariant)
     for name, value in (("tolerance", tolerance), ("max_seconds", max_seconds)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise InputError(f"{name} must be a number > 0, got {value!r}")
     check_gradients()
     loss_curvature(loss)  # refuses one that is not a mean
+    if not isinstance(data, Iterable) or isinstance(data, Tensor | Mapping):
+        raise InputTypeError(
+            f"data must be a list of (inputs, target) pairs or a loader, got {type(data).__name__}; use [(x, y)]"
+        )
     if iter(data) is data:
         raise InputError(
             "data must be an iterable that can be read several times, got a generator; use a list or a DataLoader"
@@ -139,9 +147,13 @@ def _product(
     if metric is not None:
         parts = [x * d for x, d in zip(parts, metric, strict=True)]
     total, samples = torch.zeros_like(v), 0
-    for inputs, target in data:
+    for number, batch in enumerate(data):
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise InputError(f"data must be (inputs, target) pairs, got a {type(batch).__name__}; use [(x, y)]")
+        inputs, target = batch
         buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}  # a forward may count its calls in one
-        with compiled_functions_run_eagerly:  # they have no second derivative
+        fits = failure_explained(net, loss, output, (inputs, target), "data", where=f"batch {number} of data")
+        with fits, compiled_functions_run_eagerly:  # they have no second derivative
             value = loss(run(net, inputs, output=output, buffers=buffers), target)
         with without_tensor_hooks(parameters):
             grads = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
