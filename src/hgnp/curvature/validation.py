@@ -1,6 +1,7 @@
 """Arguments and networks that are refused before they could give a wrong number, and hooks that need care."""
 
 import contextlib
+import inspect
 import math
 from collections.abc import Iterable, Iterator
 from numbers import Real
@@ -28,6 +29,16 @@ def check_functions(**given: Any) -> None:
             )
 
 
+def check_takes_one(name: str, function: Any, argument: str) -> None:
+    """That a function can be called with one argument, as far as its signature tells."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise InputError(f"{name} must be callable with {argument} alone, got {function!r}: {error}") from None
+    except ValueError:  # a built-in function without a signature
+        return
+
+
 def finite(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
@@ -40,6 +51,22 @@ def check_mu(mu: Any) -> None:
 def check_bound(bound: Any) -> None:
     if not finite(bound):
         raise InputError(f"bound must be a finite number, got {bound!r}")
+
+
+def check_schedule(penalty_every: int, refresh_every: int, skip_inactive: bool, *, lagged: bool) -> None:
+    for name, every in (("penalty_every", penalty_every), ("refresh_every", refresh_every)):
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise InputError(f"{name} must be an integer ≥ 1, got {every!r}")
+    if not isinstance(skip_inactive, bool):
+        raise InputError(f"skip_inactive must be True or False, got {skip_inactive!r}")
+    if refresh_every > 1 and not lagged:
+        raise InputError(
+            f"refresh_every must be 1 with direction_from='this_batch', which refreshes v in every step, got {refresh_every}"
+        )
+    if skip_inactive and not lagged:
+        raise InputError(
+            "skip_inactive must be False with direction_from='this_batch', which computes the penalty in every step, got True"
+        )
 
 
 def check_network(net: nn.Module, *, penalized: bool) -> None:
