@@ -32,7 +32,7 @@ from hgnp.curvature.factors import Block, WholeNetwork
 from hgnp.curvature.losses import Loss, loss_curvature
 from hgnp.curvature.network_direction import AnyDirection
 from hgnp.curvature.step import State, Step, make_step
-from hgnp.errors import InputError, InputTypeError
+from hgnp.errors import InputError, InputTypeError, refuse_renamed
 from hgnp.execution.graphs import CaptureContext, GraphedFunction
 from hgnp.execution.process_group import ranks_of
 from hgnp.flatness import Flatness, step_and_state
@@ -40,7 +40,7 @@ from hgnp.pruning import Neurons, Scores
 from hgnp.pruning.gated_forward import SampleDimensionError
 from hgnp.pruning.gates import Gates, gated
 from hgnp.pruning.importance import WEIGHT_SCORES
-from hgnp.pruning.selection import CouplingMode
+from hgnp.pruning.selection import CouplingMode, check_coupling
 from hgnp.pruning.validation import as_inputs
 from hgnp.reducer import Reducer, average_statistics
 from hgnp.state_guards import evaluating
@@ -52,6 +52,7 @@ Criterion = Literal["taylor", "taylor_sum", "l1", "l2", "bn_scale", "geometric_m
 CRITERIA: tuple[str, ...] = get_args(Criterion)
 
 
+@refuse_renamed
 def sensitivity(
     net: nn.Module,
     neurons: Neurons,
@@ -105,14 +106,15 @@ def sensitivity(
             raise InputTypeError(f"{name} must be a hgnp.{kind.__name__} of net, got {type(value).__name__}")
         if value is not None and value.net is not net:
             raise InputError(f"{name} must be of the same network as net, got one of another")
-    if coupling not in get_args(CouplingMode):
-        raise InputError(f"coupling must be 'coupled' or 'paper', got {coupling!r}")
+    check_coupling(coupling)
     if mu is not None and not (isinstance(mu, int | float) and 0 <= mu < math.inf):
         raise InputError(f"mu must be None or a finite number ≥ 0, got {mu!r}")
     if criterion not in CRITERIA:
         raise InputError(f"criterion must be one of {', '.join(map(repr, CRITERIA))}, got {criterion!r}")
     if flatness is not None and group is not None:
         raise InputError("group must be None with flatness, whose own group is used, got both; omit group")
+    if flatness is not None and loss not in (F.cross_entropy, step_and_state(flatness)[0].loss):
+        raise InputError(f"loss must be that of flatness, which is used, got {loss!r}; omit loss")
     if flatness is None:
         step, state = make_step(net, loss=loss, mu=0.0, output=output, reducer=ranks_of(group, net))
     else:
@@ -358,5 +360,5 @@ def _samples_come_first(step: Step, gates: Gates, inputs: Any, x: Tensor) -> boo
     if agreed == step.reducer.ranks:
         return True
     warnings.warn("the first dimension of some tensor is not the sample, or samples mix; scores are |mean of the derivative| "
-                  "over a batch instead of the mean of |derivative| over its samples", stacklevel=5)  # fmt: skip
+                  "over a batch instead of the mean of |derivative| over its samples", stacklevel=6)  # fmt: skip
     return False

@@ -24,6 +24,39 @@ def test_net_and_example_input_are_checked() -> None:
         Neurons(three_layers(nn.Linear(6, 7)), 5)
     with pytest.raises(ValueError, match=r"net must run on example_input in eval mode, but failed in 0: "):
         Neurons(three_layers(nn.Linear(6, 7)), VECTORS[:, :3])
+    with pytest.raises(ValueError, match=r"failed in 0: inputs and weights must have the same dtype, got torch.float"):
+        Neurons(three_layers(nn.Linear(6, 7)), VECTORS.float())
+    with pytest.raises(
+        ValueError, match=r"^example_input must hold at least one sample, got a tensor of shape \(0, 5\)$"
+    ):
+        Neurons(three_layers(nn.Linear(6, 7)), VECTORS[:0])
+
+
+def test_neurons_refuses_wrong_options_layers_and_states() -> None:
+    net = three_layers(nn.Linear(6, 7))
+    with pytest.raises(TypeError, match=r"^approximate must be True or False, got 'yes'$"):
+        Neurons(net, VECTORS, approximate="yes")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^Neurons: options must be given by name, got one without; use protect=…$"):
+        Neurons(net, VECTORS, ["0"])  # type: ignore[misc]
+    neurons = Neurons(net, VECTORS)
+    before = str(neurons)
+    with pytest.raises(TypeError, match=r"^confirm must be True or False, got 'x'$"):
+        neurons.least({}, 1, confirm="x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^coupling must be 'coupled' or 'paper', got 'x'$"):
+        neurons.gates("x")  # type: ignore[arg-type]
+    for read in (neurons.weights, neurons.norm_scale):
+        with pytest.raises(ValueError, match=r"^layer must be one with neurons, got '9'; there are 0, 2, 4$"):
+            read("9")
+    for state in ({}, {"alive": 3}, None):
+        with pytest.raises(
+            ValueError, match=r"^state must come from state_dict\(\), got one without .*totals, version$"
+        ):
+            neurons.load_state_dict(state)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^state\['alive'\] must be a tensor with one entry per slot, got 3$"):
+        neurons.load_state_dict(neurons.state_dict() | {"alive": 3})
+    with pytest.raises(ValueError, match=r"^also\[0\] must be another network than net, .* got net; omit it$"):
+        neurons.remove({"0": [0]}, also=[net])
+    assert str(neurons) == before
 
 
 def test_lazy_modules_are_refused_until_initialised() -> None:

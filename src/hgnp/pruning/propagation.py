@@ -206,9 +206,8 @@ class LabelPropagation:
                     continue
                 if not apart:
                     self.union(result[place], label)
-                if dims > set(
-                    varying_dims(result[place])
-                ):  # a norm's scale times channels in heads, which it repeats for
+                # a norm's scale times channels in heads, which it repeats for
+                if dims > set(varying_dims(result[place])):
                     result[place] = label
         return [self._along_shared_dims(label, operands) for label in result]
 

@@ -44,9 +44,7 @@ class PruningState:
     def units(self) -> dict[int, Unit]:
         """Root → the neurons that are removed together."""
         members: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        with (
-            garbage_collection_off()
-        ):  # thousands of objects, all of which stay: looking at them takes most of the time
+        with garbage_collection_off():  # of thousands of objects, all of which stay: it would take most of the time
             for layer in self.layer_slots:
                 slots = self.remaining(layer)
                 free = ~self.structure.frozen[slots]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hgnp.errors import InputError, InputTypeError, did_you_mean
 from hgnp.pruning.graph import Inputs, Outputs
@@ -23,6 +24,12 @@ def check_prunable(net: nn.Module) -> None:
         if tensor.layout != torch.strided or tensor.is_quantized:
             form = "quantised" if tensor.is_quantized else "sparse"
             raise InputTypeError(f"{name} must be a dense tensor, got a {form} one")
+
+
+def check_samples(inputs: Inputs) -> None:
+    first = next((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), None)
+    if first is not None and not first.numel():
+        raise InputError(f"example_input must hold at least one sample, got a tensor of shape {tuple(first.shape)}")
 
 
 def as_inputs(example: Any) -> Inputs:
