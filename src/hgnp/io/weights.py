@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hgnp.errors import InputError, InputTypeError, first_line
-from hgnp.io.atomic import atomic_path, check_file_path
+from hgnp.io.atomic import as_path, atomic_path, check_file_path
 from hgnp.pruning.config import update_config
 from hgnp.pruning.graph import tensors_of
 from hgnp.pruning.surgery import Change, commit, replace_data, set_attributes
@@ -106,8 +106,9 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def load(path: str | os.PathLike[str], net: Net) -> Net:
     """Load a network that `save` wrote: shrink `net` to the saved widths and fill it with the saved tensors.
 
-    Outputs are then bit-equal to those of the saved network. Device, mode and `requires_grad` stay those of `net`; tensors on
-    meta become new ones on the CPU.
+    Outputs are then bit-equal to those of the saved network. Shapes and dtypes are the file's; device, mode and
+    `requires_grad` stay those of `net`. Tensors on meta become new ones on the CPU. Create an optimizer after loading: the
+    state of one from before has the old shapes.
 
     >>> import torch, hgnp
     >>> def make():
@@ -160,7 +161,7 @@ def changes_to_fit(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net:
 
 
 def _file(path: str | os.PathLike[str]) -> Path:
-    path = Path(path)
+    path = as_path(path)
     return path if path.suffix == ".safetensors" else path / FILE
 
 
