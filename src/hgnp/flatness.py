@@ -141,6 +141,11 @@ class Flatness:
         One forward pass. Every call is a step: where a refresh is due it solves for the next v, by a backward pass
         that computes no weight gradients. `scale` multiplies that pass alone, and is divided out again: under float16 pass the
         gradient scaler's scale, or small derivatives underflow. The returned loss is not scaled.
+
+        Args:
+            inputs: what the network takes: a tensor, a tuple or list (positional) or a dictionary (keywords).
+            target: what the loss takes beside the output.
+            scale: a factor on the backward pass of the refresh.
         """
         _check_scale(scale)
         with self._explained(inputs, target):
@@ -159,7 +164,12 @@ class Flatness:
         """C + μ·max(0, q − B) of a batch along that batch's own v, to be differentiated, as scores see it.
 
         It has no side effects: v, buffers, gradients and random state stay as they are. With a group it is this rank's share;
-        the shares add up to the whole."""
+        the shares add up to the whole.
+
+        Args:
+            inputs: what the network takes: a tensor, a tuple or list (positional) or a dictionary (keywords).
+            target: what the loss takes beside the output.
+        """
         check_gradients()
         state = dataclasses.replace(self._state)
         with self._explained(inputs, target):
@@ -236,8 +246,10 @@ class Flatness:
         return self._step.passes.routes
 
     def __repr__(self) -> str:
-        choices = ", ".join(f"{name}={choice!r}" for name, choice in vars(self._step.choices).items())
-        head = f"Flatness(mu={self.mu:g}, bound={self.bound:g}, {choices})"
+        schedule = {"penalty_every": 1, "refresh_every": 1, "skip_inactive": False}  # by default, and then left out
+        changed = {name: now for name, default in schedule.items() if (now := getattr(self._step, name)) != default}
+        options = ", ".join(f"{name}={value!r}" for name, value in (vars(self._step.choices) | changed).items())
+        head = f"Flatness(mu={self.mu:g}, bound={self.bound:g}, {options})"
         return "\n".join([head, *(f"  {name}: {route}" for name, route in self.routes.items())])
 
     def state_dict(self) -> dict[str, Any]:
@@ -247,7 +259,11 @@ class Flatness:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, for a network of the same shapes: the next step is the one that would have
-        followed."""
+        followed.
+
+        Args:
+            state: what `state_dict` of a `Flatness` with the same choices returned.
+        """
         self._step.load_state_dict(self._state, state)
 
 
