@@ -133,7 +133,7 @@ class PruningState:
             for labelled in propagation.calls
             if labelled.call.module == layer
             for index, tensor in zip(labelled.call.writes, labelled.writes, strict=True)
-            if not tensor.weight
+            if not tensor.is_weight
         }
         for call in propagation.graph.op_calls:
             if "norm" in op_name(call.op) and call.reads[0] in outputs and call.module != layer:
