@@ -69,9 +69,18 @@ def test_help_explains_every_field(cls: Any) -> None:
     assert [field.name for field in dataclasses.fields(cls) if not explained(section, field.name)] == []
 
 
-def test_help_explains_every_argument_of_prune() -> None:
-    text = pydoc.render_doc(hgnp.prune, renderer=pydoc.plaintext)
-    names = [name for name in inspect.signature(hgnp.prune).parameters if not name.startswith("_")]
+@pytest.mark.parametrize(
+    "function",
+    [
+        hgnp.prune, hgnp.Flatness.backward, hgnp.Flatness.loss, hgnp.Flatness.objective, hgnp.Flatness.load_state_dict,
+        hgnp.Neurons.load_state_dict, hgnp.Neurons.gates, hgnp.Neurons.least, hgnp.Recipe.uses_penalty, hgnp.sensitivity,
+        hgnp.sharpness, hgnp.recalibrate, hgnp.save, hgnp.load, hgnp.export,
+    ],
+    ids=lambda function: function.__qualname__,
+)  # fmt: skip
+def test_help_explains_every_argument(function: Any) -> None:
+    text = pydoc.render_doc(function, renderer=pydoc.plaintext)
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
     assert [name for name in names if not explained(text[text.index("Args:") :], name)] == []
 
 
