@@ -81,7 +81,19 @@ def test_an_option_that_was_removed_is_refused_with_the_reason(
         call(norm=value)
 
 
-@pytest.mark.parametrize("function", [hgnp.Recipe, hgnp.Flatness, hgnp.Neurons.least])
+def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(2, 3)
+    with pytest.raises(
+        TypeError, match=r"^Neurons: option must be a known one, got 'multiple'; there are net, example_"
+    ):
+        hgnp.Neurons(net, x, multiple=8)  # type: ignore[call-arg]
+    with pytest.raises(
+        TypeError, match=r"^sensitivity: option must be a known one, got 'labels'; there are net, neurons,"
+    ):
+        hgnp.sensitivity(net, hgnp.Neurons(net, x), [], labels=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("function", [hgnp.Recipe, hgnp.Flatness, hgnp.Neurons, hgnp.Neurons.least, hgnp.sensitivity])
 def test_signatures_show_the_options_and_none_by_a_former_name(function: Callable[..., object]) -> None:
     names = inspect.signature(function).parameters
     assert len(names) > 4

@@ -336,6 +336,8 @@ def test_the_paper_is_a_bundle_whose_parts_can_be_replaced():
         "hessian", "this_batch", "expand", "empirical", "empirical", "plain",
     )  # fmt: skip
     assert "kfac_approx='expand'" in repr(flat)
+    assert "_every" not in repr(flat)
+    assert "penalty_every=3, skip_inactive=True)" in repr(Flatness(flat.net, penalty_every=3, skip_inactive=True))
 
 
 def test_repr_says_which_route_each_block_takes():

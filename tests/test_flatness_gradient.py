@@ -142,7 +142,7 @@ def transformer():
 
 @pytest.mark.parametrize("curvature", ["ggn", "hessian"])
 @pytest.mark.parametrize("block", ["embed", "qkv", "up", "head"])
-def test_transformers(curvature, block):
+def test_the_gradient_of_a_transformer_equals_differences(curvature, block):
     """LayerNorm, GELU, attention by scaled_dot_product_attention."""
     net = transformer()
     x, y = images()
@@ -178,7 +178,7 @@ def test_multihead_attention_module(curvature):
 
 
 @pytest.mark.parametrize("activation", [nn.GELU, nn.SiLU, nn.Softplus, nn.Mish])
-def test_smooth_activations(activation):
+def test_the_gradient_through_smooth_activations_equals_differences(activation):
     net = convnet("batch", activation)
     x, y = images()
     for curvature in ("ggn", "hessian"):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from curvature_cases import convnet, images
-from hgnp import Flatness, sharpness
+from hgnp import Flatness, HgnpError, Neurons, sharpness
 
 
 class WritesIntoView(nn.Module):
@@ -83,7 +83,7 @@ def test_wrong_options_fail_when_they_are_set_later(name, value, words):
 def test_what_is_no_network_or_has_no_block_is_refused():
     with pytest.raises(ValueError, match=r"net must have a Linear or .* got none"):
         Flatness(nn.Sequential(nn.ReLU()))
-    with pytest.raises(ValueError, match=r"net must be an nn.Module, got NoneType"):
+    with pytest.raises(TypeError, match=r"net must be an nn.Module, got NoneType"):
         Flatness(None)
 
 
@@ -108,11 +108,11 @@ def test_a_loss_that_depends_on_no_block_is_refused(flatness):
 @pytest.mark.filterwarnings(
     "ignore:.*torch.jit.script:DeprecationWarning"
 )  # PyTorch's own, where it loads its compiler
-@pytest.mark.parametrize("part", ["", "1"])
-def test_a_module_compiled_in_place_is_refused(part):
+@pytest.mark.parametrize(("part", "where"), [("", "net"), ("1", "layer '1'")])
+def test_a_module_compiled_in_place_is_refused(part, where):
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
     net.get_submodule(part).compile()
-    with pytest.raises(ValueError, match=f"layer '{part}' must be a plain module, got a compiled one"):
+    with pytest.raises(TypeError, match=f"^{where} must be a plain module, got a compiled one; pass the original"):
         Flatness(net)
 
 
@@ -127,8 +127,9 @@ def test_a_compiled_function_is_refused_and_a_disabled_one_is_not():
             return self.function(x)
 
     net = nn.Sequential(nn.Linear(4, 4), Calls(torch.compile(torch.tanh)), nn.Linear(4, 3))
-    with pytest.raises(ValueError, match="layer '1' must be a plain module, got a compiled one"):
-        Flatness(net)
+    for refusing in (Flatness, lambda net: Neurons(net, torch.randn(5, 4))):
+        with pytest.raises(TypeError, match="layer '1' must be a plain module, got a compiled one"):
+            refusing(net)
     net[1] = Calls(torch.compiler.disable(torch.tanh))
     Flatness(net).backward(torch.randn(5, 4), torch.arange(5) % 3)
 
@@ -173,7 +174,7 @@ def test_where_neither_route_would_be_right_the_layer_is_named(curvature):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch.jit.script(nn.ReLU())
-    with pytest.raises(ValueError, match="layer '1' must be a plain module, got a scripted one"):
+    with pytest.raises(TypeError, match="layer '1' must be a plain module, got a scripted one"):
         Flatness(net_with(scripted), curvature=curvature)
 
 
@@ -205,6 +206,34 @@ def test_a_step_without_gradients_says_so(options, off):
     x, y = images()
     with off(), pytest.raises(ValueError, match=r"gradients must be enabled, got torch.no_grad\(\)"):
         Flatness(convnet(), **options).backward(x, y)
+
+
+@pytest.mark.parametrize("options", [{}, {"mu": 0.0}, {"flatness": "paper"}])
+def test_a_batch_that_does_not_fit_is_refused_in_one_line(options):
+    x, y = images()
+    net = convnet("batch")
+    wrong = {
+        "target: labels must be from 0 to 2, as the network has 3 outputs, got 9": (x, y * 0 + 9),
+        "net must take this batch, but its forward failed in 0: ": (x[:, :1], y),
+        r"loss must take this batch, output of shape .* and target \(NoneType\), but failed: ": (x, None),
+    }
+    for message, batch in wrong.items():
+        for call in (Flatness(net, **options).backward, Flatness(net, **options).objective):
+            with pytest.raises(HgnpError, match=f"^{message}") as caught:
+                call(*batch)
+            assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"output must take what net returns, a Tensor, but failed: AttributeError"):
+        Flatness(net, output=lambda o: o.logits, **options).backward(x, y)
+
+
+@pytest.mark.parametrize("scale", ["a", None, True, 0, 0.0, math.nan, torch.ones(2)])
+def test_a_scale_must_be_one_number_other_than_zero(scale):
+    flat = Flatness(convnet())
+    for call in (flat.backward, flat.loss):
+        with pytest.raises(
+            ValueError, match=r"^scale must be a finite number other than 0 or a tensor with one entry, got"
+        ):
+            call(*images(), scale=scale)
 
 
 @pytest.mark.parametrize("options", [{}, {"refresh_every": 3}, {"flatness": "paper"}])

@@ -1,4 +1,4 @@
-"""`recalibrate`: batch norms get the means of the batches' own statistics; everything else stays as it was."""
+"""`recalibrate`: batch norms get the statistics of all values over the batches; everything else stays as it was."""
 
 import copy
 import random
@@ -46,30 +46,50 @@ def state(net: nn.Module) -> Any:
     return generators, modules, [p.grad for p in net.parameters()]
 
 
-def test_statistics_are_the_means_of_the_batches_statistics() -> None:
+def test_statistics_are_those_of_all_values_over_uneven_batches() -> None:
     net, batches = made(), draw()
     before, found = state(net), copy.deepcopy(net.state_dict())
     hgnp.recalibrate(net, batches)
     assert state(net) == before
 
     a, b, relu = net.a, net.b, torch.relu  # by hand, without dropout, each batch normalised by itself
-    means, variances, tops = [], [], []
+    bottoms, tops = [], []
     for x in batches:
         out = a(x)
         mean, variance = out.mean((0, 2, 3)), out.var((0, 2, 3), unbiased=False)
-        means.append(mean)
-        variances.append(out.var((0, 2, 3)))
+        bottoms.append(out.movedim(1, -1).flatten(0, 2))
         normal = (out - mean.view(-1, 1, 1)) / (variance + net.na.eps).sqrt().view(-1, 1, 1)
         tops.append(b(relu(normal * net.na.weight.view(-1, 1, 1) + net.na.bias.view(-1, 1, 1)).mean((2, 3))))
-    for norm, mean, variance in (
-        (net.na, torch.stack(means).mean(0), torch.stack(variances).mean(0)),
-        (net.nb, torch.stack([t.mean(0) for t in tops]).mean(0), torch.stack([t.var(0) for t in tops]).mean(0)),
-    ):
-        torch.testing.assert_close(norm.running_mean, mean, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(norm.running_var, variance, rtol=1e-12, atol=1e-12)
+    for norm, values in ((net.na, torch.cat(bottoms)), (net.nb, torch.cat(tops))):
+        torch.testing.assert_close(norm.running_mean, values.mean(0), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(norm.running_var, values.var(0), rtol=1e-12, atol=1e-12)
         assert norm.num_batches_tracked == 3
     for name, value in net.state_dict().items():  # weights, and what no batch reaches
         assert ("na." in name or "nb." in name) or torch.equal(value, found[name]), name
+
+
+def test_a_norm_that_is_called_twice_gets_the_statistics_of_both_calls() -> None:
+    norm = nn.BatchNorm1d(3).double()
+    x, y = torch.randn(5, 3).double(), 4 + torch.randn(2, 3).double()
+    net = nn.Module()
+    net.norm = norm
+    net.forward = lambda x, y: norm(x).sum() + norm(y).sum()  # type: ignore[method-assign]
+    hgnp.recalibrate(net, [((x, y), None)])
+    torch.testing.assert_close(norm.running_mean, torch.cat([x, y]).mean(0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(norm.running_var, torch.cat([x, y]).var(0), rtol=1e-12, atol=1e-12)
+
+
+def test_norms_that_lost_a_part_of_their_statistics() -> None:
+    x = draw()
+    net, expected = made(), made()
+    hgnp.recalibrate(expected, x)
+    net.nb.track_running_stats = False  # evaluation still reads the statistics
+    net.na.num_batches_tracked = None
+    net.unused.running_mean = net.unused.running_var = None
+    hgnp.recalibrate(net, x)
+    assert net.nb.track_running_stats is False
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, expected.state_dict()[name]) or name == "nb.num_batches_tracked", name
 
 
 def test_batches_of_every_kind_give_the_same_statistics() -> None:

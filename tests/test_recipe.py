@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,9 +69,18 @@ def test_help_explains_every_field(cls: Any) -> None:
     assert [field.name for field in dataclasses.fields(cls) if not explained(section, field.name)] == []
 
 
-def test_help_explains_every_argument_of_prune() -> None:
-    text = pydoc.render_doc(hgnp.prune, renderer=pydoc.plaintext)
-    names = [name for name in inspect.signature(hgnp.prune).parameters if not name.startswith("_")]
+@pytest.mark.parametrize(
+    "function",
+    [
+        hgnp.prune, hgnp.Flatness.backward, hgnp.Flatness.loss, hgnp.Flatness.objective, hgnp.Flatness.load_state_dict,
+        hgnp.Neurons.load_state_dict, hgnp.Neurons.gates, hgnp.Neurons.least, hgnp.Recipe.uses_penalty, hgnp.sensitivity,
+        hgnp.sharpness, hgnp.recalibrate, hgnp.save, hgnp.load, hgnp.export,
+    ],
+    ids=lambda function: function.__qualname__,
+)  # fmt: skip
+def test_help_explains_every_argument(function: Any) -> None:
+    text = pydoc.render_doc(function, renderer=pydoc.plaintext)
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
     assert [name for name in names if not explained(text[text.index("Args:") :], name)] == []
 
 
@@ -80,6 +90,47 @@ def test_an_unknown_field_is_refused_with_the_closest_name() -> None:
     ) as error:
         hgnp.Recipe(kepe=0.1)  # type: ignore[call-arg]
     assert isinstance(error.value, TypeError)
+
+
+def test_fields_are_given_by_name_or_in_a_mapping() -> None:
+    with pytest.raises(TypeError, match=r"^Recipe: options must be given by name, got one without; use keep=0.5$"):
+        hgnp.Recipe(0.5)  # type: ignore[misc]
+    with pytest.raises(TypeError, match=r"^recipe must be a mapping of field names to values, got list$"):
+        hgnp.Recipe.from_dict([1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"nesterov": True, "momentum": 0.0}, "momentum must be > 0 with nesterov=True, got 0"),
+        (
+            {"flatness": "paper", "refresh_every": 4},
+            "refresh_every must be 1 with direction_from='this_batch', .* got 4",
+        ),
+        ({"flatness": "paper", "skip_inactive": True}, "skip_inactive must be False with .*'this_batch', .* got True"),
+    ],
+)
+def test_fields_that_exclude_each_other_are_refused_on_construction(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hgnp.Recipe(keep=0.5, **given)
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    mine = hgnp.Recipe(
+        keep=np.float32(0.5), neurons_per_round=np.int64(5), snapshots=[np.float64(0.75)], floor={"*": np.int32(2)}
+    )  # type: ignore[arg-type]
+    assert mine == hgnp.Recipe(keep=0.5, neurons_per_round=5, snapshots=(0.75,), floor={"*": 2})
+    assert hgnp.Recipe.from_dict(json.loads(json.dumps(mine.as_dict()))) == mine
+    assert type(mine.keep) is float
+    for wrong in (np.float32(5), np.bool_(True)):
+        with pytest.raises(ValueError, match="neurons_per_round must be an integer ≥ 1, got"):
+            hgnp.Recipe(keep=0.5, neurons_per_round=wrong)  # type: ignore[arg-type]
+
+
+def test_equal_recipes_have_one_hash() -> None:
+    one, other = (hgnp.Recipe(keep=keep, flatness={"curvature": "hessian"}, floor={"*": 2}) for keep in (1, 1.0))
+    assert len({one, other}) == 1
+    assert len({one, hgnp.Recipe(keep=0.5)}) == 2
 
 
 def test_prune_has_public_arguments_alone() -> None:

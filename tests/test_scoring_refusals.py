@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hgnp
+from hgnp.flatness import step_and_state
 
 
 def test_sensitivity_refuses_bad_input_in_one_line() -> None:
@@ -23,6 +25,10 @@ def test_sensitivity_refuses_bad_input_in_one_line() -> None:
         ("batches must be .* pairs with samples", [(x.numpy(), y.numpy())], {}),
         ("batches must be a list of .inputs, target. pairs, got int", 5, {}),
         ("batches must have at least one", [], {}),
+        ("batches: labels must be from 0 to 2, as the network has 3 outputs, got 9", [(x, y), (x, y * 0 + 9)], {}),
+        ("net must take every batch of batches, but its forward failed in 0: ", [(x[:, :2], y)], {}),
+        (r"loss must take every batch of batches, .* and target \(NoneType\), but failed: ", [(x, None)], {}),
+        ("output must take what net returns, a Tensor, but failed: Attr", pairs, {"output": lambda o: o.logits}),
         ("criterion must be one of .*, got 'tailor'", pairs, {"criterion": "tailor"}),
         ("coupling must be 'coupled' or 'paper', got 'x'", pairs, {"coupling": "x"}),
         ("mu must be a finite number ≥ 0, got -1", pairs, {"mu": -1}),
@@ -30,11 +36,18 @@ def test_sensitivity_refuses_bad_input_in_one_line() -> None:
         ("flatness must be given with mu, got None", pairs, {"mu": 0.1}),
         ("criterion must be one of .*, got .'l1'.", pairs, {"criterion": ["l1"]}),
         ("flatness must be a hgnp.Flatness of net, got str", pairs, {"flatness": "paper"}),
+        (
+            "loss must be that of flatness, which is used, got .*; omit loss",
+            pairs,
+            {"flatness": hgnp.Flatness(net), "loss": F.mse_loss},
+        ),
         ("flatness must be of the same network as net", pairs, {"flatness": hgnp.Flatness(other)}),
     ]
     for message, batches, given in wrong:
         with pytest.raises((TypeError, ValueError), match=message):
             hgnp.sensitivity(net, neurons, batches, **given)
+    own = hgnp.Flatness(net, loss=nn.CrossEntropyLoss(label_smoothing=0.1))
+    hgnp.sensitivity(net, neurons, pairs, flatness=own, loss=step_and_state(own)[0].loss)
     with pytest.raises(ValueError, match="neurons must be of the same network as net"):
         hgnp.sensitivity(net, hgnp.Neurons(other, x), pairs)
     with pytest.raises(TypeError, match=r"neurons must be a hgnp.Neurons of net, got Linear"):

@@ -230,7 +230,7 @@ def test_a_trained_net_without_training() -> None:
 # Other tasks and data
 
 
-def test_regression() -> None:
+def test_regression_has_minus_the_validation_loss_as_metric() -> None:
     x, _ = stripes()
     y = torch.stack([x.mean((1, 2, 3)), x.amax((1, 2, 3))], 1)
     data = [(x[i : i + 16], y[i : i + 16]) for i in range(0, 96, 16)]

@@ -78,6 +78,16 @@ def test_prune_refuses_bad_input_in_one_line(tmp_path: Path) -> None:
     refused("protect must be a list of module names, got NoneType", TypeError, protect=None)
     for name in ("loss", "metric", "unpack", "output", "on_step", "on_epoch", "optimizer", "scheduler"):
         refused(f"^{name}.*'x'", **{name: "x"})
+    refused("verbose must be True or False, got 'x'", TypeError, verbose="x")
+    refused("resume must be True or False, got 'x'", TypeError, resume="x")
+    for name, argument in (("optimizer", "the parameters"), ("scheduler", "the optimizer"), ("on_epoch", "the state")):
+        refused(f"{name} must be callable with {argument} alone, got .*: too many", **{name: lambda: 3})
+    refused(
+        "scheduler must be callable with the optimizer alone, got <class .*StepLR'>: missing a .*'step_size'",
+        scheduler=torch.optim.lr_scheduler.StepLR,
+    )
+    net = made()
+    refused(r"also\[0\] must be another network than net", net=net, also=[net])
     refused(
         r"loss must be a function or an instance, got the class CrossEntropyLoss; use CrossEntropyLoss\(\)",
         loss=nn.CrossEntropyLoss,
@@ -94,7 +104,7 @@ def test_prune_refuses_bad_input_in_one_line(tmp_path: Path) -> None:
     refused("metric must return one number, higher is better, got a tensor of shape", metric=lambda out, target: out)
     refused("device must be one that PyTorch can use here, got abacus", device="abacus")
     refused("device must be one that PyTorch can use here, got 1.5", device=1.5)
-    refused("out must be a path, got int", TypeError, out=5)
+    refused("out must be a string or a path, got int", TypeError, out=5)
     (tmp_path / "file").write_text("")
     refused("out must be a folder, got the file", FileExistsError, out=tmp_path / "file")
 

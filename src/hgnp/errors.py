@@ -85,16 +85,23 @@ def check_renamed(names: Iterable[object], known: Collection[str], where: str) -
 
 
 def refuse_renamed(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function to refuse options that it does not have, and to name the new name or the closest one."""
+    """Decorate a function to refuse options that it does not have or that are not given by name, and to name the new name or
+    the closest one."""
 
     parameters = inspect.signature(function).parameters
     known = [name for name in parameters if name != "self"]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    by_name = [parameter.name for parameter in parameters.values() if parameter.kind is parameter.KEYWORD_ONLY]
+    by_position = len(parameters) - len(by_name) - takes_any
     where = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         check_renamed(kwargs, known, where)
+        if len(args) > by_position:
+            given = args[by_position]
+            shown = repr(given) if isinstance(given, int | float | str) else "…"
+            raise InputTypeError(f"{where}: options must be given by name, got one without; use {by_name[0]}={shown}")
         for name in kwargs:
             if name not in known and not takes_any:
                 raise InputTypeError(f"{where}: option must be a known one, got {name!r}{did_you_mean(name, known)}")

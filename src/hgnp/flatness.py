@@ -6,12 +6,14 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.forward import Output, check_gradients
+from hgnp.curvature.batch_checks import failure_explained
 from hgnp.curvature.choices import (
     Bundle,
     Choices,
@@ -26,8 +28,8 @@ from hgnp.curvature.choices import (
 )
 from hgnp.curvature.losses import Loss
 from hgnp.curvature.step import State, Step, make_step
-from hgnp.curvature.validation import check_bound, check_mu
-from hgnp.errors import refuse_renamed
+from hgnp.curvature.validation import check_bound, check_mu, finite
+from hgnp.errors import InputError, refuse_renamed
 from hgnp.execution.eager import Eager
 from hgnp.execution.process_group import ranks_of
 from hgnp.reducer import average_statistics, broadcast_networks
@@ -129,7 +131,9 @@ class Flatness:
             target: what the loss takes beside the output.
             scale: a factor on the gradient, such as 1/steps for gradient accumulation, or a gradient scaler's scale.
         """
-        return self._eager.backward(inputs, target, scale=scale)
+        _check_scale(scale)
+        with self._explained(inputs, target):
+            return self._eager.backward(inputs, target, scale=scale)
 
     def loss(self, inputs: Any, target: Any, *, scale: float | Tensor = 1.0) -> Tensor:
         """C + μ·max(0, q − B) of a training batch along the v of the batch before, for a trainer that calls `backward` itself.
@@ -137,8 +141,19 @@ class Flatness:
         One forward pass. Every call is a step: where a refresh is due it solves for the next v, by a backward pass
         that computes no weight gradients. `scale` multiplies that pass alone, and is divided out again: under float16 pass the
         gradient scaler's scale, or small derivatives underflow. The returned loss is not scaled.
+
+        Args:
+            inputs: what the network takes: a tensor, a tuple or list (positional) or a dictionary (keywords).
+            target: what the loss takes beside the output.
+            scale: a factor on the backward pass of the refresh.
         """
-        return self._eager.loss(inputs, target, scale=scale)
+        _check_scale(scale)
+        with self._explained(inputs, target):
+            return self._eager.loss(inputs, target, scale=scale)
+
+    def _explained(self, inputs: Any, target: Any) -> AbstractContextManager[None]:
+        step = self._step
+        return failure_explained(step.net, step.loss, step.output, (inputs, target), "target", where="this batch")
 
     def average_statistics(self) -> None:
         """With a group: running statistics of norms, which each rank computes from its own samples, are averaged over the
@@ -149,12 +164,18 @@ class Flatness:
         """C + μ·max(0, q − B) of a batch along that batch's own v, to be differentiated, as scores see it.
 
         It has no side effects: v, buffers, gradients and random state stay as they are. With a group it is this rank's share;
-        the shares add up to the whole."""
+        the shares add up to the whole.
+
+        Args:
+            inputs: what the network takes: a tensor, a tuple or list (positional) or a dictionary (keywords).
+            target: what the loss takes beside the output.
+        """
         check_gradients()
         state = dataclasses.replace(self._state)
-        self._step.share(state, inputs, target)
-        v = self._step.direction_of(state, inputs, target) if state.mu else None
-        return self._step.objective(state, inputs, target, mu=state.mu, direction=v).value()
+        with self._explained(inputs, target):
+            self._step.share(state, inputs, target)
+            v = self._step.direction_of(state, inputs, target) if state.mu else None
+            return self._step.objective(state, inputs, target, mu=state.mu, direction=v).value()
 
     @property
     def net(self) -> nn.Module:
@@ -225,8 +246,10 @@ class Flatness:
         return self._step.passes.routes
 
     def __repr__(self) -> str:
-        choices = ", ".join(f"{name}={choice!r}" for name, choice in vars(self._step.choices).items())
-        head = f"Flatness(mu={self.mu:g}, bound={self.bound:g}, {choices})"
+        schedule = {"penalty_every": 1, "refresh_every": 1, "skip_inactive": False}  # by default, and then left out
+        changed = {name: now for name, default in schedule.items() if (now := getattr(self._step, name)) != default}
+        options = ", ".join(f"{name}={value!r}" for name, value in (vars(self._step.choices) | changed).items())
+        head = f"Flatness(mu={self.mu:g}, bound={self.bound:g}, {options})"
         return "\n".join([head, *(f"  {name}: {route}" for name, route in self.routes.items())])
 
     def state_dict(self) -> dict[str, Any]:
@@ -236,8 +259,18 @@ class Flatness:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, for a network of the same shapes: the next step is the one that would have
-        followed."""
+        followed.
+
+        Args:
+            state: what `state_dict` of a `Flatness` with the same choices returned.
+        """
         self._step.load_state_dict(self._state, state)
+
+
+def _check_scale(scale: Any) -> None:
+    if not (scale.numel() == 1 if isinstance(scale, Tensor) else finite(scale) and scale != 0):
+        given = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
+        raise InputError(f"scale must be a finite number other than 0 or a tensor with one entry, got {given}")
 
 
 def step_and_state(flatness: Flatness) -> tuple[Step, State]:

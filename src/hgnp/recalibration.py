@@ -11,13 +11,15 @@ from hgnp.curvature.autodiff.forward import run
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.errors import InputError, InputTypeError, brief, is_too_few_values
 from hgnp.state_guards import module_that_raised, preserve_generators, preserve_modes
+from hgnp.validation import check_module
 
 
 def recalibrate(net: nn.Module, batches: Iterable[Any]) -> None:
     """Re-estimate the running mean and variance of every batch norm on `batches`, e.g. after a one-shot removal.
 
-    Removed neurons change what the layers after them see, so the statistics from training no longer fit. They are reset and
-    become the means over the batches of each batch's own mean and (unbiased) variance, as with PyTorch's ``momentum=None``.
+    Removed neurons change what the layers after them see, so the statistics from training no longer fit. They become the mean
+    and the (unbiased) variance of all values that a batch norm sees over `batches`, so a small last batch counts by its
+    samples. In the pass each batch is normalised by its own statistics, as in training.
 
     >>> import torch, hgnp
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -31,30 +33,40 @@ def recalibrate(net: nn.Module, batches: Iterable[Any]) -> None:
             (keywords); or dicts with `labels`. A target is not used. 10 to 100 batches of the training size are enough.
 
     The batch norms run in training mode, everything else in evaluation mode, so dropout is off. Modes, momenta, gradients and
-    random state are restored. A batch norm that no batch reaches keeps its statistics; if anything fails, all of them do.
+    random state are restored. A batch norm without running statistics, or that no batch reaches, is left as it is; if anything
+    fails, all of them are.
     """
-    if not isinstance(net, nn.Module):
-        raise InputTypeError(f"net must be an nn.Module, got {type(net).__name__}")
+    check_module(net)
     if not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping):
         raise InputTypeError(f"batches must be a list of batches or a loader, got {type(batches).__name__}; use [x]")
     norms = {
-        name: norm for name, norm in net.named_modules() if isinstance(norm, _BatchNorm) and norm.track_running_stats
+        name: norm
+        for name, norm in net.named_modules()
+        if isinstance(norm, _BatchNorm) and norm.running_mean is not None and norm.running_var is not None
     }
     if not norms:
         return
-    momenta = {name: norm.momentum for name, norm in norms.items()}
+    settings = {name: (norm.momentum, norm.track_running_stats) for name, norm in norms.items()}
     before = {name: {key: value.clone() for key, value in _statistics(norm).items()} for name, norm in norms.items()}
+    pooled = {name: _Pooled() for name in norms}
+    hooks = [norm.register_forward_hook(pooled[name].add) for name, norm in norms.items()]
     try:
         with preserve_modes(net), preserve_generators(net), torch.no_grad():
             net.eval()
-            for norm in norms.values():
-                norm.training, norm.momentum = True, None  # not norm.train(): some have a dropout inside
-                norm.reset_running_stats()
+            for (
+                norm
+            ) in norms.values():  # evaluation reads the statistics also where track_running_stats was set to False
+                norm.training = True  # not norm.train(): some have a dropout inside
+                norm.momentum, norm.track_running_stats = 1.0, True  # the statistics are those of the last batch alone
+                for key, value in _statistics(norm).items():  # not reset_running_stats(): a statistic may be None
+                    value.fill_(key == "running_var")
             _run_all(net, batches)
             for name, norm in norms.items():
-                if not norm.num_batches_tracked:
+                if not pooled[name].count:
                     _restore(norm, before[name])
-                elif not all(bool(value.isfinite().all()) for value in _statistics(norm).values()):
+                    continue
+                pooled[name].write(norm)
+                if not all(bool(value.isfinite().all()) for value in _statistics(norm).values()):
                     raise InputError(f"batches must give {name or 'net'} finite statistics, got some that are not")
     except BaseException:
         for name, norm in norms.items():
@@ -62,11 +74,39 @@ def recalibrate(net: nn.Module, batches: Iterable[Any]) -> None:
         raise
     finally:
         for name, norm in norms.items():
-            norm.momentum = momenta[name]
+            norm.momentum, norm.track_running_stats = settings[name]
+        for hook in hooks:
+            hook.remove()
+
+
+class _Pooled:
+    """Mean and variance of all values of a batch norm's inputs, from the statistics that it has after each batch."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Values per channel so far."""
+        self._mean: Tensor | float = 0.0
+        self._squares: Tensor | float = 0.0
+        """Sum of the squared deviations from the mean."""
+
+    def add(self, norm: _BatchNorm, _: Any, output: Tensor) -> None:
+        """A forward hook: adds the batch."""
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        n = output.numel() // norm.num_features
+        difference, total = norm.running_mean - self._mean, self.count + n
+        self._mean = self._mean + difference * (n / total)
+        self._squares = self._squares + norm.running_var * (n - 1) + difference**2 * (self.count * n / total)
+        self.count = total
+
+    def write(self, norm: _BatchNorm) -> None:
+        norm.running_mean.copy_(self._mean)  # type: ignore[union-attr, arg-type]
+        norm.running_var.copy_(self._squares / (self.count - 1))  # type: ignore[union-attr, arg-type]
 
 
 def _statistics(norm: _BatchNorm) -> dict[str, Tensor]:
-    return {key: getattr(norm, key) for key in ("running_mean", "running_var", "num_batches_tracked")}
+    found = {key: getattr(norm, key) for key in ("running_mean", "running_var", "num_batches_tracked")}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _restore(norm: _BatchNorm, before: Mapping[str, Tensor]) -> None:

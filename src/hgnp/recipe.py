@@ -8,10 +8,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from hgnp.curvature.choices import ALLOWED, Bundle, choose
-from hgnp.errors import InputError, check_renamed, did_you_mean, refuse_renamed
+from hgnp.curvature.validation import check_schedule
+from hgnp.errors import InputError, InputTypeError, check_renamed, did_you_mean, refuse_renamed
 from hgnp.pruning.limits import LIMITS, check_limit
 from hgnp.pruning.selection import CouplingMode
 
@@ -161,16 +163,13 @@ class Recipe:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, list):
-                object.__setattr__(self, field.name, value := tuple(value))
+            object.__setattr__(self, field.name, value := _plain(value))
             if field.name in _CHECKS:
                 expected, fits = _CHECKS[field.name]
                 if not fits(value):
                     raise InputError(f"{field.name} must be {expected}, got {value!r}")
             if field.name in LIMITS:
                 check_limit(field.name, value)
-                if isinstance(value, Mapping):
-                    object.__setattr__(self, field.name, dict(value))
         if not _distinct_between(self.keep, self.snapshots):
             got = list(self.snapshots) if isinstance(self.snapshots, tuple) else self.snapshots
             raise InputError(
@@ -178,13 +177,15 @@ class Recipe:
                 "itself ends fine-tuned at keep"
             )
         object.__setattr__(self, "snapshots", tuple(sorted(self.snapshots, reverse=True)))
-        if isinstance(self.flatness, Mapping):
-            object.__setattr__(self, "flatness", dict(self.flatness))
         bundle, choices = self.flatness_choices
         try:
-            choose(bundle, **{name: choices.get(name) for name in ALLOWED})
+            chosen = choose(bundle, **{name: choices.get(name) for name in ALLOWED})
         except ValueError as error:
             raise InputError(str(error) if str(error).startswith("flatness") else f"flatness.{error}") from None
+        lagged = chosen.direction_from == "last_batch"
+        check_schedule(self.penalty_every, self.refresh_every or 1, bool(self.skip_inactive), lagged=lagged)
+        if self.nesterov and not self.momentum:
+            raise InputError("momentum must be > 0 with nesterov=True, got 0")
         if self.method == "hybrid" and self.threshold is None:
             raise InputError(
                 "threshold must be a fraction from 0 to 1 with method 'hybrid', got None; set it, such as 0.48"
@@ -194,8 +195,15 @@ class Recipe:
                 f"threshold must be None with method {self.method!r}, got {self.threshold!r}; only 'hybrid' switches"
             )
 
+    def __hash__(self) -> int:
+        return hash(tuple(frozenset(v.items()) if isinstance(v, Mapping) else v for v in vars(self).values()))
+
     def uses_penalty(self, kept: float) -> bool:
-        """Whether training and scores use the flatness penalty when this fraction of the parameters is left."""
+        """Whether training and scores use the flatness penalty.
+
+        Args:
+            kept: The fraction of the parameters that is left.
+        """
         return self.method == "hgnp" or (self.threshold is not None and kept <= self.threshold)
 
     @property
@@ -246,6 +254,8 @@ class Recipe:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
         """The inverse of `as_dict`; fields other than `keep` may be missing."""
+        if not isinstance(values, Mapping):
+            raise InputTypeError(f"recipe must be a mapping of field names to values, got {type(values).__name__}")
         names = [field.name for field in dataclasses.fields(cls)]
         check_renamed(values, names, "recipe")
         for name in values:
@@ -259,6 +269,17 @@ class Recipe:
 
 
 Recipe.__init__ = refuse_renamed(Recipe.__init__)  # type: ignore[method-assign]
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of NumPy as Python's, which JSON can hold; lists as tuples; mappings as dictionaries of their own."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _number(value: Any) -> bool:

@@ -28,13 +28,14 @@ from torch.utils.checkpoint import CheckpointError
 from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
+from hgnp.curvature.batch_checks import failure_explained
 from hgnp.curvature.device import capturing
 from hgnp.curvature.factors import Block, WholeNetwork
 from hgnp.curvature.losses import Loss, loss_curvature, weighted
 from hgnp.curvature.network_direction import AnyDirection
 from hgnp.curvature.step import State, Step, make_step
 from hgnp.curvature.validation import check_mu
-from hgnp.errors import InputError, InputTypeError
+from hgnp.errors import InputError, InputTypeError, refuse_renamed
 from hgnp.execution.graphs import CaptureContext, GraphedFunction
 from hgnp.execution.process_group import ranks_of
 from hgnp.flatness import Flatness, step_and_state
@@ -42,7 +43,7 @@ from hgnp.pruning import Neurons, Scores
 from hgnp.pruning.gated_forward import SampleDimensionError
 from hgnp.pruning.gates import Gates, gated
 from hgnp.pruning.importance import WEIGHT_SCORES
-from hgnp.pruning.selection import CouplingMode
+from hgnp.pruning.selection import CouplingMode, check_coupling
 from hgnp.pruning.validation import as_inputs
 from hgnp.reducer import Reducer, average_statistics
 from hgnp.state_guards import evaluating
@@ -54,6 +55,7 @@ Criterion = Literal["taylor", "taylor_sum", "l1", "l2", "bn_scale", "geometric_m
 CRITERIA: tuple[str, ...] = get_args(Criterion)
 
 
+@refuse_renamed
 def sensitivity(
     net: nn.Module,
     neurons: Neurons,
@@ -109,8 +111,7 @@ def sensitivity(
             raise InputTypeError(f"{name} must be a hgnp.{kind.__name__} of net, got {type(value).__name__}")
         if value is not None and value.net is not net:
             raise InputError(f"{name} must be of the same network as net, got one of another")
-    if coupling not in get_args(CouplingMode):
-        raise InputError(f"coupling must be 'coupled' or 'paper', got {coupling!r}")
+    check_coupling(coupling)
     if mu is not None:
         check_mu(mu)
         if flatness is None:
@@ -120,6 +121,8 @@ def sensitivity(
         raise InputError(f"criterion must be one of {', '.join(map(repr, CRITERIA))}, got {criterion!r}")
     if flatness is not None and group is not None:
         raise InputError("group must be None with flatness, whose own group is used, got both; omit group")
+    if flatness is not None and loss not in (F.cross_entropy, step_and_state(flatness)[0].loss):
+        raise InputError(f"loss must be that of flatness, which is used, got {loss!r}; omit loss")
     if flatness is None:
         step, state = make_step(net, loss=loss, mu=0.0, output=output, reducer=ranks_of(group, net))
     else:
@@ -220,7 +223,8 @@ def _means(
     state = dataclasses.replace(state)  # n and w of the batches that are scored
     step.share(state, inputs, target)
     gates, before = gates.to(x.device), RandomState(*step.net.parameters())
-    per_sample, shown = _samples_come_first(step, gates, inputs, x), state.most_samples > 1
+    with _explained(step, inputs, target):
+        per_sample, shown = _samples_come_first(step, gates, inputs, x), state.most_samples > 1
     mu = state.mu if mu is None else mu
     if not before.unchanged() or (mu and step.choices.fisher_type == "mc"):
         capture = None  # a graph would draw the same at every replay
@@ -233,12 +237,13 @@ def _means(
 
     def summed(inputs: Any, target: Any, x: Tensor) -> Tensor:
         nonlocal per_sample, shown
-        step.share(state, inputs, target)
-        if not shown and state.most_samples > 1:  # the batches before had a single sample, which shows nothing
-            per_sample, shown = _samples_come_first(step, gates, inputs, x), True
-        (normaliser,) = step.reducer.sum([step.own_normaliser(inputs, target)])
-        normalisers.append(normaliser)
-        return weighted(sums(inputs, target), normaliser)
+        with _explained(step, inputs, target):
+            step.share(state, inputs, target)
+            if not shown and state.most_samples > 1:  # the batches before had a single sample, which shows nothing
+                per_sample, shown = _samples_come_first(step, gates, inputs, x), True
+            (normaliser,) = step.reducer.sum([step.own_normaliser(inputs, target)])
+            normalisers.append(normaliser)
+            return weighted(sums(inputs, target), normaliser)
 
     total = summed(inputs, target, x)
     with contextlib.nullcontext() if capture is None else capture.running():
@@ -328,6 +333,11 @@ def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
         yield batch[0], batch[1], x
 
 
+def _explained(step: Step, inputs: Any, target: Any) -> contextlib.AbstractContextManager[None]:
+    where = "every batch of batches"
+    return failure_explained(step.net, step.loss, step.output, (inputs, target), "batches", where=where)
+
+
 def _open_gates(x: Tensor, samples: int, gates: Gates) -> Tensor:
     exact = torch.float64 in (x.dtype, *(parameter.dtype for parameter in gates.structure.net.parameters()))
     dtype = torch.float64 if exact else torch.float32  # x may be token numbers
@@ -374,5 +384,5 @@ def _samples_come_first(step: Step, gates: Gates, inputs: Any, x: Tensor) -> boo
     if agreed == step.reducer.ranks:
         return True
     warnings.warn("the first dimension of some tensor is not the sample, or samples mix; scores are |mean of the derivative| "
-                  "over a batch instead of the mean of |derivative| over its samples", stacklevel=5)  # fmt: skip
+                  "over a batch instead of the mean of |derivative| over its samples", stacklevel=6)  # fmt: skip
     return False

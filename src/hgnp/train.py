@@ -13,7 +13,7 @@ from torch import nn
 
 from hgnp.curvature.autodiff.forward import Output, check_gradients
 from hgnp.curvature.losses import Loss
-from hgnp.curvature.validation import check_functions
+from hgnp.curvature.validation import check_functions, check_takes_one
 from hgnp.errors import InputError, InputTypeError, first_line
 from hgnp.execution.process_group import created_group, device_of_rank, failures_announced, join_ranks
 from hgnp.io import runs
@@ -34,6 +34,7 @@ from hgnp.training.run_folder import RunFolder
 from hgnp.training.run_state import read_history
 from hgnp.training.snapshots import InitialCopy, finetune_snapshots
 from hgnp.training.task import Callback, Task
+from hgnp.validation import check_flags, check_module
 
 
 def prune(
@@ -110,6 +111,7 @@ def prune(
         HgnpError: Arguments that do not fit together (also a ValueError or TypeError), a loss that is no longer finite
             (`DivergedError`), or another rank that failed (`RankError`).
     """
+    check_flags(verbose=verbose)
     return prune_and_report(
         net, train, val, progress=_default_progress(verbose=verbose), recipe=recipe, loss=loss, metric=metric,
         optimizer=optimizer, scheduler=scheduler, unpack=unpack, output=output, protect=protect, also=also, device=device,
@@ -141,8 +143,7 @@ def prune_and_report(
     accumulate: int = 1,
 ) -> Result:
     """`prune`, reporting to `progress`. `about`: further entries of run.json, such as the name of a preset."""
-    if not isinstance(net, nn.Module):
-        raise InputTypeError(f"net must be an nn.Module, got {type(net).__name__}")
+    check_module(net)
     net, reducer = join_ranks(net)
     if not isinstance(recipe, Recipe):
         raise InputTypeError(f"recipe must be an hgnp.Recipe, such as Recipe(keep=0.1), got {type(recipe).__name__}")
@@ -157,10 +158,16 @@ def prune_and_report(
     for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
         if given is not None and not callable(given) and not hasattr(given, "step"):
             raise InputError(f"{name} must be a torch {name} or a function that returns one, got {given!r}")
+        if given is not None and (isinstance(given, type) or not hasattr(given, "step")):
+            check_takes_one(name, given, "the parameters" if name == "optimizer" else "the optimizer")
+    for name, callback in (("on_step", on_step), ("on_epoch", on_epoch)):
+        if callback is not None:
+            check_takes_one(name, callback, "the state")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise InputError(
             f"accumulate must be an integer ≥ 1, the batches per step of the optimizer, got {accumulate!r}"
         )
+    check_flags(resume=resume)
     check_gradients()
     device = own_device(net, device)
     if next(net.parameters(), None) is None:

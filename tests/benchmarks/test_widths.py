@@ -40,7 +40,7 @@ def test_a_step_is_a_share_of_the_steps_that_were_timed(mu: float, monkeypatch: 
     assert all(not torch.equal(own[0].weight, weight) for own, weight in zip(nets, before, strict=True))
 
 
-def test_a_row_tells_all_times() -> None:
+def test_a_row_of_the_report_on_widths_has_all_times() -> None:
     times = {"per step": 2.0, "per plain step": 1.0, "eager": 0.5}
     rows = [widths.Row("demo", 0, m, 0.05, 0.9 + m / 1000, 0.1, 1.0, times, (m,)) for m in (1, 8)]
     assert "| 2.00 | 1.00 | 0.50 |" in widths.line(rows[0], ["eager"])

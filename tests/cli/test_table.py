@@ -19,7 +19,7 @@ RESULT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_rows_hold_what_is_known() -> None:
+def test_rows_of_the_table_leave_out_what_was_not_measured() -> None:
     assert rows(RESULT) == [
         ("psnr", "31.25", "30", "96.0%"),
         ("parameters", "1,000", "500", "50.0%"),

@@ -39,7 +39,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[Any]]]:
 @pytest.mark.parametrize("curvature", ["ggn", "hessian"])
 @pytest.mark.parametrize("direction_from", ["last_batch", "this_batch"])
 @pytest.mark.parametrize("ranking", ["kfac", "empirical"])
-def test_nothing_of_a_step_is_left(
+def test_a_step_releases_its_graph_and_factors(
     ranking: str, direction_from: str, curvature: str, alive: list[weakref.ref[Any]]
 ) -> None:
     flat = Flatness(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvature_cases import Attention, convnet, images, shaken
-from hgnp import sharpness
+from hgnp import HgnpError, sharpness
 
 
 def dense_hessian(net, batches):
@@ -110,8 +110,37 @@ def test_one_parameter_is_exact_in_one_step():
     assert found.converged
 
 
-def test_what_cannot_work_is_said():
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3, []), "net must be an nn.Module, got int"),
+        ((nn.Linear(2, 2), 3), r"data must be a list of .inputs, target. pairs or a loader, got int; use \[\(x, y\)\]"),
+        ((nn.Linear(2, 2), torch.ones(4, 2)), "data must be a list of .* got Tensor"),
+        ((nn.Linear(2, 2), [torch.ones(4, 2)]), r"data must be .inputs, target. pairs, got a Tensor; use \[\(x, y\)\]"),
+        (
+            (nn.Linear(2, 2), [(torch.ones(4, 3), torch.zeros(4).long())]),
+            "net must take batch 0 of data, but its forward failed: ",
+        ),
+        (
+            (nn.Linear(2, 2), [(torch.ones(4, 2), torch.ones(4).long() * 9)]),
+            "data: labels must be from 0 to 1, as the network has 2 outputs, got 9",
+        ),
+        (
+            (nn.Linear(2, 2), [(torch.ones(4, 2), None)]),
+            r"loss must take batch 0 of data, output of shape \(4, 2\) and target \(NoneType\), but failed: ",
+        ),
+    ],
+)
+def test_sharpness_refuses_networks_and_data_that_do_not_fit_in_one_line(arguments, message):
+    with pytest.raises(HgnpError, match=f"^{message}") as caught:
+        sharpness(*arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_sharpness_refuses_options_and_data_that_cannot_work():
     net = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="scale_invariant must be True or False, got 'x'"):
+        sharpness(net, [], scale_invariant="x")
     with pytest.raises(ValueError, match="generator"):
         sharpness(net, (b for b in []))
     with pytest.raises(ValueError, match="data must have at least one batch"):
@@ -150,7 +179,7 @@ def test_a_tolerance_and_a_time_limit_end_it_early():
                 sharpness(net, data, **{name: value})
 
 
-def test_buffers_are_unchanged():
+def test_sharpness_leaves_buffers_unchanged():
     class Counting(nn.Linear):
         def __init__(self):
             super().__init__(3, 2)

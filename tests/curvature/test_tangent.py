@@ -208,11 +208,8 @@ def test_batch_norm_with_its_tangent(shape, affine):
     known = s.mean(dims).detach(), (s.var(dims, correction=0) + 1e-2).rsqrt().detach()
     nothing, again = BatchNormDual.apply(s, ds, weight, bias, None, None, 0.3, 1e-2, known)
     assert nothing is None
-    for part, other in (
-        (y, wy),
-        (dy, wdy),
-        (again, wdy),
-    ):  # each by itself: the other's adjoint is then missing, not zero
+    # each by itself: the other's adjoint is then missing, not zero
+    for part, other in ((y, wy), (dy, wdy), (again, wdy)):
         ours = torch.autograd.grad(part.square().sum(), leaves, retain_graph=True, materialize_grads=True)
         want = torch.autograd.grad(other.square().sum(), leaves, retain_graph=True, materialize_grads=True)
         torch.testing.assert_close(ours, want, rtol=1e-10, atol=1e-11)

@@ -78,7 +78,7 @@ REPEATS = {
 @pytest.mark.parametrize("choices", [{}, {"curvature": "hessian"}, {"scaling": "scale_invariant"}])
 @pytest.mark.parametrize("block", ["a", "b", "c", "out"])
 @pytest.mark.parametrize("way", REPEATS)
-def test_it_is_what_a_second_pass_gives(
+def test_a_replayed_tape_gives_what_a_second_pass_gives(
     way: str, block: str, choices: dict[str, Any], way_again: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "hidden" and (block != "out" and not choices.get("curvature")):

@@ -278,6 +278,10 @@ def test_a_full_disk_is_said_to_be_full(suffix: str, tmp_path: Path) -> None:
 
 
 def test_other_names_and_number_formats(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"^path must be a string or a path, got NoneType$"):
+        export(make(), None, torch.zeros(1, 3, 8, 8))
+    with pytest.raises(TypeError, match=r"^dynamic_batch must be True or False, got 'no'$"):
+        export(make(), tmp_path / "net.pt2", torch.zeros(1, 3, 8, 8), dynamic_batch="no")
     with pytest.raises(ValueError, match=r"path must end in \.onnx or \.pt2, got '.*net\.pth'"):
         export(make(), tmp_path / "net.pth", torch.zeros(1, 3, 8, 8))
     with pytest.raises(ValueError, match=r"got weight; call net\.float\(\) first"):

@@ -177,6 +177,25 @@ def test_loading_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_a_path_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^path must be a string or a path, got NoneType$"):
+        hgnp.load(None, make())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^path must be a string or a path, got NoneType$"):
+        hgnp.save(make(), None)  # type: ignore[arg-type]
+
+
+def test_a_compiled_network_is_refused_without_advice_on_pruning(small: tuple[nn.Sequential, Path]) -> None:
+    compiled: Any = torch.compile(make(), backend="eager")
+    for call in (lambda: hgnp.load(small[1], compiled), lambda: hgnp.save(compiled, small[1])):
+        with pytest.raises(TypeError, match="net must be a plain module, got a compiled one; pass the original module"):
+            call()
+
+
+def test_the_dtype_is_that_of_the_file(small: tuple[nn.Sequential, Path]) -> None:
+    loaded = hgnp.load(small[1], make().double())
+    assert {p.dtype for p in loaded.parameters()} == {p.dtype for p in small[0].parameters()}
+
+
 def test_a_truncated_file(small: tuple[nn.Sequential, Path]) -> None:
     _, file = small
     whole = file.read_bytes()

@@ -24,6 +24,39 @@ def test_net_and_example_input_are_checked() -> None:
         Neurons(three_layers(nn.Linear(6, 7)), 5)
     with pytest.raises(ValueError, match=r"net must run on example_input in eval mode, but failed in 0: "):
         Neurons(three_layers(nn.Linear(6, 7)), VECTORS[:, :3])
+    with pytest.raises(ValueError, match=r"failed in 0: inputs and weights must have the same dtype, got torch.float"):
+        Neurons(three_layers(nn.Linear(6, 7)), VECTORS.float())
+    with pytest.raises(
+        ValueError, match=r"^example_input must hold at least one sample, got a tensor of shape \(0, 5\)$"
+    ):
+        Neurons(three_layers(nn.Linear(6, 7)), VECTORS[:0])
+
+
+def test_neurons_refuses_wrong_options_layers_and_states() -> None:
+    net = three_layers(nn.Linear(6, 7))
+    with pytest.raises(TypeError, match=r"^approximate must be True or False, got 'yes'$"):
+        Neurons(net, VECTORS, approximate="yes")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^Neurons: options must be given by name, got one without; use protect=…$"):
+        Neurons(net, VECTORS, ["0"])  # type: ignore[misc]
+    neurons = Neurons(net, VECTORS)
+    before = str(neurons)
+    with pytest.raises(TypeError, match=r"^confirm must be True or False, got 'x'$"):
+        neurons.least({}, 1, confirm="x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^coupling must be 'coupled' or 'paper', got 'x'$"):
+        neurons.gates("x")  # type: ignore[arg-type]
+    for read in (neurons.weights, neurons.norm_scale):
+        with pytest.raises(ValueError, match=r"^layer must be one with neurons, got '9'; there are 0, 2, 4$"):
+            read("9")
+    for state in ({}, {"alive": 3}, None):
+        with pytest.raises(
+            ValueError, match=r"^state must come from state_dict\(\), got one without .*totals, version$"
+        ):
+            neurons.load_state_dict(state)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^state\['alive'\] must be a tensor with one entry per slot, got 3$"):
+        neurons.load_state_dict(neurons.state_dict() | {"alive": 3})
+    with pytest.raises(ValueError, match=r"^also\[0\] must be another network than net, .* got net; omit it$"):
+        neurons.remove({"0": [0]}, also=[net])
+    assert str(neurons) == before
 
 
 def test_lazy_modules_are_refused_until_initialised() -> None:
@@ -42,17 +75,17 @@ def test_scripted_modules_are_refused() -> None:
         scripted = torch.jit.script(nn.Linear(6, 7))
         net = three_layers(scripted)
     with pytest.raises(
-        TypeError, match=r"^layer '2' must be a Python module, got a scripted one; prune first, then script it$"
+        TypeError, match=r"^layer '2' must be a plain module, got a scripted one; pass the original module, and script"
     ):
         Neurons(net, VECTORS)
 
 
 def test_compiled_modules_are_refused() -> None:
     net = three_layers(nn.Linear(6, 7))
-    with pytest.raises(TypeError, match=r"^net must not be compiled, got a compiled module; prune the original module"):
+    with pytest.raises(TypeError, match=r"^net must be a plain module, got a compiled one; pass the original module"):
         Neurons(torch.compile(net, backend="eager"), VECTORS)  # type: ignore[arg-type]
     net[2].compile(backend="eager")
-    with pytest.raises(TypeError, match=r"^layer '2' must not be compiled"):
+    with pytest.raises(TypeError, match=r"^layer '2' must be a plain module, got a compiled one"):
         Neurons(net, VECTORS)
 
 
@@ -61,7 +94,9 @@ def test_quantised_modules_are_refused() -> None:
         warnings.simplefilter("ignore")
         quantised = torch.ao.nn.quantized.dynamic.Linear(6, 7)
     net = nn.Sequential(nn.Linear(5, 6), quantised)
-    with pytest.raises(TypeError, match=r"^layer '1' must not be quantised, got a quantised Linear; prune first"):
+    with pytest.raises(
+        TypeError, match=r"^layer '1' must be a plain module, got a quantised Linear; pass the original"
+    ):
         Neurons(net, VECTORS.float())
 
 
@@ -83,10 +118,10 @@ def process_group() -> Iterator[None]:
 def test_wrapped_modules_are_refused() -> None:
     wrapped = nn.parallel.DistributedDataParallel(three_layers(nn.Linear(6, 7)))
     with pytest.raises(
-        TypeError, match=r"^net must not be wrapped, got DistributedDataParallel; prune the module inside \(.module\)"
+        TypeError, match=r"^net must be a plain module, got DistributedDataParallel; pass net.module, and to Flatness"
     ):
         Neurons(wrapped, VECTORS)
-    with pytest.raises(TypeError, match="net must not be wrapped, got DataParallel"):
+    with pytest.raises(TypeError, match="net must be a plain module, got DataParallel"):
         Neurons(nn.DataParallel(three_layers(nn.Linear(6, 7))), VECTORS)
 
 
@@ -96,10 +131,10 @@ def test_sharded_modules_are_refused() -> None:
 
     net = three_layers(nn.Linear(6, 7))
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    with pytest.raises(TypeError, match=r"0.weight must be a plain tensor, got .*DTensor|must not be wrapped"):
+    with pytest.raises(TypeError, match="net must be a plain module, got FSDPModule"):
         Neurons(fully_shard(net, mesh=mesh), VECTORS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped = FullyShardedDataParallel(three_layers(nn.Linear(6, 7)), device_id=torch.device("cpu"))
-    with pytest.raises(TypeError, match="net must not be wrapped, got FullyShardedDataParallel"):
+    with pytest.raises(TypeError, match="net must be a plain module, got FullyShardedDataParallel"):
         Neurons(wrapped, VECTORS)

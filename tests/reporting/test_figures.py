@@ -57,7 +57,7 @@ def test_shares_of_widths_and_of_steps(run: Run) -> None:
     assert [row[0] for row in blocks.shares] == [0.75, 0.0, 0.0, 0.25]
 
 
-def test_phases_and_time(run: Run) -> None:
+def test_charts_mark_the_phases_of_a_run(run: Run) -> None:
     chart = run_charts.over_epochs(run)
     assert isinstance(chart, Chart)
     assert [(mark.value, mark.label) for mark in chart.marks] == [

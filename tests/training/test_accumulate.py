@@ -1,4 +1,4 @@
-"""`accumulate`: one step of the optimizer on several batches equals one on a large batch; each batch has its own hinge."""
+"""`accumulate`: one step of the optimizer on several batches equals one on a large batch; each batch has its own penalty."""
 
 import copy
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def test_a_step_on_several_batches_equals_one_on_a_large_batch(loss: Any) -> Non
 @pytest.mark.parametrize(
     "given", [{"bound": -1.0}, {"bound": 0.37, "refresh_every": 2}, {"flatness": "paper", "bound": 0.37}]
 )
-def test_each_batch_has_its_own_hinge(given: dict[str, Any]) -> None:
+def test_each_accumulated_batch_has_its_own_penalty(given: dict[str, Any]) -> None:
     """Against a loop written by hand: ∇ Σ N_i·L_i / Σ N_i, where N_i counts labels, and Algorithm 1 gives each L_i."""
     net, by_hand = smooth(), smooth()
     r = recipe(mu=0.3, **QUICK | given)

@@ -24,7 +24,7 @@ recipe = partial(unmeasured, measure="auto")
 @pytest.fixture
 def starved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any measurement is over time at once."""
-    monkeypatch.setattr(measure, "SHARE", 0.0)
+    monkeypatch.setattr(measure, "TIME_SHARE", 0.0)
     monkeypatch.setattr(measure, "LEAST_SECONDS", 1e-9)
 
 
@@ -67,7 +67,7 @@ def test_the_time_limit_is_a_fraction_of_the_runs_time(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(measure, "sharpness", watched)
     monkeypatch.setattr(measure, "LEAST_SECONDS", 1e-9)
-    monkeypatch.setattr(measure, "SHARE", 100.0)
+    monkeypatch.setattr(measure, "TIME_SHARE", 100.0)
     result = hgnp.prune(made(), *loaders(), recipe=recipe())
     warmup = sum(row["seconds"] for row in result.history[:2])
     assert allowed == pytest.approx([100 * warmup, 100 * result.seconds])
@@ -77,7 +77,7 @@ def test_a_measurement_that_would_take_too_long_is_not_started(monkeypatch: pyte
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("started")
 
-    for name in ("SHARE", "LEAST_SECONDS", "MIN_LIMIT"):
+    for name in ("TIME_SHARE", "LEAST_SECONDS", "MIN_LIMIT"):
         monkeypatch.setattr(measure, name, 1e-9)
     monkeypatch.setattr(measure, "sharpness", never)
     monkeypatch.setattr(measure, "time_interleaved", never)

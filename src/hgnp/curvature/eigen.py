@@ -30,12 +30,12 @@ from hgnp.curvature.device import SideStreams, constant
 from hgnp.curvature.factors import Dense, Factor, Patches, merged, unit
 from hgnp.reducer import LOCAL, Reducer
 
-SMALL = 128  # side of a factor that is formed
+MAX_DENSE_SIDE = 128  # of a factor that is formed
 POWER, COLD_POWER = 64, 2**16  # of a small factor
 COLD_PRODUCTS = 60
-SPACE = 20  # largest dimension of a Krylov space
+KRYLOV_DIM = 20  # at most
 RITZ_POWER = 1024  # of F in the space: two Ritz values that it leaves mixed differ by less than a thousandth
-MIXED_IN = 0.1
+RANDOM_WEIGHT = 0.1
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _groups(factors: Sequence[Factor], starts: Sequence[Tensor]) -> Iterator[lis
     layers alone: ranks with other rows, which may hold as Dense what others hold as Rows, form the same groups."""
     alike: dict[Any, list[tuple[int, int, int]]] = defaultdict(list)
     for number, (factor, start) in enumerate(zip(factors, starts, strict=True)):
-        key = isinstance(factor, Patches), factor.side <= SMALL, factor.warm, start.dtype
+        key = isinstance(factor, Patches), factor.side <= MAX_DENSE_SIDE, factor.warm, start.dtype
         alike[key].append((factor.side, factor.groups, number))
     for part in alike.values():
         part.sort(reverse=True)
@@ -132,8 +132,8 @@ def _solver(factors: Sequence[Factor], starts: Sequence[Tensor], cold: bool) -> 
     start = _padded(starts)
     parts = list(merged(factors, start.shape[1]))
     fallback = _arbitrary(tuple((factor.groups, factor.side) for factor in factors), start.dtype, start.device)
-    begin = unit(start + MIXED_IN * fallback) if cold else start
-    if isinstance(factors[0], Patches) or factors[0].side > SMALL:
+    begin = unit(start + RANDOM_WEIGHT * fallback) if cold else start
+    if isinstance(factors[0], Patches) or factors[0].side > MAX_DENSE_SIDE:
         ritz = yield from _ritz(partial(_product, parts), begin, COLD_PRODUCTS if cold else factors[0].warm, cold)
     else:
         matrix = yield _dense(parts, start)
@@ -176,14 +176,14 @@ def _dense(parts: Sequence[Factor], like: Tensor) -> Tensor:
 
 def _ritz(product: Callable[[Tensor], Tensor], start: Tensor, products: int, cold: bool) -> Solver[Ritz]:
     """The Ritz pair of the largest Ritz value in the Krylov space of x, Fx, F²x, … (Lanczos with full reorthogonalisation),
-    restarted from it once there are `SPACE` vectors.
+    restarted from it once there are `KRYLOV_DIM` vectors.
 
     It costs the products of as many powers, and its λ is at least as large as theirs: F^k x is in the space. The products are
     with the basis itself, so that Fv is a sum of them and λ and residual are those of this v to rounding. Nothing is of a
     higher power in F than one: Γ may be as small as 1e-15, Ψ as large as 1e9."""
     v = unit(start)
     while products:
-        size = min(products, SPACE)
+        size = min(products, KRYLOV_DIM)
         products -= size
         basis = v.new_empty(len(v), size, v.shape[1])
         basis[:, 0] = v

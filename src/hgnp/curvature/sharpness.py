@@ -8,7 +8,7 @@ the metric D = diag(n), n_j = ‖w_j‖ for the filter j that a weight or bias o
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hgnp.curvature.autodiff.forward import Output, check_gradients, run, samples_in
+from hgnp.curvature.batch_checks import failure_explained
 from hgnp.curvature.factors import find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature, mean_and_normaliser
 from hgnp.curvature.validation import check_functions, lacks_second_derivative, without_tensor_hooks
-from hgnp.errors import InputError
+from hgnp.errors import InputError, InputTypeError
 from hgnp.state_guards import compiled_functions_run_eagerly, evaluating
+from hgnp.validation import check_flags, check_module
 
 TOLERANCE = 1e-4
 MAX_STEPS = 200
@@ -92,12 +94,18 @@ def sharpness(
     The network's mode, buffers and gradients are restored.
     """
     start = time.perf_counter()
+    check_module(net)
     check_functions(loss=loss, output=output)
+    check_flags(scale_invariant=scale_invariant)
     for name, value in (("tolerance", tolerance), ("max_seconds", max_seconds)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise InputError(f"{name} must be a number > 0, got {value!r}")
     check_gradients()
     loss_curvature(loss)  # refuses one that is not a mean
+    if not isinstance(data, Iterable) or isinstance(data, Tensor | Mapping):
+        raise InputTypeError(
+            f"data must be a list of (inputs, target) pairs or a loader, got {type(data).__name__}; use [(x, y)]"
+        )
     if iter(data) is data:
         raise InputError(
             "data must be an iterable that can be read several times, got a generator; use a list or a DataLoader"
@@ -141,11 +149,15 @@ def _product(
         parts = [x * d for x, d in zip(parts, metric, strict=True)]
     total = torch.zeros_like(v)
     normalisers: list[Tensor] = []
-    for inputs, target in data:
+    for number, batch in enumerate(data):
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise InputError(f"data must be (inputs, target) pairs, got a {type(batch).__name__}; use [(x, y)]")
+        inputs, target = batch
         buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}  # a forward may count its calls in one
-        with compiled_functions_run_eagerly:  # they have no second derivative
+        fits = failure_explained(net, loss, output, (inputs, target), "data", where=f"batch {number} of data")
+        with fits, compiled_functions_run_eagerly:  # they have no second derivative
             out = run(net, inputs, output=output, buffers=buffers)
-        value, weight = mean_and_normaliser(loss, out, target, samples_in(inputs))
+            value, weight = mean_and_normaliser(loss, out, target, samples_in(inputs))
         with without_tensor_hooks(parameters):
             grads = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
             if not normalisers and lacks_second_derivative(grads):  # the first batch shows it

@@ -72,7 +72,14 @@ from hgnp.curvature.eigen import kronecker_residual
 from hgnp.curvature.factors import Block, WholeNetwork, find_blocks
 from hgnp.curvature.losses import Loss, RankRows, loss_curvature, target_normaliser, weighted
 from hgnp.curvature.network_direction import COLD_PRODUCTS, AnyDirection, NetworkDirection
-from hgnp.curvature.validation import check_bound, check_functions, check_mu, check_network, has_gradient_hooks
+from hgnp.curvature.validation import (
+    check_bound,
+    check_functions,
+    check_mu,
+    check_network,
+    check_schedule,
+    has_gradient_hooks,
+)
 from hgnp.errors import InputError, one_line, refuse_renamed
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import Removal, listen
@@ -262,8 +269,8 @@ class Step:
         self.net, self.loss, self.output, self.choices, self.reducer = net, loss, output, choices, reducer
         self.lagged = choices.direction_from == "last_batch"
         """Whether a step penalises along the v of the batch before."""
-        _check_schedule(penalty_every, refresh_every, skip_inactive, lagged=self.lagged)
-        self.penalty_every, self._refresh_every, self._skip_inactive = penalty_every, refresh_every, skip_inactive
+        check_schedule(penalty_every, refresh_every, skip_inactive, lagged=self.lagged)
+        self.penalty_every, self.refresh_every, self.skip_inactive = penalty_every, refresh_every, skip_inactive
         self._loss_curvature = loss_curvature(loss)
         self.passes = Passes(
             net, loss, output, gauss_newton=choices.curvature == "ggn",
@@ -278,7 +285,7 @@ class Step:
             state.plan = PLAIN
             return PLAIN
         self._update_skipping(state)
-        due = not self.lagged or state.age + 1 >= self._refresh_every
+        due = not self.lagged or state.age + 1 >= self.refresh_every
         state.plan = Plan(penalty=not state.skipping, refresh=due)
         return state.plan
 
@@ -450,7 +457,7 @@ class Step:
         if state.plan.refresh:
             state.age, state.skipping = 0, False
             return
-        if self._skip_inactive and state.age == 0:  # the first step along this v
+        if self.skip_inactive and state.age == 0:  # the first step along this v
             assert state.statistics is not None
             state.first_q = state.statistics.sent
         state.age += 1
@@ -710,19 +717,3 @@ def make_step(
     state = State(float(mu), float(bound), direction)
     listen(net, state.neurons_removed)
     return step, state
-
-
-def _check_schedule(penalty_every: int, refresh_every: int, skip_inactive: bool, *, lagged: bool) -> None:
-    for name, every in (("penalty_every", penalty_every), ("refresh_every", refresh_every)):
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise InputError(f"{name} must be an integer ≥ 1, got {every!r}")
-    if not isinstance(skip_inactive, bool):
-        raise InputError(f"skip_inactive must be True or False, got {skip_inactive!r}")
-    if refresh_every > 1 and not lagged:
-        raise InputError(
-            f"refresh_every must be 1 with direction_from='this_batch', which refreshes v in every step, got {refresh_every}"
-        )
-    if skip_inactive and not lagged:
-        raise InputError(
-            "skip_inactive must be False with direction_from='this_batch', which computes the penalty in every step, got True"
-        )

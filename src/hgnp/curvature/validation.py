@@ -1,17 +1,18 @@
 """Arguments and networks that are refused before they could give a wrong number, and hooks that need care."""
 
 import contextlib
+import inspect
 import math
 from collections.abc import Iterable, Iterator
 from numbers import Real
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from hgnp.curvature.factors import find_blocks
 from hgnp.errors import InputError
+from hgnp.validation import check_net
 
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -28,6 +29,16 @@ def check_functions(**given: Any) -> None:
             )
 
 
+def check_takes_one(name: str, function: Any, argument: str) -> None:
+    """That a function can be called with one argument, as far as its signature tells."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise InputError(f"{name} must be callable with {argument} alone, got {function!r}: {error}") from None
+    except ValueError:  # a built-in function without a signature
+        return
+
+
 def finite(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
@@ -42,50 +53,27 @@ def check_bound(bound: Any) -> None:
         raise InputError(f"bound must be a finite number, got {bound!r}")
 
 
+def check_schedule(penalty_every: int, refresh_every: int, skip_inactive: bool, *, lagged: bool) -> None:
+    for name, every in (("penalty_every", penalty_every), ("refresh_every", refresh_every)):
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise InputError(f"{name} must be an integer ≥ 1, got {every!r}")
+    if not isinstance(skip_inactive, bool):
+        raise InputError(f"skip_inactive must be True or False, got {skip_inactive!r}")
+    if refresh_every > 1 and not lagged:
+        raise InputError(
+            f"refresh_every must be 1 with direction_from='this_batch', which refreshes v in every step, got {refresh_every}"
+        )
+    if skip_inactive and not lagged:
+        raise InputError(
+            "skip_inactive must be False with direction_from='this_batch', which computes the penalty in every step, got True"
+        )
+
+
 def check_network(net: nn.Module, *, penalized: bool) -> None:
     """That PyTorch shows the network's operations and, with `penalized`, that there is a block to penalise."""
-    if not isinstance(net, nn.Module):
-        raise InputError(f"net must be an nn.Module, got {type(net).__name__}")
+    check_net(net)
     if penalized and not find_blocks(net):
         raise InputError("net must have a Linear or Conv1d/2d/3d layer with a trained weight, got none")
-    check_not_parallel(net)
-    for name, layer in net.named_modules():
-        compiled = hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None  # torch.compile, Module.compile
-        compiled |= any(_is_compiled(function) for function in (layer.forward, *vars(layer).values()))
-        if compiled or isinstance(layer, torch.jit.ScriptModule):
-            kind = "a compiled one" if compiled else "a scripted one"
-            raise InputError(
-                f"layer {name!r} must be a plain module, got {kind}, whose operations are hidden; pass it as it was before"
-            )
-
-
-PARALLEL = {
-    "DistributedDataParallel": "pass net.module, and to Flatness and sensitivity group=net.process_group: hgnp sums gradients "
-    "itself",
-    "DataParallel": "pass net.module, and start one process per GPU by torchrun",
-    "FullyShardedDataParallel": "pass the network before it is sharded; hgnp trains whole networks on every rank",
-    "FSDPModule": "pass the network before fully_shard; hgnp trains whole networks on every rank",
-}
-"""Class of a wrapper → what to do."""
-
-
-def check_not_parallel(net: nn.Module) -> None:
-    """That no wrapper sends gradients elsewhere or holds a part of the network alone."""
-    for name, module in net.named_modules():
-        where = f"layer {name!r}" if name else "net"
-        for kind in type(module).__mro__:
-            if kind.__name__ in PARALLEL and kind.__module__.startswith("torch."):
-                raise InputError(f"{where} must be a plain module, got {kind.__name__}; {PARALLEL[kind.__name__]}")
-    for name, tensor in net.named_parameters():
-        if type(tensor).__name__ == "DTensor":
-            raise InputError(
-                f"{name} must be a plain tensor, got a DTensor of tensor parallelism; pass the network before it is sharded"
-            )
-
-
-def _is_compiled(function: Any) -> bool:
-    """Whether torch.compile returned it, by an attribute that functions of torch.compiler.disable have too: there is no API."""
-    return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)
 
 
 def has_gradient_hooks(net: nn.Module) -> bool:

@@ -34,7 +34,7 @@ class GraphedOptimizer:
 
     def step(self, optimizer: torch.optim.Optimizer, graph_grads: Gradients | None) -> None:
         """As `optimizer.step()`. `graph_grads`: the gradients that all come from graphs, if they do."""
-        self._capturable = _fits(optimizer) if self._capturable is None else self._capturable
+        self._capturable = _is_capturable(optimizer) if self._capturable is None else self._capturable
         if graph_grads is None or not self._capturable:
             optimizer.step()
             return
@@ -84,7 +84,7 @@ def _differ_in_rate_alone(group: dict[str, Any], other: dict[str, Any]) -> bool:
     return same_parameters and all(group[name] == other[name] for name in group if name not in ("params", "lr"))
 
 
-def _fits(optimizer: torch.optim.Optimizer) -> bool:
+def _is_capturable(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is PyTorch's own fused SGD, without hooks and not patched. A learning rate on the device is a float32."""
     step = vars(optimizer).get("step")  # a scheduler's wrapper, or one of the user's, which may be around that
     patched = step is not None and not (

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hgnp.curvature.device import capturing, upcast
-from hgnp.curvature.validation import check_not_parallel
 from hgnp.errors import InputError, InputTypeError, RankError, one_line
 from hgnp.execution.graphs import between_graphs
 from hgnp.reducer import LOCAL, Reducer
+from hgnp.validation import check_net
 
 TIMEOUT = timedelta(minutes=10)
 """Of the groups that hgnp creates: how long a rank waits for another that hangs without dying."""
@@ -190,7 +190,7 @@ def ranks_of(group: Any, net: nn.Module | None = None) -> Reducer:
     """The reducer of a process group that the caller has. None is right only for a single process: of several, each
     would train its own network, even one inside DistributedDataParallel, which hgnp bypasses."""
     if isinstance(net, nn.Module):
-        check_not_parallel(net)
+        check_net(net)
     if group is None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise InputError(

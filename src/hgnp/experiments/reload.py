@@ -18,9 +18,8 @@ from hgnp.pruning import Neurons
 def config_of(folder: Path) -> Config:
     runs.read(folder)  # raises for a folder that is not a run
     file = folder / "config.yaml"
-    if (
-        not file.is_file() and folder.resolve().parent.name == "snapshots"
-    ):  # snapshots share the configuration of their run
+    # snapshots share the configuration of their run
+    if not file.is_file() and folder.resolve().parent.name == "snapshots":
         file = folder.resolve().parents[1] / "config.yaml"
     if not file.is_file():
         raise FileNotFoundError(

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hgnp.errors import InputError
+from hgnp.errors import InputError, InputTypeError
 
 try:
     import fcntl
@@ -67,6 +67,13 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         with open(draft, "rb+") as written:
             os.fsync(written.fileno())
         os.replace(draft, path)
+
+
+def as_path(path: str | os.PathLike[str], name: str = "path") -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        raise InputTypeError(f"{name} must be a string or a path, got {type(path).__name__}") from None
 
 
 def check_file_path(path: Path) -> None:

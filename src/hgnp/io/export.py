@@ -26,9 +26,10 @@ from torch.jit._trace import TracerWarning
 from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map
 
 from hgnp.errors import InputError, MissingPackageError, brief
-from hgnp.io.atomic import atomic_path, check_file_path
+from hgnp.io.atomic import as_path, atomic_path, check_file_path
 from hgnp.pruning.graph import Inputs
-from hgnp.pruning.validation import as_inputs, check_net
+from hgnp.pruning.validation import as_inputs, check_prunable
+from hgnp.validation import check_flags
 
 OPSET = 18
 FORMATS: dict[str, Literal["onnx", "torch.export"]] = {".onnx": "onnx", ".pt2": "torch.export"}
@@ -96,13 +97,14 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any, *, 
             is then unchanged.
         MissingPackageError: If ONNX is not installed.
     """
-    path = Path(path)
+    check_flags(dynamic_batch=dynamic_batch)
+    path = as_path(path)
     if path.name in FORMATS:
         raise InputError(f"path must have a name before {path.name}, got {str(path)!r}; for example net{path.name}")
     if path.suffix not in FORMATS:
         raise InputError(f"path must end in {' or '.join(FORMATS)}, got {str(path)!r}")
     check_file_path(path)
-    check_net(net)
+    check_prunable(net)
     inputs, arguments = _bind_inputs(net, as_inputs(example_input), dynamic_batch)
     rows = _rows(inputs)
     to_onnx = path.suffix == ".onnx"
@@ -111,9 +113,8 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any, *, 
     subject = _eval_copy(net, to_onnx)
     device = next((tensor.device for tensor in [*subject.parameters(), *subject.buffers()]), torch.device("cpu"))
     example = _random_inputs(inputs, rows, None, device)
-    output = _call(
-        subject, example, "net must run on example_input, but failed"
-    )  # on a copy: some networks write into their input
+    # on a copy: some networks write into their input
+    output = _call(subject, example, "net must run on example_input, but failed")
     if not _is_plain(output):
         subject.forward = _with_plain_output(subject.forward)
         output = _plain(output)
@@ -122,10 +123,8 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any, *, 
     traced, shapes = _random_inputs(inputs, rows, None, device), None
     if dynamic_batch:
         traced = _random_inputs(inputs, rows, TRACED, device)
-        for n in (
-            TRACED,
-            1,
-        ):  # last at 1: a network that compares shapes with its last ones must not meet those of the trace
+        # last at 1: a network that compares shapes with its last ones must not meet those of the trace
+        for n in (TRACED, 1):
             _run(subject, _random_inputs(inputs, rows, n, device), FIXED)
         batch = torch.export.Dim("batch")
         shapes = tree_map(lambda leaf: {0: batch} if _batched(leaf, rows) else None, arguments)
@@ -288,9 +287,8 @@ def _output_names(output: Any) -> list[str]:
 @contextmanager
 def _expected_warnings_ignored() -> Iterator[None]:
     """Ignores the warnings and log lines of torch's own exporters."""
-    skipped = logging.getLogger(
-        "torch.onnx._internal.exporter._registration"
-    )  # operators of a torchvision not installed
+    # operators of a torchvision that is not installed
+    skipped = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = skipped.level
     skipped.setLevel(logging.ERROR)
     try:

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hgnp.errors import InputError, InputTypeError, first_line
-from hgnp.io.atomic import atomic_path, check_file_path
+from hgnp.io.atomic import as_path, atomic_path, check_file_path
 from hgnp.pruning.config import update_config
 from hgnp.pruning.graph import tensors_of
 from hgnp.pruning.surgery import Change, commit, replace_data, set_attributes
-from hgnp.pruning.validation import check_net
+from hgnp.pruning.validation import check_prunable
 from hgnp.pruning.widths import integer_attributes, stated_widths, with_integers
 
 FORMAT = 1
@@ -61,7 +61,7 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> Path:
 
 def describe(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Every tensor of `net`, and the description that `changes_to_fit` needs to shrink a fresh instance."""
-    check_net(net)
+    check_prunable(net)
     for name, module in net.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise InputTypeError(
@@ -106,8 +106,9 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def load(path: str | os.PathLike[str], net: Net) -> Net:
     """Load a network that `save` wrote: shrink `net` to the saved widths and fill it with the saved tensors.
 
-    Outputs are then bit-equal to those of the saved network. Device, mode and `requires_grad` stay those of `net`; tensors on
-    meta become new ones on the CPU.
+    Outputs are then bit-equal to those of the saved network. Shapes and dtypes are the file's; device, mode and
+    `requires_grad` stay those of `net`. Tensors on meta become new ones on the CPU. Create an optimizer after loading: the
+    state of one from before has the old shapes.
 
     >>> import torch, hgnp
     >>> def make():
@@ -132,7 +133,7 @@ def load(path: str | os.PathLike[str], net: Net) -> Net:
     file = _file(path)
     if not file.is_file():
         raise FileNotFoundError(f"path must be a file or folder that hgnp.save wrote, got {file}, which does not exist")
-    check_net(net)
+    check_prunable(net)
     about, tensors = read_saved(file)
     try:
         changes = changes_to_fit(about, tensors, net)
@@ -160,7 +161,7 @@ def changes_to_fit(about: Mapping[str, Any], tensors: Mapping[str, Tensor], net:
 
 
 def _file(path: str | os.PathLike[str]) -> Path:
-    path = Path(path)
+    path = as_path(path)
     return path if path.suffix == ".safetensors" else path / FILE
 
 

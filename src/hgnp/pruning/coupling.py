@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 FROZEN = 0
-SMALL = 2048
+MAX_UNFILTERED_PAIRS = 2048
 """Up to this many pairs of slots, repeated ones are not looked for."""
 
 
@@ -46,7 +46,7 @@ class Coupling:
         if a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride():
             return
         a, b = torch.broadcast_tensors(a, b)
-        if a.numel() > SMALL:
+        if a.numel() > MAX_UNFILTERED_PAIRS:
             differ = a != b
             pairs = torch.unique(a[differ] * len(self) + b[differ])  # one number per pair: unique rows are slow
             a, b = pairs // len(self), pairs % len(self)

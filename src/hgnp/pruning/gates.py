@@ -59,7 +59,7 @@ class GateUnits:
 
     def roots_of(self, tensor: LabelledTensor) -> set[int]:
         """Roots of the channels of a tensor; a weight has none that are read."""
-        return set() if tensor.weight else {root for label in tensor.labels for root in self.roots_in(label)}
+        return set() if tensor.is_weight else {root for label in tensor.labels for root in self.roots_in(label)}
 
 
 @dataclass
@@ -215,7 +215,7 @@ def _channel_ends(propagation: LabelPropagation, units: GateUnits) -> list[tuple
         own = {
             index: units.roots_of(tensor) - summed[index]
             for index, tensor in zip(labelled.call.reads, labelled.reads, strict=True)
-            if not tensor.weight
+            if not tensor.is_weight
         }
         branches = {frozenset(roots) for index in own for roots in (own[index], summed[index]) if roots}
         joins = units.per_branch and _adds(labelled.call) and len(branches) > 1

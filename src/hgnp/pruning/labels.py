@@ -26,7 +26,7 @@ class LabelledTensor:
 
     shape: tuple[int, ...]
     labels: tuple[Tensor, ...] = ()
-    weight: bool = False
+    is_weight: bool = False
     """Computed from parameters alone, not by a layer. Elsewhere a removed entry reads as zero, so sums over it stay exact; here
     it does not."""
     shared: bool = False
@@ -39,7 +39,7 @@ class LabelledTensor:
     """A secondary result, such as the statistics that a norm returns, whose size is not checked."""
     passed_through: Tensor = NO_SLOTS
     """Slots of channels that passed through a product over other dimensions: a bias added there is not theirs."""
-    nonzero: Tensor = NO_SLOTS
+    nonzero_slots: Tensor = NO_SLOTS
     """Slots whose entries, once removed, are not known to read as zero: a softmax came before. They can be removed with all
     that is computed from them up to a product with entries that do read as zero, as the values in attention do."""
 
@@ -58,7 +58,7 @@ class LabelledTensor:
 
     def reads_zero(self, label: Tensor) -> bool:
         """Whether the entries of one of its labels, once removed, read as zero."""
-        return not self.weight and not bool(torch.isin(label, self.nonzero).any())
+        return not self.is_weight and not bool(torch.isin(label, self.nonzero_slots).any())
 
     def along(self, dim: int) -> Tensor | None:
         """The label that varies along `dim`, if there is one."""
@@ -77,7 +77,7 @@ class RuleResult:
     """None: those of the tensors that it was computed from, entry by entry."""
     repeated: tuple[int, ...] = ()
     """Dimensions along which one entry is repeated, whatever the strides."""
-    nonzero: Tensor | None = None
+    nonzero_slots: Tensor | None = None
     """None: the slots that are in one of the tensors that it was computed from."""
 
 

@@ -4,13 +4,13 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from hgnp.errors import InputError, refuse_renamed
+from hgnp.errors import InputError, did_you_mean, refuse_renamed
 from hgnp.pruning.branch_coupling import BranchCoupling, least_paper, tiers_of
 from hgnp.pruning.config import update_config
 from hgnp.pruning.gates import Gates, find_gates
@@ -24,6 +24,7 @@ from hgnp.pruning.selection import (
     Values,
     as_count,
     as_values,
+    check_coupling,
     coupling_of,
     floors_of,
     is_rounded,
@@ -37,9 +38,10 @@ from hgnp.pruning.structure import Structure, TracedForward, depends_on_data
 from hgnp.pruning.summary import Frozen, Layer, Preview, table
 from hgnp.pruning.surgery import Change, changes_to_net, changes_to_optimizer, check_copies, commit
 from hgnp.pruning.trial import disagreement
-from hgnp.pruning.validation import as_inputs, as_outputs, check_net, protected_modules
+from hgnp.pruning.validation import as_inputs, as_outputs, check_prunable, check_samples, protected_modules
 from hgnp.pruning.verify import CutVerifier
 from hgnp.removal import Listener, Removal, listeners_of
+from hgnp.validation import check_flags
 
 CONFIG_HINT = "the network's config cannot state these widths: use hgnp.save and hgnp.load, not save_pretrained"
 
@@ -83,6 +85,7 @@ class Neurons:
             function that commits them. Objects such as `Flatness` listen without being added here.
     """
 
+    @refuse_renamed
     def __init__(
         self,
         net: nn.Module,
@@ -92,11 +95,13 @@ class Neurons:
         approximate: bool = False,
         outputs: Callable[..., Any] | None = None,
     ) -> None:
-        check_net(net)
+        check_prunable(net)
+        check_flags(approximate=approximate)
         self.net = net
         self.version = 0
         self.listeners: list[Listener] = []
         self._inputs = as_inputs(example_input)
+        check_samples(self._inputs)
         self._protected = protected_modules(net, protect)
         self._approximate, self._outputs = approximate, as_outputs(net, outputs)
         self._parameters_at_start = sum(p.numel() for p in net.parameters())
@@ -108,9 +113,7 @@ class Neurons:
     def _analyse(self, traced: TracedForward | None = None) -> None:
         """Finds the slots and their coupling for the network as it is. `traced` is its trace, if there is one already."""
         self._find_neurons(traced)
-        if (
-            self._verifier.caches and not self._caches
-        ):  # it caches tensors of the current shapes: trace how they are computed
+        if self._verifier.caches and not self._caches:  # of tensors of the current shapes: trace how they are computed
             self._caches = self._verifier.caches
             self._analyse()
             return
@@ -279,8 +282,8 @@ class Neurons:
                 not work. False leaves the check to `remove`, for selections that are only previewed.
         """
         n = as_count(n)
-        if coupling not in get_args(CouplingMode):
-            raise InputError(f"coupling must be 'coupled' or 'paper', got {coupling!r}")
+        check_coupling(coupling)
+        check_flags(confirm=confirm)
         alive = {layer.name: layer.alive for layer in self.layers}
         values = as_values(scores, alive)
         floors = floors_of(floor, max_removed, self._totals)
@@ -373,16 +376,23 @@ class Neurons:
 
     def weights(self, layer: str) -> Tensor:
         """The weights into the remaining neurons of a layer, neurons first."""
+        self._check_layer(layer)
         return self._state.weights(layer)
 
     def norm_scale(self, layer: str) -> Tensor | None:
         """The scale of the norm that reads the layer's output, one number per remaining neuron; None without a norm."""
+        self._check_layer(layer)
         return self._state.norm_scale(layer)
 
     def gates(self, coupling: CouplingMode = "coupled", *, training_losses: bool = False) -> Gates:
-        """Where the output of each neuron is read, for scores that are derivatives. With "paper", layers that are added
-        together have separate gates; with `training_losses`, gates are for training mode with norms and dropout in
-        evaluation mode."""
+        """Where the output of each neuron is read, for scores that are derivatives.
+
+        Args:
+            coupling: "coupled": layers that are added together share their gates. "paper": each of them has its own.
+            training_losses: Whether gates are for training mode with norms and dropout in evaluation mode, instead of for
+                evaluation mode.
+        """
+        check_coupling(coupling)
         self._check_shapes()
         structure = self._branches.structure if coupling == "paper" else self._structure
         slots = {name: self._layer_slots[name] for name in self._prunable}
@@ -398,6 +408,10 @@ class Neurons:
         return find_gates(
             structure, slots, alive, per_branch=coupling == "paper", training_losses=training_losses, now=now
         )
+
+    def _check_layer(self, layer: str) -> None:
+        if layer not in self._layer_slots:
+            raise InputError(f"layer must be one with neurons, got {layer!r}{did_you_mean(layer, self._layer_slots)}")
 
     # Removing
 
@@ -496,7 +510,15 @@ class Neurons:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores what `state_dict` returned.
+
+        Args:
+            state: What `state_dict` of a `Neurons` of the same network returned.
+        """
+        if missing := self.state_dict().keys() - (state if isinstance(state, Mapping) else {}):
+            raise InputError(f"state must come from state_dict(), got one without {', '.join(sorted(missing))}")
+        if not isinstance(state["alive"], Tensor) or state["alive"].dim() != 1:
+            raise InputError(f"state['alive'] must be a tensor with one entry per slot, got {state['alive']!r}")
         slots, expected = len(state["alive"]), len(self._state.alive)
         if slots != expected:
             raise InputError(

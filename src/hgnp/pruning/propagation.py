@@ -117,7 +117,7 @@ class LabelPropagation:
         after = LabelledTensor(
             value.shape,
             tuple(labels),
-            weight=bool(distinct) and all(read.weight for read in distinct) and not self._applies_layer(),
+            is_weight=bool(distinct) and all(read.is_weight for read in distinct) and not self._applies_layer(),
             shared=bool(distinct) and all(read.shared for read in distinct),
             filler=result.filler if result.filler is not None else inherits and bool(reads) and not distinct,
             expanded=tuple(
@@ -128,7 +128,9 @@ class LabelPropagation:
             passed_through=result.passed_through
             if result.passed_through is not None
             else slots_in([read.passed_through for read in reads if inherits]),
-            nonzero=slots_in([read.nonzero for read in reads]) if result.nonzero is None else result.nonzero,
+            nonzero_slots=slots_in([read.nonzero_slots for read in reads])
+            if result.nonzero_slots is None
+            else result.nonzero_slots,
         )
         if index in self.call.reads:  # written in place
             others = [other for other in self._same_storage[value.storage] if other != index]
@@ -153,14 +155,14 @@ class LabelPropagation:
 
     def add_heads(self, a: LabelledTensor, b: LabelledTensor) -> None:
         """Notes that features are multiplied head by head, if channels of both vary along leading dimensions."""
-        if a.weight or b.weight or not set(heads_dims(a)) & set(heads_dims(b)):
+        if a.is_weight or b.is_weight or not set(heads_dims(a)) & set(heads_dims(b)):
             return
         for label in [label for operand in (a, b) for label in operand.labels if any(n > 1 for n in label.shape[:-2])]:
             self.heads.setdefault(self.call.module, []).append(label.flatten(0, -3).flatten(1))
 
     def consume(self, operand: LabelledTensor, label: Tensor) -> None:
         """Notes that the channels of an operand end here: a sum over them is exact only if removed ones read as zero."""
-        self.freeze(label[torch.isin(label, operand.nonzero)], "a softmax makes it nonzero")
+        self.freeze(label[torch.isin(label, operand.nonzero_slots)], "a softmax makes it nonzero")
         index = next(index for index in self.call.reads if self.tensors[index] is operand)
         self.consumed.append((len(self.calls), index, label))
 
@@ -195,7 +197,7 @@ class LabelPropagation:
         together."""
         result: list[Tensor] = []
         adds = self.per_branch and op_name(self.call.op).removesuffix("_") in ("add", "sub")
-        apart = adds and not any(operand.weight for operand in operands)
+        apart = adds and not any(operand.is_weight for operand in operands)
         for operand in operands:
             for label in operand.labels:
                 label = add_leading_dims(label, ndim)
@@ -206,9 +208,8 @@ class LabelPropagation:
                     continue
                 if not apart:
                     self.union(result[place], label)
-                if dims > set(
-                    varying_dims(result[place])
-                ):  # a norm's scale times channels in heads, which it repeats for
+                # a norm's scale times channels in heads, which it repeats for
+                if dims > set(varying_dims(result[place])):
                     result[place] = label
         return [self._along_shared_dims(label, operands) for label in result]
 

@@ -11,7 +11,7 @@ import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -192,6 +192,11 @@ def _counts_to_multiples(
 
 
 # Validation
+
+
+def check_coupling(coupling: object) -> None:
+    if coupling not in get_args(CouplingMode):
+        raise InputError(f"coupling must be 'coupled' or 'paper', got {coupling!r}")
 
 
 def as_values(scores: Scores, alive: Mapping[str, int]) -> dict[str, list[float]]:

@@ -44,9 +44,7 @@ class PruningState:
     def units(self) -> dict[int, Unit]:
         """Root → the neurons that are removed together."""
         members: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        with (
-            garbage_collection_off()
-        ):  # thousands of objects, all of which stay: looking at them takes most of the time
+        with garbage_collection_off():  # of thousands of objects, all of which stay: it would take most of the time
             for layer in self.layer_slots:
                 slots = self.remaining(layer)
                 free = ~self.structure.frozen[slots]
@@ -135,7 +133,7 @@ class PruningState:
             for labelled in propagation.calls
             if labelled.call.module == layer
             for index, tensor in zip(labelled.call.writes, labelled.writes, strict=True)
-            if not tensor.weight
+            if not tensor.is_weight
         }
         for call in propagation.graph.op_calls:
             if "norm" in op_name(call.op) and call.reads[0] in outputs and call.module != layer:

@@ -105,6 +105,8 @@ def check_copies(net: nn.Module, also: Iterable[nn.Module]) -> list[nn.Module]:
 def _check_copy(net: nn.Module, copy: nn.Module, index: int) -> None:
     if not isinstance(copy, nn.Module):
         raise InputError(f"also[{index}] must be an nn.Module, got {type(copy).__name__}")
+    if copy is net:
+        raise InputError(f"also[{index}] must be another network than net, which is cut in any case, got net; omit it")
     hint = "; pass its .module" if isinstance(getattr(copy, "module", None), nn.Module) else ""
     mine, its = tensors_of(net), tensors_of(copy)
     for name in [*mine, *its]:

@@ -91,6 +91,8 @@ _OF_TRUTH: Mapping[str, Callable[[Sequence[bool | None]], bool]] = {
     "logical_not": lambda parts: not parts[0], "bitwise_not": lambda parts: not parts[0],
 }  # fmt: skip
 """Operators on truth values that are the same everywhere."""
+_ONE_DTYPE = frozenset(getattr(torch.ops.aten, n).default for n in ("mm", "addmm", "bmm", "baddbmm"))
+"""Operators that fail on tensors of different dtypes, except on fake ones."""
 _BOOLEANS = {outcome: torch.tensor(outcome) for outcome in (False, True)}
 
 
@@ -191,6 +193,10 @@ class _OperatorTracer(TorchDispatchMode):
         )
         if _only_changes_strides(op, args, kwargs):
             return op(*args, **kwargs)
+        if op in _ONE_DTYPE:
+            dtypes = dict.fromkeys(str(leaf.dtype) for leaf in leaves_of(args) if isinstance(leaf, Tensor))
+            if len(dtypes) > 1:
+                raise RuntimeError(f"inputs and weights must have the same dtype, got {' and '.join(dtypes)}")
         try:
             result = _known_result_shapes(op, args, kwargs)
             if result is None:

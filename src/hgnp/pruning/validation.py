@@ -6,48 +6,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from hgnp.errors import InputError, InputTypeError, did_you_mean
 from hgnp.pruning.graph import Inputs, Outputs
+from hgnp.validation import check_net
 
 
-def check_net(net: object) -> None:
-    """InputTypeError or InputError, naming the layer, unless `net` is made of plain modules with plain dense tensors, which
-    can be cut in place."""
-    if not isinstance(net, nn.Module):
-        raise InputTypeError(f"net must be an nn.Module, got {type(net).__name__}")
-    for name, module in net.named_modules():
-        where = f"layer {name!r}" if name else "net"
-        class_name, package = type(module).__name__, type(module).__module__.split(".")
-        if isinstance(module, torch.jit.ScriptModule):
-            raise InputTypeError(f"{where} must be a Python module, got a scripted one; prune first, then script it")
-        if class_name == "OptimizedModule" or module._compiled_call_impl is not None:
-            raise InputTypeError(
-                f"{where} must not be compiled, got a compiled module; prune the original module, then compile it"
-            )
-        if class_name in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
-            raise InputTypeError(
-                f"{where} must not be wrapped, got {class_name}; prune the module inside (.module), then wrap it again"
-            )
-        if "quantized" in package or "quantizable" in package:
-            raise InputTypeError(
-                f"{where} must not be quantised, got a quantised {class_name}; prune first, then quantise"
-            )
+def check_prunable(net: nn.Module) -> None:
+    """InputTypeError or InputError unless `net` has plain modules with plain dense tensors, which can be cut in place."""
+    check_net(net)
     for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
-        _check_tensor(name, tensor)
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+            raise InputTypeError(
+                f"{name} must be a plain tensor, got {type(tensor).__name__}; pass the network before it is converted"
+            )
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            form = "quantised" if tensor.is_quantized else "sparse"
+            raise InputTypeError(f"{name} must be a dense tensor, got a {form} one")
 
 
-def _check_tensor(name: str, tensor: Tensor) -> None:
-    if is_lazy(tensor):
-        raise InputError(f"{name} must be initialised, got a lazy module; run one forward pass first")
-    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-        raise InputTypeError(
-            f"{name} must be a plain tensor, got {type(tensor).__name__}; prune before sharding or converting"
-        )
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        form = "quantised" if tensor.is_quantized else "sparse"
-        raise InputTypeError(f"{name} must be a dense tensor, got a {form} one")
+def check_samples(inputs: Inputs) -> None:
+    first = next((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), None)
+    if first is not None and not first.numel():
+        raise InputError(f"example_input must hold at least one sample, got a tensor of shape {tuple(first.shape)}")
 
 
 def as_inputs(example: Any) -> Inputs:

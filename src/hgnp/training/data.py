@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hgnp.curvature.autodiff.forward import Output, run, sample_entries, samples_in
-from hgnp.curvature.losses import CrossEntropy, Loss, loss_curvature
-from hgnp.errors import InputError, InputTypeError, brief, first_line
+from hgnp.curvature.autodiff.forward import sample_entries, samples_in
+from hgnp.curvature.batch_checks import check_labels, describe_shape
+from hgnp.curvature.losses import Loss
+from hgnp.errors import InputError, InputTypeError, brief
 from hgnp.reducer import LOCAL, Reducer
-from hgnp.state_guards import evaluating, module_that_raised
 from hgnp.training.split import check_enough, check_same_list, drop_note, drops, for_rank, rank_slice
 
 Unpack = Callable[[Any], tuple[Any, Any]]
@@ -94,7 +94,7 @@ class Batches:
         if not isinstance(target, Tensor) or target.dim() == 0 or len(target) != n:
             raise InputError(
                 f"{self.name} must have targets that are tensors with one entry per sample to be split over {ranks} ranks, got "
-                f"{_shape(target)}; pass a DataLoader"
+                f"{describe_shape(target)}; pass a DataLoader"
             )
         if drops(n, ranks, every_sample=self.name == "val"):
             self._note = drop_note(self.name, n, ranks)
@@ -161,74 +161,6 @@ def select_samples(inputs: Any, index: Tensor) -> Any:
     return select(inputs)
 
 
-def is_classification(loss: Loss, target: Any) -> bool:
-    known = isinstance(loss_curvature(loss), CrossEntropy)
-    return known and isinstance(target, Tensor) and not target.is_floating_point()
-
-
-def check_batch(
-    net: nn.Module,
-    loss: Loss,
-    output: Output | None,
-    batch: tuple[Any, Any],
-    name: str,
-    *,
-    training_losses: bool = False,
-) -> Any:
-    """The network's output on a batch of train or val; InputError if network, output, loss and target do not fit together. With
-    `training_losses`, the output in training mode."""
-    inputs, target = batch
-    try:
-        with evaluating(net, training_losses=training_losses), torch.no_grad():
-            out = run(net, inputs)
-    except Exception as error:
-        layer = module_that_raised(net, error)
-        raise InputError(
-            f"net must take the first batch of {name}, but its forward failed{f' in {layer}' if layer else ''}: "
-            f"{first_line(error)}"
-        ) from error
-    try:
-        out = out if output is None else output(out)
-    except Exception as error:
-        what = f"a mapping with {', '.join(map(str, out))}" if isinstance(out, Mapping) else f"a {type(out).__name__}"
-        raise InputError(f"output must take what net returns, {what}, but failed: {brief(error)}") from error
-    if is_classification(loss, target):
-        check_class_outputs(loss, out, target, name)
-    try:
-        with torch.no_grad():
-            value = loss(out, target)
-    except Exception as error:
-        raise InputError(
-            f"loss must take the first batch of {name}, output {_shape(out)} and target {_shape(target)}, but failed: "
-            f"{first_line(error)}"
-        ) from error
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise InputError(f"loss must return one number, the mean over the batch, got a value {_shape(value)}")
-    return out
-
-
-def check_class_outputs(loss: Loss, out: Any, target: Tensor, name: str) -> None:
-    if not isinstance(out, Tensor):
-        raise InputError(f"net must return a tensor, got {type(out).__name__}; pass output, such as lambda o: o.logits")
-    if out.dim() < 2 or out.shape[0] != target.shape[0] or out.shape[2:] != target.shape[1:]:
-        raise InputError(
-            f"net must return (samples, classes, …) for {name}'s labels {_shape(target)}, got an output {_shape(out)}"
-        )
-    check_labels(loss, target, out.shape[1], name)
-
-
-def ignored_label(loss: Loss) -> int | None:
-    known = loss_curvature(loss)
-    return known.ignore_index if isinstance(known, CrossEntropy) else None
-
-
-def check_labels(loss: Loss, target: Tensor, classes: int, name: str) -> None:
-    wrong = target[((target < 0) | (target >= classes)) & (target != ignored_label(loss))]
-    if wrong.numel():
-        raise InputError(f"{name}: labels must be from 0 to {classes - 1}, as the network has {classes} outputs, "
-                         f"got {int(wrong.flatten()[0])}")  # fmt: skip
-
-
 def with_checked_labels(
     batches: Iterable[tuple[Any, Any]], loss: Loss, classes: int | None, name: str
 ) -> Iterator[tuple[Any, Any]]:
@@ -248,7 +180,3 @@ def _length(loader: Any) -> int | None:
 
 def _describe(value: Any) -> str:
     return f"{len(value)} parts" if isinstance(value, tuple | list) else type(value).__name__
-
-
-def _shape(value: Any) -> str:
-    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"({type(value).__name__})"

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.autodiff.operations import tensors_in
+from hgnp.curvature.batch_checks import ignored_label, is_classification
 from hgnp.curvature.losses import Loss, mean_and_normaliser, normaliser, total
 from hgnp.errors import InputError, InputTypeError, brief
 from hgnp.execution.graphs import CaptureContext, GraphedFunction, fingerprint
@@ -21,7 +22,6 @@ from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import Removal, listen
 from hgnp.state_guards import evaluating
 from hgnp.training import checkpoint
-from hgnp.training.data import ignored_label, is_classification
 
 
 @runtime_checkable

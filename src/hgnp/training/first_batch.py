@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from hgnp.curvature.autodiff.forward import run, samples_in
+from hgnp.curvature.batch_checks import check_batch, is_classification
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.scoring import loss_in_training_only
 from hgnp.state_guards import evaluating
 from hgnp.training import rng_state
-from hgnp.training.data import check_batch, is_classification
 from hgnp.training.evaluate import check_metric, metric_name
 from hgnp.training.measure import features
 from hgnp.training.task import Task

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hgnp.curvature.autodiff.forward import samples_in
+from hgnp.curvature.batch_checks import check_labels, ignored_label
 from hgnp.errors import DivergedError, InputError
 from hgnp.flatness import flatness_of
 from hgnp.io.weights import changes_to_fit, describe
@@ -30,7 +31,7 @@ from hgnp.recipe import Recipe
 from hgnp.reducer import average_statistics, broadcast_networks
 from hgnp.result import NetworkStats, Result, Row, Snapshot, Target
 from hgnp.training import checkpoint, rng_state, schedule
-from hgnp.training.data import check_labels, ignored_label, select_samples, with_checked_labels
+from hgnp.training.data import select_samples, with_checked_labels
 from hgnp.training.evaluate import Evaluation
 from hgnp.training.first_batch import check_first_batches
 from hgnp.training.measure import Measurements, input_spec

@@ -27,7 +27,7 @@ LATENCY_SECONDS = 10.0
 SHARPNESS_SAMPLES = 128
 TIMED_SAMPLES = 8
 TOLERANCE = 1e-3  # three digits of an eigenvalue
-SHARE, LEAST_SECONDS = 0.01, 0.25
+TIME_SHARE, LEAST_SECONDS = 0.01, 0.25
 MIN_LIMIT = 0.5  # seconds; estimates from training time are too high for small networks
 NO_TIME = 'it takes more than 1 % of the run\'s time; measure="full" has no time limit'
 
@@ -97,7 +97,7 @@ class Measurements:
             raise NotMeasuredError('measure is "none"')
         if measure == "full":
             return math.inf
-        allowed = max(SHARE * self._run.seconds, LEAST_SECONDS)
+        allowed = max(TIME_SHARE * self._run.seconds, LEAST_SECONDS)
         trained = len(history) * (self._task.train.count or 0) * samples_in(self._inputs)
         pace = sum(row["train_seconds"] for row in history) / trained if trained else self._seconds_per_sample(net)
         if least * pace > max(allowed, MIN_LIMIT):

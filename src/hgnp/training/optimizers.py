@@ -17,7 +17,7 @@ def make_optimizer(net: nn.Module, recipe: Recipe, given: OptimizerOrFactory | N
     if given is None:
         return initialize_momentum(torch.optim.SGD(
             net.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay,
-            nesterov=recipe.nesterov and recipe.momentum > 0, fused=all(p.is_cuda for p in net.parameters()) or None,
+            nesterov=recipe.nesterov, fused=all(p.is_cuda for p in net.parameters()) or None,
         ))  # fmt: skip
     made = given if isinstance(given, torch.optim.Optimizer) else given(net.parameters())
     if not isinstance(made, torch.optim.Optimizer):

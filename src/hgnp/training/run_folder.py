@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from hgnp import __version__
-from hgnp.errors import InputError, InputTypeError, check_renamed
-from hgnp.io.atomic import as_json, locked, read_json, remove_stale_drafts, write, write_json
+from hgnp.errors import InputError, check_renamed
+from hgnp.io.atomic import as_json, as_path, locked, read_json, remove_stale_drafts, write, write_json
 from hgnp.io.weights import save
 from hgnp.pruning.limits import LIMITS
 from hgnp.recipe import Recipe
@@ -32,10 +32,7 @@ class RunFolder:
     """The folder `path` of one run. Every file is written whole or not at all."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        try:
-            self.path = Path(path)
-        except TypeError:
-            raise InputTypeError(f"out must be a path, got {type(path).__name__}") from None
+        self.path = as_path(path, "out")
         self.info = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoint = self.path / "checkpoint.safetensors"

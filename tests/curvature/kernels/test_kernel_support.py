@@ -21,7 +21,7 @@ def test_kernels_that_fail_warn_once_with_the_reason() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is there")
-def test_that_there_is_no_triton_needs_no_mention() -> None:
+def test_kernels_are_absent_without_a_warning_where_triton_is() -> None:
     kernels.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

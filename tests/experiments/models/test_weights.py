@@ -62,7 +62,7 @@ def test_pickles_are_refused_unread(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_nothing_that_fits(tmp_path: Path) -> None:
+def test_weights_without_a_tensor_of_the_network_are_refused(tmp_path: Path) -> None:
     save_file({"a.weight": torch.zeros(3)}, tmp_path / "other.safetensors")
     with pytest.raises(
         ValueError, match=r"must have tensors of ResNet18 \(conv1, bn1, .*\), got 1 that do not fit \(a\)"

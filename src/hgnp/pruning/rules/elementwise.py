@@ -33,12 +33,14 @@ def elementwise(p: "LabelPropagation", *args: Any, **kwargs: Any) -> RuleResult:
         numbers = [LabelledTensor(())] if any(isinstance(arg, int | float) and arg for arg in args) else []
         freeze_offset_channels(p, passed, [*operands, *numbers])
     repeated = tuple(dim for dim in range(ndim) if all(operand.repeats(dim, ndim) for operand in operands))
-    nonzero = [operand.nonzero for operand in operands] + _among([(each, each.nonzero) for each in operands], combined)
+    nonzero = [operand.nonzero_slots for operand in operands] + _among(
+        [(each, each.nonzero_slots) for each in operands], combined
+    )
     return RuleResult(
         combined,
         repeated=repeated,
         passed_through=slots_in(passed),
-        nonzero=nonzero_in_product(operands, combined) if name == "mul" else slots_in(nonzero),
+        nonzero_slots=nonzero_in_product(operands, combined) if name == "mul" else slots_in(nonzero),
     )
 
 
@@ -60,7 +62,7 @@ def nonzero_in_product(factors: list[LabelledTensor], labels: list[Tensor]) -> T
     ndim = max(len(factor.shape) for factor in factors)
     zero = [add_leading_dims(own, ndim) for factor in factors for own in factor.labels if factor.reads_zero(own)]
     zero_dims = {dim for own in zero for dim in varying_dims(own)}
-    nonzero = slots_in([factor.nonzero for factor in factors])
+    nonzero = slots_in([factor.nonzero_slots for factor in factors])
     return nonzero[~torch.isin(nonzero, slots_in([label for label in labels if zero_dims & set(varying_dims(label))]))]
 
 

@@ -23,8 +23,10 @@ def _label_along(p: "LabelPropagation", x: LabelledTensor, dim: int) -> Tensor |
 def _contract(p: "LabelPropagation", a: LabelledTensor, a_dim: int, b: LabelledTensor, b_dim: int) -> None:
     """Σ over a's dimension and b's: its entries are coupled; a removed one adds nothing, unless both operands are weights."""
     one, other = _label_along(p, a, a_dim), _label_along(p, b, b_dim)
-    weights = a.weight and b.weight
-    ends = [(operand, label) for operand, label in ((a, one), (b, other)) if label is not None and not operand.weight]
+    weights = a.is_weight and b.is_weight
+    ends = [
+        (operand, label) for operand, label in ((a, one), (b, other)) if label is not None and not operand.is_weight
+    ]
     if ends:  # channels that both factors have are the same, and end once, where they read as zero
         p.consume(*max(ends, key=lambda end: end[0].reads_zero(end[1])))
     if one is not None and other is not None and not weights:
@@ -51,7 +53,7 @@ def _product(p: "LabelPropagation", a: LabelledTensor, b: LabelledTensor) -> tup
     )
     combined = p.broadcast([left, right], ndim)
     # a layer applied to a parameter (a learned query, a position embedding): both are weights, and the layer's is on the right
-    rows = b.along(ndim - 1) if b.weight else a.along(ndim - 2) if a.weight else None
+    rows = b.along(ndim - 1) if b.is_weight else a.along(ndim - 2) if a.is_weight else None
     if rows is not None:
         p.add_rows(rows.reshape(-1))
     return combined, nonzero_in_product([left, right], combined)
@@ -60,7 +62,7 @@ def _product(p: "LabelPropagation", a: LabelledTensor, b: LabelledTensor) -> tup
 @rule("mm", "bmm")
 def mm(p: "LabelPropagation", a: LabelledTensor, b: LabelledTensor, *args: Any) -> RuleResult:
     combined, nonzero = _product(p, a, b)
-    return RuleResult(combined, passed_through=slots_in(_passed_through(a, b, combined)), nonzero=nonzero)
+    return RuleResult(combined, passed_through=slots_in(_passed_through(a, b, combined)), nonzero_slots=nonzero)
 
 
 @rule("addmm", "baddbmm")
@@ -74,14 +76,14 @@ def addmm(
     return RuleResult(
         p.broadcast([LabelledTensor(shape, tuple(product)), bias], len(shape)),
         passed_through=slots_in(passed_through),
-        nonzero=slots_in([bias.nonzero, nonzero]),
+        nonzero_slots=slots_in([bias.nonzero_slots, nonzero]),
     )
 
 
 def _passed_through(a: LabelledTensor, b: LabelledTensor, combined: list[Tensor]) -> list[Tensor]:
     """Labels of features, not of weights, that pass through a product over another dimension. Heads do not: both factors have
     them."""
-    own = slots_in([label for operand in (a, b) if not operand.weight for label in operand.labels])
+    own = slots_in([label for operand in (a, b) if not operand.is_weight for label in operand.labels])
     shared = set(heads_dims(a)) & set(heads_dims(b))
     return [label for label in combined if bool(torch.isin(label, own).any()) and not shared & set(varying_dims(label))]
 
@@ -164,7 +166,7 @@ def _grouped(
         p.groups[p.call.module] = per_group[:, 0]
         return per_group[:, 0].repeat_interleave(outside) if transposed else rows
     p.union(per_group[:1], per_group)
-    if inputs is not None and not x.weight:
+    if inputs is not None and not x.is_weight:
         p.consume(x, inputs)
     shared = per_group[0] if transposed else columns
     if inputs is not None and shared is not None:

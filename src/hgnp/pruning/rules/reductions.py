@@ -20,9 +20,9 @@ def _reduce(
         if inside and set(varying_dims(label)) - inside:
             label = p.collapse(label, tuple(d for d in varying_dims(label) if d not in dims))
         elif inside:
-            if not ((exact and not x.weight) or (norm and p.approximate and not x.weight)):
+            if not ((exact and not x.is_weight) or (norm and p.approximate and not x.is_weight)):
                 p.freeze(label, "its channels are reduced to one value")
-            elif not x.weight:
+            elif not x.is_weight:
                 p.consume(x, label)
             continue
         labels.append(label if keepdim else label.squeeze(dims))
@@ -90,7 +90,7 @@ def softmax(p: "LabelPropagation", x: LabelledTensor, dim: int, *args: Any, **kw
             labels.append(p.collapse(label, others))
         else:
             p.freeze(label, "a softmax makes it nonzero")
-    return RuleResult(labels, nonzero=slots_in(labels))
+    return RuleResult(labels, nonzero_slots=slots_in(labels))
 
 
 @rule("cumsum", "cumprod", "logcumsumexp", "sort")

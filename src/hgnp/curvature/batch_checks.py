@@ -1,0 +1,102 @@
+"""Whether network, output, loss and target fit together on a batch, in words."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hgnp.curvature.autodiff.forward import Output, run
+from hgnp.curvature.losses import CrossEntropy, Loss, loss_curvature
+from hgnp.errors import HgnpError, InputError, brief, first_line
+from hgnp.state_guards import evaluating, module_that_raised, preserve_generators
+
+
+def is_classification(loss: Loss, target: Any) -> bool:
+    known = isinstance(loss_curvature(loss), CrossEntropy)
+    return known and isinstance(target, Tensor) and not target.is_floating_point()
+
+
+def check_batch(
+    net: nn.Module,
+    loss: Loss,
+    output: Output | None,
+    batch: tuple[Any, Any],
+    name: str,
+    *,
+    where: str | None = None,
+    training_losses: bool = False,
+) -> Any:
+    """The network's output on a batch of the argument `name`; InputError if network, output, loss and target do not fit
+    together. With `training_losses`, the output in training mode. `where` calls the batch something else than the first."""
+    inputs, target = batch
+    where = where or f"the first batch of {name}"
+    try:
+        with evaluating(net, training_losses=training_losses), torch.no_grad():
+            out = run(net, inputs)
+    except Exception as error:
+        layer = module_that_raised(net, error)
+        raise InputError(
+            f"net must take {where}, but its forward failed{f' in {layer}' if layer else ''}: {first_line(error)}"
+        ) from error
+    try:
+        out = out if output is None else output(out)
+    except Exception as error:
+        what = f"a mapping with {', '.join(map(str, out))}" if isinstance(out, Mapping) else f"a {type(out).__name__}"
+        raise InputError(f"output must take what net returns, {what}, but failed: {brief(error)}") from error
+    if is_classification(loss, target):
+        check_class_outputs(loss, out, target, name)
+    try:
+        with torch.no_grad():
+            value = loss(out, target)
+    except Exception as error:
+        raise InputError(
+            f"loss must take {where}, output {describe_shape(out)} and target {describe_shape(target)}, but failed: "
+            f"{first_line(error)}"
+        ) from error
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise InputError(f"loss must return one number, the mean over the batch, got a value {describe_shape(value)}")
+    return out
+
+
+def check_class_outputs(loss: Loss, out: Any, target: Tensor, name: str) -> None:
+    if not isinstance(out, Tensor):
+        raise InputError(f"net must return a tensor, got {type(out).__name__}; pass output, such as lambda o: o.logits")
+    if out.dim() < 2 or out.shape[0] != target.shape[0] or out.shape[2:] != target.shape[1:]:
+        raise InputError(
+            f"net must return (samples, classes, …) for {name}'s labels {describe_shape(target)}, got an output "
+            f"{describe_shape(out)}"
+        )
+    check_labels(loss, target, out.shape[1], name)
+
+
+def ignored_label(loss: Loss) -> int | None:
+    known = loss_curvature(loss)
+    return known.ignore_index if isinstance(known, CrossEntropy) else None
+
+
+def check_labels(loss: Loss, target: Tensor, classes: int, name: str) -> None:
+    wrong = target[((target < 0) | (target >= classes)) & (target != ignored_label(loss))]
+    if wrong.numel():
+        raise InputError(f"{name}: labels must be from 0 to {classes - 1}, as the network has {classes} outputs, "
+                         f"got {int(wrong.flatten()[0])}")  # fmt: skip
+
+
+@contextmanager
+def failure_explained(
+    net: nn.Module, loss: Loss, output: Output | None, batch: tuple[Any, Any], name: str, *, where: str
+) -> Iterator[None]:
+    """If the block fails and `check_batch` fails too, raises the latter's InputError: a batch that fits costs nothing."""
+    try:
+        yield
+    except HgnpError:
+        raise
+    except Exception:
+        with preserve_generators(net):
+            check_batch(net, loss, output, batch, name, where=where, training_losses=net.training)
+        raise
+
+
+def describe_shape(value: Any) -> str:
+    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"({type(value).__name__})"
