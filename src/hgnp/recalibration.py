@@ -53,9 +53,8 @@ def recalibrate(net: nn.Module, batches: Iterable[Any]) -> None:
     try:
         with preserve_modes(net), preserve_generators(net), torch.no_grad():
             net.eval()
-            for (
-                norm
-            ) in norms.values():  # evaluation reads the statistics also where track_running_stats was set to False
+            # evaluation reads the statistics also where track_running_stats was set to False
+            for norm in norms.values():
                 norm.training = True  # not norm.train(): some have a dropout inside
                 norm.momentum, norm.track_running_stats = 1.0, True  # the statistics are those of the last batch alone
                 for key, value in _statistics(norm).items():  # not reset_running_stats(): a statistic may be None

@@ -140,21 +140,21 @@ def compute_scores(
     mu: float | None,
     coupling: CouplingMode,
     graphs: bool = True,
-    training_losses: bool | None = None,
+    loss_needs_training_mode: bool | None = None,
 ) -> Scores:
     """`sensitivity` with validated arguments. With `graphs`, batches on a GPU come from CUDA graphs where they can.
-    `training_losses`: whether the network returns what the loss takes in training mode only; None: find out."""
+    `loss_needs_training_mode`: whether the network returns what the loss takes in training mode only; None: find out."""
     reducer, net = step.reducer, neurons.net
     average_statistics(reducer, net)
     if criterion in WEIGHT_SCORES:
         return _from_rank_zero(reducer, normalised(WEIGHT_SCORES[criterion](neurons)))
     with RandomState(*net.parameters()):  # before the first batch: a loader draws numbers too
-        if training_losses is None:
-            batches, training_losses = _detect_training_losses(step, batches)
-        gates = neurons.gates(coupling, training_losses=training_losses)
+        if loss_needs_training_mode is None:
+            batches, loss_needs_training_mode = _detect_training_losses(step, batches)
+        gates = neurons.gates(coupling, loss_needs_training_mode=loss_needs_training_mode)
         # a graph holds no sums over ranks
-        capture = make_capture(net) if graphs and not training_losses and reducer.ranks == 1 else None
-        with evaluating(net, training_losses=training_losses), torch.enable_grad():
+        capture = make_capture(net) if graphs and not loss_needs_training_mode and reducer.ranks == 1 else None
+        with evaluating(net, loss_needs_training_mode=loss_needs_training_mode), torch.enable_grad():
             raw = _means(step, state, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture)
     has_gate = {layer: (indices < gates.count) for layer, indices in gates.layer_units.items()}
     free = normalised(
@@ -178,15 +178,19 @@ def loss_in_training_only(net: nn.Module, loss: Loss, output: Output | None, inp
     """Whether the network returns what the loss takes in training mode only, as torchvision's detectors do."""
     if loss_curvature(loss) is not None:
         return False
-    for training_losses in (False, True):
+    for loss_needs_training_mode in (False, True):
         buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
-        with evaluating(net, training_losses=training_losses), torch.no_grad(), RandomState(*net.parameters()):
+        with (
+            evaluating(net, loss_needs_training_mode=loss_needs_training_mode),
+            torch.no_grad(),
+            RandomState(*net.parameters()),
+        ):
             try:
                 value = loss(run(net, inputs, output=output, buffers=buffers), target)
             except Exception:  # whatever the network's code or the loss raises
                 continue
         if isinstance(value, Tensor) and value.numel() == 1:
-            return training_losses
+            return loss_needs_training_mode
     return False
 
 
@@ -196,8 +200,8 @@ def _detect_training_losses(step: Step, batches: Iterable[Any]) -> tuple[Iterabl
     first = next(pairs, None)
     if first is None:
         return (), False
-    training_losses = loss_in_training_only(step.net, step.loss, step.output, *first[:2])
-    return itertools.chain([first[:2]], (pair[:2] for pair in pairs)), training_losses
+    loss_needs_training_mode = loss_in_training_only(step.net, step.loss, step.output, *first[:2])
+    return itertools.chain([first[:2]], (pair[:2] for pair in pairs)), loss_needs_training_mode
 
 
 def normalised(scores: Scores) -> Scores:

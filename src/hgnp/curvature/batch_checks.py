@@ -26,14 +26,15 @@ def check_batch(
     name: str,
     *,
     where: str | None = None,
-    training_losses: bool = False,
+    loss_needs_training_mode: bool = False,
 ) -> Any:
     """The network's output on a batch of the argument `name`; InputError if network, output, loss and target do not fit
-    together. With `training_losses`, the output in training mode. `where` calls the batch something else than the first."""
+    together. With `loss_needs_training_mode`, the output in training mode. `where` names the batch if it is not the
+    first."""
     inputs, target = batch
     where = where or f"the first batch of {name}"
     try:
-        with evaluating(net, training_losses=training_losses), torch.no_grad():
+        with evaluating(net, loss_needs_training_mode=loss_needs_training_mode), torch.no_grad():
             out = run(net, inputs)
     except Exception as error:
         layer = module_that_raised(net, error)
@@ -94,7 +95,7 @@ def failure_explained(
         raise
     except Exception:
         with preserve_generators(net):
-            check_batch(net, loss, output, batch, name, where=where, training_losses=net.training)
+            check_batch(net, loss, output, batch, name, where=where, loss_needs_training_mode=net.training)
         raise
 
 

@@ -73,7 +73,7 @@ class Gates:
     """Paths through the network's code, the last one taken first."""
     structure: Structure
     units: GateUnits
-    training_losses: bool = False
+    loss_needs_training_mode: bool = False
     """Whether the paths are those of training mode with norms and dropout in evaluation mode."""
     ungated: frozenset[int] = frozenset()
     """Roots of channels that are read where no gate can be placed."""
@@ -100,11 +100,11 @@ class Gates:
                 return forward()
             except PathError:
                 continue
-        propagation = self.structure.propagate(inputs, training_losses=self.training_losses)
+        propagation = self.structure.propagate(inputs, loss_needs_training_mode=self.loss_needs_training_mode)
         now = (
             None
             if bool(self.units.alive.all())
-            else self.structure.trace_now(inputs, training_losses=self.training_losses)
+            else self.structure.trace_now(inputs, loss_needs_training_mode=self.loss_needs_training_mode)
         )
         path, _, ungated = _find_path(propagation, self.units, now)
         lost = {int(self.units.unit[root]) for root in ungated} - {self.count}
@@ -129,12 +129,12 @@ def find_gates(
     alive: Tensor,
     *,
     per_branch: bool,
-    training_losses: bool = False,
+    loss_needs_training_mode: bool = False,
     now: Graph | None = None,
 ) -> Gates:
     """The gates of the neurons in `layer_slots`; with `per_branch`, layers that are added together have separate gates.
-    With `training_losses`, gates are for training mode with norms and dropout in evaluation mode. `now` is the traced forward
-    pass of the network as it is, if neurons were removed from it."""
+    With `loss_needs_training_mode`, gates are for training mode with norms and dropout in evaluation mode. `now` is the traced
+    forward pass of the network as it is, if neurons were removed from it."""
     roots = torch.where(structure.frozen, FROZEN, structure.roots)
     remaining = {name: roots[slots[alive[slots]]] for name, slots in layer_slots.items()}
     wanted = torch.unique(torch.cat([*remaining.values(), torch.tensor([FROZEN])]))[1:]  # FROZEN is the lowest
@@ -142,8 +142,8 @@ def find_gates(
     unit[wanted] = torch.arange(len(wanted))
     units = GateUnits(roots, unit, alive, per_branch)
     propagation = (
-        structure.propagate(structure.inputs, training_losses=True)
-        if training_losses
+        structure.propagate(structure.inputs, loss_needs_training_mode=True)
+        if loss_needs_training_mode
         else structure.propagations[False]
     )
     path, gated_roots, ungated = _find_path(propagation, units, now)
@@ -152,7 +152,7 @@ def find_gates(
         own = set(layer_roots.tolist()) - {FROZEN}
         if own and own <= gated_roots - ungated:
             usable[name] = unit[layer_roots]
-    return Gates(len(wanted), usable, [path], structure, units, training_losses, frozenset(ungated))
+    return Gates(len(wanted), usable, [path], structure, units, loss_needs_training_mode, frozenset(ungated))
 
 
 def _find_path(

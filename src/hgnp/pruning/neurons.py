@@ -170,11 +170,11 @@ class Neurons:
         structure, stop = self._structure, self._structure.stops[0]
         alive = torch.ones(len(structure.coupling), dtype=torch.bool)
         gates = {}
-        for training_losses in (False, True):
-            gates[training_losses] = find_gates(
-                structure, self._layer_slots, alive, per_branch=False, training_losses=training_losses
+        for loss_needs_training_mode in (False, True):
+            gates[loss_needs_training_mode] = find_gates(
+                structure, self._layer_slots, alive, per_branch=False, loss_needs_training_mode=loss_needs_training_mode
             )
-            roots = torch.tensor(sorted(gates[training_losses].ungated), dtype=torch.long)
+            roots = torch.tensor(sorted(gates[loss_needs_training_mode].ungated), dtype=torch.long)
             structure.coupling.freeze(roots, f"{depends_on_data(stop)}, and it is read where no gate can be placed")
         structure.update_roots()
         problem = disagreement(structure, gates, self._verifier.sample_cut(neurons))
@@ -384,13 +384,13 @@ class Neurons:
         self._check_layer(layer)
         return self._state.norm_scale(layer)
 
-    def gates(self, coupling: CouplingMode = "coupled", *, training_losses: bool = False) -> Gates:
+    def gates(self, coupling: CouplingMode = "coupled", *, loss_needs_training_mode: bool = False) -> Gates:
         """Where the output of each neuron is read, for scores that are derivatives.
 
         Args:
             coupling: "coupled": layers that are added together share their gates. "paper": each of them has its own.
-            training_losses: Whether gates are for training mode with norms and dropout in evaluation mode, instead of for
-                evaluation mode.
+            loss_needs_training_mode: Whether gates are for training mode with norms and dropout in evaluation mode, instead
+                of for evaluation mode.
         """
         check_coupling(coupling)
         self._check_shapes()
@@ -399,14 +399,19 @@ class Neurons:
         alive, verified = self._state.alive, self._verifier.verified
         now = None
         if not bool(alive.all()):
-            known = verified is not None and not training_losses and self._verifier.is_verified(alive)
+            known = verified is not None and not loss_needs_training_mode and self._verifier.is_verified(alive)
             now = (
                 verified[1].graphs[False]
                 if known and verified
-                else structure.trace_now(self._inputs, training_losses=training_losses)
+                else structure.trace_now(self._inputs, loss_needs_training_mode=loss_needs_training_mode)
             )
         return find_gates(
-            structure, slots, alive, per_branch=coupling == "paper", training_losses=training_losses, now=now
+            structure,
+            slots,
+            alive,
+            per_branch=coupling == "paper",
+            loss_needs_training_mode=loss_needs_training_mode,
+            now=now,
         )
 
     def _check_layer(self, layer: str) -> None:

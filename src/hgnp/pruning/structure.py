@@ -236,11 +236,11 @@ class Structure:
         training: bool,
         attributes: Sequence[Attributes] = (),
         *,
-        training_losses: bool = False,
+        loss_needs_training_mode: bool = False,
         other: str = "",
         **options: Any,
     ) -> Graph:
-        """The trace with these attributes of modules, and with the caches of other shapes; with `training_losses`,
+        """The trace with these attributes of modules, and with the caches of other shapes; with `loss_needs_training_mode`,
         norms and dropout are in evaluation mode, and with `other` the decision at this place of the code has the other
         outcome."""
 
@@ -255,7 +255,7 @@ class Structure:
                     module.__dict__.update(values)
                 if self._eval_norms:
                     batch_norms_to_eval(self.net)
-                if training_losses:
+                if loss_needs_training_mode:
                     norms_and_dropout_to_eval(self.net)
 
             decisions = Decisions(other, self._undecidable)
@@ -453,18 +453,18 @@ class Structure:
                     result[name] = slots
         return result
 
-    def propagate(self, inputs: Inputs, *, training_losses: bool = False) -> LabelPropagation:
-        """Label propagation through the forward pass of these inputs in evaluation mode, or, with `training_losses`, in
-        training mode with norms and dropout in evaluation mode. PathError if it couples or freezes more than the traced
+    def propagate(self, inputs: Inputs, *, loss_needs_training_mode: bool = False) -> LabelPropagation:
+        """Label propagation through the forward pass of these inputs in evaluation mode, or, with `loss_needs_training_mode`,
+        in training mode with norms and dropout in evaluation mode. PathError if it couples or freezes more than the traced
         passes do."""
         attributes = self._stated_widths(torch.ones(len(self.coupling), dtype=torch.bool))
         real = inputs is not self.inputs
         return self._propagate(
             self._trace_forward(
                 inputs,
-                training_losses,
+                loss_needs_training_mode,
                 attributes,
-                training_losses=training_losses,
+                loss_needs_training_mode=loss_needs_training_mode,
                 shapes=self.shapes,
                 compute_inputs=real,
             )
@@ -485,13 +485,13 @@ class Structure:
             raise PathError(module, f"it couples or freezes more neurons than the traced path: {error}") from error
         return propagation
 
-    def trace_now(self, inputs: Inputs, *, training_losses: bool) -> Graph:
+    def trace_now(self, inputs: Inputs, *, loss_needs_training_mode: bool) -> Graph:
         """The forward pass of these inputs, as `propagate` traces it, through the network with the neurons that remain."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(self.net).items()}
         return self._trace_forward(
             inputs,
-            training_losses,
-            training_losses=training_losses,
+            loss_needs_training_mode,
+            loss_needs_training_mode=loss_needs_training_mode,
             shapes=shapes,
             compute_inputs=inputs is not self.inputs,
         )

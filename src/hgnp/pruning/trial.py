@@ -85,20 +85,22 @@ class _Trial:
         """Whether the copies cannot be compared, as rounding changes what the masked one returns."""
 
     def run(self, gates_by_mode: Mapping[bool, Gates]) -> None:
-        for training_losses, gates in gates_by_mode.items():
+        for loss_needs_training_mode, gates in gates_by_mode.items():
             pending: list[str | None] = [None]
             while pending and self.problem is None:
                 decisions = _DecisionMode(pending.pop())
                 try:
-                    expected = self._fingerprints(training_losses, gates, decisions)
+                    expected = self._fingerprints(loss_needs_training_mode, gates, decisions)
                 except Exception as error:
                     if isinstance(error, PathError) or (decisions.other is None and not self._conditioned):
                         raise
                     self.unstable |= decisions.other is None
                     continue  # a check: the code refuses this outcome, or these weights
-                found = self._fingerprints(training_losses, None, _DecisionMode(decisions.other), net=self._cut)
+                found = self._fingerprints(
+                    loss_needs_training_mode, None, _DecisionMode(decisions.other), net=self._cut
+                )
                 if not self._agree(found, expected):
-                    self._compare_stable(found, expected, training_losses, gates, decisions.other)
+                    self._compare_stable(found, expected, loss_needs_training_mode, gates, decisions.other)
                 if decisions.other is None:
                     pending += decisions.places
 
@@ -106,13 +108,13 @@ class _Trial:
         self,
         found: list[Fingerprint],
         expected: list[Fingerprint],
-        training_losses: bool,
+        loss_needs_training_mode: bool,
         gates: Gates,
         other: str | None,
     ) -> None:
         """Where rounding changes the masked copy too, the copies cannot be compared; elsewhere they must agree."""
         rounded = self._fingerprints(
-            training_losses, gates, _DecisionMode(other), noise=ROUNDING * torch.finfo(self._dtype).eps
+            loss_needs_training_mode, gates, _DecisionMode(other), noise=ROUNDING * torch.finfo(self._dtype).eps
         )
         stable = [self._agree([one], [same]) for one, same in zip(rounded, expected, strict=False)]
         self.unstable |= not all(stable) or len(rounded) != len(expected)
@@ -123,7 +125,7 @@ class _Trial:
             if is_stable
         ):
             return
-        mode = "training" if training_losses else "evaluation"
+        mode = "training" if loss_needs_training_mode else "evaluation"
         outcome = "" if other is None else f" with the other outcome at {other}"
         self.problem = f"a trial on the example input differs in {mode} mode{outcome}"
 
@@ -132,7 +134,7 @@ class _Trial:
 
     def _fingerprints(
         self,
-        training_losses: bool,
+        loss_needs_training_mode: bool,
         gates: Gates | None,
         decisions: "_DecisionMode | None" = None,
         *,
@@ -153,7 +155,7 @@ class _Trial:
             gamma = 1 + noise * torch.randn(1, gates.count + 1, dtype=self._dtype, generator=generator)
             gamma[:, gates.units.unit[self._removed]] = 0
             within = gated_forward(net, gates.paths[0], gamma[:, :-1])
-        with torch.no_grad(), evaluating(net, training_losses=training_losses), preserve_state(net):
+        with torch.no_grad(), evaluating(net, loss_needs_training_mode=loss_needs_training_mode), preserve_state(net):
             handles = [module.register_forward_hook(note) for module in net.modules()]
             random.seed(0)
             np.random.seed(0)

@@ -49,8 +49,8 @@ class Evaluation:
 
     A metric that is a function gets all outputs and targets at once, as many metrics are not means over batches; an
     `Accumulator` is updated batch by batch. The default is accuracy for class labels, else minus the loss: higher is better.
-    With `training_losses`, the loss is that of training mode with norms and dropout in evaluation mode, and a metric gets what
-    the network returns in evaluation mode. With `graphs` the passes of a network on a GPU are replayed from CUDA graphs.
+    With `loss_needs_training_mode`, the loss is that of training mode with norms and dropout in evaluation mode, and a metric
+    gets what the network returns in evaluation mode. With `graphs` the passes of a network on a GPU are replayed from CUDA graphs.
     Precision is always full.
     """
 
@@ -62,10 +62,16 @@ class Evaluation:
         output: Output | None,
         *,
         graphs: bool = False,
-        training_losses: bool = False,
+        loss_needs_training_mode: bool = False,
         reducer: Reducer = LOCAL,
     ) -> None:
-        self.net, self.loss, self.metric, self.output, self.training_losses = net, loss, metric, output, training_losses
+        self.net, self.loss, self.metric, self.output, self.loss_needs_training_mode = (
+            net,
+            loss,
+            metric,
+            output,
+            loss_needs_training_mode,
+        )
         self._reducer = reducer
         self.note: str | None = None
         """Which batches the last loss leaves out, if any."""
@@ -124,14 +130,14 @@ class Evaluation:
     def _evaluate_batch(self, batch: tuple[Any, Any]) -> tuple[Any, ...]:
         """One batch's summands of loss and accuracy; for a metric also its output and target."""
         inputs, target = batch
-        with evaluating(self.net, training_losses=self.training_losses):
+        with evaluating(self.net, loss_needs_training_mode=self.loss_needs_training_mode):
             out = run(self.net, inputs, output=self.output)
         sums = [*self._loss_sums(out, target, samples_in(inputs))]
         if self.metric is None and is_classification(self.loss, target):
             counts = target != ignored_label(self.loss)
             sums += [((out.argmax(1) == target) & counts).sum(), counts.sum()]
         numbers = torch.stack([number.detach().double() for number in sums])
-        if self.metric is not None and self.training_losses:
+        if self.metric is not None and self.loss_needs_training_mode:
             out = run(self.net, inputs)
         return (numbers,) if self.metric is None else (numbers, out, target)
 

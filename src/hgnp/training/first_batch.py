@@ -31,7 +31,7 @@ class FirstBatches:
     """The same of the validation labels: they may be classes where training labels are mixed."""
     metric: str
     """Name of the metric."""
-    training_losses: bool
+    loss_needs_training_mode: bool
     """Whether the network returns what the loss takes in training mode only."""
     features: dict[str, Any]
     """Features of network and data that the paper's hybrid uses."""
@@ -43,25 +43,31 @@ def check_first_batches(net: nn.Module, task: Task, reducer: Reducer = LOCAL) ->
     with rng_state.preserved_position(task.train.loader):
         inputs, target = next(iter(task.train))
     with rng_state.preserved():
-        training_losses = loss_in_training_only(net, task.loss, task.output, inputs, target)
-    out = check_batch(net, task.loss, task.output, (inputs, target), "train", training_losses=training_losses)
+        loss_needs_training_mode = loss_in_training_only(net, task.loss, task.output, inputs, target)
+    out = check_batch(
+        net, task.loss, task.output, (inputs, target), "train", loss_needs_training_mode=loss_needs_training_mode
+    )
     classes = out.shape[1] if is_classification(task.loss, target) else None
     val, val_classes = None, None
     if task.val is not None:
         with rng_state.preserved(task.val.loader):
             with rng_state.preserved_position(task.val.loader):
                 val = next(iter(task.val))
-            val_out = check_batch(net, task.loss, task.output, val, "val", training_losses=training_losses)
+            val_out = check_batch(
+                net, task.loss, task.output, val, "val", loss_needs_training_mode=loss_needs_training_mode
+            )
             if task.metric is not None:
-                if training_losses:
+                if loss_needs_training_mode:
                     with evaluating(net), torch.no_grad():
                         val_out = run(net, val[0])
                 first = val_out, val[1], samples_in(val[0])
-                check_metric(net, task.metric, None if training_losses else task.output, first, task.val, reducer)
+                check_metric(
+                    net, task.metric, None if loss_needs_training_mode else task.output, first, task.val, reducer
+                )
         val_classes = val_out.shape[1] if is_classification(task.loss, val[1]) else None
     shown = classes if task.val is None else val_classes
     return FirstBatches(
         inputs, target, val, classes, val_classes, metric_name(task.metric, classes=shown is not None),
-        training_losses,
+        loss_needs_training_mode,
         features(net, inputs, classes or val_classes, task.train.loader, None if task.val is None else task.val.loader),
     )  # fmt: skip

@@ -91,7 +91,7 @@ class TrainingLoop:
         self.also = check_copies(net, also)
         broadcast_networks(reducer, net, *self.also)
         first = check_first_batches(net, task, reducer)
-        self.task = task = dataclasses.replace(task, training_losses=first.training_losses)
+        self.task = task = dataclasses.replace(task, loss_needs_training_mode=first.loss_needs_training_mode)
         inputs, target = first.inputs, first.target
         self.classes, self.val_classes = first.classes, first.val_classes
         self.metric, self.features = first.metric, first.features
@@ -128,8 +128,8 @@ class TrainingLoop:
             task.loss,
             task.metric,
             task.output,
-            graphs=graphs and not task.training_losses,
-            training_losses=task.training_losses,
+            graphs=graphs and not task.loss_needs_training_mode,
+            loss_needs_training_mode=task.loss_needs_training_mode,
             reducer=reducer,
         )
         self.pruner = Pruner(
@@ -140,7 +140,7 @@ class TrainingLoop:
             self.optimizer,
             at_start,
             self.also,
-            training_losses=task.training_losses,
+            loss_needs_training_mode=task.loss_needs_training_mode,
         )
         self.flatness = flatness_of(self.scoring_step, self.step_state)
         self._format_note: str | None = None

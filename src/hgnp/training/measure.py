@@ -105,7 +105,7 @@ class Measurements:
         return allowed
 
     def _sharpness(self, net: nn.Module) -> float:
-        if self._task.training_losses:
+        if self._task.loss_needs_training_mode:
             raise NotMeasuredError("the network returns its losses in training mode only")
         seconds = self._time_limit(self._count, net)  # one Hessian-vector product takes longer than a step
         result = sharpness(

@@ -91,7 +91,7 @@ def _try_channels_last(net: nn.Module, task: Task, recipe: Recipe, batch: tuple[
     """Run an evaluation and a training step on a copy of `net`."""
     trial = copy.deepcopy(net)
     _to_channels_last(trial)
-    with evaluating(trial, training_losses=task.training_losses), torch.no_grad():
+    with evaluating(trial, loss_needs_training_mode=task.loss_needs_training_mode), torch.no_grad():
         run(trial, batch[0], output=task.output)
     optimizer = torch.optim.SGD(trial.parameters(), lr=0.0, momentum=recipe.momentum)
     step, _, state = make_steps(trial, task, recipe)

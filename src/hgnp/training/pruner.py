@@ -43,12 +43,12 @@ class Pruner:
         at_start: Preview,
         also: Sequence[nn.Module] = (),
         *,
-        training_losses: bool = False,
+        loss_needs_training_mode: bool = False,
     ) -> None:
         self.neurons, self.recipe, self.optimizer = neurons, recipe, optimizer
         self.step, self.state = step, state
         self.at_start = at_start
-        self.also, self.training_losses = also, training_losses
+        self.also, self.loss_needs_training_mode = also, loss_needs_training_mode
 
     @property
     def left(self) -> float:
@@ -104,7 +104,9 @@ class Pruner:
     def _scored_layers(self) -> Collection[str]:
         """Layers that the criterion has scores for: some have no norm after them, or no place for a gate."""
         if self._criterion not in WEIGHT_SCORES:
-            return self.neurons.gates(self.recipe.coupling, training_losses=self.training_losses).layer_units
+            return self.neurons.gates(
+                self.recipe.coupling, loss_needs_training_mode=self.loss_needs_training_mode
+            ).layer_units
         with RandomState(*self.neurons.net.parameters()):
             return WEIGHT_SCORES[self._criterion](self.neurons)
 
@@ -126,7 +128,8 @@ class Pruner:
         mu = self.recipe.scoring_mu if self.recipe.uses_penalty(self.neurons.kept) else 0.0
         scores = compute_scores(
             self.neurons, batches, self.step, self.state, mu=mu, coupling=coupling,
-            criterion=self._criterion, graphs=self.recipe.execution != "eager", training_losses=self.training_losses,
+            criterion=self._criterion, graphs=self.recipe.execution != "eager",
+            loss_needs_training_mode=self.loss_needs_training_mode,
         )  # fmt: skip
         selection = self._agreed(partial(self._chosen, scores))
         return self.neurons.remove(selection, self.optimizer, also=self.also).taken if selection else 0

@@ -66,7 +66,7 @@ class Task:
     metric: Metric | None
     output: Output | None
     accumulate: int = 1
-    training_losses: bool = False
+    loss_needs_training_mode: bool = False
     """Whether the network returns what the loss takes in training mode only, as torchvision's detectors do. Then the loss is
     that of training mode with norms and dropout in evaluation mode, and a metric takes what the network returns in evaluation
     mode."""
