@@ -66,9 +66,9 @@ def preserve_modes(*nets: nn.Module) -> Iterator[None]:
 @contextmanager
 def evaluating(*nets: nn.Module, loss_needs_training_mode: bool = False) -> Iterator[None]:
     """Inside the block the networks are in evaluation mode. With `loss_needs_training_mode`, for networks that return their
-    losses in training mode only, norms and dropout alone are (`norms_and_dropout_to_eval`): the other modules are in training mode. What
-    these still draw, as `F.dropout(x, training=self.training)` and samplers of boxes do, comes from a fixed seed: passes
-    repeat it."""
+    losses in training mode only, norms and dropout alone are (`norms_and_dropout_to_eval`): the other modules are in training
+    mode. What these still draw, as `F.dropout(x, training=self.training)` and samplers of boxes do, comes from a fixed seed:
+    passes repeat it."""
     with preserve_modes(*nets), ExitStack() as generators:
         for net in nets:
             net.train(loss_needs_training_mode)

@@ -50,8 +50,8 @@ class Evaluation:
     A metric that is a function gets all outputs and targets at once, as many metrics are not means over batches; an
     `Accumulator` is updated batch by batch. The default is accuracy for class labels, else minus the loss: higher is better.
     With `loss_needs_training_mode`, the loss is that of training mode with norms and dropout in evaluation mode, and a metric
-    gets what the network returns in evaluation mode. With `graphs` the passes of a network on a GPU are replayed from CUDA graphs.
-    Precision is always full.
+    gets what the network returns in evaluation mode. With `graphs` the passes of a network on a GPU are replayed from CUDA
+    graphs. Precision is always full.
     """
 
     def __init__(
