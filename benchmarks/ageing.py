@@ -38,7 +38,7 @@ FIRST, EVERY = 60, 30  # the first step that pairs are set aside in, and from on
 def factors_of(step: Step, x: Tensor, y: Tensor) -> FactorCollector:
     """The factors of a batch, without a trace."""
     collector = FactorCollector(
-        find_blocks(step.net), len(x), kfac_approx=step.choices.kfac_approx, scale_invariant=False, keep=False
+        find_blocks(step.net), len(x), kfac_approx=step.choices.kfac_approx, scale_invariant=False, keep_calls=False
     )
     with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
         z = step.passes.run(x, Forward(observer=collector), side_effect_free=True)

@@ -230,9 +230,7 @@ def test_a_batch_that_does_not_fit_is_refused_in_one_line(options):
 def test_a_scale_must_be_one_number_other_than_zero(scale):
     flat = Flatness(convnet())
     for call in (flat.backward, flat.loss):
-        with pytest.raises(
-            ValueError, match=r"^scale must be a finite number other than 0 or a tensor with one entry, got"
-        ):
+        with pytest.raises(ValueError, match=r"^scale must be a number other than 0 or a tensor with one entry, got"):
             call(*images(), scale=scale)
 
 

@@ -129,3 +129,27 @@ def test_a_failure_changes_nothing(batches: Any, message: str) -> None:
         hgnp.recalibrate(net, batches)
     assert state(net) == before
     assert all(torch.equal(value, found[name]) for name, value in net.state_dict().items())
+
+
+def test_statistics_in_half_precision_do_not_overflow() -> None:
+    torch.manual_seed(0)
+    norm, batches = nn.BatchNorm2d(2).half(), [torch.randn(8, 2, 96, 96).half() for _ in range(2)]
+    hgnp.recalibrate(nn.Sequential(norm), batches)
+    values = torch.cat(batches).double()
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    torch.testing.assert_close(norm.running_mean.double(), values.mean((0, 2, 3)), rtol=0, atol=2e-3)
+    torch.testing.assert_close(norm.running_var.double(), values.var((0, 2, 3)), rtol=2e-3, atol=0)
+
+
+def test_a_norm_whose_forward_is_called_directly_is_refused() -> None:
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm.forward(x)
+
+    with pytest.raises(ValueError, match="net must call norm as a module, got a call of its forward"):
+        hgnp.recalibrate(Direct(), [torch.randn(8, 3) + 5])

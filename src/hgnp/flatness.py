@@ -268,9 +268,10 @@ class Flatness:
 
 
 def _check_scale(scale: Any) -> None:
-    if not (scale.numel() == 1 if isinstance(scale, Tensor) else finite(scale) and scale != 0):
+    one = scale.numel() == 1 if isinstance(scale, Tensor) else (finite(scale) and scale != 0) or scale == math.inf
+    if not one:  # inf is allowed: a gradient scaler may have grown too far, and then skips the step
         given = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
-        raise InputError(f"scale must be a finite number other than 0 or a tensor with one entry, got {given}")
+        raise InputError(f"scale must be a number other than 0 or a tensor with one entry, got {given}")
 
 
 def step_and_state(flatness: Flatness) -> tuple[Step, State]:

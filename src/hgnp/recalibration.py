@@ -62,6 +62,10 @@ def recalibrate(net: nn.Module, batches: Iterable[Any]) -> None:
             _run_all(net, batches)
             for name, norm in norms.items():
                 if not pooled[name].count:
+                    if norm.num_batches_tracked:
+                        raise InputError(
+                            f"net must call {name} as a module, got a call of its forward; call the module"
+                        )
                     _restore(norm, before[name])
                     continue
                 pooled[name].write(norm)
@@ -93,9 +97,9 @@ class _Pooled:
         assert norm.running_mean is not None
         assert norm.running_var is not None
         n = output.numel() // norm.num_features
-        difference, total = norm.running_mean - self._mean, self.count + n
+        difference, total = norm.running_mean.double() - self._mean, self.count + n  # half precision overflows
         self._mean = self._mean + difference * (n / total)
-        self._squares = self._squares + norm.running_var * (n - 1) + difference**2 * (self.count * n / total)
+        self._squares = self._squares + norm.running_var.double() * (n - 1) + difference**2 * (self.count * n / total)
         self.count = total
 
     def write(self, norm: _BatchNorm) -> None:

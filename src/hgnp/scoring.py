@@ -88,8 +88,8 @@ def sensitivity(
         net: The network, on the device of the batches.
         neurons: `Neurons` of the same network.
         batches: (inputs, target) pairs. The scores are those of all their samples as one batch: batches are weighted by the
-            loss's normaliser (the number of samples, of labels that are not ignored, or the sum of their class weights).
-            Each batch has its own penalty.
+            normaliser of one of PyTorch's losses (the number of labels that are not ignored, or the sum of their class
+            weights), or by their samples for any other loss. Each batch has its own penalty.
         loss: Any loss(output, target) that is a mean. With `flatness`, its loss is used instead.
         flatness: Scores L = C + μ·max(0, q − B), with its loss and output. None scores C alone.
         criterion: "taylor" is the mean of |δ| over samples, "taylor_sum" |the mean of δ|; "l1", "l2", "bn_scale",
@@ -150,7 +150,7 @@ def compute_scores(
         return _from_rank_zero(reducer, normalised(WEIGHT_SCORES[criterion](neurons)))
     with RandomState(*net.parameters()):  # before the first batch: a loader draws numbers too
         if loss_needs_training_mode is None:
-            batches, loss_needs_training_mode = _detect_training_losses(step, batches)
+            batches, loss_needs_training_mode = _detect_training_mode_loss(step, batches)
         gates = neurons.gates(coupling, loss_needs_training_mode=loss_needs_training_mode)
         # a graph holds no sums over ranks
         capture = make_capture(net) if graphs and not loss_needs_training_mode and reducer.ranks == 1 else None
@@ -194,7 +194,7 @@ def loss_in_training_only(net: nn.Module, loss: Loss, output: Output | None, inp
     return False
 
 
-def _detect_training_losses(step: Step, batches: Iterable[Any]) -> tuple[Iterable[Any], bool]:
+def _detect_training_mode_loss(step: Step, batches: Iterable[Any]) -> tuple[Iterable[Any], bool]:
     """The batches, and whether the loss exists in training mode only, which the first of them tells."""
     pairs = _pairs(batches)
     first = next(pairs, None)
@@ -362,7 +362,7 @@ def _gradient(value: Tensor, gate_values: Tensor, *, retain_graph: bool = False)
 def _slopes(outputs: list[Tensor], gate_values: Tensor, gates: Gates, of: slice, by: slice) -> Tensor:
     """Derivatives of the summed outputs of some samples by the gates of others, without those that all samples share."""
     total = torch.stack([each[of].sum() for each in outputs]).sum()
-    return _gradient(total, gate_values, retain_graph=True)[by].index_fill(1, gates.shared(), 0)
+    return _gradient(total, gate_values, retain_graph=True)[by].index_fill(1, gates.shared_units(), 0)
 
 
 def _samples_come_first(step: Step, gates: Gates, inputs: Any, x: Tensor) -> bool:

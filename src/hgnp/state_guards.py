@@ -80,11 +80,11 @@ def evaluating(*nets: nn.Module, loss_needs_training_mode: bool = False) -> Iter
 
 
 def norms_and_dropout_to_eval(net: nn.Module) -> None:
-    """Also attention and recurrent layers, which have their own dropout, and modules with neither parameters nor children, such
-    as stochastic depth: they return the same in both modes, up to what they draw."""
+    """Also attention and recurrent layers, which have their own dropout, and stochastic depth (`StochasticDepth`, `DropPath`,
+    `DropBlock`), which PyTorch has no class for: by its name."""
     for module in net.modules():
-        leaf = module is not net and not module._modules and not module._parameters
-        if leaf or isinstance(module, _NormBase | _DropoutNd | nn.MultiheadAttention | nn.RNNBase):
+        drops = any(word in type(module).__name__ for word in ("Drop", "StochasticDepth")) and not module._modules
+        if drops or isinstance(module, _NormBase | _DropoutNd | nn.MultiheadAttention | nn.RNNBase):
             module.training = False
 
 

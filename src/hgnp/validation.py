@@ -50,7 +50,8 @@ def _problem(module: nn.Module) -> str | None:
     compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None  # torch.compile, Module.compile
     if compiled or any(_is_compiled(function) for function in (module.forward, *vars(module).values())):
         return "a compiled one; pass the original module, and compile it afterwards"
-    if {"quantized", "quantizable"} & set(type(module).__module__.split(".")):
+    package, *path = type(module).__module__.split(".")
+    if package == "torch" and {"quantized", "quantizable"} & set(path):
         return f"a quantised {type(module).__name__}; pass the original module, and quantise it afterwards"
     return None
 

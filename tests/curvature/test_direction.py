@@ -20,7 +20,7 @@ from hgnp.flatness import step_and_state
 
 
 def collector_of(net, x, *, kfac_approx="reduce", keep=False):
-    return FactorCollector(find_blocks(net), len(x), kfac_approx=kfac_approx, scale_invariant=False, keep=keep)
+    return FactorCollector(find_blocks(net), len(x), kfac_approx=kfac_approx, scale_invariant=False, keep_calls=keep)
 
 
 # Which block, and how well it is followed

@@ -81,7 +81,7 @@ def test_warm_pairs_are_the_best_in_their_krylov_spaces() -> None:
     starts = random_starts(factors)
     for factor, start, found in zip(factors, starts, top_of_each(factors, starts, cold=False), strict=True):
         squared = not isinstance(factor, Patches) and factor.side <= 128
-        best = best_in_krylov_space(factor.dense(), start, 64 if squared else 0, 2 if squared else factor.warm)
+        best = best_in_krylov_space(factor.dense(), start, 64 if squared else 0, 2 if squared else factor.warm_products)
         torch.testing.assert_close(found.value, best.value)
         torch.testing.assert_close(found.vector, best.vector * (found.vector * best.vector).sum(1, True).sign())
         torch.testing.assert_close(found.residual, best.residual, rtol=1e-5, atol=1e-7)
@@ -182,9 +182,9 @@ def test_the_number_of_products_does_not_depend_on_rows_or_ranks(cold: bool, mon
         several += [patches(torch.randn(rows % 7 + 1, 2, 5, 6).double(), 2, 1, True)]
         top_of_each(several, random_starts(several), cold=cold, reducer=reducer)
         rounds.append(reducer.shapes)
-    assert counts == {60 if cold else Rows.warm}
+    assert counts == {60 if cold else Rows.warm_products}
     assert rounds[0] == rounds[1] == rounds[2]
-    assert len(rounds[0]) == (60 if cold else Rows.warm)  # all layers in one sum
+    assert len(rounds[0]) == (60 if cold else Rows.warm_products)  # all layers in one sum
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

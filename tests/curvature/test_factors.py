@@ -25,7 +25,7 @@ CONVENTIONS = ("expand", "reduce")
 def observe(net, inputs, y, kfac_approx, *, loss=F.cross_entropy, scale_invariant=False, scale=1.0):
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     collector = FactorCollector(
-        find_blocks(net), inputs[0].shape[0], kfac_approx=kfac_approx, scale_invariant=scale_invariant, keep=True
+        find_blocks(net), inputs[0].shape[0], kfac_approx=kfac_approx, scale_invariant=scale_invariant, keep_calls=True
     )
     with Forward(observer=collector):
         z = net(*inputs)
@@ -166,7 +166,9 @@ def test_kfac_is_the_gauss_newton_block_of_a_deep_linear_net():
         # Γ by type-2 sampling: each output unit's root of the loss curvature, one backward each
         gamma = torch.zeros(block.weight.shape[0], block.weight.shape[0], dtype=torch.float64)
         for unit_ in range(2):
-            collector = FactorCollector(find_blocks(net), 6, kfac_approx="expand", scale_invariant=False, keep=False)
+            collector = FactorCollector(
+                find_blocks(net), 6, kfac_approx="expand", scale_invariant=False, keep_calls=False
+            )
             with Forward(observer=collector):
                 z = net(x)
             cotangent = torch.zeros_like(z)

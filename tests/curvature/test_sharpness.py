@@ -67,6 +67,16 @@ def test_batches_are_weighted_by_the_normaliser_of_the_loss(options, known):
     assert parts.eigenvalues == pytest.approx(joint.eigenvalues, rel=1e-9)
 
 
+def test_a_batch_whose_labels_have_no_weight_is_left_out():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    loss = partial(F.cross_entropy, weight=torch.tensor([0.0, 1.0, 1.0], dtype=torch.double))
+    batch = torch.randn(6, 4).double(), torch.tensor([1, 2, 1, 2, 2, 1])
+    weightless = torch.randn(6, 4).double(), torch.zeros(6, dtype=torch.long)
+    expected = sharpness(net, [batch], loss=loss).eigenvalues
+    assert sharpness(net, [batch, weightless], loss=loss).eigenvalues == pytest.approx(expected)
+
+
 def test_the_scale_invariant_variant_is_the_scaled_hessian_and_ignores_filter_scales():
     net = convnet("batch").eval()
     data = batches_of(net)

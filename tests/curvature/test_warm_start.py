@@ -25,7 +25,9 @@ def smooth(kind: str) -> nn.Sequential:
 
 def radii(net: nn.Module, x: torch.Tensor, y: torch.Tensor, kfac_approx: str) -> dict[str, float]:
     """λ^Ψ λ^Γ of every block."""
-    collector = FactorCollector(find_blocks(net), len(x), kfac_approx=kfac_approx, scale_invariant=False, keep=False)
+    collector = FactorCollector(
+        find_blocks(net), len(x), kfac_approx=kfac_approx, scale_invariant=False, keep_calls=False
+    )
     with Forward(observer=collector):
         loss = F.cross_entropy(net(x), y)
     collector.collect(loss, None, 1.0)
@@ -64,7 +66,7 @@ def test_the_number_of_products_depends_on_the_layer_only() -> None:
 
     def warm(samples: int, channels: int, groups: int = 1) -> int:
         inputs = torch.zeros(samples, channels * groups, 5, 5)
-        return Patches([inputs], [options], torch.Size([groups, channels, 3, 3]), groups, 1.0, True).warm
+        return Patches([inputs], [options], torch.Size([groups, channels, 3, 3]), groups, 1.0, True).warm_products
 
     assert warm(1, 3) == warm(50, 3) == 5
     assert warm(1, 64) == warm(50, 64) == warm(1, 1, 64) == 2

@@ -202,6 +202,29 @@ def test_a_softmax_freezes_what_is_added_to_it_in_either_order(order: int) -> No
     assert not Neurons(net, torch.zeros(2, 4, 6)).layers
 
 
+def test_a_network_whose_values_are_infinite_on_purpose_is_frozen_at_its_check() -> None:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = n.a(x).tanh()
+        out = n.out(h)
+        if torch.isinf(h.masked_fill(x[:, :1] > 0, -torch.inf)).any():
+            out = out + h[:, 3:4]
+        return out  # type: ignore[no-any-return]
+
+    net = Net(forward, a=nn.Linear(6, 5), out=nn.Linear(5, 3))
+    assert not Neurons(net, torch.ones(2, 6)).layers
+
+
+def test_a_repair_of_values_that_are_not_finite_freezes_nothing() -> None:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = n.a(x).relu()
+        if torch.isinf(h).any() or torch.isnan(h).any():
+            h = h.clamp(-1e4, 1e4)
+        return n.out(h)  # type: ignore[no-any-return]
+
+    net = Net(forward, a=nn.Linear(6, 5), out=nn.Linear(5, 3))
+    assert [layer.name for layer in Neurons(net, torch.ones(2, 6)).layers] == ["a"]
+
+
 def test_a_check_for_values_that_are_not_finite_freezes_nothing() -> None:
     def forward(n: Any, x: Tensor) -> Tensor:
         x = n.a(x)

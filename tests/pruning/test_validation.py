@@ -89,6 +89,11 @@ def test_compiled_modules_are_refused() -> None:
         Neurons(net, VECTORS)
 
 
+def test_a_class_in_a_package_called_quantized_is_not_taken_for_a_quantised_module() -> None:
+    kind = type("Own", (nn.Sequential,), {"__module__": "mycompany.quantized.models"})
+    assert Neurons(kind(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 2)), torch.zeros(2, 5)).count == 6
+
+
 def test_quantised_modules_are_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -189,3 +189,31 @@ def test_scores_of_training_losses_repeat_and_have_no_dropout(by_function: bool)
         z = net.last(torch.tanh(net.hidden(h.mean(1))) * gamma)
         (slope,) = torch.autograd.grad(nn.functional.cross_entropy(z, y), gamma)
         torch.testing.assert_close(first, slope.abs() / slope.norm())
+
+
+class LossHead(nn.Module):
+    """Without parameters; returns the loss in training mode only."""
+
+    def forward(self, z: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(z, target) if self.training else z.argmax(1)
+
+
+class WithLossHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.last, self.head = nn.Linear(4, 6), nn.Linear(6, 3), LossHead()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.head(self.last(torch.tanh(self.hidden(x))), target)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:the first dimension of some tensor")
+def test_a_loss_head_without_parameters_returns_its_loss_for_the_scores() -> None:
+    torch.manual_seed(0)
+    net = WithLossHead().double()
+    x, y = torch.randn(8, 4).double(), torch.arange(8) % 3
+    found = hgnp.sensitivity(net, hgnp.Neurons(net, (x, y)), [((x, y), y)], loss=lambda loss, _: loss)["hidden"]
+    gates = torch.ones(6, dtype=torch.double, requires_grad=True)
+    loss = nn.functional.cross_entropy(net.last(torch.tanh(net.hidden(x)) * gates), y)
+    (expected,) = torch.autograd.grad(loss, gates)
+    torch.testing.assert_close(found, expected.abs() / expected.norm())

@@ -38,8 +38,8 @@ class _Probe(torch.autograd.Function):
 class FactorCollector:
     """The factors of every block that a forward pass calls.
 
-    samples  of the batch; `total` of the batches of all ranks, by which every sum is divided
-    keep     holds inputs and derivatives, for `empirical`
+    samples     of the batch; `total_samples` of the batches of all ranks, by which every sum is divided
+    keep_calls  holds inputs and derivatives, for `empirical`
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class FactorCollector:
         blocks: Iterable[Block],
         samples: int,
         *,
-        total: float | None = None,
+        total_samples: float | None = None,
         kfac_approx: KfacApprox,
         scale_invariant: bool,
-        keep: bool,
+        keep_calls: bool,
     ) -> None:
         self._blocks = {id(block.weight): block for block in blocks}
-        self.samples, self.kfac_approx, self.keep = samples, kfac_approx, keep
-        self.total = samples if total is None else total
+        self.samples, self.kfac_approx, self.keep_calls = samples, kfac_approx, keep_calls
+        self.total_samples = samples if total_samples is None else total_samples
         self.scale_invariant = scale_invariant
         self.psi: dict[str, PsiMoments] = {}
         self.gamma: dict[str, GammaMoments] = {}
@@ -100,7 +100,7 @@ class FactorCollector:
             self._missing -= 1
             with self._side.fork():
                 self.gamma[block.name].add(g, self._factor)
-                if self.keep:
+                if self.keep_calls:
                     self.calls.setdefault(block.name, []).append((options, upcast(g) * self._factor))
                 if self._missing == 0 and self.when_complete is not None:
                     self.when_complete()
@@ -113,8 +113,8 @@ class FactorCollector:
         """Moments for a block, zero while the pass has not called it: it may be called on another rank alone."""
         if block.name not in self.psi:
             scale = upcast(block.filter_norms().detach()) if self.scale_invariant else None
-            self.psi[block.name] = PsiMoments(block, self.samples, self.total, self.kfac_approx)
-            self.gamma[block.name] = GammaMoments(block, self.samples, self.total, self.kfac_approx, scale)
+            self.psi[block.name] = PsiMoments(block, self.samples, self.total_samples, self.kfac_approx)
+            self.gamma[block.name] = GammaMoments(block, self.samples, self.total_samples, self.kfac_approx, scale)
 
     def release(self) -> None:
         """Drops all moments. The autograd graph holds the collector for as long as a caller holds the loss."""
@@ -129,7 +129,7 @@ class FactorCollector:
     @contextlib.contextmanager
     def collecting(self, scale: float | Tensor) -> Iterator[None]:
         """Γ from the derivatives of scale·C in a backward pass inside the context: the scale is divided out again."""
-        self._factor = self.total / (upcast(scale) if isinstance(scale, Tensor) else scale)
+        self._factor = self.total_samples / (upcast(scale) if isinstance(scale, Tensor) else scale)
         self._missing = self._probes
         try:
             yield
@@ -170,14 +170,15 @@ class FactorCollector:
             g = g if scale is None else g * scale
             along_g = (g.unflatten(2, (groups, side)) * gamma).sum(3)  # (N, T, G)
             total += (per_position(along, self.samples, block) * along_g).sum(1)
-        return total.square().sum(0) / self.total
+        return total.square().sum(0) / self.total_samples
 
 
 class PsiMoments:
     """Ψ of one block from the inputs of its calls."""
 
-    def __init__(self, block: Block, samples: int, total: float, kfac_approx: KfacApprox) -> None:
-        self.block, self.samples, self.total, self.reduce = block, samples, total, kfac_approx == "reduce"
+    def __init__(self, block: Block, samples: int, total_samples: float, kfac_approx: KfacApprox) -> None:
+        self.block, self.samples, self.total_samples = block, samples, total_samples
+        self.reduce = kfac_approx == "reduce"
         self.inputs: list[Tensor] = []
         self.options: list[dict[str, Any]] = []
         self.sums: Tensor | None = None  # (N, G, side): Σ_t of the patches, all calls
@@ -213,20 +214,25 @@ class PsiMoments:
         """Ψ, zero without a call."""
         bias, weight = self.block.bias is not None, self.block.weight
         if self.sums is not None:
-            return Rows((self.sums / self.positions).transpose(0, 1), self.total, bias)
+            return Rows((self.sums / self.positions).transpose(0, 1), self.total_samples, bias)
         if weight.dim() > 2 and not self.reduce:
-            return Patches(self.inputs, self.options, weight.shape, self.block.groups, self.total, bias)
+            return Patches(self.inputs, self.options, weight.shape, self.block.groups, self.total_samples, bias)
         if not self.inputs:
-            return Rows(upcast(weight.detach()).new_zeros(self.block.groups, 0, weight[0].numel()), self.total, bias)
+            return Rows(
+                upcast(weight.detach()).new_zeros(self.block.groups, 0, weight[0].numel()), self.total_samples, bias
+            )
         rows = torch.cat([a.flatten(0, 1) for a in self.inputs]).unsqueeze(0)
-        return Rows(rows, self.total, bias)
+        return Rows(rows, self.total_samples, bias)
 
 
 class GammaMoments:
     """Γ of one block from the loss's derivatives at the outputs of its calls; none of them is held."""
 
-    def __init__(self, block: Block, samples: int, total: float, kfac_approx: KfacApprox, scale: Tensor | None) -> None:
-        self.block, self.samples, self.total, self.reduce = block, samples, total, kfac_approx == "reduce"
+    def __init__(
+        self, block: Block, samples: int, total_samples: float, kfac_approx: KfacApprox, scale: Tensor | None
+    ) -> None:
+        self.block, self.samples, self.total_samples = block, samples, total_samples
+        self.reduce = kfac_approx == "reduce"
         self.scale = scale  # filter norms, in the scale-invariant metric
         self.restart()
 
@@ -264,8 +270,8 @@ class GammaMoments:
         """Γ, zero without a call."""
         groups, side = self.block.gamma_shape
         if not self.positions:
-            return Rows(upcast(self.block.weight.detach()).new_zeros(groups, 0, side), self.total)
-        count = float(self.total if self.reduce else self.total * self.positions)
+            return Rows(upcast(self.block.weight.detach()).new_zeros(groups, 0, side), self.total_samples)
+        count = float(self.total_samples if self.reduce else self.total_samples * self.positions)
         if self.reduce:
             rows = self.rows[0] if len(self.rows) == 1 else torch.stack(self.rows).sum(0)
             return Rows(rows.view(-1, groups, side).transpose(0, 1), count)

@@ -4,9 +4,9 @@ Every solve ends in a Ritz pair with its own residual: v is the best vector of t
 ‖Fv − λv‖/λ are measured at that same v: the reported residual is that of the v in use. The error of λ is at most the
 residual squared over the relative gap, or the residual itself.
 
-    factor                       before the Ritz pair                 warm           cold
+    factor                       before the Ritz pair                 warm                    cold
     side ≤ 128, Rows or Dense    formed once, F^p x by squaring       p = 64         p = 65536
-    any other                    products with F alone                `factor.warm`  60, restarted every 20
+    any other                    products with F alone                `factor.warm_products`  60, restarted every 20
 
 Warm: the start is the eigenvector of the last refresh, which is close. Cold: it may be far off. Then there are many products,
 and a tenth of an arbitrary vector is mixed in, or the solver would stay at an eigenvector that is no longer the top one.
@@ -113,14 +113,14 @@ def _groups(factors: Sequence[Factor], starts: Sequence[Tensor]) -> Iterator[lis
     layers alone: ranks with other rows, which may hold as Dense what others hold as Rows, form the same groups."""
     alike: dict[Any, list[tuple[int, int, int]]] = defaultdict(list)
     for number, (factor, start) in enumerate(zip(factors, starts, strict=True)):
-        key = isinstance(factor, Patches), factor.side <= MAX_DENSE_SIDE, factor.warm, start.dtype
+        key = isinstance(factor, Patches), factor.side <= MAX_DENSE_SIDE, factor.warm_products, start.dtype
         alike[key].append((factor.side, factor.groups, number))
     for part in alike.values():
         part.sort(reverse=True)
         taken: list[tuple[int, int, int]] = []
         for each in part:
-            entries = sum(n for _, n, _ in taken) + each[1]
-            if taken and entries * taken[0][0] > 4 * (sum(side * n for side, n, _ in taken) + each[0] * each[1]):
+            groups = sum(n for _, n, _ in taken) + each[1]
+            if taken and groups * taken[0][0] > 4 * (sum(side * n for side, n, _ in taken) + each[0] * each[1]):
                 yield sorted(number for _, _, number in taken)
                 taken = []
             taken.append(each)
@@ -134,7 +134,9 @@ def _solver(factors: Sequence[Factor], starts: Sequence[Tensor], cold: bool) -> 
     fallback = _arbitrary(tuple((factor.groups, factor.side) for factor in factors), start.dtype, start.device)
     begin = unit(start + RANDOM_WEIGHT * fallback) if cold else start
     if isinstance(factors[0], Patches) or factors[0].side > MAX_DENSE_SIDE:
-        ritz = yield from _ritz(partial(_product, parts), begin, COLD_PRODUCTS if cold else factors[0].warm, cold)
+        ritz = yield from _ritz(
+            partial(_product, parts), begin, COLD_PRODUCTS if cold else factors[0].warm_products, cold
+        )
     else:
         matrix = yield _dense(parts, start)
         begin = Dense(_matrix_power(matrix, COLD_POWER if cold else POWER)).product(begin)
@@ -147,7 +149,7 @@ def _solver(factors: Sequence[Factor], starts: Sequence[Tensor], cold: bool) -> 
 
 
 def _product(parts: Sequence[Factor], x: Tensor) -> Tensor:
-    """Each part times its entries of x, (entries of all, longest side)."""
+    """Each part times its groups of x, (groups of all, longest side)."""
     if len(parts) == 1:
         return parts[0].product(x)
     y = torch.zeros_like(x)
@@ -161,7 +163,7 @@ def _product(parts: Sequence[Factor], x: Tensor) -> Tensor:
 
 
 def _dense(parts: Sequence[Factor], like: Tensor) -> Tensor:
-    """(entries of all, longest side, longest side)."""
+    """(groups of all, longest side, longest side)."""
     if len(parts) == 1:
         return parts[0].dense()
     out = like.new_zeros(*like.shape, like.shape[1])
@@ -217,7 +219,7 @@ def _matrix_power(K: Tensor, power: int) -> Tensor:
 
 
 def _padded(vectors: Sequence[Tensor]) -> Tensor:
-    """(entries of all, longest side), from (entries, side) each."""
+    """(groups of all, longest side), from (groups, side) each."""
     longest = max(v.shape[1] for v in vectors)
     out = vectors[0].new_zeros(sum(len(v) for v in vectors), longest)
     places, parts = [], []
@@ -250,7 +252,7 @@ def arbitrary(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @constant
 def _arbitrary(sizes: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _padded([arbitrary(side, dtype, device).expand(entries, -1) for entries, side in sizes])
+    return _padded([arbitrary(side, dtype, device).expand(groups, -1) for groups, side in sizes])
 
 
 def kronecker_residual(psi: Tensor, gamma: Tensor) -> Tensor:

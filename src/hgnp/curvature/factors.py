@@ -102,7 +102,7 @@ def find_blocks(net: nn.Module) -> list[Block]:
 
 class Factor(Protocol):
     @property
-    def warm(self) -> int:
+    def warm_products(self) -> int:
         """Products from a warm start: by the layer alone, whatever the batch, the device and the ranks."""
 
     @property
@@ -127,7 +127,7 @@ def unit(x: Tensor) -> Tensor:
 class Rows:
     """RᵀR/count with R the rows, each with a 1 appended where `bias`."""
 
-    warm = WARM_PRODUCTS
+    warm_products = WARM_PRODUCTS
 
     rows: Tensor  # (G, R, side without bias)
     count: float
@@ -164,7 +164,7 @@ class Rows:
 class Dense:
     """A factor small enough to be held, matrix/count: Γ of a layer with more positions than outputs."""
 
-    warm = WARM_PRODUCTS
+    warm_products = WARM_PRODUCTS
 
     matrix: Tensor  # (G, side, side)
     count: float = 1.0
@@ -202,7 +202,7 @@ class Patches:
         return self.kernel[1:].numel() + self.bias
 
     @property
-    def warm(self) -> int:
+    def warm_products(self) -> int:
         """A product reads all inputs twice, which is cheap only if they are few."""
         return 5 if self.groups * self.side <= FEW_PATCH_ENTRIES else 2
 

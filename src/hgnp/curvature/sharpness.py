@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hgnp.curvature.autodiff.forward import Output, check_gradients, run, samples_in
 from hgnp.curvature.batch_checks import failure_explained
 from hgnp.curvature.factors import find_blocks
-from hgnp.curvature.losses import Loss, loss_curvature, mean_and_normaliser
+from hgnp.curvature.losses import Loss, loss_curvature, mean_and_normaliser, weighted
 from hgnp.curvature.validation import check_functions, lacks_second_derivative, without_tensor_hooks
 from hgnp.errors import InputError, InputTypeError
 from hgnp.state_guards import compiled_functions_run_eagerly, evaluating
@@ -166,7 +166,7 @@ def _product(
                     "write its backward in differentiable operations"
                 )
             products = torch.autograd.grad(grads, parameters, parts, materialize_grads=True)
-        total += weight * torch.cat([p.flatten() for p in products])
+        total += weighted(torch.cat([p.flatten() for p in products]), weight)
         normalisers.append(weight)
     if not normalisers:
         raise InputError("data must have at least one batch, got none")

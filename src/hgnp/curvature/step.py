@@ -553,8 +553,8 @@ class Step:
 
     def _collector(self, state: State, inputs: Any) -> FactorCollector:
         return FactorCollector(
-            find_blocks(self.net), samples_in(inputs), total=state.samples, kfac_approx=self.choices.kfac_approx,
-            scale_invariant=self.choices.scaling == "scale_invariant", keep=self.choices.ranking == "empirical",
+            find_blocks(self.net), samples_in(inputs), total_samples=state.samples, kfac_approx=self.choices.kfac_approx,
+            scale_invariant=self.choices.scaling == "scale_invariant", keep_calls=self.choices.ranking == "empirical",
         )  # fmt: skip
 
     def _solve(self, state: State, collect: Callable[[], None], overlap: Callable[[], None] | None = None) -> None:
@@ -584,7 +584,7 @@ class Step:
             generator, rows = self._generator(state, output.device), self._rows(state, output)
             drawn = self._loss_curvature.draw(output.detach(), target, generator, rows)
             if state.weight is not None:  # normalised by the samples of all ranks
-                drawn = drawn * (state.weight * collector.samples / collector.total).sqrt()
+                drawn = drawn * (state.weight * collector.samples / collector.total_samples).sqrt()
             collector.collect(output, drawn, scale)
 
     def _rows(self, state: State, output: Tensor) -> RankRows | None:

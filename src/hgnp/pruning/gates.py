@@ -83,7 +83,7 @@ class Gates:
         paths = [path.to(device) for path in self.paths]
         return replace(self, paths=paths, device=device)
 
-    def shared(self) -> Tensor:
+    def shared_units(self) -> Tensor:
         """The units that are read in a tensor that all samples share."""
         calls = [call for path in self.paths for gated_calls in path.calls.values() for call in gated_calls]
         found = [each.units.flatten() for call in calls for each in call.gated_arguments if each.shared]

@@ -137,6 +137,8 @@ class Graph:
     """Places in the code that read a truth value of the inputs, or a random number."""
     finite_checks: dict[int, bool] = field(default_factory=dict)
     """Results of `isfinite`, `isinf` and `isnan` → their entries for finite values."""
+    assumed_finite: dict[str, Stop] = field(default_factory=dict)
+    """Places where the code has branched on such a check: the trace has the branch for finite values."""
     stop: Stop | None = None
     """Where tracing stopped, if the code reads a value that is not known."""
     error: Exception | None = None

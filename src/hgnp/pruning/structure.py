@@ -317,8 +317,10 @@ class Structure:
 
     @property
     def stops(self) -> list[Stop]:
-        """Where tracing has stopped."""
-        return [p.graph.stop for p in self.propagations.values() if p.graph.stop is not None]
+        """Where tracing has stopped, or has only followed the branch for finite values."""
+        graphs = [propagation.graph for propagation in self.propagations.values()]
+        stopped = [graph.stop for graph in graphs if graph.stop is not None]
+        return stopped + [stop for graph in graphs for stop in graph.assumed_finite.values()]
 
     def neuron_slots(self) -> dict[str, Tensor]:
         """Layer → the slots of its neurons: rows of weights, and a slot of each head under its attention module. Rows that

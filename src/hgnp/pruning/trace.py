@@ -86,7 +86,7 @@ UNTRACEABLE = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-_OF_TRUTH: Mapping[str, Callable[[Sequence[bool | None]], bool]] = {
+_BOOLEAN_OPS: Mapping[str, Callable[[Sequence[bool | None]], bool]] = {
     "any": any, "logical_or": any, "bitwise_or": any, "all": all, "logical_and": all, "bitwise_and": all,
     "logical_not": lambda parts: not parts[0], "bitwise_not": lambda parts: not parts[0],
 }  # fmt: skip
@@ -207,6 +207,9 @@ class _OperatorTracer(TorchDispatchMode):
                 values = self._known_result(op, *refs, reads)
                 if values is None and op is torch.ops.aten._local_scalar_dense.default:
                     values = self._if_finite(reads[0])
+                    if values is not None:
+                        stop = Stop(frozenset(), op, self.module_calls.current.module)
+                        self.graph.assumed_finite[place_in_code()] = stop
                 if values is None:
                     values = self._decided(op, reads)
             if values is None:
@@ -261,7 +264,7 @@ class _OperatorTracer(TorchDispatchMode):
         if index not in self._producer:
             return None
         call = self._calls[self._producer[index]]
-        combine = _OF_TRUTH.get(str(call.op._schema.name).removeprefix("aten::"))
+        combine = _BOOLEAN_OPS.get(str(call.op._schema.name).removeprefix("aten::"))
         parts = [self._if_finite(read) for read in call.reads] if combine else [None]
         return None if combine is None or None in parts else combine(parts)
 

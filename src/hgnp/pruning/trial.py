@@ -3,7 +3,8 @@
 A sample of the neurons is removed from one copy of the network and masked, by closed gates, in another. Both copies run on the
 example input from the same random state: in evaluation mode, and in training mode with norms and dropout in evaluation mode.
 What they return must agree, and so must whatever their modules return in the same shape. Where the code reads the truth of a
-tensor, as in `if x.mean() > 0:`, they run again with the other outcome, unless the code refuses it.
+tensor, as in `if x.mean() > 0:`, they run again with the other outcome, unless the code refuses it. At checks for values that
+are not finite they run with the example's own outcome alone, which must be that of finite values.
 
 An untrained network is a weak test: its signals vanish beside its biases, or its scores are equal up to rounding,
 which then decides what a sort or non-maximum suppression returns. So the trial runs twice: on the network as it is, and on
@@ -71,6 +72,9 @@ class _Trial:
         except Exception:  # its code may create tensors of another type
             self._whole, self._inputs = copy.deepcopy(structure.net), structure.inputs
         self._conditioned = conditioned
+        self._assumed_finite = {
+            place for each in structure.propagations.values() for place in each.graph.assumed_finite
+        }
         if conditioned:
             read = {name for each in structure.propagations.values() for name in each.graph.read_values}
             _condition(self._whole, self._inputs, read)
@@ -102,7 +106,7 @@ class _Trial:
                 if not self._agree(found, expected):
                     self._compare_stable(found, expected, loss_needs_training_mode, gates, decisions.other)
                 if decisions.other is None:
-                    pending += decisions.places
+                    pending += [place for place in decisions.places if place not in self._assumed_finite]
 
     def _compare_stable(
         self,

@@ -24,14 +24,16 @@ SAME = frozenset(
     upsample interpolate pixel_shuffle pixel_unshuffle channel_shuffle unfold fold cumsum tril triu diagonal float
     double half bfloat16 to type type_as gather""".split()  # noqa: SIM905
 )
-SUMS = frozenset("add sub __rsub__ subtract cat concat concatenate stack hstack vstack diff".split())  # noqa: SIM905
-SELECTIONS = frozenset(
+# Linear in all their arguments together.
+SUMS_AND_JOINS = frozenset("add sub __rsub__ subtract cat concat concatenate stack hstack vstack diff".split())  # noqa: SIM905
+# Linear between the points where they select other entries or another branch.
+PIECEWISE_LINEAR = frozenset(
     """relu relu6 leaky_relu prelu hardtanh clamp clamp_min clamp_max clip threshold abs rrelu max_pool1d max_pool2d
     max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d amax amin max min maximum minimum topk sort
     masked_fill where pad dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout
     index_copy index_add scatter scatter_add masked_select""".split()  # noqa: SIM905
 )
-LINEAR = SAME | SUMS | SELECTIONS
+LINEAR = SAME | SUMS_AND_JOINS | PIECEWISE_LINEAR
 BILINEAR = frozenset(
     """mul multiply matmul __rmatmul__ mm bmm mv dot outer linear bilinear conv1d conv2d conv3d conv_transpose1d
     conv_transpose2d conv_transpose3d einsum addmm baddbmm addmv addbmm embedding tensordot""".split()  # noqa: SIM905

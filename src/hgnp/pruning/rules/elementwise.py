@@ -28,12 +28,12 @@ def elementwise(p: "LabelPropagation", *args: Any, **kwargs: Any) -> RuleResult:
     ndim = max(len(operand.shape) for operand in operands)
     combined = p.broadcast(operands, ndim)
     name = op_name(p.call.op).removesuffix("_")
-    passed = _among([(operand, operand.passed_through) for operand in operands], combined)
+    passed = _labels_beside([(operand, operand.passed_through) for operand in operands], combined)
     if name in ("add", "sub", "rsub"):
         numbers = [LabelledTensor(())] if any(isinstance(arg, int | float) and arg for arg in args) else []
         freeze_offset_channels(p, passed, [*operands, *numbers])
     repeated = tuple(dim for dim in range(ndim) if all(operand.repeats(dim, ndim) for operand in operands))
-    nonzero = [operand.nonzero_slots for operand in operands] + _among(
+    nonzero = [operand.nonzero_slots for operand in operands] + _labels_beside(
         [(each, each.nonzero_slots) for each in operands], combined
     )
     return RuleResult(
@@ -44,7 +44,7 @@ def elementwise(p: "LabelPropagation", *args: Any, **kwargs: Any) -> RuleResult:
     )
 
 
-def _among(operands: list[tuple[LabelledTensor, Tensor]], combined: list[Tensor]) -> list[Tensor]:
+def _labels_beside(operands: list[tuple[LabelledTensor, Tensor]], combined: list[Tensor]) -> list[Tensor]:
     """The combined labels of operands along whose dimensions one of them has some of the slots beside it."""
     found = []
     for label in combined:
