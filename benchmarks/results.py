@@ -121,15 +121,18 @@ class Entry:
     """MACs of the full network."""
 
 
+OTHER_DATA = ("flowers102", "cub200")
+
+
 def entries(root: Path) -> list[Entry]:
-    """Every finished run on CIFAR-10 below `root`; a run's study is its folder's parent."""
+    """Every finished run below `root`, except for those on the paper's other data; a run's study is its folder's parent."""
     found = []
     for file in sorted(root.rglob("result.json")):
         if "snapshots" in file.parts or not (file.parent / "run.json").is_file():
             continue
         run = runs.read(file.parent)
         config = file.parent / "config.yaml"
-        if config.is_file() and yaml.safe_load(config.read_text(encoding="utf-8"))["data"] != "cifar10":
+        if config.is_file() and yaml.safe_load(config.read_text(encoding="utf-8"))["data"] in OTHER_DATA:
             continue
         assert run.result is not None
         after, start = run.result["after"], run.info["at_start"]
