@@ -102,12 +102,13 @@ def _commits(rows: dict[str, Row]) -> str:
 def _head(ours: str, theirs: str) -> str:
     packages = ("torch", "torchvision", "timm", "transformers", "ultralytics", "torch-pruning")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    rows = "" if theirs == ours else f"; Torch-Pruning's rows were made with that of {theirs}, which names the outputs for it"
     return (
         "# Coverage: what can be pruned, and whether it comes out right\n\n"
         f"Measured {DATE} with `python benchmarks/coverage.py --out benchmarks/coverage.md`, Python "
         f"{platform.python_version()}, {versions}. Random weights, float64, norms and biases drawn at random. One thread of a "
         "two-core machine that was busy with other work: build times are clock times and up to ten times too long. The "
-        f"library as of commit {ours}; Torch-Pruning's rows were made with that of {theirs}, which names the outputs for it."
+        f"library as of commit {ours}{rows}."
     )
 
 
