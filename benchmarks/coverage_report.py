@@ -102,7 +102,7 @@ def _commits(rows: dict[str, Row]) -> str:
 def _head(ours: str, theirs: str) -> str:
     packages = ("torch", "torchvision", "timm", "transformers", "ultralytics", "torch-pruning")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-    rows = "" if theirs == ours else f"; Torch-Pruning's rows were made with that of {theirs}, which names the outputs for it"
+    rows = "" if theirs == ours else f"; that of Torch-Pruning's rows, which names the outputs for it, is {theirs}"
     return (
         "# Coverage: what can be pruned, and whether it comes out right\n\n"
         f"Measured {DATE} with `python benchmarks/coverage.py --out benchmarks/coverage.md`, Python "
