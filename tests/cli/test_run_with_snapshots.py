@@ -31,7 +31,7 @@ def test_a_run_with_snapshots(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert call(*given, "--resume") == 0
     assert json.loads(capsys.readouterr().out)["snapshots"] == found
     assert call("compare", str(out), "--out", str(tmp_path / "c")) == 0
-    assert "accuracy of fine-tuned snapshots, and κ really kept" in capsys.readouterr().out
+    assert "accuracy of fine-tuned snapshots, and the κ they reached" in capsys.readouterr().out
     small = str(out / "snapshots" / "0.6")
     assert call("report", small) == 0
     assert call("sharpness", small, "--json") == 0
