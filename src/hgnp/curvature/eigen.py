@@ -35,7 +35,7 @@ POWER, COLD_POWER = 64, 2**16  # of a small factor
 COLD_PRODUCTS = 60
 KRYLOV_DIM = 20  # at most
 RITZ_POWER = 1024  # of F in the space: two Ritz values that it leaves mixed differ by less than a thousandth
-RANDOM_WEIGHT = 0.1
+ARBITRARY_WEIGHT = 0.1
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _solver(factors: Sequence[Factor], starts: Sequence[Tensor], cold: bool) -> 
     start = _padded(starts)
     parts = list(merged(factors, start.shape[1]))
     fallback = _arbitrary(tuple((factor.groups, factor.side) for factor in factors), start.dtype, start.device)
-    begin = unit(start + RANDOM_WEIGHT * fallback) if cold else start
+    begin = unit(start + ARBITRARY_WEIGHT * fallback) if cold else start
     if isinstance(factors[0], Patches) or factors[0].side > MAX_DENSE_SIDE:
         ritz = yield from _ritz(
             partial(_product, parts), begin, COLD_PRODUCTS if cold else factors[0].warm_products, cold
