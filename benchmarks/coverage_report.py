@@ -132,8 +132,7 @@ def _summary(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
         f"- Of these, detectors: {_enough(conv, 'detector')}; segmentation nets: {_enough(conv, 'segmentation')}.",
         f"- Transformers: every hidden unit of every MLP is prunable in {len(whole)} of {len(former)}.",
         f"- Heads: all are prunable in {sum(row['heads'][0] == row['heads'][1] for row in heads)} of {len(heads)} "
-        "networks that list some. The code of the others, and of those in which the same position of every head is removed "
-        f"instead, cannot follow: {_followable(ours)} below.",
+        f"networks that list some. The code of the others cannot follow: {_followable(ours)} below.",
         f"- Wrong results: {len(wrong)}{' (' + ', '.join(wrong) + ')' if wrong else ''} of {len(pruned)} networks pruned; "
         f"worst error {max((row['error'] for row in pruned), default=0):.1e}.",
         f"- Pruned by half, {len(passed)} of {len(pruned)} continue training with their optimizer, load bit-equal into "
