@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -49,13 +50,17 @@ class GateUnits:
     """Root → its unit; `count` for those without a gate."""
     alive: Tensor
     per_branch: bool
+    _known: dict[int, tuple[Tensor, set[int]]] = field(default_factory=dict)
+    """id(label) → the label, which keeps its id from being reused, and its roots."""
 
-    @property
+    @cached_property
     def count(self) -> int:
         return int(self.unit[FROZEN])
 
     def roots_in(self, label: Tensor) -> set[int]:
-        return set(self.roots[label].flatten().tolist()) - {FROZEN}
+        if id(label) not in self._known:  # many tensors of a forward pass have the same label
+            self._known[id(label)] = label, set(self.roots[label].flatten().tolist()) - {FROZEN}
+        return self._known[id(label)][1]
 
     def roots_of(self, tensor: LabelledTensor) -> set[int]:
         """Roots of the channels of a tensor; a weight has none that are read."""

@@ -236,7 +236,7 @@ class Neurons:
     def macs(self) -> int:
         """Multiply–accumulates of one forward pass of the example input: convolutions and matrix products."""
         self._check_shapes()
-        return self._structure.macs(self._state.alive)
+        return self._state.macs
 
     def preview(self, selection: Mapping[str, Sequence[int]]) -> Preview:
         """The size of the network after `remove(selection)`. Changes nothing."""
@@ -244,7 +244,7 @@ class Neurons:
         parameters = sum(torch.Size(left.shapes[name]).numel() for name, _ in self.net.named_parameters())
         at_start = self._parameters_at_start
         kept = parameters / at_start if at_start else 1.0
-        return Preview(parameters, left.count, self._structure.macs(left.alive), kept)
+        return Preview(parameters, left.count, left.macs, kept)
 
     # Selecting
 
@@ -484,6 +484,8 @@ class Neurons:
                 f"selection must be of version {self.version}, got {selection.version}: positions change with each removal; "
                 "select again"
             )
+        if isinstance(selection, Mapping) and not selection:
+            return self._state  # with what is known of it, such as its shapes and MACs
         roots = (self._branches.structure if coupling_of(selection) == "paper" else self._structure).roots
         return self._state.without(selection, roots)
 

@@ -41,6 +41,11 @@ class PruningState:
         return sum(int((~self.structure.frozen[self.remaining(layer)]).sum()) for layer in self.layer_slots)
 
     @cached_property
+    def macs(self) -> int:
+        """Multiply–accumulates of one forward pass of the example input."""
+        return self.structure.macs(self.alive)
+
+    @cached_property
     def units(self) -> dict[int, Unit]:
         """Root → the neurons that are removed together."""
         members: dict[int, list[tuple[str, int]]] = defaultdict(list)
