@@ -110,10 +110,11 @@ def _mask_heads(heads: int, positions: Sequence[int], scales: int) -> Any:
     """Masks heads at the input of a layer; all of them are repeated for each of several scales."""
 
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        dim = 1 if isinstance(module, _ConvNd) else args[0].dim() - 1
-        mask = torch.ones(scales, heads, args[0].shape[dim] // (scales * heads), dtype=args[0].dtype)
+        x = args[0]
+        dim = 1 if isinstance(module, _ConvNd) else x.dim() - 1
+        mask = torch.ones(scales, heads, x.shape[dim] // (scales * heads), dtype=x.dtype, device=x.device)
         mask[:, list(positions)] = 0
-        return (args[0] * mask.view([-1 if d == dim else 1 for d in range(args[0].dim())]), *args[1:])
+        return (x * mask.view([-1 if d == dim else 1 for d in range(x.dim())]), *args[1:])
 
     return hook
 
