@@ -158,7 +158,8 @@ class _Trial:
             generator = torch.Generator().manual_seed(0)
             gamma = 1 + noise * torch.randn(1, gates.count + 1, dtype=self._dtype, generator=generator)
             gamma[:, gates.units.unit[self._removed]] = 0
-            within = gated_forward(net, gates.paths[0], gamma[:, :-1])
+            device = next(net.parameters()).device
+            within = gated_forward(net, gates.paths[0].to(device), gamma[:, :-1].to(device))
         with torch.no_grad(), evaluating(net, loss_needs_training_mode=loss_needs_training_mode), preserve_state(net):
             handles = [module.register_forward_hook(note) for module in net.modules()]
             random.seed(0)
