@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hgnp.curvature.autodiff.forward import LayerObserver
 from hgnp.curvature.autodiff.tangent import Tangent
-from hgnp.curvature.losses import LossCurvature
+from hgnp.curvature.losses import LossCurvature, weighted
 from hgnp.reducer import LOCAL, Reducer
 
 
@@ -29,7 +29,7 @@ class GaussNewton(Tangent):
         super().__init__(tangents, observer=observer, reducer=reducer)
         self._curvature = curvature
 
-    def quotient(self, loss: Tensor, z: Tensor, target: Any) -> Tensor:
-        """q, differentiable."""
+    def quotient(self, loss: Tensor, z: Tensor, target: Any, weight: Tensor | None = None) -> Tensor:
+        """w·q, differentiable."""
         u = self.tangent(z)
-        return self._curvature.quotient(z, torch.zeros_like(z) if u is None else u, target)
+        return weighted(self._curvature.quotient(z, torch.zeros_like(z) if u is None else u, target), weight)

@@ -1,4 +1,5 @@
-"""The full Hessian along v: q = VᵀHV by two reverse passes over a forward whose norms are primitive operations.
+"""The full Hessian along v: q = VᵀHV by two reverse passes over a forward whose norms are primitive operations. It supports any
+operation and loss that PyTorch can differentiate often enough; `second_tangent` is the faster way where it can be taken.
 
 V may depend on the weights (the scale-invariant direction does). It enters the second pass as a cotangent, which that pass does
 not differentiate; the gradient of q does.
@@ -43,8 +44,8 @@ class Hessian(Primitive):
             self._reached = any(x is parameter for x in tensors_in((args, kwargs)) for parameter, _ in self._tangents)
         return super().compute(func, args, kwargs) if self._reached else self.primal(func, args, kwargs)
 
-    def quotient(self, loss: Tensor, z: Any, target: Any) -> Tensor:
-        """q, differentiable. Hooks on the parameters see the step's own backward pass, not these two."""
+    def quotient(self, loss: Tensor, z: Any, target: Any, weight: Tensor | None = None) -> Tensor:
+        """w·q, differentiable, as `loss` is w·C. Hooks on the parameters see the step's own backward pass, not these two."""
         with without_tensor_hooks(parameter for parameter, _ in self._tangents):
             return self._quotient(loss)
 

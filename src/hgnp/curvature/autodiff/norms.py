@@ -16,6 +16,15 @@ Given adjoints Y of y and Z of ẏ, and a = mean(nZ), b = mean(nṡ), c = mean(Z
 In half precision a channel may vary by less than the spacing of its numbers. Its n is rounding, and inv is large: ẏ and what
 follows from it would be rounding too, times 1/√ε. There ẏ is 0: `varying` is 0 for such channels and 1 for the others.
 
+`BatchNormSecond` adds the second derivative ÿ along a curve s(t) with s̈ = s″. With b = mean(nṡ), e = mean(P(ṡ)ṡ) and ′ = d/dt,
+
+    inv′ = −inv²·b,    n′ = inv·P(ṡ),    n″ = inv·[P(s̈) − inv·(2b·P(ṡ) + e·n)],    ÿ = γ n″.
+
+Its Jacobian J(t) = γ·inv·P is symmetric, and a change of the curve by δ(t) changes y by J(t)δ(t). Given adjoints Y, Z and X of
+y, ẏ and ÿ,
+
+    adjoint of s̈ = JX,    of ṡ = JZ + 2J′X,    of s = JY + J′Z + J″X,    of γ = Σ nY + n′Z + n″X.
+
 ẏ is BatchNorm's own backward applied to ṡ, because its Jacobian is symmetric: the kernels that synchronised BatchNorm is
 made of, one for sums and one that spreads them, serve all three P, and the last term is one more multiple of n in it.
 
@@ -266,6 +275,116 @@ class BatchNormDual(torch.autograd.Function):
         # autograd takes the sums to the types of γ and β
         needs_bias &= Y is not None
         return grad_s, grad_ds, grad_weight if needs_weight else None, sum_Y if needs_bias else None, *_REST
+
+
+class BatchNormSecond(torch.autograd.Function):
+    """(s, ṡ, s̈, γ, β) → (y, ẏ, ÿ) with batch statistics; s̈ may be None, which is zero. Running statistics and `known` ones are
+    as in `BatchNormDual`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        s: Tensor,
+        ds: Tensor,
+        dds: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+        known: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        if known is None:
+            y, mean, inv = torch.native_batch_norm(s, weight, bias, running_mean, running_var, True, momentum, eps)
+        else:
+            y, (mean, inv) = None, known
+        on = varying(mean, inv, torch.finfo(s.dtype).eps if s.dtype in HALF else 0.0, eps)
+        ctx.save_for_backward(s, ds, dds, weight, mean, inv, on)
+        ctx.set_materialize_grads(False)
+        curve = _Curve.of(s, ds, dds, mean, inv)
+        scale = _times(weight, on)
+        dy, ddy = (_affine(n, scale, None, _shape(s)).to(s.dtype) for n in (curve.n1, curve.n2))
+        return y, dy, ddy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, Y: Tensor | None, Z: Tensor | None, X: Tensor | None) -> tuple[Tensor | None, ...]:
+        s, ds, dds, weight, mean, inv, on = ctx.saved_tensors
+        shape = _shape(s)
+        Y, Z, X = (None if each is None else upcast(each) for each in (Y, Z, X))
+        if on is not None:
+            Z, X = (None if each is None else _affine(each, on, None, shape) for each in (Z, X))
+        curve = _Curve.of(s, ds, dds, mean, inv)
+
+        def adjoint(*parts: tuple[Tensor | None, Callable[[Tensor], Tensor]]) -> Tensor | None:
+            terms = [derivative(each) for each, derivative in parts if each is not None]
+            return _affine(sum(terms[1:], terms[0]), weight, None, shape).to(s.dtype) if terms else None
+
+        grad_s = adjoint((Y, curve.jacobian), (Z, curve.jacobian1), (X, curve.jacobian2))
+        grad_ds = adjoint((Z, curve.jacobian), (X, lambda each: 2 * curve.jacobian1(each)))
+        grad_dds = None if dds is None else adjoint((X, curve.jacobian))
+        needs_weight, needs_bias = ctx.needs_input_grad[3:5]
+        grad_weight = None
+        if needs_weight:
+            pairs = [(Y, curve.n), (Z, curve.n1), (X, curve.n2)]
+            grad_weight = sum((_channel_sum(each * n) for each, n in pairs if each is not None), torch.zeros_like(inv))
+        grad_bias = _channel_sum(Y) if needs_bias and Y is not None else None
+        return grad_s, grad_ds, grad_dds, grad_weight, grad_bias, *_REST
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """n of a BatchNorm along a curve of its input, n(t), with the derivatives of n and of inv·P at t = 0."""
+
+    n: Tensor
+    n1: Tensor
+    n2: Tensor
+    inv: Tensor
+    inv1: Tensor
+    inv2: Tensor
+
+    @classmethod
+    def of(cls, s: Tensor, ds: Tensor, dds: Tensor | None, mean: Tensor, inv: Tensor) -> "_Curve":
+        mean, inv = mean.view(_shape(s)), inv.view(_shape(s))
+        ds = upcast(ds)
+        n = (upcast(s) - mean) * inv
+        b, p = _projected(n, ds)
+        e = _channel_mean(p * ds)
+        inv1 = -inv.square() * b
+        n2 = -inv.square() * (2 * b * p + e * n)
+        b1 = inv * e
+        if dds is not None:
+            of_dds, projected = _projected(n, upcast(dds))
+            n2, b1 = n2 + inv * projected, b1 + of_dds
+        return cls(n, inv * p, n2, inv, inv1, -2 * inv * inv1 * b - inv.square() * b1)
+
+    def jacobian(self, w: Tensor) -> Tensor:
+        """inv·P(w)."""
+        return self.inv * _projected(self.n, w)[1]
+
+    def jacobian1(self, w: Tensor) -> Tensor:
+        """(inv·P(w))′"""
+        a, p = _projected(self.n, w)
+        return self.inv1 * p - self.inv * (self.n1 * a + self.n * _channel_mean(self.n1 * w))
+
+    def jacobian2(self, w: Tensor) -> Tensor:
+        """(inv·P(w))″"""
+        a, p = _projected(self.n, w)
+        a1, a2 = _channel_mean(self.n1 * w), _channel_mean(self.n2 * w)
+        along_n = 2 * self.inv1 * a1 + self.inv * a2
+        along_n1 = 2 * (self.inv1 * a + self.inv * a1)
+        return self.inv2 * p - self.n * along_n - self.n1 * along_n1 - self.n2 * (self.inv * a)
+
+
+def _channel_mean(x: Tensor) -> Tensor:
+    return x.mean(tuple(d for d in range(x.dim()) if d != 1), keepdim=True)
+
+
+def _projected(n: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """mean(nw) and P(w) = w − mean w − n·mean(nw)."""
+    slope = _channel_mean(n * w)
+    return slope, w - _channel_mean(w) - n * slope
 
 
 def _kernels(s: Tensor) -> Any:

@@ -1,6 +1,7 @@
 """Passes through the network: C alone, or C with q along v.
 
-q = vᵀHv is Gauss–Newton's, by tangents that the forward pass carries, or the full Hessian's, by two reverse passes. In the
+q = vᵀHv is Gauss–Newton's, by tangents that the forward pass carries, or the full Hessian's: by second-order tangents where all
+operations after the block have rules for them and the loss is one of PyTorch's, by two reverse passes elsewhere. In the
 paper's order v is known only after the forward and backward pass of C: q then reuses the operations of that pass from its tape.
 """
 
@@ -20,6 +21,8 @@ from hgnp.curvature.autodiff.hessian import Hessian
 from hgnp.curvature.autodiff.linearity import Linearity, Reasons, described
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
+from hgnp.curvature.autodiff.second_tangent import SecondTangent
+from hgnp.curvature.autodiff.tangent import Tangent
 from hgnp.curvature.autodiff.tape import Tape
 from hgnp.curvature.device import capturing
 from hgnp.curvature.factors import Block, WholeNetwork, find_blocks
@@ -32,6 +35,8 @@ from hgnp.state_guards import compiled_functions_run_eagerly, module_that_raised
 
 ParameterTangents = list[tuple[Tensor, Tensor]]
 """Parameters, each with its part of v."""
+Mode = GaussNewton | SecondTangent | Hessian
+"""How a pass yields q."""
 Weight = Tensor | None
 """This rank's share of the loss; None: it has all of it."""
 
@@ -76,6 +81,8 @@ class Passes:
         self._reasons: dict[bool, Reasons] = {}
         self._hidden: dict[bool, dict[str, str]] = {}
         """In training or not → blocks whose tangent would be lost, with the operation that hides it."""
+        self._second_tangents: dict[tuple[bool, str], bool] = {}
+        """(In training or not, block) → whether all that depends on the block has second-order tangents."""
         self._warned: set[tuple[str, str]] = set()
         self.draws = False
         """Whether a pass of this network draws random numbers."""
@@ -123,7 +130,8 @@ class Passes:
         """C and q along v, given as `tangents` of the block's parameters. With `primal`, a taped pass of this batch, only the
         operations after the block run again, where that is possible."""
         self.inspect(inputs)
-        make_mode = partial(self._mode, block, tangents, observer)
+        forward = self._has_second_tangents(block, tangents, inputs)
+        make_mode = partial(self._mode, block, tangents, observer, second_tangents=forward)
         continued = None if primal is None else self._continued(primal, make_mode, [p for p, _ in tangents])
         if continued is not None:
             mode, output = continued
@@ -139,24 +147,20 @@ class Passes:
             )
         loss = primal.loss if primal is not None and output is primal.output else self._loss(output, target, weight)
         with autocast_off(loss):
-            q = mode.quotient(loss, output, target)
-            if isinstance(mode, GaussNewton):  # the Hessian's is of w·C already
-                q = weighted(q, weight)
+            q = mode.quotient(loss, output, target, weight)
         u = mode.tangent(output) if isinstance(mode, GaussNewton) else None
         return replace(primal or Pass(loss, output), loss=loss, output=output, q=q, tangent=u)
 
     @staticmethod
-    def _continued(
-        primal: Pass, make_mode: Callable[[], GaussNewton | Hessian], parameters: list[Tensor]
-    ) -> tuple[GaussNewton | Hessian, Any] | None:
+    def _continued(primal: Pass, make_mode: Callable[[], Mode], parameters: list[Tensor]) -> tuple[Mode, Any] | None:
         """A pass along v from the tape of a pass without: its mode and output. Tangents are carried beside the values that are
-        there; where that cannot be, and for the Hessian, the operations after the parameters run again. None where that cannot
-        be either."""
+        there; where that cannot be, and for the Hessian by reverse passes, the operations after the parameters run again. None
+        where that cannot be either."""
         if primal.tape is None:
             return None
         with contextlib.suppress(UnsupportedOperationError):  # which a second pass raises by its layer
             mode = make_mode()
-            if isinstance(mode, GaussNewton) and primal.tape.tangent(mode, primal.output) is not None:
+            if isinstance(mode, Tangent) and primal.tape.tangent(mode, primal.output) is not None:
                 return mode, primal.output
         with contextlib.suppress(UnsupportedOperationError):
             mode = make_mode()  # without the tangents of what was tried before
@@ -199,12 +203,38 @@ class Passes:
         return weighted(self.loss(output, target), weight)
 
     def _mode(
-        self, block: Block | WholeNetwork, tangents: ParameterTangents, observer: LayerObserver | None
-    ) -> GaussNewton | Hessian:
-        if not self._uses_gauss_newton(block):
+        self,
+        block: Block | WholeNetwork,
+        tangents: ParameterTangents,
+        observer: LayerObserver | None,
+        *,
+        second_tangents: bool,
+    ) -> Mode:
+        gauss_newton = self._uses_gauss_newton(block)
+        if not gauss_newton and not second_tangents:
             return Hessian(tangents, observer=observer, reducer=self._reducer)
         assert self._loss_curvature is not None
-        return GaussNewton(tangents, self._loss_curvature, observer=observer, reducer=self._reducer)
+        kind = GaussNewton if gauss_newton else SecondTangent
+        return kind(tangents, self._loss_curvature, observer=observer, reducer=self._reducer)
+
+    def _has_second_tangents(self, block: Block | WholeNetwork, tangents: ParameterTangents, inputs: Any) -> bool:
+        """Whether q along the block is the Hessian's and second-order tangents give it. A loss that is not PyTorch's may depend
+        on the block by itself. A trial pass without side effects tells, once for each block and mode."""
+        mode = self.net.training
+        if self._loss_curvature is None or block.name in self._hidden[mode] or self._uses_gauss_newton(block):
+            return False
+        if self._reducer.sync_norms or ((mode, block.name) not in self._second_tangents and capturing()):
+            return False
+        if (mode, block.name) not in self._second_tangents:
+            trial = SecondTangent(tangents, self._loss_curvature, reducer=self._reducer)
+            try:
+                with RandomState(*self.net.parameters()):
+                    self.run(inputs, trial, side_effect_free=True)
+                found = True
+            except InputError:
+                found = False
+            self._second_tangents[mode, block.name] = found
+        return self._second_tangents[mode, block.name]
 
     def _blocks(self) -> Sequence[Block | WholeNetwork]:
         return [WholeNetwork(self.net)] if self._over_network else find_blocks(self.net)
@@ -266,4 +296,4 @@ class Passes:
         return self._forget
 
     def _forget(self) -> None:
-        self._reasons, self._hidden = {}, {}
+        self._reasons, self._hidden, self._second_tangents = {}, {}, {}

@@ -158,23 +158,32 @@ def relu(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     return _record_result(mode, args, out, torch.ops.aten.threshold_backward(tangent, out.detach(), 0))
 
 
-_POOLS: dict[str, Callable[..., Any]] = {
+POOLS: dict[str, Callable[..., Any]] = {
     "max_pool1d": F.max_pool1d_with_indices,
     "max_pool2d": F.max_pool2d_with_indices,
     "max_pool3d": F.max_pool3d_with_indices,
 }
 
 
+def pool_with_indices(func: Func, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor] | None:
+    """What a max pooling returns, and the positions that it picked; None for a call that has no rule."""
+    name = name_of(func)
+    if kwargs.get("return_indices") or not args or args[0].dim() != int(name[-2]) + 2:
+        return None
+    options = {k: v for k, v in kwargs.items() if k != "return_indices"}
+    pooled: tuple[Tensor, Tensor] = POOLS[name](*args[:6], **options)
+    return pooled
+
+
 def max_pool(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     tangent = mode.tangent(args[0]) if args else None
-    name = name_of(func)
-    if tangent is None or kwargs.get("return_indices") or tangent.dim() != int(name[-2]) + 2:
-        return NotImplemented
+    known = mode.call is not None and mode.call.saved is not None
+    pooled = None if tangent is None or known else pool_with_indices(func, args, kwargs)
     if mode.call is not None and mode.call.saved is not None:
-        out, index = mode.call.out, mode.call.saved
-    else:
-        options = {k: v for k, v in kwargs.items() if k != "return_indices"}
-        out, index = _POOLS[name](*args[:6], **options)
+        pooled = mode.call.out, mode.call.saved
+    if tangent is None or pooled is None:
+        return NotImplemented
+    out, index = pooled
     if tangent.is_contiguous() or not index.movedim(1, -1).is_contiguous():
         picked = tangent.flatten(2).gather(2, index.flatten(2)).view(index.shape)
     else:  # channels last
@@ -269,7 +278,7 @@ RULES: dict[str, Callable[[Tangent, Func, Args, Kwargs], Any]] = {
     **dict.fromkeys(("matmul", "mm", "bmm"), matmul),
     **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), layer),
     **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"), dropout),
-    **dict.fromkeys(_POOLS, max_pool),
+    **dict.fromkeys(POOLS, max_pool),
     "relu": relu,
     "pad": pad,
     "batch_norm": batch_norm,

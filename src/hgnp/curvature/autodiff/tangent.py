@@ -74,9 +74,17 @@ class Tangent(Forward):
         def forget(_: Any) -> None:
             mode = owner()
             if mode is not None:
-                mode._records.pop(key, None)
+                mode.drop(key)
 
         return forget
+
+    def drop(self, key: int) -> None:
+        """Forgets a tensor, by its id."""
+        self._records.pop(key, None)
+
+    def carry(self, old: Tensor, fresh: Tensor) -> None:
+        """`old` is the same as `fresh`, in an earlier pass."""
+        self.record(old, self.tangent(fresh))
 
     def tangent(self, x: Any) -> Tensor | None:
         if not isinstance(x, Tensor):

@@ -85,7 +85,7 @@ class Tape:
             out = mode.computed(call, args, kwargs)
             for old, fresh in zip(tensors_in(call.out), tensors_in(out), strict=True):
                 if old is not fresh and mode.known(fresh):
-                    mode.record(old, mode.tangent(fresh))
+                    mode.carry(old, fresh)
         return mode.tangent(z)
 
     def rerun(self, mode: "Forward", parameters: list[Tensor], z: Any) -> Tensor | None:
