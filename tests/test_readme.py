@@ -55,7 +55,7 @@ def test_an_example_runs_as_printed(
 
 
 TABLE = [
-    ("cifar10-best", "vgg16-cifar10-best", "taylor", None),
+    ("cifar10-best-no-cutout", "vgg16-cifar10-best", "taylor", None),
     ("paper/vgg16-cifar10-fast", "vgg16-cifar10-fast", "hgnp", 0.144),
     ("paper/vgg16-cifar10-fast", "vgg16-cifar10-fast", "taylor", 0.144),
     ("paper/vgg16-cifar10-fast", "vgg16-cifar10-fast", "hgnp", None),

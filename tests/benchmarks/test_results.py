@@ -83,6 +83,20 @@ def test_the_page_has_each_seed_and_names_what_is_missing(tmp_path: Path) -> Non
     assert {series.label for series in drawn[0].series} >= {"VGG-16, others", "ResNet-18, others"}
 
 
+def test_runs_from_before_a_preset_changed_keep_their_row_and_enter_no_comparison(tmp_path: Path) -> None:
+    for seed in range(2):
+        write_run(tmp_path / "results" / "cifar10-best-no-cutout" / f"vgg-{seed}", name=results.VGG, method="taylor", seed=seed,
+                  keep=0.05, accuracy=lambda kept, seed=seed: 0.94 + 0.001 * seed)  # fmt: skip
+    text, drawn = results.page(tmp_path / "results", tmp_path / "results.md", "python benchmarks/results.py")
+    own = text.split("## Our recipes")[1].split("## ")[0]
+    assert f"| {results.VGG} (without cutout), taylor, κ 5 % | 0, 1 | 94.00, 94.10 |" in own
+    assert "Not run yet: `hgnp study cifar10-best" in own
+    assert "## The paper's schedule" not in text
+    otov2 = next(line for line in text.splitlines() if line.startswith("| OTOv2 | VGG-16-BN | mixup | scratch | 300"))
+    assert otov2.endswith("| 93.27 | not run |")
+    assert "vgg16-best (without cutout), taylor" in {series.label for series in drawn[0].series}
+
+
 def test_runs_on_other_data_are_left_out_and_two_runs_of_one_seed_are_refused(tmp_path: Path) -> None:
     root = tmp_path / "results"
     flowers = write_run(root / "paper" / "flowers", name="alexnet", method="hgnp", keep=0.05)

@@ -184,6 +184,7 @@ def test_the_studies_of_our_own_recipes() -> None:
     ]
     assert all(each == schedules[0] for each in schedules)
     assert list(schedules[0]["snapshots"]) == [0.1]
+    assert all(run.config.data_args == rivals[0].config.data_args for run in rivals)
 
 
 @pytest.mark.parametrize("name", [name for name in studies.names() if not name.startswith("cifar10-")])

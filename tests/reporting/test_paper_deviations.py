@@ -66,6 +66,13 @@ def test_taylor_with_hgnps_schedule_is_a_deviation(tmp_path: Path) -> None:
             ],
         ),
         ("14 of 16 tensors from a.safetensors; at random: classifier.6; not used: classifier.6", []),
+        (
+            "the pruned network in a.safetensors",
+            [
+                "the pruned network in a.safetensors, which hgnp itself saved; "
+                "the paper: ImageNet's weights but for classifier.6"
+            ],
+        ),
     ],
 )
 def test_a_start_other_than_the_papers_is_a_deviation(start: str, words: list[str], tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from hgnp.execution.process_group import device_of_rank
 from hgnp.experiments.config import Config
 from hgnp.experiments.models import load_weights
 from hgnp.experiments.overrides import recipe_of, with_complete_recipe
+from hgnp.io.runs import SAVED_START
 from hgnp.io.weights import load
 from hgnp.recipe import Recipe
 from hgnp.train import as_device, prune_and_report
@@ -232,5 +233,5 @@ def _load_initial_weights(net: nn.Module, file: Path) -> str:
         with contextlib.suppress(SafetensorError), safe_open(file, framework="pt") as opened:
             if "hgnp" in (opened.metadata() or {}):
                 load(file, net)
-                return f"the pruned network in {file}"
+                return f"{SAVED_START}{file}"
     return load_weights(net, file).about

@@ -29,6 +29,8 @@ FIELD_TYPES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a string": (str, ("phase",)),
     "an object": (dict, ("blocks", "widths")),
 }
+SAVED_START = "the pruned network in "
+"""`start` in run.json begins so if the initial weights are a file of `hgnp.save`; its name follows."""
 Row = Mapping[str, Any]
 
 
