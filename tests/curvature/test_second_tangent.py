@@ -8,16 +8,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hgnp
 from curvature_cases import Series, central, gradients, hessian_quotient, shaken
 from hgnp.curvature.autodiff.forward import Forward, UnsupportedOperationError
 from hgnp.curvature.autodiff.hessian import Hessian
 from hgnp.curvature.autodiff.norms import BatchNormSecond, batch_norm
+from hgnp.curvature.autodiff.passes import Passes
 from hgnp.curvature.autodiff.second_tangent import SecondTangent
 from hgnp.curvature.autodiff.tangent import load_jvp
 from hgnp.curvature.autodiff.tape import Tape
+from hgnp.curvature.factors import find_blocks
 from hgnp.curvature.losses import BinaryCrossEntropy, CrossEntropy, LossCurvature, SquaredError
+from hgnp.reducer import LOCAL
 
 
 class Mixed(nn.Module):
@@ -264,3 +268,138 @@ def test_flatness_takes_second_order_tangents_where_it_can(
     flat.backward(x, y)
     assert set(taken) == {expected}
     assert int(tracked.num_batches_tracked) == steps + 1  # the trial of a block leaves buffers alone
+
+
+class Written(nn.Module):
+    """Runs `code` between two layers, of which the first is the only block."""
+
+    def __init__(self, code: Callable[["Written", Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.c, self.code = nn.Linear(4, 6), nn.Linear(6, 3).requires_grad_(False), code
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.c(self.code(self, x))  # type: ignore[no-any-return]
+
+
+def hooked(net: Written, x: Tensor) -> Tensor:
+    h = net.a(x)
+    h.register_hook(lambda g: g * 0.5)
+    return h * h  # type: ignore[no-any-return]
+
+
+CODE: dict[str, Callable[[Written, Tensor], Tensor]] = {
+    "weight of a norm": lambda net, x: F.batch_norm(
+        net.a(x).relu(), torch.zeros(6).double(), torch.ones(6).double(), net.a.weight.sum(1)
+    ),
+    "detach_": lambda net, x: (net.a(x) * 1).detach_() * net.a(x),
+    "hook": hooked,
+    "view(dtype)": lambda net, x: net.a(x).view(torch.float64) + net.a(x) * net.a(x),
+    "checkpoint": lambda net, x: checkpoint(lambda h: h.relu() * h, net.a(x), use_reentrant=False),
+    "view of an expanded tangent": lambda net, x: (net.a(x).mean(1, keepdim=True) + torch.ones(6)).view(-1).view(-1, 6),
+    "view of a transposed tangent": lambda net, x: (torch.ones(9, 6) + net.a(x).T.contiguous().T).view(-1).view(-1, 6),
+    "another path": lambda net, x: net.a(x).tanh() if net.calls > 6 else net.a(x).relu(),
+}
+
+
+@pytest.mark.parametrize("options", [{"flatness": "paper"}, {"curvature": "hessian"}])
+@pytest.mark.parametrize("code", CODE)
+def test_every_step_has_the_q_and_gradient_of_reverse_passes(
+    code: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = torch.randn(9, 4).double(), torch.arange(9) % 3
+    found = []
+    for forward in (True, False):
+        net = Written(CODE[code]).double()
+        flat = hgnp.Flatness(net, mu=1.0, bound=-100.0, **options)
+        if not forward:
+            monkeypatch.setattr(Passes, "_has_second_tangents", lambda *_: False)
+        steps = []
+        for _ in range(3):
+            net.zero_grad()
+            net.calls = 4 + len(steps) * 4 if code == "another path" else 0  # the last step takes it
+            loss = flat.backward(x, y)
+            steps.append((loss, flat.curvature, flat.radius, gradients(net)))
+        found.append(steps)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
+
+
+def test_a_batch_on_another_path_updates_statistics_once_and_keeps_its_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.norm, self.c, self.smooth = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3), False
+            self.c.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(self.a(x))
+            return self.c(x.tanh() if self.smooth else x.relu())  # type: ignore[no-any-return]
+
+    x, y = torch.randn(9, 4).double(), torch.arange(9) % 3
+    found = []
+    for forward in (True, False):
+        net = Net().double()
+        flat = hgnp.Flatness(net, mu=1.0, bound=-100.0, curvature="hessian")
+        if not forward:
+            monkeypatch.setattr(Passes, "_has_second_tangents", lambda *_: False)
+        flat.backward(x, y)
+        net.smooth = True
+        net.zero_grad()
+        flat.backward(x, y)  # refreshes v from what it collects
+        found.append((flat.curvature, flat.direction, gradients(net), dict(net.named_buffers())))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
+
+
+def test_the_losss_weights_are_those_of_the_step() -> None:
+    net, x, y = case("norms")
+    direction, loss = along(net, "0"), nn.CrossEntropyLoss(weight=torch.ones(3).double())
+    passes = Passes(net, loss, None, gauss_newton=False, reducer=LOCAL)
+    block = next(each for each in find_blocks(net) if each.name == "0")
+    tangents = [(net.get_parameter(name), part) for name, part in direction.items()]
+    for weight in ([1.0, 1.0, 1.0], [5.0, 1.0, 0.1]):
+        loss.weight = torch.tensor(weight).double()
+        q = passes.with_curvature(block, tangents, x, y, None).q
+        assert q is not None
+        torch.testing.assert_close(q.detach(), hessian_quotient(net, direction, x, y, loss), rtol=1e-10, atol=1e-12)
+
+
+def test_max_pooling_of_a_tensor_without_samples_beside_an_earlier_pass() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.c = nn.Conv1d(2, 4, 3, padding=1), nn.Linear(8, 3).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(F.max_pool2d(self.a(x), (2, 2)).flatten(1))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    net, x, y = Net().double(), torch.randn(5, 2, 8).double(), torch.arange(5) % 3
+    flat = {}
+    for curvature in ("ggn", "hessian"):
+        flat[curvature] = hgnp.Flatness(copy.deepcopy(net), mu=0.1, bound=-10.0, flatness="paper", curvature=curvature)
+        flat[curvature].backward(x, y)
+    assert flat["ggn"].curvature == pytest.approx(flat["hessian"].curvature, rel=1e-10)  # piecewise linear
+
+
+@pytest.mark.parametrize("offset", [10.0, 1000.0])
+def test_an_input_far_from_zero_costs_no_more_digits_than_reverse_passes(offset: float) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
+    x, y, direction = offset + torch.randn(64, 4).double(), torch.arange(64) % 3, along(net, "0")
+    found = {}
+    for route in ("forward", "reverse"):
+        for kind in (torch.double, torch.float):
+            own = copy.deepcopy(net).to(kind)
+            q = quotient(route, own, {name: each.to(kind) for name, each in direction.items()}, x.to(kind), y)
+            q.backward()
+            found[route, kind] = torch.cat(
+                [grad.double().flatten() for grad in [q.detach(), *gradients(own).values()]][1:]
+            )
+    errors = {
+        route: (found[route, torch.float] - found[route, torch.double]).norm() / found[route, torch.double].norm()
+        for route in ("forward", "reverse")
+    }
+    assert errors["forward"] < 20 * errors["reverse"] + 1e-5

@@ -153,9 +153,10 @@ def test_the_network_s_product_is_summed_over_ranks() -> None:
 
 def test_the_objectives_of_ranks_add_up_to_that_of_the_joint_batch() -> None:
     ((x, y),) = batches("labels", 8, steps=1)
+    net = made(norm=True)  # here and not on the ranks: they are threads, and draw from one generator
 
     def objective(x: Tensor, y: Tensor, reducer: Reducer) -> Tensor:
-        step, state = make_step(made(norm=True), mu=0.1, bound=-2.0, reducer=reducer)
+        step, state = make_step(copy.deepcopy(net), mu=0.1, bound=-2.0, reducer=reducer)
         step.share(state, x, y)
         v = step.direction_of(state, x, y)
         return step.objective(state, x, y, mu=state.mu, direction=v).value().detach()

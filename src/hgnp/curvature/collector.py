@@ -120,6 +120,12 @@ class FactorCollector:
         """Drops all moments. The autograd graph holds the collector for as long as a caller holds the loss."""
         self.psi, self.gamma, self.calls = {}, {}, {}
 
+    def forget(self) -> None:
+        """The calls so far are of a pass that was abandoned."""
+        self.join()
+        self.release()
+        self.left_out, self._anchor, self._probes = {}, None, 0
+
     def restart(self) -> None:
         """Drops what another backward pass has collected."""
         for moments in self.gamma.values():

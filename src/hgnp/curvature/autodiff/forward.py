@@ -51,6 +51,9 @@ class LayerObserver(Protocol):
     def layer(self, options: dict[str, Any], out: Tensor) -> Tensor:
         """Sees a layer's call (input, weight, bias and a convolution's options) and may add a probe to its output."""
 
+    def forget(self) -> None:
+        """The calls so far are of a pass that was abandoned."""
+
 
 def check_gradients() -> None:
     if not torch.is_grad_enabled():

@@ -312,24 +312,24 @@ class BatchNormSecond(torch.autograd.Function):
     def backward(ctx: Any, Y: Tensor | None, Z: Tensor | None, X: Tensor | None) -> tuple[Tensor | None, ...]:
         s, ds, dds, weight, mean, inv, on = ctx.saved_tensors
         shape = _shape(s)
-        Y, Z, X = (None if each is None else upcast(each) for each in (Y, Z, X))
+        grad_bias = _channel_sum(upcast(Y)) if ctx.needs_input_grad[4] and Y is not None else None
+        Y, Z, X = (None if each is None else _centred(each) for each in (Y, Z, X))
         if on is not None:
             Z, X = (None if each is None else _affine(each, on, None, shape) for each in (Z, X))
         curve = _Curve.of(s, ds, dds, mean, inv)
 
         def adjoint(*parts: tuple[Tensor | None, Callable[[Tensor], Tensor]]) -> Tensor | None:
             terms = [derivative(each) for each, derivative in parts if each is not None]
-            return _affine(sum(terms[1:], terms[0]), weight, None, shape).to(s.dtype) if terms else None
+            # its mean is zero up to rounding, which the mean of a layer's input would multiply
+            return _affine(_centred(sum(terms[1:], terms[0])), weight, None, shape).to(s.dtype) if terms else None
 
         grad_s = adjoint((Y, curve.jacobian), (Z, curve.jacobian1), (X, curve.jacobian2))
         grad_ds = adjoint((Z, curve.jacobian), (X, lambda each: 2 * curve.jacobian1(each)))
         grad_dds = None if dds is None else adjoint((X, curve.jacobian))
-        needs_weight, needs_bias = ctx.needs_input_grad[3:5]
         grad_weight = None
-        if needs_weight:
+        if ctx.needs_input_grad[3]:
             pairs = [(Y, curve.n), (Z, curve.n1), (X, curve.n2)]
             grad_weight = sum((_channel_sum(each * n) for each, n in pairs if each is not None), torch.zeros_like(inv))
-        grad_bias = _channel_sum(Y) if needs_bias and Y is not None else None
         return grad_s, grad_ds, grad_dds, grad_weight, grad_bias, *_REST
 
 
@@ -347,7 +347,7 @@ class _Curve:
     @classmethod
     def of(cls, s: Tensor, ds: Tensor, dds: Tensor | None, mean: Tensor, inv: Tensor) -> "_Curve":
         mean, inv = mean.view(_shape(s)), inv.view(_shape(s))
-        ds = upcast(ds)
+        ds = _centred(ds)
         n = (upcast(s) - mean) * inv
         b, p = _projected(n, ds)
         e = _channel_mean(p * ds)
@@ -355,7 +355,7 @@ class _Curve:
         n2 = -inv.square() * (2 * b * p + e * n)
         b1 = inv * e
         if dds is not None:
-            of_dds, projected = _projected(n, upcast(dds))
+            of_dds, projected = _projected(n, _centred(dds))
             n2, b1 = n2 + inv * projected, b1 + of_dds
         return cls(n, inv * p, n2, inv, inv1, -2 * inv * inv1 * b - inv.square() * b1)
 
@@ -382,9 +382,16 @@ def _channel_mean(x: Tensor) -> Tensor:
 
 
 def _projected(n: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """mean(nw) and P(w) = w − mean w − n·mean(nw)."""
+    """mean(nw) and P(w) = w − mean w − n·mean(nw), of a w whose mean is zero: see `_centred`."""
     slope = _channel_mean(n * w)
-    return slope, w - _channel_mean(w) - n * slope
+    return slope, w - n * slope
+
+
+def _centred(w: Tensor) -> Tensor:
+    """w − mean w, in full precision. Products are taken of this alone: a mean that is large beside the deviation would leave
+    its rounding in them."""
+    w = upcast(w)
+    return w - _channel_mean(w)
 
 
 def _kernels(s: Tensor) -> Any:

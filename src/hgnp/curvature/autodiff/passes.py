@@ -26,7 +26,7 @@ from hgnp.curvature.autodiff.tangent import Tangent
 from hgnp.curvature.autodiff.tape import Tape
 from hgnp.curvature.device import capturing
 from hgnp.curvature.factors import Block, WholeNetwork, find_blocks
-from hgnp.curvature.losses import Loss, loss_curvature, weighted
+from hgnp.curvature.losses import Loss, LossCurvature, loss_curvature, weighted
 from hgnp.curvature.validation import lacks_second_derivative, tracked, without_tensor_hooks
 from hgnp.errors import InputError
 from hgnp.reducer import Reducer
@@ -76,7 +76,6 @@ class Passes:
         reducer: Reducer,
     ) -> None:
         self.net, self.loss, self.output = net, loss, output
-        self._loss_curvature = loss_curvature(loss)
         self._gauss_newton, self._over_network, self._reducer = gauss_newton, over_network, reducer
         self._reasons: dict[bool, Reasons] = {}
         self._hidden: dict[bool, dict[str, str]] = {}
@@ -130,8 +129,38 @@ class Passes:
         """C and q along v, given as `tangents` of the block's parameters. With `primal`, a taped pass of this batch, only the
         operations after the block run again, where that is possible."""
         self.inspect(inputs)
-        forward = self._has_second_tangents(block, tangents, inputs)
-        make_mode = partial(self._mode, block, tangents, observer, second_tangents=forward)
+        make_mode: Callable[[], Mode]
+        if self._has_second_tangents(block, tangents, inputs, target):
+            undo = None if capturing() or side_effect_free or primal is not None else self._undo()
+            try:
+                make_mode = partial(
+                    SecondTangent, tangents, self._known_curvature(), observer=observer, reducer=self._reducer
+                )
+                return self._along(make_mode, tangents, inputs, target, weight, primal, side_effect_free, within)
+            except InputError as error:
+                if capturing() or not isinstance(error.__cause__ or error, UnsupportedOperationError):
+                    raise
+            # a batch on which the network takes another path than in the trial
+            self._second_tangents[self.net.training, block.name] = False
+            if observer is not None:
+                observer.forget()
+            if undo is not None:
+                undo()
+        make_mode = partial(self._mode, block, tangents, observer)
+        return self._along(make_mode, tangents, inputs, target, weight, primal, side_effect_free, within)
+
+    def _along(
+        self,
+        make_mode: Callable[[], Mode],
+        tangents: ParameterTangents,
+        inputs: Any,
+        target: Any,
+        weight: Weight,
+        primal: Pass | None,
+        side_effect_free: bool,
+        within: contextlib.AbstractContextManager[Any] | None,
+    ) -> Pass:
+        """C and q by the mode's route."""
         continued = None if primal is None else self._continued(primal, make_mode, [p for p, _ in tangents])
         if continued is not None:
             mode, output = continued
@@ -207,31 +236,49 @@ class Passes:
         block: Block | WholeNetwork,
         tangents: ParameterTangents,
         observer: LayerObserver | None,
-        *,
-        second_tangents: bool,
     ) -> Mode:
-        gauss_newton = self._uses_gauss_newton(block)
-        if not gauss_newton and not second_tangents:
+        if not self._uses_gauss_newton(block):
             return Hessian(tangents, observer=observer, reducer=self._reducer)
-        assert self._loss_curvature is not None
-        kind = GaussNewton if gauss_newton else SecondTangent
-        return kind(tangents, self._loss_curvature, observer=observer, reducer=self._reducer)
+        return GaussNewton(tangents, self._known_curvature(), observer=observer, reducer=self._reducer)
 
-    def _has_second_tangents(self, block: Block | WholeNetwork, tangents: ParameterTangents, inputs: Any) -> bool:
+    def _known_curvature(self) -> LossCurvature:
+        """Of the loss as it is now: its weights may change during training."""
+        found = loss_curvature(self.loss)
+        assert found is not None
+        return found
+
+    def _undo(self) -> Callable[[], None]:
+        """Restores buffers and random state as they are now."""
+        buffers, random = [(each, each.clone()) for each in self.net.buffers()], RandomState(*self.net.parameters())
+
+        def undo() -> None:
+            random.restore()
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+        return undo
+
+    def _has_second_tangents(
+        self, block: Block | WholeNetwork, tangents: ParameterTangents, inputs: Any, target: Any
+    ) -> bool:
         """Whether q along the block is the Hessian's and second-order tangents give it. A loss that is not PyTorch's may depend
         on the block by itself. A trial pass without side effects tells, once for each block and mode."""
         mode = self.net.training
-        if self._loss_curvature is None or block.name in self._hidden[mode] or self._uses_gauss_newton(block):
+        if loss_curvature(self.loss) is None or block.name in self._hidden[mode] or self._uses_gauss_newton(block):
             return False
         if self._reducer.sync_norms or ((mode, block.name) not in self._second_tangents and capturing()):
             return False
         if (mode, block.name) not in self._second_tangents:
-            trial = SecondTangent(tangents, self._loss_curvature, reducer=self._reducer)
+            curvature = self._known_curvature()
             try:
                 with RandomState(*self.net.parameters()):
-                    self.run(inputs, trial, side_effect_free=True)
+                    z = self.run(
+                        inputs, SecondTangent(tangents, curvature, reducer=self._reducer), side_effect_free=True
+                    )
+                    curvature.quotient(z, torch.zeros_like(z), target)
                 found = True
-            except InputError:
+            except Exception:  # if it is the network's own, the reverse passes raise it too
                 found = False
             self._second_tangents[mode, block.name] = found
         return self._second_tangents[mode, block.name]

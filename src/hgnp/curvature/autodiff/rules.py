@@ -58,7 +58,9 @@ def same(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
         tangent = tangent.clone()
     if isinstance(out, Tensor):
         if out.is_floating_point():
-            mode.record(out, func(tangent, *args[1:], **kwargs))
+            # a tangent may have other strides than its tensor, and then no such view
+            view = name_of(func) in ("view", "view_as") and out.numel() == tangent.numel()
+            mode.record(out, tangent.reshape(out.shape) if view else func(tangent, *args[1:], **kwargs))
         return out
     if isinstance(out, str):  # x.type() names the type, x.type(dtype) converts
         return out
@@ -165,25 +167,21 @@ POOLS: dict[str, Callable[..., Any]] = {
 }
 
 
-def pool_with_indices(func: Func, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor] | None:
-    """What a max pooling returns, and the positions that it picked; None for a call that has no rule."""
-    name = name_of(func)
-    if kwargs.get("return_indices") or not args or args[0].dim() != int(name[-2]) + 2:
-        return None
+def pool_with_indices(func: Func, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
+    """What a max pooling returns, and the positions that it picked."""
     options = {k: v for k, v in kwargs.items() if k != "return_indices"}
-    pooled: tuple[Tensor, Tensor] = POOLS[name](*args[:6], **options)
+    pooled: tuple[Tensor, Tensor] = POOLS[name_of(func)](*args[:6], **options)
     return pooled
 
 
 def max_pool(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     tangent = mode.tangent(args[0]) if args else None
-    known = mode.call is not None and mode.call.saved is not None
-    pooled = None if tangent is None or known else pool_with_indices(func, args, kwargs)
-    if mode.call is not None and mode.call.saved is not None:
-        pooled = mode.call.out, mode.call.saved
-    if tangent is None or pooled is None:
+    if tangent is None or kwargs.get("return_indices") or tangent.dim() != int(name_of(func)[-2]) + 2:
         return NotImplemented
-    out, index = pooled
+    if mode.call is not None and mode.call.saved is not None:
+        out, index = mode.call.out, mode.call.saved
+    else:
+        out, index = pool_with_indices(func, args, kwargs)
     if tangent.is_contiguous() or not index.movedim(1, -1).is_contiguous():
         picked = tangent.flatten(2).gather(2, index.flatten(2)).view(index.shape)
     else:  # channels last

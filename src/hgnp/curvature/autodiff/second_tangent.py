@@ -30,7 +30,7 @@ from hgnp.curvature.autodiff.operations import (
 )
 from hgnp.curvature.autodiff.rules import POOLS, RULES, pool_with_indices
 from hgnp.curvature.autodiff.tangent import Tangent
-from hgnp.curvature.autodiff.tape import Call
+from hgnp.curvature.autodiff.tape import Call, unpacked_by_others
 from hgnp.curvature.device import upcast
 from hgnp.curvature.losses import LossCurvature, weighted
 from hgnp.reducer import LOCAL, Reducer
@@ -94,17 +94,28 @@ class SecondTangent(Tangent):
     def compute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [x for x in tensors_in((args, kwargs)) if self.tangent(x) is not None]
         name = name_of(func)
-        if not given or not torch.is_grad_enabled() or name in PASSIVE:
+        if not given or not torch.is_grad_enabled():
             return self.primal(func, args, kwargs)
+        if name == "register_hook":  # which reverse passes would call
+            raise _unsupported("a hook on a gradient")
+        if unpacked_by_others():  # a checkpointed part runs again in the backward pass, without tangents
+            raise _unsupported("activations that hooks pack, as in a checkpointed part")
+        if name in PASSIVE:
+            return self._passive(func, args, kwargs)
         if name == "__get__":
             return self._attribute(func, args, kwargs)
-        if func is F.batch_norm and uses_batch_statistics(batch_norm_options(args, kwargs)):
-            return self._batch_norm(func, args, kwargs)
+        if func is F.batch_norm:
+            options = batch_norm_options(args, kwargs)
+            linear = [options["input"], options["bias"]] if not uses_batch_statistics(options) else [options["input"]]
+            if any(all(x is not each for each in linear) for x in given):
+                raise _unsupported("batch_norm with weights or statistics that depend on it")
+            if uses_batch_statistics(options):
+                return self._batch_norm(func, args, kwargs)
         if name in LAYERS:
             return self._product(func, args, kwargs, self._second_of_layer(func, args, kwargs))
         if name in PRODUCTS and len(args) == 2 and not kwargs:
             return self._product(func, args, kwargs, self._second_of_product(func, args))
-        if name in LINEAR_RULES and not kwargs.get("out"):
+        if name in LINEAR_RULES and kwargs.get("out") is None and not _reinterprets(name, args, kwargs):
             return self._linear(func, args, kwargs)
         raise _unsupported(name)
 
@@ -122,9 +133,8 @@ class SecondTangent(Tangent):
         # read before the call, which may write in place
         seconds = {id(x): each for x in tensors_in((args, kwargs)) if (each := self.second(x)) is not None}
         before, call = self.call, self.call
-        if name in POOLS and (call is None or call.saved is None):
-            pooled = pool_with_indices(func, args, kwargs)
-            call = None if pooled is None else Call(func, args, kwargs, [], *pooled)
+        if name in POOLS and (call is None or call.saved is None) and not kwargs.get("return_indices"):
+            call = Call(func, args, kwargs, [], *pool_with_indices(func, args, kwargs))  # for both
         try:
             self.call = call
             out = RULES[name](self, func, args, kwargs)
@@ -176,9 +186,8 @@ class SecondTangent(Tangent):
         """A norm that uses batch statistics."""
         options = batch_norm_options(args, kwargs)
         x, call = options["input"], self.call
-        others = [each for name, each in options.items() if name != "input"]
-        if self.reducer.sync_norms or any(self.tangent(each) is not None for each in others):
-            raise _unsupported("batch_norm with statistics of all ranks, or with weights that depend on it")
+        if self.reducer.sync_norms:
+            raise _unsupported("batch_norm with statistics of all ranks")
         if x.numel() == x.shape[1]:
             return self.primal(func, args, kwargs)  # refuses a batch too small
         known = None if call is None else call.saved
@@ -218,6 +227,11 @@ def _sum(*parts: Tensor | None) -> Tensor | None:
 def _draws(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     options = dict(zip(("p", "training", "inplace"), args[1:], strict=False)) | kwargs
     return bool(options.get("p", 0.5)) and bool(options.get("training", options.get("train", True)))
+
+
+def _reinterprets(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether x.view(dtype) reads the bits of x as those of another type, which has no derivative."""
+    return name == "view" and any(isinstance(each, torch.dtype) for each in (*args[1:], *kwargs.values()))
 
 
 def _unsupported(what: str) -> UnsupportedOperationError:

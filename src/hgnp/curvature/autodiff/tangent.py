@@ -129,7 +129,7 @@ class Tangent(Forward):
         if name == "__get__":
             return self._attribute(func, args, kwargs)
         if name in PASSIVE:
-            return self.primal(func, args, kwargs)
+            return self._passive(func, args, kwargs)
         if kwargs.get("out") is not None:
             raise _unsupported(f"{name}(out=…), which writes into an existing tensor")
         rule = RULES.get(name)
@@ -138,6 +138,12 @@ class Tangent(Forward):
             if out is not NotImplemented:
                 return out
         return (self._by_reverse if name in BY_REVERSE else self._by_jvp)(func, args, kwargs)
+
+    def _passive(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self.primal(func, args, kwargs)
+        if getattr(func, "__name__", "") == "detach_":  # the same tensor, without its history
+            self.drop(id(args[0]))
+        return out
 
     def _attribute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)

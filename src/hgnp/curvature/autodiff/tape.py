@@ -123,7 +123,7 @@ class Tape:
 def _saved(func: "Func", given: Given, out: Any) -> Any:
     node: Any = getattr(out, "grad_fn", None)
     name = name_of(func)
-    if name not in SAVED or _unpacked_by_others():
+    if name not in SAVED or unpacked_by_others():
         return None
     if name in CONVOLUTIONS and all(x.dtype == out.dtype for x, _ in given):
         return None  # not by autocast
@@ -139,7 +139,7 @@ def _saved(func: "Func", given: Given, out: Any) -> Any:
     return None
 
 
-def _unpacked_by_others() -> bool:
+def unpacked_by_others() -> bool:
     """Whether reading what autograd saves may recompute it, as in a checkpointed part."""
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8
     return hooks is None or hooks(True) is not None
