@@ -145,7 +145,9 @@ def _chart(chart: Chart, axes: Axes) -> None:
         axes.tick_params(
             axis="x", labelrotation=90 if crowded else 0, labelsize=7 if len(chart.series[0].x) > 20 else 8
         )
-    if len(chart.series) > 1:
+    if len(chart.series) > 4:  # inside, so many lines would lie over the curves
+        axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
+    elif len(chart.series) > 1:
         axes.legend(fontsize=9)
 
 
