@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from curvature_cases import convnet, images
 from hgnp import Flatness, HgnpError, Neurons, sharpness
@@ -257,3 +258,27 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing():
         flat.load_state_dict(before | {"pairs": {}, "block": "x"})
     assert flat.state_dict()["block"] == before["block"]
     assert flat.state_dict()["pairs"].keys() == before["pairs"].keys()
+
+
+def test_a_checkpointed_part_after_the_penalised_layer_is_refused_in_one_line():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.middle, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.last(checkpoint(lambda h: self.middle(h.relu()).relu(), self.first(x), use_reentrant=False))
+
+    net = Checkpointed().double()
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
+    for curvature in ("ggn", "hessian"):
+        flat = Flatness(net, bound=-10.0, curvature=curvature)
+        flat.backward(x, y)
+        flat.load_state_dict(flat.state_dict() | {"block": "first"})
+        if curvature == "hessian":
+            flat.backward(x, y)
+            continue
+        with pytest.raises(
+            ValueError, match=r"net must run without activation checkpointing .*use curvature='hessian'"
+        ):
+            flat.backward(x, y)

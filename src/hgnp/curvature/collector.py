@@ -18,6 +18,7 @@ from hgnp.curvature.autodiff.forward import autocast_off
 from hgnp.curvature.choices import KfacApprox
 from hgnp.curvature.device import HALF, SideStreams, constant, upcast, upcast_bmm
 from hgnp.curvature.factors import Block, Dense, Factor, Patches, Rows
+from hgnp.curvature.validation import checkpointing_explained
 
 
 class _Probe(torch.autograd.Function):
@@ -153,7 +154,7 @@ class FactorCollector:
         if self._anchor is None:  # no block was called on this rank
             return
         cotangent = torch.ones_like(output) if cotangent is None else cotangent.to(output.dtype)
-        with self.collecting(scale):
+        with self.collecting(scale), checkpointing_explained():
             torch.autograd.grad(output, self._anchor, cotangent * scale, retain_graph=True, allow_unused=True)
 
     def empirical(self, block: Block, psi: Tensor, gamma: Tensor) -> Tensor:

@@ -78,6 +78,7 @@ from hgnp.curvature.validation import (
     check_mu,
     check_network,
     check_schedule,
+    checkpointing_explained,
     has_gradient_hooks,
 )
 from hgnp.errors import InputError, one_line, refuse_renamed
@@ -635,7 +636,7 @@ class Step:
 
     def _run_backward(self, total: Tensor, *, retain_graph: bool = False) -> None:
         try:
-            with autocast_off(total):
+            with autocast_off(total), checkpointing_explained():
                 total.backward(retain_graph=retain_graph)
         except RuntimeError as error:
             # PyTorch has no exception class for a missing derivative. tests/curvature/test_missing_derivative.py fails if
