@@ -315,7 +315,7 @@ def test_every_step_has_the_q_and_gradient_of_reverse_passes(
         net = Written(CODE[code]).double()
         flat = hgnp.Flatness(net, mu=1.0, bound=-100.0, **options)
         if not forward:
-            monkeypatch.setattr(Passes, "_has_second_tangents", lambda *_: False)
+            monkeypatch.setattr(Passes, "has_second_tangents", lambda *_: False)
         steps = []
         for _ in range(3):
             net.zero_grad()
@@ -344,7 +344,7 @@ def test_a_batch_on_another_path_updates_statistics_once_and_keeps_its_factors(m
         net = Net().double()
         flat = hgnp.Flatness(net, mu=1.0, bound=-100.0, curvature="hessian")
         if not forward:
-            monkeypatch.setattr(Passes, "_has_second_tangents", lambda *_: False)
+            monkeypatch.setattr(Passes, "has_second_tangents", lambda *_: False)
         flat.backward(x, y)
         net.smooth = True
         net.zero_grad()

@@ -60,6 +60,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from hgnp.curvature.autodiff.forward import Forward, Output, autocast_off, samples_in
 from hgnp.curvature.autodiff.passes import Pass, Passes
@@ -73,12 +74,12 @@ from hgnp.curvature.factors import Block, WholeNetwork, find_blocks
 from hgnp.curvature.losses import Loss, RankRows, loss_curvature, target_normaliser, weighted
 from hgnp.curvature.network_direction import COLD_PRODUCTS, AnyDirection, NetworkDirection
 from hgnp.curvature.validation import (
+    CHECKPOINTED,
     check_bound,
     check_functions,
     check_mu,
     check_network,
     check_schedule,
-    checkpointing_explained,
     has_gradient_hooks,
 )
 from hgnp.errors import InputError, one_line, refuse_renamed
@@ -636,8 +637,10 @@ class Step:
 
     def _run_backward(self, total: Tensor, *, retain_graph: bool = False) -> None:
         try:
-            with autocast_off(total), checkpointing_explained():
+            with autocast_off(total):
                 total.backward(retain_graph=retain_graph)
+        except CheckpointError as error:
+            raise InputError(CHECKPOINTED) from error
         except RuntimeError as error:
             # PyTorch has no exception class for a missing derivative. tests/curvature/test_missing_derivative.py fails if
             # PyTorch changes the text.

@@ -9,12 +9,15 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils.checkpoint import CheckpointError
 
 from hgnp.curvature.factors import find_blocks
 from hgnp.errors import InputError
 from hgnp.validation import check_net
 
+CHECKPOINTED = (
+    "net must run without activation checkpointing after the penalised layer, got a checkpointed part, which runs again in the "
+    "backward pass without derivatives along v; turn it off, or use curvature='hessian'"
+)
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -128,15 +131,3 @@ def tracked(net: nn.Module) -> list[nn.Module]:
     """The norms with running statistics."""
     norms = [layer for layer in net.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)]
     return [layer for layer in norms if layer.running_mean is not None]
-
-
-@contextlib.contextmanager
-def checkpointing_explained() -> Iterator[None]:
-    """Around a backward pass: names checkpointed parts as what it fails at."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise InputError(
-            "net must run without activation checkpointing after the penalised layer, got a checkpointed part, which runs "
-            "again in the backward pass without derivatives along v; turn it off, or use curvature='hessian'"
-        ) from error

@@ -130,7 +130,7 @@ class Passes:
         operations after the block run again, where that is possible."""
         self.inspect(inputs)
         make_mode: Callable[[], Mode]
-        if self._has_second_tangents(block, tangents, inputs, target):
+        if self.has_second_tangents(block, tangents, inputs, target):
             undo = None if capturing() or side_effect_free or primal is not None else self._undo()
             try:
                 make_mode = partial(
@@ -259,7 +259,7 @@ class Passes:
 
         return undo
 
-    def _has_second_tangents(
+    def has_second_tangents(
         self, block: Block | WholeNetwork, tangents: ParameterTangents, inputs: Any, target: Any
     ) -> bool:
         """Whether q along the block is the Hessian's and second-order tangents give it. A loss that is not PyTorch's may depend
