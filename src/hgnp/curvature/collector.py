@@ -124,7 +124,7 @@ class FactorCollector:
         self.psi, self.gamma, self.calls = {}, {}, {}
 
     def forget(self) -> None:
-        """The calls so far are of a pass that was abandoned."""
+        """Drops the calls so far: their pass was abandoned."""
         self.join()
         self.release()
         self.left_out, self._anchor, self._probes = {}, None, 0

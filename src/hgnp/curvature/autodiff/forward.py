@@ -52,7 +52,7 @@ class LayerObserver(Protocol):
         """Sees a layer's call (input, weight, bias and a convolution's options) and may add a probe to its output."""
 
     def forget(self) -> None:
-        """The calls so far are of a pass that was abandoned."""
+        """Drops the calls so far: their pass was abandoned."""
 
 
 def check_gradients() -> None:

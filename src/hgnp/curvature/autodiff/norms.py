@@ -243,12 +243,9 @@ class BatchNormDual(torch.autograd.Function):
         eps: float,
         known: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor | None, Tensor]:
-        if known is None:
-            y, mean, inv = torch.native_batch_norm(s, weight, bias, running_mean, running_var, True, momentum, eps)
-        else:
-            y, (mean, inv) = None, known
+        y, mean, inv = _value_and_statistics(s, weight, bias, running_mean, running_var, momentum, eps, known)
         ds, ours = _laid_out_as(s, ds), _kernels(s)
-        ctx.limits = torch.finfo(s.dtype).eps if s.dtype in HALF else 0.0, eps
+        ctx.limits = _spacing(s), eps
         dy, sum_ds, sum_dsx = (batch_norm_tangent if ours is None else ours.tangent)(
             ds, s, weight, mean, inv, *ctx.limits
         )
@@ -295,11 +292,8 @@ class BatchNormSecond(torch.autograd.Function):
         eps: float,
         known: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        if known is None:
-            y, mean, inv = torch.native_batch_norm(s, weight, bias, running_mean, running_var, True, momentum, eps)
-        else:
-            y, (mean, inv) = None, known
-        on = varying(mean, inv, torch.finfo(s.dtype).eps if s.dtype in HALF else 0.0, eps)
+        y, mean, inv = _value_and_statistics(s, weight, bias, running_mean, running_var, momentum, eps, known)
+        on = varying(mean, inv, _spacing(s), eps)
         ctx.save_for_backward(s, ds, dds, weight, mean, inv, on)
         ctx.set_materialize_grads(False)
         curve = _Curve.of(s, ds, dds, mean, inv)
@@ -331,6 +325,30 @@ class BatchNormSecond(torch.autograd.Function):
             pairs = [(Y, curve.n), (Z, curve.n1), (X, curve.n2)]
             grad_weight = sum((_channel_sum(each * n) for each, n in pairs if each is not None), torch.zeros_like(inv))
         return grad_s, grad_ds, grad_dds, grad_weight, grad_bias, *_REST
+
+
+def _value_and_statistics(
+    s: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    known: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """y, mean and inv of a batch; None and the `known` statistics, where y has been computed already."""
+    if known is not None:
+        return None, *known
+    value: tuple[Tensor, Tensor, Tensor] = torch.native_batch_norm(
+        s, weight, bias, running_mean, running_var, True, momentum, eps
+    )
+    return value
+
+
+def _spacing(s: Tensor) -> float:
+    """The relative spacing of half-precision numbers; 0 for wider types, in which it does not matter."""
+    return torch.finfo(s.dtype).eps if s.dtype in HALF else 0.0
 
 
 @dataclass(frozen=True)

@@ -264,12 +264,12 @@ class Passes:
     ) -> bool:
         """Whether q along the block is the Hessian's and second-order tangents give it. A loss that is not PyTorch's may depend
         on the block by itself. A trial pass without side effects tells, once for each block and mode."""
-        mode = self.net.training
-        if loss_curvature(self.loss) is None or block.name in self._hidden[mode] or self._uses_gauss_newton(block):
+        key = self.net.training, block.name
+        if loss_curvature(self.loss) is None or block.name in self._hidden[key[0]] or self._uses_gauss_newton(block):
             return False
-        if self._reducer.sync_norms or ((mode, block.name) not in self._second_tangents and capturing()):
+        if self._reducer.sync_norms or (capturing() and key not in self._second_tangents):
             return False
-        if (mode, block.name) not in self._second_tangents:
+        if key not in self._second_tangents:
             curvature = self._known_curvature()
             try:
                 with RandomState(*self.net.parameters()):
@@ -280,8 +280,8 @@ class Passes:
                 found = True
             except Exception:  # if it is the network's own, the reverse passes raise it too
                 found = False
-            self._second_tangents[mode, block.name] = found
-        return self._second_tangents[mode, block.name]
+            self._second_tangents[key] = found
+        return self._second_tangents[key]
 
     def _blocks(self) -> Sequence[Block | WholeNetwork]:
         return [WholeNetwork(self.net)] if self._over_network else find_blocks(self.net)

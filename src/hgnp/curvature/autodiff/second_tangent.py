@@ -30,7 +30,7 @@ from hgnp.curvature.autodiff.operations import (
 )
 from hgnp.curvature.autodiff.rules import POOLS, RULES, pool_with_indices
 from hgnp.curvature.autodiff.tangent import Tangent
-from hgnp.curvature.autodiff.tape import Call, unpacked_by_others
+from hgnp.curvature.autodiff.tape import Call, saved_tensor_hooks_active
 from hgnp.curvature.device import upcast
 from hgnp.curvature.losses import LossCurvature, weighted
 from hgnp.reducer import LOCAL, Reducer
@@ -98,8 +98,8 @@ class SecondTangent(Tangent):
             return self.primal(func, args, kwargs)
         if name == "register_hook":  # which reverse passes would call
             raise _unsupported("a hook on a gradient")
-        if unpacked_by_others():  # a checkpointed part runs again in the backward pass, without tangents
-            raise _unsupported("activations that hooks pack, as in a checkpointed part")
+        if saved_tensor_hooks_active():  # a checkpointed part runs again in the backward pass, without tangents
+            raise _unsupported("saved-tensor hooks, as activation checkpointing has")
         if name in PASSIVE:
             return self._passive(func, args, kwargs)
         if name == "__get__":
@@ -134,7 +134,7 @@ class SecondTangent(Tangent):
         seconds = {id(x): each for x in tensors_in((args, kwargs)) if (each := self.second(x)) is not None}
         before, call = self.call, self.call
         if name in POOLS and (call is None or call.saved is None) and not kwargs.get("return_indices"):
-            call = Call(func, args, kwargs, [], *pool_with_indices(func, args, kwargs))  # for both
+            call = Call(func, args, kwargs, [], *pool_with_indices(func, args, kwargs))  # one pooling for ẋ and ẍ
         try:
             self.call = call
             out = RULES[name](self, func, args, kwargs)

@@ -123,7 +123,7 @@ class Tape:
 def _saved(func: "Func", given: Given, out: Any) -> Any:
     node: Any = getattr(out, "grad_fn", None)
     name = name_of(func)
-    if name not in SAVED or unpacked_by_others():
+    if name not in SAVED or saved_tensor_hooks_active():
         return None
     if name in CONVOLUTIONS and all(x.dtype == out.dtype for x, _ in given):
         return None  # not by autocast
@@ -139,8 +139,9 @@ def _saved(func: "Func", given: Given, out: Any) -> Any:
     return None
 
 
-def unpacked_by_others() -> bool:
-    """Whether reading what autograd saves may recompute it, as in a checkpointed part."""
+def saved_tensor_hooks_active() -> bool:
+    """Whether saved-tensor hooks are active, as in a checkpointed part: reading what autograd saves may recompute it. Before
+    torch 2.8 that is not known, and may be."""
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8
     return hooks is None or hooks(True) is not None
 
