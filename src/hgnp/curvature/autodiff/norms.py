@@ -264,9 +264,8 @@ class BatchNormDual(torch.autograd.Function):
             ours = _kernels(s)
             adjoints = batch_norm_adjoints if ours is None else ours.adjoints
             grad_s, grad_ds, grad_weight, sum_Y = adjoints(Y, Z, s, ds, weight, mean, inv, sum_ds, sum_dsx, *ctx.limits)
-        elif Y is not None:  # C alone: no tangent is touched
-            sum_Y, sum_Yx = _sums(Y, s, mean, inv)
-            grad_s, grad_weight = _spread(Y, s, weight, mean, inv, sum_Y, sum_Yx), sum_Yx * inv
+        elif Y is not None:
+            grad_s, grad_weight, sum_Y = _value_adjoints(Y, s, weight, mean, inv)
         else:
             return (None,) * 4 + _REST
         # autograd takes the sums to the types of γ and β
@@ -293,38 +292,43 @@ class BatchNormSecond(torch.autograd.Function):
         known: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor | None, Tensor, Tensor]:
         y, mean, inv = _value_and_statistics(s, weight, bias, running_mean, running_var, momentum, eps, known)
-        on = varying(mean, inv, _spacing(s), eps)
-        ctx.save_for_backward(s, ds, dds, weight, mean, inv, on)
+        ctx.limits, ours = (_spacing(s), eps), _kernels(s, "batch_norm_second")
+        moments = None
+        if ours is None:
+            dy, ddy = batch_norm_second(s, ds, dds, weight, mean, inv, *ctx.limits)
+        else:
+            ds, dds = _laid_out_as(s, ds), None if dds is None else _laid_out_as(s, dds)
+            dy, ddy, moments = ours.second(s, ds, dds, weight, mean, inv, *ctx.limits)
+        ctx.save_for_backward(s, ds, dds, weight, mean, inv, moments)
         ctx.set_materialize_grads(False)
-        curve = _Curve.of(s, ds, dds, mean, inv)
-        scale = _times(weight, on)
-        dy, ddy = (_affine(n, scale, None, _shape(s)).to(s.dtype) for n in (curve.n1, curve.n2))
         return y, dy, ddy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, Y: Tensor | None, Z: Tensor | None, X: Tensor | None) -> tuple[Tensor | None, ...]:
-        s, ds, dds, weight, mean, inv, on = ctx.saved_tensors
-        shape = _shape(s)
-        grad_bias = _channel_sum(upcast(Y)) if ctx.needs_input_grad[4] and Y is not None else None
-        Y, Z, X = (None if each is None else _centred(each) for each in (Y, Z, X))
-        if on is not None:
-            Z, X = (None if each is None else _affine(each, on, None, shape) for each in (Z, X))
-        curve = _Curve.of(s, ds, dds, mean, inv)
+        s, ds, dds, weight, mean, inv, moments = ctx.saved_tensors
+        grads: tuple[Tensor | None, ...]
+        Y = None if Y is None else _laid_out_as(s, Y)
+        if Z is None and X is None and Y is not None:
+            grad_s, *of_affine = _value_adjoints(Y, s, weight, mean, inv)
+            grads = grad_s, None, None, *of_affine
+        elif moments is None:
+            grads = batch_norm_second_adjoints(Y, Z, X, s, ds, dds, weight, mean, inv, *ctx.limits)
+        else:
+            Z, X = (torch.zeros_like(s) if each is None else _laid_out_as(s, each) for each in (Z, X))
+            ours = _kernels(s, "batch_norm_second")
+            grads = ours.adjoints(Y, Z, X, s, ds, dds, weight, mean, inv, moments, *ctx.limits)
+        *of_curve, grad_weight, grad_bias = grads
+        needs_weight, needs_bias = ctx.needs_input_grad[3], ctx.needs_input_grad[4] and Y is not None
+        return *of_curve, grad_weight if needs_weight else None, grad_bias if needs_bias else None, *_REST
 
-        def adjoint(*parts: tuple[Tensor | None, Callable[[Tensor], Tensor]]) -> Tensor | None:
-            terms = [derivative(each) for each, derivative in parts if each is not None]
-            # its mean is zero up to rounding, which the mean of a layer's input would multiply
-            return _affine(_centred(sum(terms[1:], terms[0])), weight, None, shape).to(s.dtype) if terms else None
 
-        grad_s = adjoint((Y, curve.jacobian), (Z, curve.jacobian1), (X, curve.jacobian2))
-        grad_ds = adjoint((Z, curve.jacobian), (X, lambda each: 2 * curve.jacobian1(each)))
-        grad_dds = None if dds is None else adjoint((X, curve.jacobian))
-        grad_weight = None
-        if ctx.needs_input_grad[3]:
-            pairs = [(Y, curve.n), (Z, curve.n1), (X, curve.n2)]
-            grad_weight = sum((_channel_sum(each * n) for each, n in pairs if each is not None), torch.zeros_like(inv))
-        return grad_s, grad_ds, grad_dds, grad_weight, grad_bias, *_REST
+def _value_adjoints(
+    Y: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, inv: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of s, γ and β, where y alone has an adjoint: no tangent is touched."""
+    sum_Y, sum_Yx = _sums(Y, s, mean, inv)
+    return _spread(Y, s, weight, mean, inv, sum_Y, sum_Yx), sum_Yx * inv, sum_Y
 
 
 def _value_and_statistics(
@@ -412,9 +416,43 @@ def _centred(w: Tensor) -> Tensor:
     return w - _channel_mean(w)
 
 
-def _kernels(s: Tensor) -> Any:
+def batch_norm_second(
+    s: Tensor, ds: Tensor, dds: Tensor | None, weight: Tensor | None, mean: Tensor, inv: Tensor, spacing: float, eps: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """ẏ and ÿ; no s̈ is zero."""
+    curve, scale = _Curve.of(s, ds, dds, mean, inv), _times(weight, varying(mean, inv, spacing, eps))
+    dy, ddy = (_affine(n, scale, None, _shape(s)).to(s.dtype) for n in (curve.n1, curve.n2))
+    return dy, ddy
+
+
+def batch_norm_second_adjoints(
+    Y: Tensor | None, Z: Tensor | None, X: Tensor | None, s: Tensor, ds: Tensor, dds: Tensor | None, weight: Tensor | None,
+    mean: Tensor, inv: Tensor, spacing: float, eps: float,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Of s, ṡ, s̈, γ and β."""
+    shape, on = _shape(s), varying(mean, inv, spacing, eps)
+    grad_bias = None if Y is None else _channel_sum(upcast(Y))
+    Y, Z, X = (None if each is None else _centred(each) for each in (Y, Z, X))
+    if on is not None:
+        Z, X = (None if each is None else _affine(each, on, None, shape) for each in (Z, X))
+    curve = _Curve.of(s, ds, dds, mean, inv)
+
+    def adjoint(*parts: tuple[Tensor | None, Callable[[Tensor], Tensor]]) -> Tensor | None:
+        terms = [derivative(each) for each, derivative in parts if each is not None]
+        # its mean is zero up to rounding, which the mean of a layer's input would multiply
+        return _affine(_centred(sum(terms[1:], terms[0])), weight, None, shape).to(s.dtype) if terms else None
+
+    grad_s = adjoint((Y, curve.jacobian), (Z, curve.jacobian1), (X, curve.jacobian2))
+    grad_ds = adjoint((Z, curve.jacobian), (X, lambda each: 2 * curve.jacobian1(each)))
+    grad_dds = None if dds is None else adjoint((X, curve.jacobian))
+    pairs = [(Y, curve.n), (Z, curve.n1), (X, curve.n2)]
+    grad_weight = sum((_channel_sum(each * n) for each, n in pairs if each is not None), torch.zeros_like(inv))
+    return grad_s, grad_ds, grad_dds, grad_weight, grad_bias
+
+
+def _kernels(s: Tensor, name: str = "batch_norm") -> Any:
     """Triton kernels that do the same in fewer passes over memory, where they work; else None."""
-    return kernels("batch_norm", s.dtype, s.device) if s.is_cuda and _in_rows(s) else None
+    return kernels(name, s.dtype, s.device) if s.is_cuda and _in_rows(s) else None
 
 
 def varying(mean: Tensor, inv: Tensor, spacing: float, eps: float) -> Tensor | None:

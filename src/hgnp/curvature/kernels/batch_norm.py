@@ -19,7 +19,7 @@ TILE = 2048  # numbers that a program processes at a time
 
 
 @triton.jit
-def _tile(first, column, rows, channels, ROWS: tl.constexpr):
+def tile_at(first, column, rows, channels, ROWS: tl.constexpr):
     """Where these columns of the next rows lie, and whether they are inside."""
     row = first + tl.arange(0, ROWS)
     here = (row < rows)[:, None] & (column < channels)[None, :]
@@ -27,14 +27,14 @@ def _tile(first, column, rows, channels, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _total(sums, which, column, channels, parts, inside, PARTS: tl.constexpr):
+def total(sums, which, column, channels, parts, inside, PARTS: tl.constexpr):
     part = tl.arange(0, PARTS)
     at = (which * channels + column)[:, None] * parts + part[None, :]
     return tl.sum(tl.load(sums + at, inside[:, None] & (part < parts)[None, :], other=0.0), 1)
 
 
 @triton.jit
-def _varying(mean, inv, spacing, eps):
+def varying_channels(mean, inv, spacing, eps):
     """`norms.varying`; eps is what is taken from 1 / inv² there."""
     return tl.where(spacing * mean * spacing * mean <= 1 / (inv * inv) - eps, 1.0, 0.0)
 
@@ -51,7 +51,7 @@ def _tangent_sums(
     of_ds = tl.zeros((ROWS, COLUMNS), ACC)
     of_dsx = tl.zeros((ROWS, COLUMNS), ACC)
     for first in range(part * ROWS, rows, parts * ROWS):
-        at, here = _tile(first, column, rows, channels, ROWS)
+        at, here = tile_at(first, column, rows, channels, ROWS)
         z = tl.load(ds + at, here, other=0.0).to(ACC)
         of_ds += z
         of_dsx += z * (tl.load(s + at, here, other=0.0).to(ACC) - m)
@@ -65,8 +65,8 @@ def _totals(sums, totals, channels, parts, COLUMNS: tl.constexpr, PARTS: tl.cons
     """Over all parts."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < channels
-    tl.store(totals + column, _total(sums, 0, column, channels, parts, inside, PARTS), inside)
-    tl.store(totals + channels + column, _total(sums, 1, column, channels, parts, inside, PARTS), inside)
+    tl.store(totals + column, total(sums, 0, column, channels, parts, inside, PARTS), inside)
+    tl.store(totals + channels + column, total(sums, 1, column, channels, parts, inside, PARTS), inside)
 
 
 @triton.jit
@@ -77,13 +77,13 @@ def _tangent(
     """varying·γ·inv·P(ṡ)."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < channels
-    at, here = _tile(tl.program_id(0) * ROWS, column, rows, channels, ROWS)
+    at, here = tile_at(tl.program_id(0) * ROWS, column, rows, channels, ROWS)
     i = tl.load(inv + column, inside, other=1.0).to(ACC)
     scale = i
     if has_weight:
         scale = i * tl.load(weight + column, inside, other=0.0).to(ACC)
     m = tl.load(mean + column, inside, other=0.0).to(ACC)
-    scale *= _varying(m, i, spacing, eps)
+    scale *= varying_channels(m, i, spacing, eps)
     shift = tl.load(totals + column, inside, other=0.0) / rows
     slope = tl.load(totals + channels + column, inside, other=0.0) * i * i / rows
     x = tl.load(s + at, here, other=0.0).to(ACC) - m[None, :]
@@ -108,7 +108,7 @@ def _sums(
     of_Zx = tl.zeros((ROWS, COLUMNS), ACC)
     of_Zds = tl.zeros((ROWS, COLUMNS), ACC)
     for first in range(part * ROWS, rows, parts * ROWS):
-        at, here = _tile(first, column, rows, channels, ROWS)
+        at, here = tile_at(first, column, rows, channels, ROWS)
         x = tl.load(s + at, here, other=0.0).to(ACC) - m
         z = tl.load(Z + at, here, other=0.0).to(ACC)
         of_Z += z
@@ -134,11 +134,11 @@ def _factors(
     """What each channel's Y, Z, ṡ, x and 1 are to be multiplied by in the adjoints, and the adjoints of γ and β."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < channels
-    of_Y = _total(sums, 0, column, channels, parts, inside, PARTS)
-    of_Yx = _total(sums, 1, column, channels, parts, inside, PARTS)
-    of_Z = _total(sums, 2, column, channels, parts, inside, PARTS)
-    of_Zx = _total(sums, 3, column, channels, parts, inside, PARTS)
-    covariance = _total(sums, 4, column, channels, parts, inside, PARTS)  # rows·c
+    of_Y = total(sums, 0, column, channels, parts, inside, PARTS)
+    of_Yx = total(sums, 1, column, channels, parts, inside, PARTS)
+    of_Z = total(sums, 2, column, channels, parts, inside, PARTS)
+    of_Zx = total(sums, 3, column, channels, parts, inside, PARTS)
+    covariance = total(sums, 4, column, channels, parts, inside, PARTS)  # rows·c
     i = tl.load(inv + column, inside, other=1.0).to(ACC)
     scale = i
     if has_weight:
@@ -146,7 +146,7 @@ def _factors(
     share = i * i / rows
     ds = tl.load(sum_ds + column, inside, other=0.0).to(ACC)
     by_Z = share * tl.load(sum_dsx + column, inside, other=0.0).to(ACC)  # inv·b
-    varying = _varying(tl.load(mean + column, inside, other=0.0).to(ACC), i, spacing, eps)
+    varying = varying_channels(tl.load(mean + column, inside, other=0.0).to(ACC), i, spacing, eps)
     by_Z *= varying
     of_Zx *= varying
     covariance *= varying
@@ -173,7 +173,7 @@ def _spread(
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < channels
-    at, here = _tile(tl.program_id(0) * ROWS, column, rows, channels, ROWS)
+    at, here = tile_at(tl.program_id(0) * ROWS, column, rows, channels, ROWS)
     x = tl.load(s + at, here, other=0.0).to(ACC) - tl.load(mean + column, inside, other=0.0).to(ACC)[None, :]
     z = tl.load(Z + at, here, other=0.0).to(ACC)
     known = factors + column
@@ -191,7 +191,7 @@ def _spread(
     tl.store(grad_ds + at, (scale * (z - shift - x * by_ds)).to(grad_ds.dtype.element_ty), here)
 
 
-def _tiles(s: Tensor, channels: int) -> tuple[int, int, int, int, int]:
+def tiling(s: Tensor, channels: int) -> tuple[int, int, int, int, int]:
     """Rows of s; columns and rows that a program processes at a time; how many programs share the columns, and a channel."""
     rows = s.numel() // channels
     columns = min(64, max(16, triton.next_power_of_2(channels)))
@@ -205,7 +205,7 @@ def tangent(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """varying·γ·inv·P(ṡ), Σṡ and Σṡx. s and ṡ lie densely in memory, with the channels last."""
     channels = s.shape[1]
-    rows, columns, tile, blocks, parts = _tiles(s, channels)
+    rows, columns, tile, blocks, parts = tiling(s, channels)
     wide: Any = tl.float64 if mean.dtype == torch.float64 else tl.float32
     sums, totals = mean.new_empty(2, channels, parts), mean.new_empty(2, channels)
     out, sizes = torch.empty_like(ds), {"ACC": wide, "ROWS": tile, "COLUMNS": columns, "num_warps": 8}
@@ -225,7 +225,7 @@ def adjoints(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Of s, ṡ, γ and β. All of s, ṡ, Y and Z lie densely in memory, with the channels last."""
     channels = s.shape[1]
-    rows, columns, tile, blocks, parts = _tiles(s, channels)
+    rows, columns, tile, blocks, parts = tiling(s, channels)
     wide: Any = tl.float64 if mean.dtype == torch.float64 else tl.float32
     sums = torch.empty(5, channels, parts, dtype=mean.dtype, device=s.device)
     factors = torch.empty(9, channels, dtype=mean.dtype, device=s.device)
