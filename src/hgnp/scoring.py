@@ -141,9 +141,11 @@ def compute_scores(
     coupling: CouplingMode,
     graphs: bool = True,
     loss_needs_training_mode: bool | None = None,
+    check: "SampleCheck | None" = None,
 ) -> Scores:
     """`sensitivity` with validated arguments. With `graphs`, batches on a GPU come from CUDA graphs where they can.
-    `loss_needs_training_mode`: whether the network returns what the loss takes in training mode only; None: find out."""
+    `loss_needs_training_mode`: whether the network returns what the loss takes in training mode only; None: find out.
+    `check`: what earlier calls found out about the same network, perhaps with more neurons."""
     reducer, net = step.reducer, neurons.net
     average_statistics(reducer, net)
     if criterion in WEIGHT_SCORES:
@@ -155,7 +157,10 @@ def compute_scores(
         # a graph holds no sums over ranks
         capture = make_capture(net) if graphs and not loss_needs_training_mode and reducer.ranks == 1 else None
         with evaluating(net, loss_needs_training_mode=loss_needs_training_mode), torch.enable_grad():
-            raw = _means(step, state, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture)
+            raw = _means(
+                step, state, gates, batches, mu, signed=criterion == "taylor_sum", capture=capture,
+                check=check or SampleCheck(),
+            )  # fmt: skip
     has_gate = {layer: (indices < gates.count) for layer, indices in gates.layer_units.items()}
     free = normalised(
         {layer: raw[indices[has_gate[layer]].to(raw.device)] for layer, indices in gates.layer_units.items()}
@@ -165,6 +170,17 @@ def compute_scores(
         scores[layer] = values.max().repeat(len(has_gate[layer]))
         scores[layer][has_gate[layer].to(raw.device)] = values
     return _from_rank_zero(reducer, scores)
+
+
+@dataclasses.dataclass
+class SampleCheck:
+    """What one batch of at least two samples tells of a network's forward pass. It takes longer than the scores themselves, and
+    holds for the rest of a run: no removal makes samples mix."""
+
+    independent: bool | None = None
+    """Whether closing a sample's gates changes that sample alone; None: not known yet."""
+    draws: bool = False
+    """Whether it draws random numbers in evaluation mode."""
 
 
 def _from_rank_zero(reducer: Reducer, scores: Scores) -> Scores:
@@ -218,6 +234,7 @@ def _means(
     *,
     signed: bool,
     capture: CaptureContext | None,
+    check: SampleCheck,
 ) -> Tensor:
     """mean_i |δ_i|, or |mean_i δ_i|, of every unit."""
     pairs = _pairs(batches)
@@ -227,10 +244,20 @@ def _means(
     state = dataclasses.replace(state)  # n and w of the batches that are scored
     step.share(state, inputs, target)
     gates, before = gates.to(x.device), RandomState(*step.net.parameters())
+
+    def samples_come_first(inputs: Any, x: Tensor) -> bool:
+        """As `check` knows, or finds out by a batch of several samples: a single one shows nothing."""
+        if check.independent is not None:
+            return check.independent
+        found = _samples_come_first(step, gates, inputs, x)
+        check.draws = not before.unchanged()
+        check.independent = found if state.most_samples > 1 else None
+        return found
+
     with _explained(step, inputs, target):
-        per_sample, shown = _samples_come_first(step, gates, inputs, x), state.most_samples > 1
+        per_sample = samples_come_first(inputs, x)
     mu = state.mu if mu is None else mu
-    if not before.unchanged() or (mu and step.choices.fisher_type == "mc"):
+    if check.draws or (mu and step.choices.fisher_type == "mc"):
         capture = None  # a graph would draw the same at every replay
 
     def work(block: Block | WholeNetwork | None, batch: Any) -> Tensor:
@@ -240,11 +267,11 @@ def _means(
     normalisers: list[Tensor] = []
 
     def summed(inputs: Any, target: Any, x: Tensor) -> Tensor:
-        nonlocal per_sample, shown
+        nonlocal per_sample
         with _explained(step, inputs, target):
             step.share(state, inputs, target)
-            if not shown and state.most_samples > 1:  # the batches before had a single sample, which shows nothing
-                per_sample, shown = _samples_come_first(step, gates, inputs, x), True
+            if state.most_samples > 1:  # the batches before may have had a single sample
+                per_sample = samples_come_first(inputs, x)
             (normaliser,) = step.reducer.sum([step.own_normaliser(inputs, target)])
             normalisers.append(normaliser)
             return weighted(sums(inputs, target), normaliser)

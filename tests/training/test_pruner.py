@@ -25,7 +25,7 @@ from hgnp.training.measure import Measurements
 from hgnp.training.pruner import Pruner
 from hgnp.training.task import CallbackState
 from hgnp.training.trainer import Trainer
-from train_cases import StopError, loaders, made, recipe
+from train_cases import Net, StopError, loaders, made, recipe
 
 
 def test_a_target_that_the_method_cannot_meet_is_refused_before_training() -> None:
@@ -316,3 +316,28 @@ def test_a_head_fits_into_a_round_of_fewer_neurons_than_it_has_rows() -> None:
     assert result.history[0]["widths"] == {"attn": heads}
     assert heads == 3  # of 60 rows each: 3 leave 39 % of the parameters
     assert net.attn.qkv.weight.shape == (3 * 20 * heads, 6)
+
+
+def test_rounds_after_the_first_score_by_one_forward_pass() -> None:
+    """Whether samples mix is found out once for a run."""
+    passes: list[int] = []
+
+    class Counting(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training and type(x) is Tensor and len(x) == 24:  # a batch of the scores
+                passes[-1] += 1
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    net = Counting()
+    train, _ = loaders()
+
+    def on_epoch(state: Any) -> bool:
+        passes.append(0)
+        return len(passes) == 5
+
+    passes.append(0)
+    given = recipe(method="taylor", warmup_epochs=1, neurons_per_round=2)
+    hgnp.prune(net, train, recipe=given, on_epoch=on_epoch, verbose=False)
+    assert passes[1] == 2  # one to see whether samples mix
+    assert passes[2:4] == [1, 1]

@@ -17,7 +17,7 @@ from hgnp.pruning import Neurons, Preview, Scores, Selection
 from hgnp.pruning.importance import WEIGHT_SCORES
 from hgnp.pruning.limits import values_of
 from hgnp.recipe import Method, Recipe
-from hgnp.scoring import Criterion, compute_scores
+from hgnp.scoring import Criterion, SampleCheck, compute_scores
 
 SEARCH_BELOW = 12  # sizes tried below the bisected one
 METHOD_CRITERION: dict[Method, Criterion] = {
@@ -49,6 +49,7 @@ class Pruner:
         self.step, self.state = step, state
         self.at_start = at_start
         self.also, self.loss_needs_training_mode = also, loss_needs_training_mode
+        self._check = SampleCheck()
 
     @property
     def left(self) -> float:
@@ -129,7 +130,7 @@ class Pruner:
         scores = compute_scores(
             self.neurons, batches, self.step, self.state, mu=mu, coupling=coupling,
             criterion=self._criterion, graphs=self.recipe.execution != "eager",
-            loss_needs_training_mode=self.loss_needs_training_mode,
+            loss_needs_training_mode=self.loss_needs_training_mode, check=self._check,
         )  # fmt: skip
         selection = self._agreed(partial(self._chosen, scores))
         return self.neurons.remove(selection, self.optimizer, also=self.also).taken if selection else 0
