@@ -1,4 +1,4 @@
-# make demo, make test: both set up .venv first; a second call starts at once unless
+# make demo, make test, make docs: all set up .venv first; a second call starts at once unless
 # pyproject.toml or constraints.txt changed.
 PYTHON ?= python3
 VENV := .venv
@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types check bench-env clean
+.PHONY: help demo test lint types check docs bench-env clean
 
 help:
 	@echo "make demo    train a network on handwritten digits, prune it to 5 % of its parameters, and time both"
 	@echo "make test    lint, types and the whole test suite"
+	@echo "make docs    the documentation site, in site/: runs the examples, and fails on any warning"
 	@echo "make clean   remove .venv and caches"
 
 $(BIN)/python:
@@ -22,6 +23,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/.installed
 	$(PIP) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/.installed
+	$(PIP) --editable '.[docs]'
 	@touch $@
 
 $(VENV)/.installed-bench: pyproject.toml constraints.txt | $(VENV)/.installed-test
@@ -45,7 +50,14 @@ types: $(VENV)/.installed-test
 check: $(VENV)/.installed-test
 	$(BIN)/pytest --numprocesses 2 --dist worksteal
 
+# the source folder is the repository, so that links between pages, reports and source files are those of the repository
+docs: $(VENV)/.installed-docs
+	@mkdir -p docs/generated
+	$(BIN)/typer hgnp.cli utils docs --name hgnp --title "Command line" --output docs/generated/commands.md
+	OMP_NUM_THREADS=1 $(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . site
+	@echo "site/docs/index.html"
+
 bench-env: $(VENV)/.installed-bench
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) site docs/gallery docs/generated .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -92,7 +92,7 @@ def sensitivity(
             weights), or by their samples for any other loss. Each batch has its own penalty.
         loss: Any loss(output, target) that is a mean. With `flatness`, its loss is used instead.
         flatness: Scores L = C + μ·max(0, q − B), with its loss and output. None scores C alone.
-        criterion: "taylor" is the mean of |δ| over samples, "taylor_sum" |the mean of δ|; "l1", "l2", "bn_scale",
+        criterion: "taylor" is the mean of `|δ|` over samples, "taylor_sum" `|mean of δ|`; "l1", "l2", "bn_scale",
             "geometric_median" and "random" depend on weights alone.
         output: Picks the logits from what the network returns. With `flatness`, its output is used instead.
         mu: μ in the scores, with `flatness` only. None: that of `flatness`.
