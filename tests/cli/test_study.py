@@ -69,13 +69,15 @@ set: {recipe.lr: 0.02}
 RUNS = ["tiny-hgnp-0", "tiny-plain-0", "tiny-diverges-0"]
 
 
-def start(*arguments: str) -> "subprocess.Popen[str]":
+def start(*arguments: str, in_background: bool = False) -> "subprocess.Popen[str]":
+    """The command in a process; in the background of a shell script, where SIGINT is ignored."""
     return subprocess.Popen(
         [sys.executable, "-m", "hgnp", "study", *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if in_background else None,
     )
 
 
@@ -206,7 +208,7 @@ def test_a_study_that_is_killed_ends_its_runs_and_the_same_command_resumes_them(
     hold, out = study / "hold", tmp_path / "out"
     command = [str(study / "small.yaml"), "--out", str(out), "--device", "cpu", "--methods", "hgnp,plain"]
     hold.touch()
-    process = start(*command, "--jobs", "2")
+    process = start(*command, "--jobs", "2", in_background=True)
     wait_for(lambda: rows(out / RUNS[0]) and rows(out / RUNS[1]), process)
     begun = children(process)
     process.kill()

@@ -79,10 +79,12 @@ def _gpus() -> list[str]:
     return named[:count]
 
 
-def _end_with_parent() -> None:
-    """In the child on Linux: a study that is killed interrupts its runs, which would go on and hold their folders."""
-    assert LIBC is not None
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGINT)
+def _interruptible() -> None:
+    """In the child on POSIX: the study stops its runs by SIGINT, also where it ignores that signal itself, as in the background
+    of a shell script. On Linux a study that is killed does so too: its runs would go on and hold their folders."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if LIBC is not None:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGINT)
 
 
 class _Job:
@@ -105,7 +107,7 @@ class _Job:
             process_group=0
             if os.name == "posix"
             else None,  # a terminal's Ctrl-C reaches this process alone, which forwards it once
-            preexec_fn=_end_with_parent if LIBC is not None else None,
+            preexec_fn=_interruptible if os.name == "posix" else None,
         )
 
     def outcome(self) -> RunOutcome | None:
