@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from command import call
+from hgnp.cli.study import StudyLines
+from hgnp.experiments import study_plan
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds its children in Linux' /proc")
 
@@ -267,3 +269,23 @@ def test_finished_runs_are_recognised_without_their_weights_and_others_are_refus
     assert f"{RUNS[1]} must hold a run of hgnp run, got one without config.yaml" in capsys.readouterr().err
     before[RUNS[1]].pop("config.yaml")
     assert before == {name: times(tmp_path / "x" / name) for name in RUNS[:2]}
+
+
+def test_without_a_terminal_a_study_prints_each_running_run_s_epoch_and_time_left(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = study_plan.read(study / "small.yaml").runs(device="cpu", methods=["hgnp", "plain"])
+    logs, stream, line = (
+        tmp_path / "logs",
+        io.StringIO(),
+        "epoch   4 prune     loss 1.0986  kept 81.0%  2.0 s  9 s left",
+    )
+    logs.mkdir()
+    (logs / f"{RUNS[0]}.log").write_text(f"$ hgnp run tiny.yaml\ntiny: hgnp\n{line}\n")
+    (logs / f"{RUNS[1]}.log").write_text("$ hgnp run tiny.yaml\n")
+    shown = StudyLines(tmp_path, 2, 0, stream)
+    shown.tick(planned)
+    assert stream.getvalue() == ""
+    monkeypatch.setattr("hgnp.cli.study.MINUTE", 0.0)
+    shown.tick(planned)
+    assert stream.getvalue().splitlines() == [f"{RUNS[0]}: {line}", f"{RUNS[1]}: starting"]

@@ -160,11 +160,15 @@ def create_display(
     return (StudyTable if sys.stderr.isatty() else StudyLines)(out, len(planned), finished, stream)
 
 
+MINUTE = 60.0  # seconds between two lines about a run
+
+
 class StudyLines:
-    """Prints one line per run that ends."""
+    """Prints one line per run that ends, and every minute the last line of each running run's log: its epoch and time left."""
 
     def __init__(self, out: Path, total: int, done: int, stream: Any) -> None:
         self.out, self.total, self.done, self.stream = out, total, done, stream
+        self.shown = time.monotonic()
 
     def __enter__(self) -> None: ...
 
@@ -172,7 +176,14 @@ class StudyLines:
 
     def started(self, run: "PlannedRun") -> None: ...
 
-    def tick(self, running: Sequence["PlannedRun"]) -> None: ...
+    def tick(self, running: Sequence["PlannedRun"]) -> None:
+        from hgnp.experiments.study_runs import last_line
+
+        if time.monotonic() - self.shown < MINUTE:
+            return
+        self.shown = time.monotonic()
+        for run in running:
+            self.line(f"{run.name}: {last_line(self.out, run)}")
 
     def ended(self, outcome: "RunOutcome") -> None:
         from hgnp.progress import format_duration
@@ -195,7 +206,7 @@ class StudyTable(StudyLines):
         super().__init__(out, total, done, stream)
         self.live = Live(console=Console(stderr=True), transient=True, auto_refresh=False)
         self.start_times: dict[str, float] = {}
-        self.shown = 0.0
+        self.shown = 0.0  # at once
 
     def __enter__(self) -> None:
         self.live.start()

@@ -192,6 +192,14 @@ class _Interrupts:
             signal.signal(number, handler)
 
 
+def last_line(out: Path, run: PlannedRun) -> str:
+    """The last line of a run's log; before its first, that it is starting."""
+    with (out / "logs" / f"{run.name}.log").open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL))
+        lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    return "starting" if not lines or lines[-1].startswith("$ ") else lines[-1].strip()
+
+
 def last_row(folder: Path) -> dict[str, Any] | None:
     """The last line of a run's metrics.jsonl, read from the end; None if there is none yet."""
     try:
