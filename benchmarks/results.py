@@ -127,6 +127,12 @@ EARLIER = {"cifar10-best-no-cutout": "without cutout"}
 OURS = ("cifar10-best", "cifar10-rivals", *EARLIER)
 
 
+def study_of(folder: Path) -> str:
+    """The name of the folder that holds a run's folder; a snapshot is its run's."""
+    run = folder.parents[1] if folder.parent.name == "snapshots" else folder
+    return run.parent.name
+
+
 def entries(root: Path) -> list[Entry]:
     """Every finished run below `root`, except for those on the paper's other data; a run's study is its folder's parent."""
     found = []
@@ -161,7 +167,7 @@ def entries(root: Path) -> list[Entry]:
             if each["metric"] is not None
         ]
         name = str(run.info.get("name") or run.info.get("model"))
-        study = file.parent.parent.name
+        study = study_of(file.parent)
         if study == "holdout":  # settings that are compared have one name and seed
             name = f"{name} ({file.parent.name})"
         elif study in EARLIER:
@@ -428,17 +434,19 @@ def _robustness(root: Path) -> list[str]:
     lines, files = ["## Where flatness could help", ""], sorted(root.rglob("robustness.json"))
     if not files:
         return [*lines, *_missing("robustness")]
-    made: dict[tuple[str, str, float], list[dict[str, float]]] = {}
+    made: dict[tuple[str, str, str, float], list[dict[str, float]]] = {}
     for file in files:
         facts = json.loads(file.read_text())
-        made.setdefault((facts["network"], facts["method"], facts["kept_asked"]), []).append(facts["accuracy"])
+        key = study_of(file.parent), facts["network"], facts["method"], facts["kept_asked"]
+        made.setdefault(key, []).append(facts["accuracy"])
     names = list(dict.fromkeys(name for each in made.values() for facts in each for name in facts))
     rows = []
-    for (network, method, kept), each in made.items():
+    for (study, network, method, kept), each in made.items():
         values = [[facts[name] for facts in each if name in facts] for name in names]
         cells = [_percent(statistics.mean(value) if value else None, 1) for value in values]
-        rows.append([f"{network}, {method}, κ {100 * kept:g} %", str(len(each)), *cells])
-    return [*lines, "Mean accuracy over seeds, %.", "", *_table(" | ".join(["network", "seeds", *names]), rows)]
+        rows.append([study, f"{network}, {method}, κ {100 * kept:g} %", str(len(each)), *cells])
+    head = " | ".join(["study", "network", "seeds", *names])
+    return [*lines, "Mean accuracy over seeds, %.", "", *_table(head, rows, left=2)]
 
 
 def _penalty(root: Path) -> list[str]:

@@ -155,9 +155,13 @@ def main() -> None:
         made = reload.experiment(folder, given.data, given.device)
         torch.manual_seed(0)  # the same training batches for every network
         run, net = runs.read(folder), made.net.to(given.device)
-        asked = run.result["target"]["asked"] if run.result else run.recipe["keep"]
+        assert run.result is not None
+        method, asked = run.method, run.result["target"]["asked"]
+        if (folder / "rival.json").is_file():  # another library has pruned it before this run fine-tuned it
+            rival = json.loads((folder / "rival.json").read_text())
+            method, asked = rival["method"], rival["asked"]
         facts = {
-            "network": run.info.get("name") or reload.config_of(folder).name, "method": run.method, "seed": run.seed,
+            "network": run.info.get("name") or reload.config_of(folder).name, "method": method, "seed": run.seed,
             "kept_asked": asked, "accuracy": measure(net, made.train, made.val),
         }  # fmt: skip
         write(folder / "robustness.json", json.dumps(facts, indent=1) + "\n")

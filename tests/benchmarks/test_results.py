@@ -108,6 +108,17 @@ def test_runs_on_other_data_are_left_out_and_two_runs_of_one_seed_are_refused(tm
         results.grouped(results.entries(root))
 
 
+def test_robustness_of_one_method_in_two_studies_has_two_rows(tmp_path: Path) -> None:
+    places = {"cifar10-best/a": 0.9, "cifar10-rivals/a": 0.8, "cifar10-rivals/b/snapshots/0.05": 0.6}
+    for place, clean in places.items():
+        facts = {"network": results.VGG, "method": "taylor", "kept_asked": 0.05, "accuracy": {"clean": clean}}
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "robustness.json").write_text(json.dumps(facts))
+    text, _ = results.page(tmp_path, tmp_path / "results.md", "")
+    assert f"| cifar10-best | {results.VGG}, taylor, κ 5 % | 1 | 90.0 |" in text
+    assert f"| cifar10-rivals | {results.VGG}, taylor, κ 5 % | 2 | 70.0 |" in text
+
+
 def test_held_out_accuracies_are_not_among_those_of_the_test_set(tmp_path: Path) -> None:
     for setting in ("long", "short"):
         write_run(tmp_path / "results" / "holdout" / setting, name=results.VGG, method="taylor", keep=0.05)

@@ -57,7 +57,9 @@ def test_a_rivals_networks_are_fine_tuned_measured_and_shown(
     monkeypatch.setattr(robustness, "CUTS", (0.5,))
     monkeypatch.setattr(sys, "argv", ["robustness.py", str(found[0])])
     robustness.main()
-    facts = json.loads((found[0] / "robustness.json").read_text())["accuracy"]
+    whole = json.loads((found[0] / "robustness.json").read_text())
+    assert (whole["method"], whole["kept_asked"], whole["seed"]) == ("torch-pruning", 0.8, 1)
+    facts = whole["accuracy"]
     assert list(facts)[:3] == ["clean", "noise 1", "noise 2"]
     assert {"4-bit", "4-bit, recalibrated", "cut to 50%", "cut to 50%, recalibrated"} <= facts.keys()
     assert all(0 <= value <= 1 for value in facts.values())
@@ -65,7 +67,8 @@ def test_a_rivals_networks_are_fine_tuned_measured_and_shown(
         json.loads((found[0] / "result.json").read_text())["after"]["metric"], abs=5e-3
     )
     text, _ = results.page(tmp_path / "results", tmp_path / "results.md", "x")
-    assert "| network | seeds | clean | noise 1 |" in text
+    assert "| study | network | seeds | clean | noise 1 |" in text
+    assert "| cifar10-rivals | demo, torch-pruning, κ 80 % | 1 |" in text
 
 
 def test_corruptions_do_what_they_say() -> None:
