@@ -125,6 +125,7 @@ OTHER_DATA = ("flowers102", "cub200")
 EARLIER = {"cifar10-best-no-cutout": "without cutout"}
 """Folders with runs of our recipes from before a preset changed, and what was different. Endpoints leave them out."""
 OURS = ("cifar10-best", "cifar10-rivals", *EARLIER)
+NARROW = "-narrow"
 
 
 def study_of(folder: Path) -> str:
@@ -134,17 +135,27 @@ def study_of(folder: Path) -> str:
 
 
 def entries(root: Path) -> list[Entry]:
-    """Every finished run below `root`, except for those on the paper's other data; a run's study is its folder's parent."""
-    found = []
+    """Every finished run below `root`, except for those on the paper's other data and for flatness_penalty.py's, which its
+    records describe; a run's study is its folder's parent."""
+    finished: list[tuple[Path, runs.Run]] = []
     for file in sorted(root.rglob("result.json")):
-        if "snapshots" in file.parts or not (file.parent / "run.json").is_file():
+        study = study_of(file.parent)
+        if "snapshots" in file.parts or study == "flatness_penalty" or not (file.parent / "run.json").is_file():
             continue
-        run = runs.read(file.parent)
         config = file.parent / "config.yaml"
-        if config.is_file() and yaml.safe_load(config.read_text(encoding="utf-8"))["data"] in OTHER_DATA:
-            continue
+        if config.is_file():
+            settings = yaml.safe_load(config.read_text(encoding="utf-8"))
+            if settings["data"] in OTHER_DATA:
+                continue
+            _check_data(file.parent, settings.get("data_args") or {})
+        finished.append((file, runs.read(file.parent)))
+    starts = {(study_of(file.parent), run.info.get("name")): run.info["at_start"] for file, run in finished}
+    found = []
+    for file, run in finished:
         assert run.result is not None
         after, start = run.result["after"], run.info["at_start"]
+        if (name := str(run.info.get("name"))).endswith(NARROW):  # its share is that of the network that was narrowed
+            start = starts.get((study_of(file.parent), name.removesuffix(NARROW)), start)
         if after["metric"] is None:
             continue
         method, full, kept = run.method, start["macs"], after["parameters"] / start["parameters"]
@@ -174,6 +185,15 @@ def entries(root: Path) -> list[Entry]:
             name = f"{name} ({EARLIER[study]})"
         found.append(Entry(study, name, method, run.seed or 0, tuple(points), full))
     return found
+
+
+def _check_data(folder: Path, data_args: Mapping[str, object]) -> None:
+    """ValueError for a run whose accuracy would be shown as that of other images."""
+    holdout = data_args.get("holdout") or 0
+    if bool(holdout) != (study_of(folder) == "holdout"):
+        raise ValueError(
+            f"{folder} must lie in a folder named holdout if and only if it holds out images, got {holdout=}"
+        )
 
 
 @dataclass(frozen=True)
@@ -512,13 +532,12 @@ def _chart(groups: Sequence[Group], against: str) -> charts.Chart:
     series: list[charts.Series] = []
     made: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for group in groups:
-        if group.asked == 1 and "narrow" not in group.network:
+        if group.asked == 1 and not group.network.endswith(NARROW):
             continue
+        name = group.network.replace("-cifar10", "") + (" (one schedule)" if group.study == "cifar10-rivals" else "")
         points = list(group.points.values())
         x = statistics.mean(point.kept if against == "kept" else point.macs / group.full for point in points)
-        made.setdefault((group.network.replace("-cifar10", ""), group.method), []).append(
-            (x, statistics.mean(point.accuracy for point in points))
-        )
+        made.setdefault((name, group.method), []).append((x, statistics.mean(point.accuracy for point in points)))
     for (network, method), points in made.items():
         xs, ys = zip(*sorted(points), strict=True)
         series.append(charts.Series(f"{network}, {method}", xs, ys, len(series)))

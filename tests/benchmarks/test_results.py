@@ -119,6 +119,46 @@ def test_robustness_of_one_method_in_two_studies_has_two_rows(tmp_path: Path) ->
     assert f"| cifar10-rivals | {results.VGG}, taylor, κ 5 % | 2 | 70.0 |" in text
 
 
+def test_a_narrowed_network_has_the_share_of_the_network_that_was_narrowed(tmp_path: Path) -> None:
+    best = tmp_path / "cifar10-best"
+    write_run(best / "vgg", name=results.VGG, method="taylor", keep=0.05)
+    narrow = write_run(best / "narrow", name=f"{results.VGG}-narrow", method="taylor", keep=1.0)
+    for file, key in (("run.json", "at_start"), ("result.json", "after")):
+        facts = json.loads((narrow / file).read_text())
+        facts[key] |= {"macs": 6_000_000, "parameters": 200_000}
+        (narrow / file).write_text(json.dumps(facts))
+    text, drawn = results.page(tmp_path, tmp_path / "results.md", "")
+    assert next(line for line in text.splitlines() if line.startswith(f"| {results.VGG}-narrow, taylor")).endswith(
+        "| 20.00 | 200,000 | 6.0 M | 20.0 | 16 |"
+    )
+    shown = [next(each for each in chart.series if each.label == "vgg16-best-narrow, taylor") for chart in drawn]
+    assert [list(each.x) for each in shown] == [[0.2], [0.2]]
+
+
+def test_one_method_in_two_studies_has_two_lines_in_the_figures(tmp_path: Path) -> None:
+    for study in ("cifar10-best", "cifar10-rivals"):
+        write_run(tmp_path / study / "vgg", name=results.VGG, method="taylor", keep=0.05)
+    _, drawn = results.page(tmp_path, tmp_path / "results.md", "")
+    lines = {each.label: len(each.x) for each in drawn[0].series if "others" not in each.label}
+    assert lines == {"vgg16-best, taylor": 1, "vgg16-best (one schedule), taylor": 1}
+
+
+def test_trainings_of_the_penalty_s_diagnostics_are_not_among_the_results(tmp_path: Path) -> None:
+    for variant in ("a", "b"):
+        write_run(tmp_path / "flatness_penalty" / variant, name=results.VGG, method="hgnp", keep=1.0)
+    assert results.entries(tmp_path) == []
+
+
+@pytest.mark.parametrize(("place", "holdout"), [("cifar10-best", 5000), ("holdout", 0)])
+def test_accuracies_on_other_images_than_the_page_says_are_refused(tmp_path: Path, place: str, holdout: int) -> None:
+    folder = write_run(tmp_path / place / "vgg", name=results.VGG, method="taylor", keep=0.05)
+    (folder / "config.yaml").write_text(f"data: cifar10\ndata_args: {{holdout: {holdout}}}\n")
+    with pytest.raises(
+        ValueError, match=f"vgg must lie in a folder named holdout if and only if .* got holdout={holdout}"
+    ):
+        results.entries(tmp_path)
+
+
 def test_held_out_accuracies_are_not_among_those_of_the_test_set(tmp_path: Path) -> None:
     for setting in ("long", "short"):
         write_run(tmp_path / "results" / "holdout" / setting, name=results.VGG, method="taylor", keep=0.05)
