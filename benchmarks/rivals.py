@@ -3,21 +3,21 @@
     python benchmarks/rivals.py --data DIR --device cuda --out results/cifar10-rivals [--seeds 0,1,2] [--keep 0.1,0.05]
 
 The same network, data, loss, optimizer and schedule as the study: warm-up, then a round and an epoch at the peak learning rate
-until at most `keep` of the parameters is left, then the fine-tuning with its cosine. A round is `GroupNormPruner.step()`: group
-L2 norms over the whole network, widths in multiples of 8. Its sparsity regularisation is not used, as the other methods have
-none. Torch-Pruning leaves the optimizer with dead parameters: it starts without momentum after every round, as its own
-examples do. Epochs run on hgnp's executor, so that times can be compared.
+until at most `keep` of the parameters is left, then the fine-tuning with its cosine. A round is a step of `GroupNormPruner`:
+group L2 norms over the whole network, widths in multiples of 8; the last one removes as few channels as the target needs. Its
+sparsity regularisation is not used, as the other methods have none. Torch-Pruning leaves the optimizer with dead parameters: it
+starts without momentum after every round, as its own examples do. Epochs run on hgnp's executor, so that times can be compared.
 
 OUT/vgg16-cifar10-torch-pruning-KEEP-SEED is the run folder of the fine-tuning, with rival.json beside it. The state before the
 fine-tuning is kept there too: the same command continues after an interruption.
 """
 
 import argparse
+import copy
 import dataclasses
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,12 +27,10 @@ from hgnp.experiments import studies
 from hgnp.experiments.build import Experiment, network, prepare
 from hgnp.experiments.config import Config
 from hgnp.io.atomic import write
-from hgnp.progress import SilentProgress
+from hgnp.progress import LineProgress, SilentProgress
 from hgnp.train import prune_and_report
 
 METHOD = "torch-pruning"
-ROUNDS, LAST = 20, 0.95
-"""Steps in which its pruner would remove `LAST` of the channels: about 200 of VGG-16's 4,224 per round, as in the study."""
 
 
 def configuration(seed: int, data: str | None, device: str, settings: list[str]) -> Config:
@@ -66,21 +64,46 @@ def train(
         recipe, keep=1.0, warmup_epochs=0, finetune_epochs=epochs, snapshots=(), round_to=1, measure="none",
         schedule="constant" if out is None else recipe.schedule, seed=None if out is None else recipe.seed,
     )  # fmt: skip
-    val = None if out is None else made.val
+    val, progress = (None, SilentProgress()) if out is None else (made.val, LineProgress())
     return prune_and_report(
-        made.net, made.train, val, recipe=recipe, out=out, resume=resume, progress=SilentProgress(),
+        made.net, made.train, val, recipe=recipe, out=out, resume=resume, progress=progress,
         about=None if out is None else made.about, **made.options,
     )  # fmt: skip
 
 
-def pruner_of(net: nn.Module, example: torch.Tensor, round_to: int) -> Any:
+def channels(net: nn.Module) -> int:
+    return sum(layer.out_channels for layer in net.modules() if isinstance(layer, nn.Conv2d))
+
+
+def remove(net: nn.Module, example: torch.Tensor, round_to: int, count: int) -> None:
+    """Removes the `count` least important channels, and more where a layer's width would be no multiple of `round_to`."""
     import torch_pruning as tp  # benchmarks only
 
     last = [layer for layer in net.modules() if isinstance(layer, nn.Linear)][-1]
-    return tp.pruner.GroupNormPruner(
-        net, example, importance=tp.importance.GroupMagnitudeImportance(p=2), global_pruning=True, pruning_ratio=LAST,
-        iterative_steps=ROUNDS, ignored_layers=[last], round_to=round_to,
-    )  # fmt: skip
+    tp.pruner.GroupNormPruner(
+        net, example, importance=tp.importance.GroupMagnitudeImportance(p=2), global_pruning=True,
+        pruning_ratio=count / channels(net), ignored_layers=[last], round_to=round_to,
+    ).step()  # fmt: skip
+
+
+def after_round(net: nn.Module, example: torch.Tensor, round_to: int, count: int, target: float) -> nn.Module:
+    """A copy without `count` channels, or without as few as leave at most `target` parameters."""
+
+    def cut(count: int) -> nn.Module:
+        other = copy.deepcopy(net)
+        remove(other, example, round_to, count)
+        return other
+
+    found = cut(count)
+    low, high = 1, count if sizes(found, example)[0] < target else 1
+    while low < high:
+        middle = (low + high) // 2
+        other = cut(middle)
+        if sizes(other, example)[0] <= target:
+            high, found = middle, other
+        else:
+            low = middle + 1
+    return found
 
 
 def run(keep: list[float], seed: int, given: argparse.Namespace) -> None:
@@ -96,15 +119,17 @@ def run(keep: list[float], seed: int, given: argparse.Namespace) -> None:
     full = sizes(net, example)
     if not all((place / "pruned.safetensors").is_file() for place in places.values()):
         train(made, recipe, recipe.warmup_epochs)
-        pruner, rounds = pruner_of(net, example, recipe.round_to), 0
+        rounds, excess = 0, 0  # rounding to multiples removes more than was asked for; the next round removes fewer
         for each in sorted(keep, reverse=True):
             while (now := sizes(net, example))[0] > each * full[0]:
-                if rounds == ROUNDS:
-                    raise SystemExit(
-                        f"{METHOD} has left {now[0] / full[0]:.1%} after {ROUNDS} rounds; {each:.1%} was asked for"
-                    )
-                pruner.step()
-                rounds += 1
+                before, count = channels(net), recipe.neurons_per_round - excess
+                if count > 0:
+                    net = after_round(net, example, recipe.round_to, count, each * full[0])
+                removed = before - channels(net)
+                if removed == excess == 0:
+                    raise SystemExit(f"{METHOD} stays at {now[0] / full[0]:.1%}; {each:.1%} was asked for")
+                excess, rounds = max(0, removed - count), rounds + 1
+                made = dataclasses.replace(made, net=net)
                 train(made, recipe, 1)
             places[each].mkdir(parents=True, exist_ok=True)
             facts = {
