@@ -112,6 +112,15 @@ def test_help_and_presets_do_not_wait_for_torch(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_runs_do_not_wait_for_scikit_learn_unless_they_need_it() -> None:
+    code = (
+        "import sys\nimport hgnp.experiments.data, hgnp.reporting.page.run_page, hgnp.train\n"
+        "assert 'sklearn' not in sys.modules, 'scikit-learn was imported'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "hgnp"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,6 @@
 """Scikit-learn's handwritten digits: small, and available without a download."""
 
 import torch
-from sklearn.datasets import load_digits
 
 from hgnp.experiments.data.loader import Data, InMemorySource, Loader, subset_indices
 from hgnp.train import as_device
@@ -14,6 +13,8 @@ def digits(
     *, batch: int, device: str | torch.device = "cpu", limit: int | None = None, drop_last: bool = False
 ) -> Data:
     """1,347 training and 450 validation images of 8 px and one channel, always the same split. No flips."""
+    from sklearn.datasets import load_digits  # takes a second to import, which runs on other data need not wait for
+
     where = as_device(device)
     bunch = load_digits()
     images = torch.tensor(bunch.images).to(torch.uint8).unsqueeze(1)
