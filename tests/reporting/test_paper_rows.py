@@ -55,6 +55,15 @@ def test_a_curve_that_is_behind_somewhere_differs(tmp_path: Path) -> None:
     assert "crossings: 50.0 %" in found.text
 
 
+def test_methods_on_networks_of_other_sizes_are_not_compared(tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "h", "alexnet-flowers")
+    taylor = write_paper_run(tmp_path / "t", "alexnet-flowers", method="taylor")
+    info = json.loads((taylor / "run.json").read_text())
+    info["features"]["parameters"] //= 2
+    (taylor / "run.json").write_text(json.dumps(info))
+    assert row(tmp_path, "areas", "HGNP over Taylor").ours is None
+
+
 def test_areas_and_the_hybrid_are_integrals(lines: Path) -> None:
     def taylor(low: float, high: float) -> float:
         return 0.6 * (high - low) + 0.1 * (high**2 - low**2)
