@@ -109,7 +109,7 @@ def cut(net: nn.Module, batches: Batches, share: float) -> float:
     low, high = 1, neurons.count - 1
     while low < high:  # the smallest number that is enough
         middle = (low + high) // 2
-        if neurons.preview(neurons.least(scores, middle)).kept <= share:
+        if neurons.preview(neurons.least(scores, middle, confirm=False)).kept <= share:
             high = middle
         else:
             low = middle + 1
