@@ -138,7 +138,11 @@ def measure(net: nn.Module, train: Iterable[tuple[Tensor, Tensor]], val: Any) ->
 def folders(given: list[Path]) -> list[Path]:
     """The finished runs with weights among these, each with its snapshots."""
     found = [path for folder in given for path in (folder, *sorted(folder.glob("snapshots/*")))]
-    return [path for path in found if (path / "result.json").is_file() and (path / "model.safetensors").is_file()]
+    finished = [path for path in found if (path / "result.json").is_file()]
+    for path in finished:
+        if not (path / "model.safetensors").is_file():
+            print(f"{path}: left out, as it has no model.safetensors", flush=True)
+    return [path for path in finished if (path / "model.safetensors").is_file()]
 
 
 def main() -> None:

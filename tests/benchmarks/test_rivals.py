@@ -65,6 +65,16 @@ def test_a_rivals_networks_are_fine_tuned_measured_and_shown(
     assert "| cifar10-rivals | demo, torch-pruning, κ 80 % | 1 |" in text
 
 
+def test_runs_without_weights_are_left_out_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for place in ("a", "a/snapshots/0.1", "b"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "result.json").touch()
+    (tmp_path / "a" / "model.safetensors").touch()
+    assert robustness.folders(sorted(tmp_path.iterdir())) == [tmp_path / "a"]
+    named = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert named == [str(tmp_path / "a" / "snapshots" / "0.1"), str(tmp_path / "b")]
+
+
 def test_corruptions_do_what_they_say() -> None:
     x = torch.rand(4, 3, 8, 8, dtype=torch.double) * 255
     torch.testing.assert_close(robustness.contrast(x, 0.4, 255).std(dim=(1, 2, 3)), 0.4 * x.std(dim=(1, 2, 3)))
