@@ -418,11 +418,16 @@ def main() -> None:
         parser.error(f"--variants must be of {', '.join(VARIANTS)}, got {', '.join(sorted(unknown))}")
     given.work.mkdir(parents=True, exist_ok=True)
     records = Records(given.work / "records.jsonl")
+    now = {"preset": given.preset, "set": given.set, "samples": given.samples, "epochs": given.epochs}
+    if (before := records.once("settings", lambda: now)) != now:
+        parser.error(f"--work must be a folder without records of other settings, got {given.work} with {before}")
     batches = training_samples(prepare(configuration(given, {})), given.samples)
     if "d" in given.parts:  # first, while nothing else runs
         records.once("d", lambda: step_times(given, list(VARIANTS), batches))
     for seed in seeds_of(given):
         missing = [name for name in names if f"c {name} {seed}" not in records.facts] if "c" in given.parts else []
+        if seed == 0 and "mu=0" in set(names) - set(missing) and needs_checkpoint(given, records):
+            missing.insert(0, "mu=0")
         if missing:
             (study if given.jobs else train)(given, seed, missing)
         for name in missing:
@@ -435,6 +440,15 @@ def main() -> None:
     print(text)
     if given.out is not None:
         write(given.out, text)
+
+
+def needs_checkpoint(given: argparse.Namespace, records: Records) -> bool:
+    """Whether numbers of parts a and b are missing, and so is the network that they are of."""
+    wanted = {"a": ["a"], "b": ["b block", "b network"]}
+    facts = [fact for part, its in wanted.items() if part in given.parts for fact in its]
+    return (
+        any(fact not in records.facts for fact in facts) and not (folder_of(given, "mu=0", 0) / "result.json").is_file()
+    )
 
 
 def diagnose(given: argparse.Namespace, records: Records, batches: Batches) -> None:
