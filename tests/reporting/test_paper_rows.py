@@ -74,6 +74,19 @@ def test_areas_and_the_hybrid_are_integrals(lines: Path) -> None:
     assert found.ours == pytest.approx(100 * ((0.8 * (cut - 0.35) + taylor(cut, 1)) / area - 1))
 
 
+@pytest.mark.parametrize("change", ["data_args.holdout=5000", "model_args.width=0.42"])
+def test_methods_on_other_data_or_networks_are_not_compared(change: str, tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "h", "resnet18-cifar10")
+    taylor = write_paper_run(tmp_path / "t", "resnet18-cifar10", method="taylor", changes=[change])
+    info = json.loads((taylor / "run.json").read_text())
+    info["features"] |= (
+        {"parameters": 2_000_000} if "width" in change else {"train_samples": 45_000, "val_samples": 5000}
+    )
+    (taylor / "run.json").write_text(json.dumps(info))
+    assert row(tmp_path, "areas", "HGNP over Taylor", "ResNet-18 / CIFAR-10").verdict.word == "not run"
+    assert row(tmp_path, "training", "Taylor, to κ", "ResNet-18 / CIFAR-10").ours is not None
+
+
 def test_seeds_give_a_standard_deviation_and_decide(tmp_path: Path) -> None:
     for seed, off in enumerate((-0.01, 0.0, 0.01)):
         write_paper_run(tmp_path / f"h{seed}", "alexnet-flowers", seed=seed, accuracy=lambda k, o=off: 0.785 + o)

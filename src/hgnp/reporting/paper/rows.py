@@ -152,7 +152,7 @@ def _pairs(results: PaperResults, key: str, variant: str) -> tuple[MethodPair, .
             usable: list[Run] = [run for run in (*group.runs, *taylor.runs) if len(run.curve()) > 1]
             if len(usable) < len(group.runs) + len(taylor.runs):
                 continue
-            compared = compare_runs(usable, baseline="taylor").experiments
+            compared = compare_runs(usable).experiments  # several if networks or data differ
             if len(compared) == 1 and compared[0].range is not None:
                 made.append(MethodPair(group, taylor, compared[0]))
     return tuple(made)
