@@ -128,6 +128,12 @@ def test_seeds_are_one_group_and_snapshots_are_not_separate_runs(tmp_path: Path)
     assert group.title == "HGNP, literal penalty (2 seeds)"
 
 
+def test_networks_of_other_widths_are_separate_groups(tmp_path: Path) -> None:
+    for name, width in (("full", 1.0), ("narrow", 0.42)):
+        write_paper_run(tmp_path / name, "vgg16-cifar10", changes=[f"model_args.width={width}"])
+    assert [[run.title for run in group.runs] for group in scan(tmp_path).groups] == [["full"], ["narrow"]]
+
+
 def test_other_experiments_are_listed_and_runs_without_configuration_are_recognised_by_classes(tmp_path: Path) -> None:
     write_run(tmp_path / "digits")
     write_run(tmp_path / "plain", model="VGG16", name=None, features={"classes": 10})

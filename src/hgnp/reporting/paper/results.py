@@ -14,7 +14,7 @@ from hgnp.io import runs
 from hgnp.io.atomic import read_json
 from hgnp.io.runs import Run
 from hgnp.reporting import curves, hybrid
-from hgnp.reporting.compare import config_settings, run_settings
+from hgnp.reporting.compare import config_settings, run_settings, same_experiment
 from hgnp.reporting.curves import Curve
 from hgnp.reporting.paper import deviations as deviate
 from hgnp.reporting.paper.deviations import Deviation
@@ -160,16 +160,21 @@ def scan(folder: Path) -> PaperResults:
         benches += [here / name for name in sorted(files) if name.startswith("bench") and name.endswith(".json")]
     if not read and not benches:
         raise InputError(f"{folder} must hold runs or bench.json files, got none; hgnp run and hgnp study write runs")
-    sorted_out: dict[str, tuple[PaperExperiment, list[Run]]] = {}
+    sorted_out: list[tuple[PaperExperiment, str, list[Run]]] = []
     others = []
     for run in read:
         experiment = experiment_of(run)
         if experiment is None:
             others.append(run)
+            continue
+        settings = json.dumps(run_settings(run), sort_keys=True, default=str)
+        for known, theirs, members in sorted_out:
+            if known is experiment and theirs == settings and same_experiment(members[0], run):
+                members.append(run)
+                break
         else:
-            alike = json.dumps([experiment.key, run_settings(run)], sort_keys=True, default=str)
-            sorted_out.setdefault(alike, (experiment, []))[1].append(run)
-    groups = [_group(experiment, members) for experiment, members in sorted_out.values()]
+            sorted_out.append((experiment, settings, [run]))
+    groups = [_group(experiment, members) for experiment, _, members in sorted_out]
     groups.sort(key=_distance)
     timings = [timing for file in benches for timing in _timings(file, read)]
     return PaperResults(folder, tuple(groups), tuple(others), tuple(timings))
