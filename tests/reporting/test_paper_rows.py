@@ -1,6 +1,7 @@
 """The paper's rows with numbers from runs whose curves are straight lines, computed by hand."""
 
 import json
+import shutil
 import statistics
 from pathlib import Path
 
@@ -153,6 +154,33 @@ def test_an_ablation_of_another_penalty_is_not_compared(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "h", "alexnet-flowers")
     write_paper_run(tmp_path / "a", "alexnet-flowers", of="alexnet-flowers-no-training-penalty-fast")
     assert row(tmp_path, "ablation", "no training penalty").verdict.word == "not run"
+
+
+def test_an_ablation_names_the_deviations_of_both_and_needs_the_same_data(tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "h", "alexnet-flowers")
+    for name, start, samples in (("training", "random weights", 2040), ("scoring", None, 1000)):
+        folder = write_paper_run(
+            tmp_path / name, "alexnet-flowers", of=f"alexnet-flowers-no-{name}-penalty", start=start
+        )
+        info = json.loads((folder / "run.json").read_text())
+        info["features"]["train_samples"] = samples
+        (folder / "run.json").write_text(json.dumps(info))
+    found = row(tmp_path, "ablation", "no training penalty")
+    assert found.deviations == ("NVIDIA H200", "HGNP with the penalty in scores only: random start")
+    assert row(tmp_path, "ablation", "no scoring penalty").verdict.word == "not run"
+
+
+def test_a_ratio_of_times_names_the_deviations_of_both_methods(tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "h", "resnet18-birds")
+    write_paper_run(tmp_path / "t", "resnet18-birds", method="taylor", own_schedule=False)
+    other = write_paper_run(tmp_path / "u", "resnet18-birds", method="taylor", own_schedule=False, seed=1, device="cpu")
+    found = row(tmp_path, "training", "HGNP's time / Taylor's", "ResNet-18 / Birds")
+    assert found.deviations == ("NVIDIA H200", "Taylor: learning rate 0.001")
+    shutil.rmtree(tmp_path / "t")
+    info = json.loads((other / "run.json").read_text())
+    info |= {"device": "NVIDIA H200", "features": info["features"] | {"train_samples": 1000}}
+    (other / "run.json").write_text(json.dumps(info))
+    assert rows(tmp_path, "training", "HGNP's time / Taylor's") == []
 
 
 def test_training_times_name_the_hardware_and_are_not_judged(tmp_path: Path) -> None:

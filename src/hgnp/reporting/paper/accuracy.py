@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from hgnp.reporting import curves
+from hgnp.reporting.compare import same_experiment
 from hgnp.reporting.paper import verdict
 from hgnp.reporting.paper.reported import (
     ABLATION_KEPT,
@@ -14,7 +15,17 @@ from hgnp.reporting.paper.reported import (
     StatedAccuracy,
 )
 from hgnp.reporting.paper.results import NAMES, PaperGroup, PaperResults, finetuned
-from hgnp.reporting.paper.rows import Claim, MethodPair, PaperRow, missing_command, not_run, pairs, show, study_command
+from hgnp.reporting.paper.rows import (
+    Claim,
+    MethodPair,
+    PaperRow,
+    deviations_of_both,
+    missing_command,
+    not_run,
+    pairs,
+    show,
+    study_command,
+)
 from hgnp.reporting.paper.verdict import Measured, Verdict
 
 FITTED = "hybrid over Taylor, area, at a threshold fitted on the paper's other experiments"
@@ -88,6 +99,7 @@ def ablation_groups(results: PaperResults) -> list[PaperGroup]:
             for variant in ("no training penalty", "no scoring penalty")
             for group in results.of(experiment, variant)
             if (group.penalty, group.schedule) == (full.penalty, full.schedule)
+            and same_experiment(group.runs[0], full.runs[0])
         ]
         if alike:
             return [full, *alike]
@@ -170,7 +182,8 @@ def _ablated(claim: Claim, full: PaperGroup, other: PaperGroup) -> PaperRow | No
         return None
     judged = _settled(verdict.ahead(share), full, other)
     runs = f"{full.title} against {other.title}"
-    return PaperRow(claim, _ahead_on(share, grid[0], ABLATION_KEPT), 100 * share, None, runs, full.short, judged)
+    text, both = _ahead_on(share, grid[0], ABLATION_KEPT), deviations_of_both(full, other)
+    return PaperRow(claim, text, 100 * share, None, runs, both, judged)
 
 
 def _equal(claim: Claim, group: PaperGroup, reached: list[tuple[float, bool] | None]) -> PaperRow:

@@ -2,6 +2,7 @@
 
 from hgnp.reporting import curves
 from hgnp.reporting.charts import Axis, Chart, MissingChart, ReferenceLine, Series
+from hgnp.reporting.compare import same_experiment
 from hgnp.reporting.paper.accuracy import ablation_groups
 from hgnp.reporting.paper.reported import ABLATION_KEPT, EXPERIMENTS, METHODS, PaperExperiment
 from hgnp.reporting.paper.results import VARIANTS, PaperResults
@@ -79,7 +80,8 @@ def ablation(results: PaperResults) -> Chart | MissingChart:
     groups = [group for group in ablation_groups(results) if group.curve]
     if len(groups) < 2:
         return MissingChart(title, "Not run: full HGNP and an ablation with the same settings are needed.")
-    taylor = next((group for group in results.of(EXPERIMENTS[0], "taylor") if group.curve), None)
+    of_taylor = [group for group in results.of(EXPERIMENTS[0], "taylor") if group.curve]
+    taylor = next((group for group in of_taylor if same_experiment(group.runs[0], groups[0].runs[0])), None)
     base = taylor or groups[0]
     name = METHODS["taylor"] if taylor else "full HGNP"
     series = []

@@ -10,7 +10,7 @@ from hgnp.reporting import curves
 from hgnp.reporting.compare import ComparedExperiment, compare_runs
 from hgnp.reporting.curves import Curve
 from hgnp.reporting.paper.reported import BY_KEY, METHODS, PaperExperiment
-from hgnp.reporting.paper.results import PaperGroup, PaperResults
+from hgnp.reporting.paper.results import NAMES, PaperGroup, PaperResults
 from hgnp.reporting.paper.verdict import NO_VERDICT, NOT_RUN, Measured, Verdict
 
 SECTIONS = {
@@ -76,6 +76,16 @@ def not_run(claim: Claim, command: str) -> PaperRow:
     return PaperRow(claim, "–", verdict=Verdict(NOT_RUN), command=command)
 
 
+def deviations_of_both(one: PaperGroup, other: PaperGroup) -> tuple[str, ...]:
+    """Deviations of two groups; those of only one are prefixed with its name."""
+    mine, theirs = one.short, other.short
+    return (
+        *(each for each in mine if each in theirs),
+        *(f"{NAMES[one.variant]}: {each}" for each in mine if each not in theirs),
+        *(f"{NAMES[other.variant]}: {each}" for each in theirs if each not in mine),
+    )
+
+
 @dataclass(frozen=True)
 class MethodPair:
     """A group of HGNP or the hybrid against one of Taylor, over the κ that both reach."""
@@ -98,14 +108,7 @@ class MethodPair:
 
     @property
     def deviations(self) -> tuple[str, ...]:
-        """Deviations of both groups; those of only one are prefixed with its name."""
-        mine, theirs = self.group.short, self.taylor.short
-        name = METHODS.get(self.group.variant, "hybrid")
-        return (
-            *(each for each in mine if each in theirs),
-            *(f"{name}: {each}" for each in mine if each not in theirs),
-            *(f"Taylor: {each}" for each in theirs if each not in mine),
-        )
+        return deviations_of_both(self.group, self.taylor)
 
     def over_seeds(self, number: Callable[[Curve, Curve], float | None]) -> Measured | None:
         """A number computed from the mean curves, with its standard deviation over the seeds that both groups share."""
