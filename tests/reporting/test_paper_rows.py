@@ -132,6 +132,26 @@ def test_fine_tuned_snapshots_are_preferred_to_the_curve(tmp_path: Path) -> None
     assert (found.text, found.verdict.word) == ("at no κ", "differs")
 
 
+def test_a_difference_of_fine_tuned_networks_is_preferred_to_that_of_the_curves(tmp_path: Path) -> None:
+    """Of the networks whose accuracies the page states, by seed."""
+    for seed, (ours, theirs) in enumerate([(0.92, 0.90), (0.88, 0.88)]):
+        write_paper_run(
+            tmp_path / f"h{seed}", "vgg16-cifar10", seed=seed, accuracy=lambda k: 0.5, snapshots=[(0.05, 0.0499, ours)]
+        )
+        write_paper_run(
+            tmp_path / f"t{seed}", "vgg16-cifar10", method="taylor", seed=seed, accuracy=lambda k: 0.5,
+            changes=["recipe.finetune_epochs=20"], snapshots=[(0.05, 0.0498, theirs)],
+        )  # fmt: skip
+    found = row(tmp_path, "accuracy", "HGNP over Taylor at κ = 5 %", "VGG-16 / CIFAR-10")
+    each = [100 * (0.92 / 0.90 - 1), 0.0]
+    assert (found.ours, found.spread) == (pytest.approx(100 * (0.90 / 0.89 - 1)), pytest.approx(statistics.stdev(each)))
+    assert found.text.endswith("%, fine-tuned")
+    (tmp_path / "t0" / "result.json").unlink()  # Taylor's other seed alone
+    shutil.rmtree(tmp_path / "t1")
+    found = row(tmp_path, "accuracy", "HGNP over Taylor at κ = 5 %", "VGG-16 / CIFAR-10")
+    assert found.text == "+0.00 %, on the curve"
+
+
 def test_a_smaller_network_that_is_good_enough_differs_for_the_better(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "h", "vgg16-cifar10", accuracy=lambda k: 0.93)
     found = row(tmp_path, "equal", "on the curve", "VGG-16 / CIFAR-10")

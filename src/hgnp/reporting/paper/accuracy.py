@@ -45,10 +45,10 @@ def accuracy_rows(results: PaperResults) -> Iterator[PaperRow]:
             text = f"{'more than ' if gap.at_least else ''}+{gap.value:g} %"
             claim = Claim(*where, f"HGNP over Taylor at κ = {gap.kept:g} %, relative", "%", gap.value, text)
             judge = verdict.bound if gap.at_least else verdict.signed
-            gaps = [(pair, ours) for pair in matches if (ours := pair.gap_at(gap.kept / 100))]
-            yield from [_paired(claim, pair, ours, judge(gap.value, ours)) for pair, ours in gaps] or [
-                not_run(claim, missing)
-            ]
+            gaps = [(pair, *pair.gap_at(gap.kept / 100)) for pair in matches]
+            yield from [
+                _paired(claim, pair, ours, judge(gap.value, ours), f", {how}") for pair, ours, how in gaps if ours
+            ] or [not_run(claim, missing)]
         for ahead in experiment.ahead:
             claim = Claim(*where, ahead.words, "%", ahead.kept, f"κ < {ahead.kept:g} %")
             yield from [row for pair in matches if (row := _ahead(claim, pair, ahead.kept))] or [
@@ -139,7 +139,7 @@ def _accuracy(claim: Claim, group: PaperGroup, stated: StatedAccuracy) -> PaperR
     """From fine-tuned networks at this κ if there are any, otherwise from the curve."""
     kept, curve = stated.kept / 100, group.curve
     if (fine := group.finetuned_at(kept)) is not None:
-        ours, how = Measured.of([100 * each for each in fine]), "fine-tuned"
+        ours, how = Measured.of([100 * metric for _, metric in fine]), "fine-tuned"
     elif curve is not None and curve.kept[0] <= kept <= curve.kept[-1]:
         spread = curve.spread_at(kept)
         ours, how = Measured(100 * curve.at(kept), None if spread is None else 100 * spread), "on the curve"

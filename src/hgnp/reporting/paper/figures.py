@@ -1,5 +1,7 @@
 """The paper's figures drawn from runs, with the values from its text."""
 
+import statistics
+
 from hgnp.reporting import curves
 from hgnp.reporting.charts import Axis, Chart, MissingChart, ReferenceLine, Series
 from hgnp.reporting.compare import same_experiment
@@ -31,7 +33,8 @@ def accuracy(results: PaperResults, experiment: PaperExperiment) -> Chart | Miss
             )
         )
     for number, group in enumerate(groups):
-        if points := sorted((kept, sum(values) / len(values)) for kept, values in group.finetuned().items()):
+        fine = group.finetuned().items()
+        if points := sorted((kept, statistics.mean(metric for _, metric in each)) for kept, each in fine):
             kept, means = zip(*points, strict=True)
             series.append(Series(f"{group.label}, fine-tuned", kept, means, number, line=False))
     if not series:

@@ -75,18 +75,19 @@ class PaperGroup:
         grid = curves.common_grid([run.curve() for run in self.runs])
         return None if grid is None else curves.mean_curve([run.curve() for run in self.runs], grid)
 
-    def finetuned(self) -> dict[float, list[float]]:
-        """Mean κ → accuracies over seeds, for the final networks and the snapshots."""
-        by_value: dict[float, list[tuple[float, float]]] = {}
+    def finetuned(self) -> dict[float, list[tuple[int | None, float]]]:
+        """Mean κ → seed and accuracy of each run, for the final networks and the snapshots."""
+        by_value: dict[float, list[tuple[float, tuple[int | None, float]]]] = {}
         for run in self.runs:
             for asked, kept, metric in finetuned(run):
-                by_value.setdefault(asked, []).append((kept, metric))
-        return {statistics.mean(kept for kept, _ in each): [metric for _, metric in each] for each in by_value.values()}
+                by_value.setdefault(asked, []).append((kept, (run.seed, metric)))
+        return {statistics.mean(kept for kept, _ in each): [pair for _, pair in each] for each in by_value.values()}
 
-    def finetuned_at(self, kept: float) -> list[float] | None:
-        """Accuracies over seeds of the fine-tuned networks nearest to κ; None if none is within NEAR."""
-        near = sorted((abs(place - kept), values) for place, values in self.finetuned().items())
-        return near[0][1] if near and near[0][0] <= NEAR else None
+    def finetuned_at(self, kept: float) -> list[tuple[int | None, float]] | None:
+        """Seed and accuracy of the fine-tuned networks nearest to κ; None if none is within NEAR."""
+        found = self.finetuned()
+        nearest = min(found, key=lambda place: abs(place - kept), default=None)
+        return found[nearest] if nearest is not None and abs(nearest - kept) <= NEAR else None
 
     @property
     def seconds(self) -> float:

@@ -1,6 +1,7 @@
 """Rows: a number of the paper with the result of runs; and pairs of groups that such results are computed from."""
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -112,9 +113,6 @@ class MethodPair:
 
     def over_seeds(self, number: Callable[[Curve, Curve], float | None]) -> Measured | None:
         """A number computed from the mean curves, with its standard deviation over the seeds that both groups share."""
-        mean = number(*self.curves)
-        if mean is None:
-            return None
         theirs = {run.seed: run for run in self.taylor.runs}
         grid = self.curves[0].kept
         each = [
@@ -122,15 +120,21 @@ class MethodPair:
             for run in self.group.runs
             if run.seed in theirs
         ]
-        known = [one for one in each if one is not None]
-        return Measured(mean, Measured.of(known).spread if len(known) > 1 else None)
+        return _measured(number(*self.curves), each)
 
-    def gap_at(self, kept: float) -> Measured | None:
-        """The difference at κ in percent of Taylor's accuracy; None outside the common range."""
+    def gap_at(self, kept: float) -> tuple[Measured | None, str]:
+        """The difference at κ in percent of Taylor's accuracy, and of which networks: fine-tuned ones if both groups have
+        them, otherwise those on the curves, None outside the common range."""
+        fine = self.group.finetuned_at(kept), self.taylor.finetuned_at(kept)
+        if fine[0] is not None and fine[1] is not None:
+            ours, theirs = dict(fine[0]), dict(fine[1])
+            mean = curves.gain(*(statistics.mean(metric for _, metric in each) for each in (fine[0], fine[1])))
+            each = [curves.gain(metric, theirs[seed]) for seed, metric in ours.items() if seed in theirs]
+            return _measured(mean, each), "fine-tuned"
         low, high = self.curves[0].kept[0], self.curves[0].kept[-1]
         if not low <= kept <= high:
-            return None
-        return self.over_seeds(lambda ours, theirs: curves.gain(ours.at(kept), theirs.at(kept)))
+            return None, ""
+        return self.over_seeds(lambda ours, theirs: curves.gain(ours.at(kept), theirs.at(kept))), "on the curve"
 
     def gain(self, threshold: float | None = None) -> Measured | None:
         """Area gain in percent of Taylor's; with a threshold, that of the hybrid composed at it."""
@@ -140,6 +144,12 @@ class MethodPair:
             return curves.gain(area, curves.area(theirs))
 
         return self.over_seeds(number)
+
+
+def _measured(mean: float | None, each: Sequence[float | None]) -> Measured | None:
+    """The mean with the standard deviation of the seeds' own values."""
+    known = [one for one in each if one is not None]
+    return None if mean is None else Measured(mean, Measured.of(known).spread if len(known) > 1 else None)
 
 
 def pairs(results: PaperResults, experiment: PaperExperiment, variant: str = "hgnp") -> tuple[MethodPair, ...]:
