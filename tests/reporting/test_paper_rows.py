@@ -75,6 +75,16 @@ def test_areas_and_the_hybrid_are_integrals(lines: Path) -> None:
     assert found.ours == pytest.approx(100 * ((0.8 * (cut - 0.35) + taylor(cut, 1)) / area - 1))
 
 
+def test_the_threshold_of_runs_on_other_data_is_not_fitted_on_their_own_experiment(tmp_path: Path) -> None:
+    for method in ("hgnp", "taylor"):
+        folder = write_paper_run(tmp_path / method, "vgg16-cifar10", method=method, changes=["data_args.holdout=5000"])
+        info = json.loads((folder / "run.json").read_text())
+        info["features"] |= {"train_samples": 45_000, "val_samples": 5000}
+        (folder / "run.json").write_text(json.dumps(info))
+    threshold = row(tmp_path, "areas", "hybrid's threshold κ", "VGG-16 / CIFAR-10")
+    assert threshold.ours == pytest.approx(75.6, abs=0.05)  # the mean of the other three, as the Lasso selects nothing
+
+
 @pytest.mark.parametrize("change", ["data_args.holdout=5000", "model_args.width=0.42"])
 def test_methods_on_other_data_or_networks_are_not_compared(change: str, tmp_path: Path) -> None:
     write_paper_run(tmp_path / "h", "resnet18-cifar10")
