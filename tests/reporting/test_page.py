@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hgnp.io.runs import read
+from hgnp.reporting.charts import Axis, Chart, ReferenceLine, Series
 from hgnp.reporting.compare import compare_runs
 from hgnp.reporting.page import plots
 from hgnp.reporting.page.comparison_page import write_comparison
@@ -91,6 +92,15 @@ def test_reference_lines_and_gaps_are_at_their_values(tmp_path: Path) -> None:
     (label,) = [text for text in chart["layout"]["annotations"] if text["text"] == "bound B"]
     assert (line["y0"], line["y1"]) == (0.5, 0.5)
     assert label["y"] == pytest.approx(math.log10(0.5))
+
+
+def test_a_label_near_the_right_edge_is_left_of_its_line() -> None:
+    series = (Series("one", (0.05, 0.5, 1.0), (0.1, 0.2, 0.3)),)
+    marks = (ReferenceLine(0.9, "early"), ReferenceLine(0.14, "late"))
+    for axis, anchors in ((Axis("κ", reverse=True), ["left", "right"]), (Axis("κ"), ["right", "left"])):
+        made = plots.plot(Chart("key", "title", "alt", axis, Axis("y"), series, marks), "id")
+        (text,) = re.findall(r'<script type="application/json">(.*)</script>', made)
+        assert [label["xanchor"] for label in json.loads(text)["layout"]["annotations"]] == anchors
 
 
 def test_heading_levels_are_not_skipped(pages: dict[str, Page]) -> None:

@@ -103,6 +103,28 @@ def test_changed_data_and_settings_are_deviations(tmp_path: Path) -> None:
     assert group.schedule == "other"
 
 
+def test_a_network_of_another_size_is_a_deviation(tmp_path: Path) -> None:
+    folder = write_paper_run(tmp_path / "run", "vgg16-cifar10", changes=["model_args.width=0.42"])
+    info = json.loads((folder / "run.json").read_text())
+    info["features"]["parameters"] = 2_600_000
+    (folder / "run.json").write_text(json.dumps(info))
+    assert told(only(tmp_path), "network") == ["2,600,000 parameters instead of 14,728,266"]
+
+
+def test_accumulated_and_joint_batches_count_as_the_optimizers(tmp_path: Path) -> None:
+    folder = write_paper_run(tmp_path / "run", "resnet18-birds", changes=["accumulate=2"])
+    info = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**info, "ranks": 8}))
+    assert told(only(tmp_path), "data") == ["mini-batches of 512 instead of 32"]
+    assert told(only(tmp_path), "hardware") == ["8 × NVIDIA H200; the paper: 5 × GeForce RTX 2080 for HGNP"]
+
+
+@pytest.mark.parametrize("of", ["alexnet-flowers", "alexnet-flowers-no-training-penalty"])
+def test_another_weight_of_the_penalty_in_the_scores_is_a_deviation(of: str, tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "run", "alexnet-flowers", of=of, changes=["recipe.score_mu=0.1"])
+    assert told(only(tmp_path), "schedule") == ["μ of the scores 0.1 instead of 0.001"]
+
+
 def test_image_preprocessing_that_the_paper_leaves_open_is_stated(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "run", "resnet18-birds")
     assert "a central crop of 160 px (position left open by the paper)" in left_open(only(tmp_path))
@@ -126,6 +148,12 @@ def test_seeds_are_one_group_and_snapshots_are_not_separate_runs(tmp_path: Path)
     assert [run.seed for run in group.runs] == [0, 1]
     assert [run.seed for run in group.unfinished] == [2]
     assert group.title == "HGNP, literal penalty (2 seeds)"
+
+
+def test_networks_of_other_widths_are_separate_groups(tmp_path: Path) -> None:
+    for name, width in (("full", 1.0), ("narrow", 0.42)):
+        write_paper_run(tmp_path / name, "vgg16-cifar10", changes=[f"model_args.width={width}"])
+    assert [[run.title for run in group.runs] for group in scan(tmp_path).groups] == [["full"], ["narrow"]]
 
 
 def test_other_experiments_are_listed_and_runs_without_configuration_are_recognised_by_classes(tmp_path: Path) -> None:

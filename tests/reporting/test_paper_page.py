@@ -78,6 +78,13 @@ def test_the_page_lists_deviations_next_to_the_runs(everything: Path) -> None:
     assert "literal-0 is unfinished: the last complete epoch is 6 (prune)" in text
 
 
+def test_text_in_the_table_of_runs_wraps_so_that_no_column_is_cut_off(everything: Path) -> None:
+    source = (everything / "page.html").read_text(encoding="utf-8")
+    assert "<td>HGNP with the penalty in scores only</td>" in source
+    assert "<td>finished</td>" in source
+    assert '<td class="number">finished</td>' not in source
+
+
 def test_conclusions_are_counted_from_the_rows_nearest_to_the_paper(everything: Path) -> None:
     found = json.loads((everything / "paper.json").read_text())
     first: dict[tuple[str, str, str], str] = {}

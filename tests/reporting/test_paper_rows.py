@@ -1,6 +1,7 @@
 """The paper's rows with numbers from runs whose curves are straight lines, computed by hand."""
 
 import json
+import shutil
 import statistics
 from pathlib import Path
 
@@ -83,6 +84,29 @@ def test_areas_and_the_hybrid_are_integrals(lines: Path) -> None:
     assert found.ours == pytest.approx(100 * ((0.8 * (cut - 0.35) + taylor(cut, 1)) / area - 1))
 
 
+def test_the_threshold_of_runs_on_other_data_is_not_fitted_on_their_own_experiment(tmp_path: Path) -> None:
+    for method in ("hgnp", "taylor"):
+        folder = write_paper_run(tmp_path / method, "vgg16-cifar10", method=method, changes=["data_args.holdout=5000"])
+        info = json.loads((folder / "run.json").read_text())
+        info["features"] |= {"train_samples": 45_000, "val_samples": 5000}
+        (folder / "run.json").write_text(json.dumps(info))
+    threshold = row(tmp_path, "areas", "hybrid's threshold κ", "VGG-16 / CIFAR-10")
+    assert threshold.ours == pytest.approx(75.6, abs=0.05)  # the mean of the other three, as the Lasso selects nothing
+
+
+@pytest.mark.parametrize("change", ["data_args.holdout=5000", "model_args.width=0.42"])
+def test_methods_on_other_data_or_networks_are_not_compared(change: str, tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "h", "resnet18-cifar10")
+    taylor = write_paper_run(tmp_path / "t", "resnet18-cifar10", method="taylor", changes=[change])
+    info = json.loads((taylor / "run.json").read_text())
+    info["features"] |= (
+        {"parameters": 2_000_000} if "width" in change else {"train_samples": 45_000, "val_samples": 5000}
+    )
+    (taylor / "run.json").write_text(json.dumps(info))
+    assert row(tmp_path, "areas", "HGNP over Taylor", "ResNet-18 / CIFAR-10").verdict.word == "not run"
+    assert row(tmp_path, "training", "Taylor, to κ", "ResNet-18 / CIFAR-10").ours is not None
+
+
 def test_seeds_give_a_standard_deviation_and_decide(tmp_path: Path) -> None:
     for seed, off in enumerate((-0.01, 0.0, 0.01)):
         write_paper_run(tmp_path / f"h{seed}", "alexnet-flowers", seed=seed, accuracy=lambda k, o=off: 0.785 + o)
@@ -127,6 +151,26 @@ def test_fine_tuned_snapshots_are_preferred_to_the_curve(tmp_path: Path) -> None
     assert (found.text, found.verdict.word) == ("at no κ", "differs")
 
 
+def test_a_difference_of_fine_tuned_networks_is_preferred_to_that_of_the_curves(tmp_path: Path) -> None:
+    """Of the networks whose accuracies the page states, by seed."""
+    for seed, (ours, theirs) in enumerate([(0.92, 0.90), (0.88, 0.88)]):
+        write_paper_run(
+            tmp_path / f"h{seed}", "vgg16-cifar10", seed=seed, accuracy=lambda k: 0.5, snapshots=[(0.05, 0.0499, ours)]
+        )
+        write_paper_run(
+            tmp_path / f"t{seed}", "vgg16-cifar10", method="taylor", seed=seed, accuracy=lambda k: 0.5,
+            changes=["recipe.finetune_epochs=20"], snapshots=[(0.05, 0.0498, theirs)],
+        )  # fmt: skip
+    found = row(tmp_path, "accuracy", "HGNP over Taylor at κ = 5 %", "VGG-16 / CIFAR-10")
+    each = [100 * (0.92 / 0.90 - 1), 0.0]
+    assert (found.ours, found.spread) == (pytest.approx(100 * (0.90 / 0.89 - 1)), pytest.approx(statistics.stdev(each)))
+    assert found.text.endswith("%, fine-tuned")
+    (tmp_path / "t0" / "result.json").unlink()  # Taylor's other seed alone
+    shutil.rmtree(tmp_path / "t1")
+    found = row(tmp_path, "accuracy", "HGNP over Taylor at κ = 5 %", "VGG-16 / CIFAR-10")
+    assert found.text == "+0.00 %, on the curve"
+
+
 def test_a_smaller_network_that_is_good_enough_differs_for_the_better(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "h", "vgg16-cifar10", accuracy=lambda k: 0.93)
     found = row(tmp_path, "equal", "on the curve", "VGG-16 / CIFAR-10")
@@ -149,6 +193,33 @@ def test_an_ablation_of_another_penalty_is_not_compared(tmp_path: Path) -> None:
     write_paper_run(tmp_path / "h", "alexnet-flowers")
     write_paper_run(tmp_path / "a", "alexnet-flowers", of="alexnet-flowers-no-training-penalty-fast")
     assert row(tmp_path, "ablation", "no training penalty").verdict.word == "not run"
+
+
+def test_an_ablation_names_the_deviations_of_both_and_needs_the_same_data(tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "h", "alexnet-flowers")
+    for name, start, samples in (("training", "random weights", 2040), ("scoring", None, 1000)):
+        folder = write_paper_run(
+            tmp_path / name, "alexnet-flowers", of=f"alexnet-flowers-no-{name}-penalty", start=start
+        )
+        info = json.loads((folder / "run.json").read_text())
+        info["features"]["train_samples"] = samples
+        (folder / "run.json").write_text(json.dumps(info))
+    found = row(tmp_path, "ablation", "no training penalty")
+    assert found.deviations == ("NVIDIA H200", "HGNP with the penalty in scores only: random start")
+    assert row(tmp_path, "ablation", "no scoring penalty").verdict.word == "not run"
+
+
+def test_a_ratio_of_times_names_the_deviations_of_both_methods(tmp_path: Path) -> None:
+    write_paper_run(tmp_path / "h", "resnet18-birds")
+    write_paper_run(tmp_path / "t", "resnet18-birds", method="taylor", own_schedule=False)
+    other = write_paper_run(tmp_path / "u", "resnet18-birds", method="taylor", own_schedule=False, seed=1, device="cpu")
+    found = row(tmp_path, "training", "HGNP's time / Taylor's", "ResNet-18 / Birds")
+    assert found.deviations == ("NVIDIA H200", "Taylor: learning rate 0.001")
+    shutil.rmtree(tmp_path / "t")
+    info = json.loads((other / "run.json").read_text())
+    info |= {"device": "NVIDIA H200", "features": info["features"] | {"train_samples": 1000}}
+    (other / "run.json").write_text(json.dumps(info))
+    assert rows(tmp_path, "training", "HGNP's time / Taylor's") == []
 
 
 def test_training_times_name_the_hardware_and_are_not_judged(tmp_path: Path) -> None:

@@ -65,11 +65,18 @@ class Run:
         return str(self.info.get("metric") or "metric")
 
     @property
+    def ranks(self) -> int:
+        """The number of processes that trained the network together."""
+        return int(self.info.get("ranks") or 1)
+
+    @property
     def hardware(self) -> str:
-        """The GPU's name or the number of CPU threads, and how many runs shared it."""
+        """The GPU's name or the number of CPU threads, of how many processes, and how many runs shared it."""
         device, threads = str(self.info.get("device") or "unknown"), self.info.get("threads")
         if device == "cpu" and threads:
             device += f", {threads} thread{'s' if threads != 1 else ''}"
+        if self.ranks > 1:
+            device = f"{self.ranks} × {device}"
         shared_by = self.info.get("shared_by", 1)
         return device if shared_by == 1 else f"{device} shared by {shared_by} runs"
 

@@ -154,6 +154,11 @@ def _by_experiment(runs: Sequence[Run]) -> list[list[Run]]:
     return list(experiments.values())
 
 
+def same_experiment(one: Run, other: Run) -> bool:
+    """Whether two runs have the same network, data and metric."""
+    return len(_by_experiment([one, other])) == 1
+
+
 def _known(run: Run) -> str:
     """Network, data and metric as recorded in run.json."""
     info = run.info

@@ -113,12 +113,20 @@ def _mark(chart: Chart, mark: ReferenceLine) -> tuple[dict[str, Any], dict[str, 
     text: dict[str, Any] = {"text": _safe(mark.label), "showarrow": False, "font": {"size": 11, "color": "#5B6670"}}
     if mark.vertical:
         line |= {"x0": mark.value, "x1": mark.value, "y0": 0, "y1": 1, "yref": "paper"}
-        text |= {"x": mark.value, "y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
+        anchor = "right" if _at_the_right(chart, mark.value) else "left"  # where it is not cut off
+        text |= {"x": mark.value, "y": 1, "yref": "paper", "xanchor": anchor, "yanchor": "bottom"}
     else:
         place = math.log10(mark.value) if chart.y.log else mark.value
         line |= {"x0": 0, "x1": 1, "xref": "paper", "y0": mark.value, "y1": mark.value}
         text |= {"x": 0, "xref": "paper", "y": place, "xanchor": "left", "yanchor": "bottom"}
     return line, text
+
+
+def _at_the_right(chart: Chart, value: float) -> bool:
+    """Whether a value of x is in the last fifth of the chart."""
+    places = [x for series in chart.series for x in series.x]
+    first, last = (max(places), min(places)) if chart.x.reverse else (min(places), max(places))
+    return first != last and (value - first) / (last - first) > 0.8
 
 
 def _line(chart: Chart, series: Series, number: int) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
-from hgnp.reporting import curves
+from hgnp.errors import InputError
+from hgnp.reporting import curves, hybrid
+from hgnp.reporting.compare import same_experiment
 from hgnp.reporting.paper import verdict
 from hgnp.reporting.paper.reported import (
     ABLATION_KEPT,
@@ -14,7 +16,17 @@ from hgnp.reporting.paper.reported import (
     StatedAccuracy,
 )
 from hgnp.reporting.paper.results import NAMES, PaperGroup, PaperResults, finetuned
-from hgnp.reporting.paper.rows import Claim, MethodPair, PaperRow, missing_command, not_run, pairs, show, study_command
+from hgnp.reporting.paper.rows import (
+    Claim,
+    MethodPair,
+    PaperRow,
+    deviations_of_both,
+    missing_command,
+    not_run,
+    pairs,
+    show,
+    study_command,
+)
 from hgnp.reporting.paper.verdict import Measured, Verdict
 
 FITTED = "hybrid over Taylor, area, at a threshold fitted on the paper's other experiments"
@@ -34,10 +46,10 @@ def accuracy_rows(results: PaperResults) -> Iterator[PaperRow]:
             text = f"{'more than ' if gap.at_least else ''}+{gap.value:g} %"
             claim = Claim(*where, f"HGNP over Taylor at κ = {gap.kept:g} %, relative", "%", gap.value, text)
             judge = verdict.bound if gap.at_least else verdict.signed
-            gaps = [(pair, ours) for pair in matches if (ours := pair.gap_at(gap.kept / 100))]
-            yield from [_paired(claim, pair, ours, judge(gap.value, ours)) for pair, ours in gaps] or [
-                not_run(claim, missing)
-            ]
+            gaps = [(pair, *pair.gap_at(gap.kept / 100)) for pair in matches]
+            yield from [
+                _paired(claim, pair, ours, judge(gap.value, ours), f", {how}") for pair, ours, how in gaps if ours
+            ] or [not_run(claim, missing)]
         for ahead in experiment.ahead:
             claim = Claim(*where, ahead.words, "%", ahead.kept, f"κ < {ahead.kept:g} %")
             yield from [row for pair in matches if (row := _ahead(claim, pair, ahead.kept))] or [
@@ -65,18 +77,31 @@ def areas_rows(results: PaperResults) -> Iterator[PaperRow]:
             assert composed is not None
             yield from _gain(hgnp, pair, None)
             yield from _gain(hybrids(hybrid), pair, stated.threshold / 100)
-            fitted = f"none predicted ({composed.reason})"
-            if composed.threshold is not None:
-                yield from _gain(hybrids(FITTED), pair, composed.threshold)
-                fitted = f"{100 * composed.threshold:.1f} % fitted"
+            predicted = _threshold_from_others(experiment, pair)
+            if isinstance(predicted, float):
+                yield from _gain(hybrids(FITTED), pair, predicted)
+                fitted = f"{100 * predicted:.1f} % fitted"
+            else:
+                fitted = f"none predicted ({predicted})"
             after = "no crossing" if composed.hindsight is None else f"{100 * composed.hindsight:.1f} % in hindsight"
-            ours = None if composed.threshold is None else 100 * composed.threshold
+            ours = 100 * predicted if isinstance(predicted, float) else None
             yield PaperRow(threshold, f"{fitted}; {after}", ours, None, pair.title, pair.deviations)
         for pair in pairs(results, experiment, "hybrid"):
             switched = (
                 f"hybrid over Taylor, area, of runs that switch at κ = {pair.group.runs[0].recipe['threshold']:.1%}"
             )
             yield from _gain(hybrids(switched), pair, None)
+
+
+def _threshold_from_others(experiment: PaperExperiment, pair: MethodPair) -> float | str:
+    """The Lasso's threshold, fitted without this experiment also where the runs' data or network differ from the paper's; or
+    why none is predicted."""
+    own = hybrid.PAPER[EXPERIMENTS.index(experiment)]
+    model = hybrid.fit([sample for sample in hybrid.PAPER if sample is not own], left_out=[own])
+    try:
+        return model.predict(pair.compared.features)
+    except InputError as error:
+        return str(error)
 
 
 def ablation_groups(results: PaperResults) -> list[PaperGroup]:
@@ -88,6 +113,7 @@ def ablation_groups(results: PaperResults) -> list[PaperGroup]:
             for variant in ("no training penalty", "no scoring penalty")
             for group in results.of(experiment, variant)
             if (group.penalty, group.schedule) == (full.penalty, full.schedule)
+            and same_experiment(group.runs[0], full.runs[0])
         ]
         if alike:
             return [full, *alike]
@@ -127,7 +153,7 @@ def _accuracy(claim: Claim, group: PaperGroup, stated: StatedAccuracy) -> PaperR
     """From fine-tuned networks at this κ if there are any, otherwise from the curve."""
     kept, curve = stated.kept / 100, group.curve
     if (fine := group.finetuned_at(kept)) is not None:
-        ours, how = Measured.of([100 * each for each in fine]), "fine-tuned"
+        ours, how = Measured.of([100 * metric for _, metric in fine]), "fine-tuned"
     elif curve is not None and curve.kept[0] <= kept <= curve.kept[-1]:
         spread = curve.spread_at(kept)
         ours, how = Measured(100 * curve.at(kept), None if spread is None else 100 * spread), "on the curve"
@@ -170,7 +196,8 @@ def _ablated(claim: Claim, full: PaperGroup, other: PaperGroup) -> PaperRow | No
         return None
     judged = _settled(verdict.ahead(share), full, other)
     runs = f"{full.title} against {other.title}"
-    return PaperRow(claim, _ahead_on(share, grid[0], ABLATION_KEPT), 100 * share, None, runs, full.short, judged)
+    text, both = _ahead_on(share, grid[0], ABLATION_KEPT), deviations_of_both(full, other)
+    return PaperRow(claim, text, 100 * share, None, runs, both, judged)
 
 
 def _equal(claim: Claim, group: PaperGroup, reached: list[tuple[float, bool] | None]) -> PaperRow:

@@ -7,10 +7,11 @@ from typing import Any
 
 from hgnp.curvature.choices import BUNDLES, Choices, choose
 from hgnp.io.runs import SAVED_START, Run
+from hgnp.reporting import hybrid
 from hgnp.reporting.compare import choices_of, config_settings, recipe_of
-from hgnp.reporting.paper.reported import LEAVES_OPEN, METHODS, PaperExperiment
+from hgnp.reporting.paper.reported import EXPERIMENTS, LEAVES_OPEN, METHODS, PaperExperiment
 
-ASPECTS = ("data", "start", "penalty", "schedule", "hardware", "seeds")
+ASPECTS = ("network", "data", "start", "penalty", "schedule", "hardware", "seeds")
 FAST = choose("default", kfac_approx="expand")
 SCHEDULE = ("warmup_epochs", "prune_every", "prune_unit", "neurons_per_round", "finetune_epochs")
 LABELS = {
@@ -61,6 +62,7 @@ def deviations(experiment: PaperExperiment, runs: Sequence[Run]) -> tuple[Deviat
     run = runs[0]
     config = config_settings(run)
     deviations = [
+        *_network(experiment, run),
         *_data(experiment, run, config),
         *_start(experiment, run),
         *_penalty(run),
@@ -110,6 +112,14 @@ def _has_penalty(run: Run) -> bool:
     return run.method in ("hgnp", "hybrid") and any(_weights(run))
 
 
+def _network(experiment: PaperExperiment, run: Run) -> list[Deviation]:
+    stated = hybrid.PAPER[EXPERIMENTS.index(experiment)].features["parameters"]
+    ours = (run.info.get("features") or {}).get("parameters")
+    if ours in (None, stated):
+        return []
+    return [Deviation("network", f"{ours:,} parameters", f"{ours:,} parameters instead of {stated:,}")]
+
+
 def _data(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) -> list[Deviation]:
     deviations = []
     features = run.info.get("features") or {}
@@ -125,6 +135,8 @@ def _data(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) -> l
     }
     for name, stated in experiment.data_args.items():
         ours = config.get(f"data_args.{name}", stated)
+        if name == "batch" and f"data_args.{name}" in config:
+            ours *= config.get("accumulate", 1) * run.ranks
         if ours == stated:
             continue
         if name == "batch":
@@ -207,6 +219,10 @@ def _schedule(experiment: PaperExperiment, run: Run, config: Mapping[str, Any]) 
         else:
             text = f"{label} {_shown(key, ours)} instead of {_shown(key, paper)}"
             deviations.append(Deviation("schedule", f"{label} {_shown(key, ours)}", text))
+    scoring = run.recipe.get("score_mu")
+    if _has_penalty(run) and variant(run) != "no scoring penalty" and scoring not in (None, stated["mu"]):
+        text = f"μ of the scores {_shown('mu', scoring)} instead of {_shown('mu', stated['mu'])}"
+        deviations.append(Deviation("schedule", f"μ of the scores {_shown('mu', scoring)}", text))
     if rounds:
         short = "HGNP's schedule" if name == "HGNP's" else "other schedule"
         deviations.insert(0, Deviation("schedule", short, f"{short}: {', '.join(rounds)}"))

@@ -1,7 +1,10 @@
 """The paper's figures drawn from runs, with the values from its text."""
 
+import statistics
+
 from hgnp.reporting import curves
 from hgnp.reporting.charts import Axis, Chart, MissingChart, ReferenceLine, Series
+from hgnp.reporting.compare import same_experiment
 from hgnp.reporting.paper.accuracy import ablation_groups
 from hgnp.reporting.paper.reported import ABLATION_KEPT, EXPERIMENTS, METHODS, PaperExperiment
 from hgnp.reporting.paper.results import VARIANTS, PaperResults
@@ -30,7 +33,8 @@ def accuracy(results: PaperResults, experiment: PaperExperiment) -> Chart | Miss
             )
         )
     for number, group in enumerate(groups):
-        if points := sorted((kept, sum(values) / len(values)) for kept, values in group.finetuned().items()):
+        fine = group.finetuned().items()
+        if points := sorted((kept, statistics.mean(metric for _, metric in each)) for kept, each in fine):
             kept, means = zip(*points, strict=True)
             series.append(Series(f"{group.label}, fine-tuned", kept, means, number, line=False))
     if not series:
@@ -79,7 +83,8 @@ def ablation(results: PaperResults) -> Chart | MissingChart:
     groups = [group for group in ablation_groups(results) if group.curve]
     if len(groups) < 2:
         return MissingChart(title, "Not run: full HGNP and an ablation with the same settings are needed.")
-    taylor = next((group for group in results.of(EXPERIMENTS[0], "taylor") if group.curve), None)
+    of_taylor = [group for group in results.of(EXPERIMENTS[0], "taylor") if group.curve]
+    taylor = next((group for group in of_taylor if same_experiment(group.runs[0], groups[0].runs[0])), None)
     base = taylor or groups[0]
     name = METHODS["taylor"] if taylor else "full HGNP"
     series = []

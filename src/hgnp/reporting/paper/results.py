@@ -14,7 +14,7 @@ from hgnp.io import runs
 from hgnp.io.atomic import read_json
 from hgnp.io.runs import Run
 from hgnp.reporting import curves, hybrid
-from hgnp.reporting.compare import config_settings, run_settings
+from hgnp.reporting.compare import config_settings, run_settings, same_experiment
 from hgnp.reporting.curves import Curve
 from hgnp.reporting.paper import deviations as deviate
 from hgnp.reporting.paper.deviations import Deviation
@@ -75,18 +75,19 @@ class PaperGroup:
         grid = curves.common_grid([run.curve() for run in self.runs])
         return None if grid is None else curves.mean_curve([run.curve() for run in self.runs], grid)
 
-    def finetuned(self) -> dict[float, list[float]]:
-        """Mean κ → accuracies over seeds, for the final networks and the snapshots."""
-        by_value: dict[float, list[tuple[float, float]]] = {}
+    def finetuned(self) -> dict[float, list[tuple[int | None, float]]]:
+        """Mean κ → seed and accuracy of each run, for the final networks and the snapshots."""
+        by_value: dict[float, list[tuple[float, tuple[int | None, float]]]] = {}
         for run in self.runs:
             for asked, kept, metric in finetuned(run):
-                by_value.setdefault(asked, []).append((kept, metric))
-        return {statistics.mean(kept for kept, _ in each): [metric for _, metric in each] for each in by_value.values()}
+                by_value.setdefault(asked, []).append((kept, (run.seed, metric)))
+        return {statistics.mean(kept for kept, _ in each): [pair for _, pair in each] for each in by_value.values()}
 
-    def finetuned_at(self, kept: float) -> list[float] | None:
-        """Accuracies over seeds of the fine-tuned networks nearest to κ; None if none is within NEAR."""
-        near = sorted((abs(place - kept), values) for place, values in self.finetuned().items())
-        return near[0][1] if near and near[0][0] <= NEAR else None
+    def finetuned_at(self, kept: float) -> list[tuple[int | None, float]] | None:
+        """Seed and accuracy of the fine-tuned networks nearest to κ; None if none is within NEAR."""
+        found = self.finetuned()
+        nearest = min(found, key=lambda place: abs(place - kept), default=None)
+        return found[nearest] if nearest is not None and abs(nearest - kept) <= NEAR else None
 
     @property
     def seconds(self) -> float:
@@ -160,16 +161,21 @@ def scan(folder: Path) -> PaperResults:
         benches += [here / name for name in sorted(files) if name.startswith("bench") and name.endswith(".json")]
     if not read and not benches:
         raise InputError(f"{folder} must hold runs or bench.json files, got none; hgnp run and hgnp study write runs")
-    sorted_out: dict[str, tuple[PaperExperiment, list[Run]]] = {}
+    sorted_out: list[tuple[PaperExperiment, str, list[Run]]] = []
     others = []
     for run in read:
         experiment = experiment_of(run)
         if experiment is None:
             others.append(run)
+            continue
+        settings = json.dumps(run_settings(run), sort_keys=True, default=str)
+        for known, theirs, members in sorted_out:
+            if known is experiment and theirs == settings and same_experiment(members[0], run):
+                members.append(run)
+                break
         else:
-            alike = json.dumps([experiment.key, run_settings(run)], sort_keys=True, default=str)
-            sorted_out.setdefault(alike, (experiment, []))[1].append(run)
-    groups = [_group(experiment, members) for experiment, members in sorted_out.values()]
+            sorted_out.append((experiment, settings, [run]))
+    groups = [_group(experiment, members) for experiment, _, members in sorted_out]
     groups.sort(key=_distance)
     timings = [timing for file in benches for timing in _timings(file, read)]
     return PaperResults(folder, tuple(groups), tuple(others), tuple(timings))

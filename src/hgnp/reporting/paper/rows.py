@@ -1,6 +1,7 @@
 """Rows: a number of the paper with the result of runs; and pairs of groups that such results are computed from."""
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -10,7 +11,7 @@ from hgnp.reporting import curves
 from hgnp.reporting.compare import ComparedExperiment, compare_runs
 from hgnp.reporting.curves import Curve
 from hgnp.reporting.paper.reported import BY_KEY, METHODS, PaperExperiment
-from hgnp.reporting.paper.results import PaperGroup, PaperResults
+from hgnp.reporting.paper.results import NAMES, PaperGroup, PaperResults
 from hgnp.reporting.paper.verdict import NO_VERDICT, NOT_RUN, Measured, Verdict
 
 SECTIONS = {
@@ -76,6 +77,16 @@ def not_run(claim: Claim, command: str) -> PaperRow:
     return PaperRow(claim, "–", verdict=Verdict(NOT_RUN), command=command)
 
 
+def deviations_of_both(one: PaperGroup, other: PaperGroup) -> tuple[str, ...]:
+    """Deviations of two groups; those of only one are prefixed with its name."""
+    mine, theirs = one.short, other.short
+    return (
+        *(each for each in mine if each in theirs),
+        *(f"{NAMES[one.variant]}: {each}" for each in mine if each not in theirs),
+        *(f"{NAMES[other.variant]}: {each}" for each in theirs if each not in mine),
+    )
+
+
 @dataclass(frozen=True)
 class MethodPair:
     """A group of HGNP or the hybrid against one of Taylor, over the κ that both reach."""
@@ -98,20 +109,10 @@ class MethodPair:
 
     @property
     def deviations(self) -> tuple[str, ...]:
-        """Deviations of both groups; those of only one are prefixed with its name."""
-        mine, theirs = self.group.short, self.taylor.short
-        name = METHODS.get(self.group.variant, "hybrid")
-        return (
-            *(each for each in mine if each in theirs),
-            *(f"{name}: {each}" for each in mine if each not in theirs),
-            *(f"Taylor: {each}" for each in theirs if each not in mine),
-        )
+        return deviations_of_both(self.group, self.taylor)
 
     def over_seeds(self, number: Callable[[Curve, Curve], float | None]) -> Measured | None:
         """A number computed from the mean curves, with its standard deviation over the seeds that both groups share."""
-        mean = number(*self.curves)
-        if mean is None:
-            return None
         theirs = {run.seed: run for run in self.taylor.runs}
         grid = self.curves[0].kept
         each = [
@@ -119,15 +120,21 @@ class MethodPair:
             for run in self.group.runs
             if run.seed in theirs
         ]
-        known = [one for one in each if one is not None]
-        return Measured(mean, Measured.of(known).spread if len(known) > 1 else None)
+        return _measured(number(*self.curves), each)
 
-    def gap_at(self, kept: float) -> Measured | None:
-        """The difference at κ in percent of Taylor's accuracy; None outside the common range."""
+    def gap_at(self, kept: float) -> tuple[Measured | None, str]:
+        """The difference at κ in percent of Taylor's accuracy, and of which networks: fine-tuned ones if both groups have
+        them, otherwise those on the curves, None outside the common range."""
+        fine = self.group.finetuned_at(kept), self.taylor.finetuned_at(kept)
+        if fine[0] is not None and fine[1] is not None:
+            ours, theirs = dict(fine[0]), dict(fine[1])
+            mean = curves.gain(*(statistics.mean(metric for _, metric in each) for each in (fine[0], fine[1])))
+            each = [curves.gain(metric, theirs[seed]) for seed, metric in ours.items() if seed in theirs]
+            return _measured(mean, each), "fine-tuned"
         low, high = self.curves[0].kept[0], self.curves[0].kept[-1]
         if not low <= kept <= high:
-            return None
-        return self.over_seeds(lambda ours, theirs: curves.gain(ours.at(kept), theirs.at(kept)))
+            return None, ""
+        return self.over_seeds(lambda ours, theirs: curves.gain(ours.at(kept), theirs.at(kept))), "on the curve"
 
     def gain(self, threshold: float | None = None) -> Measured | None:
         """Area gain in percent of Taylor's; with a threshold, that of the hybrid composed at it."""
@@ -137,6 +144,12 @@ class MethodPair:
             return curves.gain(area, curves.area(theirs))
 
         return self.over_seeds(number)
+
+
+def _measured(mean: float | None, each: Sequence[float | None]) -> Measured | None:
+    """The mean with the standard deviation of the seeds' own values."""
+    known = [one for one in each if one is not None]
+    return None if mean is None else Measured(mean, Measured.of(known).spread if len(known) > 1 else None)
 
 
 def pairs(results: PaperResults, experiment: PaperExperiment, variant: str = "hgnp") -> tuple[MethodPair, ...]:
@@ -152,7 +165,7 @@ def _pairs(results: PaperResults, key: str, variant: str) -> tuple[MethodPair, .
             usable: list[Run] = [run for run in (*group.runs, *taylor.runs) if len(run.curve()) > 1]
             if len(usable) < len(group.runs) + len(taylor.runs):
                 continue
-            compared = compare_runs(usable).experiments  # two if networks or data differ
+            compared = compare_runs(usable).experiments  # several if networks or data differ
             if len(compared) == 1 and compared[0].range is not None:
                 made.append(MethodPair(group, taylor, compared[0]))
     return tuple(made)

@@ -1,11 +1,13 @@
 """Rows about time: training (Table 1) and inference (Tables 2 and 3)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
 from hgnp.progress import format_duration
+from hgnp.reporting.compare import same_experiment
 from hgnp.reporting.paper import verdict
+from hgnp.reporting.paper.deviations import deviations
 from hgnp.reporting.paper.reported import (
     BY_KEY,
     EXPERIMENTS,
@@ -18,7 +20,7 @@ from hgnp.reporting.paper.reported import (
     StatedInference,
 )
 from hgnp.reporting.paper.results import BenchTiming, PaperGroup, PaperResults
-from hgnp.reporting.paper.rows import Claim, PaperRow, missing_command, not_run
+from hgnp.reporting.paper.rows import Claim, PaperRow, deviations_of_both, missing_command, not_run
 
 KAPPA_TOLERANCE = 0.1
 """Relative. A κ that differs is named beside the time."""
@@ -61,18 +63,22 @@ def _ratios(
     step = Claim("training", "not in the paper", experiment, "HGNP's step / plain step, full network", "×", None, "–")
     for every, other in product(ours, theirs):
         both = {run.hardware for run in every.runs} & {run.hardware for run in other.runs}
-        if both:
-            group, taylor = (
-                replace(each, runs=tuple(run for run in each.runs if run.hardware in both)) for each in (every, other)
-            )
-            title = f"{group.title} against {taylor.title}"
+        if both and same_experiment(every.runs[0], other.runs[0]):
+            group, taylor = (_only_on(both, each) for each in (every, other))
+            title, named = f"{group.title} against {taylor.title}", deviations_of_both(group, taylor)
             if group.seconds and taylor.seconds:
                 ratio = group.seconds / taylor.seconds
                 judged = verdict.ratio(paper, ratio)
-                yield PaperRow(whole, f"{ratio:.2f} ×", ratio, None, title, group.short, judged)
+                yield PaperRow(whole, f"{ratio:.2f} ×", ratio, None, title, named, judged)
             if group.epoch_seconds and taylor.epoch_seconds:
                 ratio = group.epoch_seconds / taylor.epoch_seconds
-                yield PaperRow(step, f"{ratio:.2f} ×", ratio, None, title, group.short)
+                yield PaperRow(step, f"{ratio:.2f} ×", ratio, None, title, named)
+
+
+def _only_on(hardware: Collection[str], group: PaperGroup) -> PaperGroup:
+    """The group's runs on some hardware."""
+    runs = tuple(run for run in group.runs if run.hardware in hardware)
+    return replace(group, runs=runs, deviations=deviations(group.experiment, runs))
 
 
 def inference_rows(results: PaperResults) -> Iterator[PaperRow]:
