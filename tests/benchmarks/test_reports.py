@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-REPORTS = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.md"))
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+REPORTS = sorted(file for file in BENCHMARKS.glob("*.md") if file.stem != "README")
+
+
+def test_the_index_lists_every_report() -> None:
+    index = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    assert [report.name for report in REPORTS if f"]({report.name})" not in index] == []
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda path: path.stem)
