@@ -8,7 +8,8 @@ a  from one dense checkpoint: the top eigenpair of the Hessian and of Gauss–Ne
    training samples without augmentation, and the quotient of each eigenvector, and of K-FAC's v, in all four
 b  from that checkpoint, 50 small steps on q alone: q, both sharpnesses, λ of every block
 c  dense training from scratch with K-FAC's v and with the network's, B = 0, in every step or in one of four with four times
-   the weight (`penalty_every`), beside μ = 0 and SAM: accuracy and both sharpnesses, paired by seed, ‖μ∇q‖/‖∇C‖
+   the weight (`penalty_every`), at once or with μ rising from 0 over the first third of the epochs (`-warmup`), beside μ = 0
+   and SAM: accuracy and both sharpnesses, paired by seed, ‖μ∇q‖/‖∇C‖
 d  time of a training step of each of c, measured alternately in one process; on a CPU the process's own CPU time
 
 In training mode the loss is the mean over batches of the training size, each with its own statistics. Every number is kept in
@@ -66,6 +67,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "block-0.1": {"recipe.mu": 0.1},
     "network-0.03": {"recipe.mu": 0.03, **NETWORK},
     **{f"network-{mu:g}-every-4": {"recipe.mu": mu, "recipe.penalty_every": 4, **NETWORK} for mu in (0.01, 0.03, 0.1)},
+    **{
+        f"network-{mu:g}-every-4-warmup": {"recipe.mu": mu, "recipe.penalty_every": 4, **NETWORK}
+        for mu in (0.01, 0.03, 0.1)
+    },
 }
 
 
@@ -327,6 +332,12 @@ def settings(given: argparse.Namespace) -> dict[str, Any]:
     return base | {path: yaml.safe_load(text) for path, _, text in (each.partition("=") for each in given.set)}
 
 
+def changes_of(name: str, epochs: int) -> dict[str, Any]:
+    """The settings of a variant: μ warms up over the first third of the epochs, if it does."""
+    changes = VARIANTS[name]
+    return changes | {"recipe.mu_warmup_epochs": max(1, epochs // 3)} if name.endswith("-warmup") else changes
+
+
 def seeds_of(given: argparse.Namespace) -> range:
     return range(given.first_seed, given.first_seed + given.seeds)
 
@@ -340,7 +351,7 @@ def train(given: argparse.Namespace, seed: int, names: list[str]) -> None:
     """Those of these trainings that are not finished, one after the other."""
     for name in names:
         folder = folder_of(given, name, seed)
-        made = prepare(configuration(given, settings(given) | VARIANTS[name] | {"seed": seed}))
+        made = prepare(configuration(given, settings(given) | changes_of(name, given.epochs) | {"seed": seed}))
         folder.mkdir(parents=True, exist_ok=True)
         made.config.write(folder / "config.yaml")
         made.run(out=folder, resume=(folder / "run.json").is_file(), progress=SilentProgress())
@@ -351,7 +362,7 @@ def study(given: argparse.Namespace, seed: int, names: list[str]) -> None:
     file = given.work / "study.yaml"
     plan = {
         "networks": [{"config": given.preset, "name": "dense", "set": settings(given)}],
-        "methods": {name.replace("=", ""): {"set": changes} for name, changes in VARIANTS.items()},
+        "methods": {name.replace("=", ""): {"set": changes_of(name, given.epochs)} for name in VARIANTS},
         "seeds": seed + 1,
     }
     write(file, yaml.safe_dump(plan, sort_keys=False))
@@ -370,7 +381,7 @@ def step_times(given: argparse.Namespace, names: list[str], batches: Batches) ->
     device, cycle = torch.device(given.device), [batches[i % len(batches)] for i in range(CYCLE)]
     calls: list[Callable[[], Any]] = []
     for name in names:
-        made = prepare(configuration(given, settings(given) | VARIANTS[name]))
+        made = prepare(configuration(given, settings(given) | changes_of(name, given.epochs)))
         net = made.net.to(device)
         if device.type == "cuda":  # as a run chooses
             net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

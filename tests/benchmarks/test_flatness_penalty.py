@@ -85,3 +85,16 @@ def test_records_of_other_settings_are_refused(
     with pytest.raises(SystemExit):
         flatness_penalty.main()
     assert "--work must be a folder without records of other settings" in capsys.readouterr().err
+
+
+def test_the_weight_of_a_variant_that_warms_up_rises_over_a_third_of_the_epochs() -> None:
+    given = flatness_penalty.argparse.Namespace(preset="demo", device="cpu", data=None, set=[], epochs=60)
+    plain, warm = (f"network-0.03-every-4{ending}" for ending in ("", "-warmup"))
+    recipes = [
+        flatness_penalty.configuration(
+            given, flatness_penalty.settings(given) | flatness_penalty.changes_of(name, 60)
+        ).recipe
+        for name in (plain, warm)
+    ]
+    assert [recipe.get("mu_warmup_epochs", 0) for recipe in recipes] == [0, 20]
+    assert recipes[0] | {"mu_warmup_epochs": 20} == recipes[1]

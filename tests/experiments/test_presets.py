@@ -35,7 +35,7 @@ def test_the_demo_comes_first_and_all_are_there() -> None:
 
 @pytest.mark.parametrize("net", ["vgg16", "resnet18"])
 def test_the_best_presets_stand_beside_a_dense_and_a_narrow_network_trained_alike(net: str) -> None:
-    """As many epochs, up to the rounds of pruning, whose number depends on what is removed; as many MACs as the held-out runs have."""
+    """As many epochs, up to the rounds of pruning, whose number depends on what is removed; about as many MACs."""
     best, dense, narrow = (presets.preset(f"{net}-cifar10-best{ending}") for ending in ("", "-dense", "-narrow"))
     recipes = [Recipe.from_dict(each.recipe) for each in (best, dense, narrow)]
     assert recipes[1] == recipes[2]
