@@ -75,6 +75,18 @@ def test_the_same_tangent(shape: tuple[int, ...], affine: bool, spacing: float) 
     assert found[0].stride() == s.stride()
 
 
+def test_a_weight_need_not_be_contiguous() -> None:
+    from hgnp.curvature.kernels.batch_norm import adjoints, tangent
+
+    (Y, Z, s, ds), (_, *statistics) = given((4, 5, 3, 3), torch.float64)
+    weights = torch.rand(5, 2, dtype=torch.float64, device=DEVICE)
+    for weight in (weights[:1, 0].expand(5), weights[:, 0]):
+        arguments = [ds, s, weight, *statistics[:2], 0.0, EPS]
+        torch.testing.assert_close(tangent(*arguments), norms.batch_norm_tangent(*arguments), rtol=1e-9, atol=1e-10)
+        arguments = [Y, Z, s, ds, weight, *statistics, 0.0, EPS]
+        torch.testing.assert_close(adjoints(*arguments), norms.batch_norm_adjoints(*arguments), rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

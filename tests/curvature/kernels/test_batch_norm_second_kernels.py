@@ -58,6 +58,21 @@ def test_the_same_derivatives_and_adjoints(shape: tuple[int, ...], affine: bool,
         assert found[0].stride() == s.stride()
 
 
+def test_a_weight_need_not_be_contiguous() -> None:
+    from hgnp.curvature.kernels.batch_norm_second import adjoints, second
+
+    (Y, Z, X, *curve), (_, *statistics) = given((4, 5, 3, 3), torch.float64)
+    weights = torch.rand(5, 2, dtype=torch.float64, device=DEVICE)
+    for weight in (weights[:1, 0].expand(5), weights[:, 0]):
+        *found, moments = second(*curve, weight, *statistics, 0.0, EPS)
+        found += adjoints(Y, Z, X, *curve, weight, *statistics, moments, 0.0, EPS)
+        expected = (
+            *norms.batch_norm_second(*curve, weight, *statistics, 0.0, EPS),
+            *norms.batch_norm_second_adjoints(Y, Z, X, *curve, weight, *statistics, 0.0, EPS),
+        )
+        torch.testing.assert_close(found, list(expected), rtol=1e-9, atol=1e-8)
+
+
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("offset", [3.0, 300.0])

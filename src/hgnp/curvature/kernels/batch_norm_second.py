@@ -310,6 +310,7 @@ def second(
     """ẏ, ÿ and moments for `adjoints`. All of s, ṡ and s̈ lie densely in memory, with the channels last."""
     channels = s.shape[1]
     rows, columns, tile, blocks, parts = tiling(s, channels)
+    weight = None if weight is None else weight.contiguous()  # it may be an expanded scalar
     sizes, has_dds = _sizes(mean, tile, columns), dds is not None
     sums, moments = mean.new_empty(FORWARD_SUMS, channels, parts), mean.new_empty(MOMENTS, channels)
     dy, ddy = torch.empty_like(s), torch.empty_like(s)
@@ -332,6 +333,7 @@ def adjoints(
     """Of s, ṡ, s̈, γ and β. All of them lie densely in memory, with the channels last."""
     channels = s.shape[1]
     rows, columns, tile, blocks, parts = tiling(s, channels)
+    weight = None if weight is None else weight.contiguous()  # it may be an expanded scalar
     sizes, has = _sizes(mean, tile, columns), {"has_Y": Y is not None, "has_dds": dds is not None}
     sums, factors = mean.new_empty(ADJOINT_SUMS, channels, parts), mean.new_empty(FACTORS, channels)
     grad_s, grad_ds, grad_dds = torch.empty_like(s), torch.empty_like(s), None if dds is None else torch.empty_like(s)
