@@ -243,14 +243,16 @@ def _means(
         raise InputError("batches must have at least one (inputs, target) pair, got none")
     state = dataclasses.replace(state)  # n and w of the batches that are scored
     step.share(state, inputs, target)
-    gates, before = gates.to(x.device), RandomState(*step.net.parameters())
+    gates = gates.to(x.device)
 
     def samples_come_first(inputs: Any, x: Tensor) -> bool:
         """As `check` knows, or finds out by a batch of several samples: a single one shows nothing."""
         if check.independent is not None:
             return check.independent
+        random = RandomState(*step.net.parameters())
         found = _samples_come_first(step, gates, inputs, x)
-        check.draws = not before.unchanged()
+        check.draws = not random.unchanged()
+        random.restore()  # a resumed run finds out again, and draws the same afterwards
         check.independent = found if state.most_samples > 1 else None
         return found
 
