@@ -365,6 +365,19 @@ def rounds(net: nn.Module) -> tuple[Pruner, list[tuple[Tensor, Tensor]]]:
     return Pruner(neurons, *make_step(net, mu=0.0), given, optimizer, neurons.preview({})), [(x, y)]
 
 
+def test_a_round_notices_that_samples_have_begun_to_mix() -> None:
+    net = Drifting().double()
+    pruner, batches = rounds(net)
+    assert pruner.round(batches) == 4
+    net.mix.data.fill_(1.0)
+    before = net.a.weight.detach().clone()
+    with pytest.warns(UserWarning, match="or samples mix"):
+        chosen = pruner.neurons.least(hgnp.sensitivity(net, pruner.neurons, batches), 4)["a"]
+    with pytest.warns(UserWarning, match="or samples mix"):
+        pruner.round(batches)
+    assert torch.equal(net.a.weight, before[[n for n in range(20) if n not in chosen]])
+
+
 def test_a_network_that_draws_in_evaluation_mode_resumes_with_the_same_scores() -> None:
     """A resumed run finds out again whether samples mix, which draws random numbers."""
     found = []
