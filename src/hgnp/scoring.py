@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from hgnp.curvature.autodiff.forward import Output, run, samples_in
-from hgnp.curvature.autodiff.operations import tensors_in
+from hgnp.curvature.autodiff.forward import Output, run, sample_entries, samples_in
+from hgnp.curvature.autodiff.operations import map_tensors, tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.batch_checks import failure_explained
 from hgnp.curvature.device import capturing
@@ -174,8 +174,8 @@ def compute_scores(
 
 @dataclasses.dataclass
 class SampleCheck:
-    """What one batch of at least two samples tells of a network's forward pass. It takes longer than the scores themselves, and
-    holds for the rest of a run: no removal makes samples mix."""
+    """What one batch of at least two samples tells of a network's forward pass. It takes longer than the scores themselves. No
+    removal makes samples mix, but training or a callback may, so that later rounds confirm it by two samples."""
 
     independent: bool | None = None
     """Whether closing a sample's gates changes that sample alone; None: not known yet."""
@@ -243,15 +243,21 @@ def _means(
         raise InputError("batches must have at least one (inputs, target) pair, got none")
     state = dataclasses.replace(state)  # n and w of the batches that are scored
     step.share(state, inputs, target)
-    gates, before = gates.to(x.device), RandomState(*step.net.parameters())
+    gates = gates.to(x.device)
+    settled = check.independent is False  # the score of a batch is right where they do not mix, too
 
     def samples_come_first(inputs: Any, x: Tensor) -> bool:
-        """As `check` knows, or finds out by a batch of several samples: a single one shows nothing."""
-        if check.independent is not None:
+        """As `check` knows and two samples confirm, or by a batch of several samples: a single one shows nothing."""
+        nonlocal settled
+        several = state.most_samples > 1
+        if check.independent is not None and (settled or not several):
             return check.independent
-        found = _samples_come_first(step, gates, inputs, x)
-        check.draws = not before.unchanged()
-        check.independent = found if state.most_samples > 1 else None
+        settled, random = several, RandomState(*step.net.parameters())
+        found = bool(check.independent) and _samples_come_first(step, gates, inputs, x, few=True)
+        found = found or _samples_come_first(step, gates, inputs, x)
+        check.draws = not random.unchanged()
+        random.restore()  # a resumed run finds out again, and draws the same afterwards
+        check.independent = found if several else None
         return found
 
     with _explained(step, inputs, target):
@@ -392,9 +398,18 @@ def _slopes(outputs: list[Tensor], gate_values: Tensor, gates: Gates, of: slice,
     return _gradient(total, gate_values, retain_graph=True)[by].index_fill(1, gates.shared_units(), 0)
 
 
-def _samples_come_first(step: Step, gates: Gates, inputs: Any, x: Tensor) -> bool:
+def _first_two(inputs: Any) -> Any:
+    """The first two samples of a batch if all its tensors have an entry for each, else all of them."""
+    n = samples_in(inputs)
+    if sample_entries(inputs) is not None or any(each.shape[:1] != (n,) for each in tensors_in(inputs)):
+        return inputs
+    return map_tensors(inputs, lambda each: each[:2])
+
+
+def _samples_come_first(step: Step, gates: Gates, inputs: Any, x: Tensor, *, few: bool = False) -> bool:
     """Whether closing a sample's gates changes that sample alone: samples come first in every tensor that they do not share,
-    and do not mix."""
+    and do not mix. Of `few` samples, without a warning: the network may not run on them."""
+    inputs = _first_two(inputs) if few else inputs
     n = samples_in(inputs)
     gate_values = _open_gates(x, n, gates)
     come_first = 0.0
@@ -409,11 +424,14 @@ def _samples_come_first(step: Step, gates: Gates, inputs: Any, x: Tensor) -> boo
             first, second = slice(n // 2), slice(n // 2, None)
             mixed = [_slopes(z, gate_values, gates, *halves) for halves in ((first, second), (second, first))]
             come_first = float(not any(bool(slopes.any()) for slopes in mixed))
-    except SampleDimensionError:
-        pass
+    except Exception as error:  # of few samples, whatever the network's code raises
+        if not (few or isinstance(error, SampleDimensionError)):
+            raise
     (agreed,) = step.reducer.sum([torch.full((), come_first, device=x.device)])
     if agreed == step.reducer.ranks:
         return True
+    if few:
+        return False
     warnings.warn("the first dimension of some tensor is not the sample, or samples mix; scores are |mean of the derivative| "
                   "over a batch instead of the mean of |derivative| over its samples", stacklevel=6)  # fmt: skip
     return False

@@ -218,6 +218,21 @@ def test_a_channel_that_varies_by_less_than_its_precision_has_no_second_derivati
     assert second[:, 1].all()
 
 
+@pytest.mark.parametrize(("offset", "deviation", "tolerance"), [(300.3, 1.0, 1e-5), (3.3, 0.0, 1e-3)])
+def test_a_rounded_mean_leaves_nothing_in_the_second_derivative(
+    offset: float, deviation: float, tolerance: float
+) -> None:
+    """PyTorch's sum over channels that come last is rounded the most. A channel that is constant has the largest inv."""
+    torch.manual_seed(0)
+    s = (offset + deviation * torch.randn(16, 2, 9, 9)).contiguous(memory_format=torch.channels_last)
+    ds, dds = torch.randn_like(s), torch.randn_like(s)
+    found, exact = (
+        BatchNormSecond.apply(s.to(kind), ds.to(kind), dds.to(kind), None, None, None, None, 0.1, 1e-5, None)[2]
+        for kind in (torch.float, torch.double)
+    )
+    assert (found - exact).abs().max() <= tolerance * exact.abs().max()
+
+
 @pytest.mark.parametrize("layer", [nn.Tanh(), nn.LayerNorm(5), nn.Dropout(inplace=True)])
 def test_what_has_no_rule_is_refused(layer: nn.Module) -> None:
     net = nn.Sequential(nn.Linear(4, 5), layer, nn.Linear(5, 3)).double()

@@ -341,3 +341,51 @@ def test_rounds_after_the_first_score_by_one_forward_pass() -> None:
     hgnp.prune(net, train, recipe=given, on_epoch=on_epoch, verbose=False)
     assert passes[1] == 2  # one to see whether samples mix
     assert passes[2:4] == [1, 1]
+
+
+class Drifting(nn.Module):
+    """Samples mix once `mix` is not 0; masks are drawn in evaluation mode too."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.out, self.drop = nn.Linear(4, 24), nn.Linear(24, 3), drop
+        self.mix = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.out(nn.functional.dropout(torch.tanh(self.a(x)), self.drop))
+        return z + self.mix * (z.cumsum(0) - z)
+
+
+def rounds(net: nn.Module) -> tuple[Pruner, list[tuple[Tensor, Tensor]]]:
+    """A pruner that removes 4 neurons a round, and the batch of its scores."""
+    x, y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0), dtype=torch.double), torch.arange(12) % 3
+    neurons, optimizer = hgnp.Neurons(net, x[:2]), torch.optim.SGD(net.parameters(), lr=0.1)
+    given = recipe(keep=0.1, method="taylor", neurons_per_round=4)
+    return Pruner(neurons, *make_step(net, mu=0.0), given, optimizer, neurons.preview({})), [(x, y)]
+
+
+def test_a_round_notices_that_samples_have_begun_to_mix() -> None:
+    net = Drifting().double()
+    pruner, batches = rounds(net)
+    assert pruner.round(batches) == 4
+    net.mix.data.fill_(1.0)
+    before = net.a.weight.detach().clone()
+    with pytest.warns(UserWarning, match="or samples mix"):
+        chosen = pruner.neurons.least(hgnp.sensitivity(net, pruner.neurons, batches), 4)["a"]
+    with pytest.warns(UserWarning, match="or samples mix"):
+        pruner.round(batches)
+    assert torch.equal(net.a.weight, before[[n for n in range(20) if n not in chosen]])
+
+
+def test_a_network_that_draws_in_evaluation_mode_resumes_with_the_same_scores() -> None:
+    """A resumed run finds out again whether samples mix, which draws random numbers."""
+    found = []
+    for resumed in (False, True):
+        net = Drifting(drop=0.5).double()
+        pruner, batches = rounds(net)
+        pruner.round(batches)
+        torch.manual_seed(1)
+        (rounds(net)[0] if resumed else pruner).round(batches)
+        found.append(net.a.weight)
+    assert torch.equal(found[0], found[1])

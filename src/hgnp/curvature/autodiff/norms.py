@@ -370,7 +370,7 @@ class _Curve:
     def of(cls, s: Tensor, ds: Tensor, dds: Tensor | None, mean: Tensor, inv: Tensor) -> "_Curve":
         mean, inv = mean.view(_shape(s)), inv.view(_shape(s))
         ds = _centred(ds)
-        n = (upcast(s) - mean) * inv
+        n = _centred(upcast(s) - mean) * inv  # the mean is rounded, and n″ has up to inv³ times what that leaves
         b, p = _projected(n, ds)
         e = _channel_mean(p * ds)
         inv1 = -inv.square() * b

@@ -206,6 +206,7 @@ def tangent(
     """varying·γ·inv·P(ṡ), Σṡ and Σṡx. s and ṡ lie densely in memory, with the channels last."""
     channels = s.shape[1]
     rows, columns, tile, blocks, parts = tiling(s, channels)
+    weight = None if weight is None else weight.contiguous()  # it may be an expanded scalar
     wide: Any = tl.float64 if mean.dtype == torch.float64 else tl.float32
     sums, totals = mean.new_empty(2, channels, parts), mean.new_empty(2, channels)
     out, sizes = torch.empty_like(ds), {"ACC": wide, "ROWS": tile, "COLUMNS": columns, "num_warps": 8}
@@ -226,6 +227,7 @@ def adjoints(
     """Of s, ṡ, γ and β. All of s, ṡ, Y and Z lie densely in memory, with the channels last."""
     channels = s.shape[1]
     rows, columns, tile, blocks, parts = tiling(s, channels)
+    weight = None if weight is None else weight.contiguous()  # it may be an expanded scalar
     wide: Any = tl.float64 if mean.dtype == torch.float64 else tl.float32
     sums = torch.empty(5, channels, parts, dtype=mean.dtype, device=s.device)
     factors = torch.empty(9, channels, dtype=mean.dtype, device=s.device)

@@ -13,7 +13,8 @@ the curve n(t) of the normalised input has
 so that everything is a linear combination of Y, Z, X, ṡ, s̈ and x, whose factors come from sums over a channel.
 
 Sums are taken of numbers from which the channel's first one is subtracted: a mean that is large beside the deviation would
-leave its rounding in them.
+leave its rounding in them. So it would in a mean that includes the first number, and centring would leave a mean of its own, by
+which the sums of products with other numbers would be off: means are of what is left, and both are subtracted in turn.
 """
 
 from typing import Any
@@ -35,6 +36,12 @@ FORWARD_SUMS, MOMENTS, ADJOINT_SUMS, FACTORS = 6, 6, 9, 17
 def _first(values, column, inside, ACC: tl.constexpr):
     """The first number of each channel."""
     return tl.load(values + column, inside, other=0.0).to(ACC)
+
+
+@triton.jit
+def _centred(values, at, here, first, mean, ACC: tl.constexpr):
+    """Numbers less those of their channel: one near their mean, then the mean of what is left."""
+    return (tl.load(values + at, here, other=0.0).to(ACC) - first[None, :]) - mean[None, :]
 
 
 @triton.jit
@@ -79,10 +86,9 @@ def _curve_sums(
 
 @triton.jit
 def _moments(
-    sums, ds, dds, inv, moments, rows, channels, parts,
-    has_dds: tl.constexpr, ACC: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    sums, inv, moments, rows, channels, parts, ACC: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """mean x, mean ṡ, mean s̈, b, d and e of each channel."""
+    """mean x, mean ṡ, mean s̈, b, d and e of each channel; ṡ and s̈ less their first numbers."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < channels
     i = tl.load(inv + column, inside, other=1.0).to(ACC)
@@ -92,9 +98,6 @@ def _moments(
     b = i * (total(sums, 3, column, channels, parts, inside, PARTS) / rows - mean_x * mean_ds)
     d = i * (total(sums, 4, column, channels, parts, inside, PARTS) / rows - mean_x * mean_dds)
     e = total(sums, 5, column, channels, parts, inside, PARTS) / rows - mean_ds * mean_ds - b * b
-    mean_ds += _first(ds, column, inside, ACC)
-    if has_dds:
-        mean_dds += _first(dds, column, inside, ACC)
     out = moments + column
     tl.store(out, mean_x, inside)
     tl.store(out + channels, mean_ds, inside)
@@ -124,14 +127,14 @@ def _curve(
     b = tl.load(known + 3 * channels, inside, other=0.0)
     d = tl.load(known + 4 * channels, inside, other=0.0)
     e = tl.load(known + 5 * channels, inside, other=0.0)
-    n = (tl.load(s + at, here, other=0.0).to(ACC) - (m + mean_x)[None, :]) * i[None, :]
-    z = tl.load(ds + at, here, other=0.0).to(ACC) - mean_ds[None, :]
+    n = _centred(s, at, here, m, mean_x, ACC) * i[None, :]
+    z = _centred(ds, at, here, _first(ds, column, inside, ACC), mean_ds, ACC)
     k = i * (i * (2 * b * b - e) - d)
     first = i[None, :] * (z - b[None, :] * n)
     second = k[None, :] * n - (2 * i * i * b)[None, :] * z
     if has_dds:
         mean_dds = tl.load(known + 2 * channels, inside, other=0.0)
-        second += i[None, :] * (tl.load(dds + at, here, other=0.0).to(ACC) - mean_dds[None, :])
+        second += i[None, :] * _centred(dds, at, here, _first(dds, column, inside, ACC), mean_dds, ACC)
     tl.store(dy + at, (scale[None, :] * first).to(dy.dtype.element_ty), here)
     tl.store(ddy + at, (scale[None, :] * second).to(ddy.dtype.element_ty), here)
 
@@ -147,8 +150,8 @@ def _adjoint_sums(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < channels
     known = moments + column
-    m = (tl.load(mean + column, inside, other=0.0).to(ACC) + tl.load(known, inside, other=0.0))[None, :]
-    mean_ds = tl.load(known + channels, inside, other=0.0)[None, :]
+    m, mean_x = tl.load(mean + column, inside, other=0.0).to(ACC), tl.load(known, inside, other=0.0)
+    first_ds, mean_ds = _first(ds, column, inside, ACC), tl.load(known + channels, inside, other=0.0)
     first_Z = _first(Z, column, inside, ACC)[None, :]
     first_X = _first(X, column, inside, ACC)[None, :]
     of_Y = tl.zeros((ROWS, COLUMNS), ACC)
@@ -163,11 +166,11 @@ def _adjoint_sums(
     if has_Y:
         first_Y = _first(Y, column, inside, ACC)[None, :]
     if has_dds:
-        mean_dds = tl.load(known + 2 * channels, inside, other=0.0)[None, :]
+        first_dds, mean_dds = _first(dds, column, inside, ACC), tl.load(known + 2 * channels, inside, other=0.0)
     for start in range(part * ROWS, rows, parts * ROWS):
         at, here = tile_at(start, column, rows, channels, ROWS)
-        x = tl.load(s + at, here, other=0.0).to(ACC) - m
-        t = tl.load(ds + at, here, other=0.0).to(ACC) - mean_ds
+        x = _centred(s, at, here, m, mean_x, ACC)
+        t = _centred(ds, at, here, first_ds, mean_ds, ACC)
         z = tl.where(here, tl.load(Z + at, here, other=0.0).to(ACC) - first_Z, 0.0)
         of_Z += z
         of_Zx += z * x
@@ -177,7 +180,7 @@ def _adjoint_sums(
         of_Xx += z * x
         of_Xds += z * t
         if has_dds:
-            of_Xdds += z * (tl.load(dds + at, here, other=0.0).to(ACC) - mean_dds)
+            of_Xdds += z * _centred(dds, at, here, first_dds, mean_dds, ACC)
         if has_Y:
             z = tl.where(here, tl.load(Y + at, here, other=0.0).to(ACC) - first_Y, 0.0)
             of_Y += z
@@ -196,11 +199,11 @@ def _adjoint_sums(
 
 @triton.jit
 def _factors(
-    Y, Z, X, sums, weight, mean, inv, moments, factors, rows, channels, parts, spacing, eps,
+    Y, sums, weight, mean, inv, moments, factors, rows, channels, parts, spacing, eps,
     has_Y: tl.constexpr, has_weight: tl.constexpr, ACC: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """What Y, Z, X, x, ṡ and s̈, all centred, are multiplied by in the adjoints of s, ṡ and s̈; the means of Y, Z and X; the
-    adjoints of γ and β."""
+    """What Y, Z, X, x, ṡ and s̈, all centred, are multiplied by in the adjoints of s, ṡ and s̈; the means of Y, Z and X less
+    their first numbers; the adjoints of γ and β."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < channels
     known = moments + column
@@ -210,11 +213,12 @@ def _factors(
     i = tl.load(inv + column, inside, other=1.0).to(ACC)
     m = tl.load(mean + column, inside, other=0.0).to(ACC)
     on = varying_channels(m, i, spacing, eps)
-    mean_Y = total(sums, 0, column, channels, parts, inside, PARTS) / rows
+    sum_Y = total(sums, 0, column, channels, parts, inside, PARTS)
+    mean_Y = sum_Y / rows
     if has_Y:
-        mean_Y += _first(Y, column, inside, ACC)
-    mean_Z = total(sums, 2, column, channels, parts, inside, PARTS) / rows + _first(Z, column, inside, ACC)
-    mean_X = total(sums, 5, column, channels, parts, inside, PARTS) / rows + _first(X, column, inside, ACC)
+        sum_Y += rows * _first(Y, column, inside, ACC)
+    mean_Z = total(sums, 2, column, channels, parts, inside, PARTS) / rows
+    mean_X = total(sums, 5, column, channels, parts, inside, PARTS) / rows
     # ⟨n, ·⟩, ⟨n′, ·⟩ and ⟨n″, ·⟩ of Y, Z and X
     k = i * (i * (2 * b * b - e) - d)
     nY = i * total(sums, 1, column, channels, parts, inside, PARTS) / rows
@@ -258,7 +262,7 @@ def _factors(
     tl.store(out + 13 * channels, mean_Z, inside)
     tl.store(out + 14 * channels, mean_X, inside)
     tl.store(out + 15 * channels, rows * (nY + n1Z + n2X), inside)
-    tl.store(out + 16 * channels, rows * mean_Y, inside)
+    tl.store(out + 16 * channels, sum_Y, inside)
 
 
 @triton.jit
@@ -271,20 +275,24 @@ def _combine(
     inside = column < channels
     at, here = tile_at(tl.program_id(0) * ROWS, column, rows, channels, ROWS)
     known, moment = factors + column, moments + column
-    m = tl.load(mean + column, inside, other=0.0).to(ACC) + tl.load(moment, inside, other=0.0)
-    x = tl.load(s + at, here, other=0.0).to(ACC) - m[None, :]
-    t = tl.load(ds + at, here, other=0.0).to(ACC) - tl.load(moment + channels, inside, other=0.0)[None, :]
-    z = tl.load(Z + at, here, other=0.0).to(ACC) - tl.load(known + 13 * channels, inside, other=0.0)[None, :]
-    w = tl.load(X + at, here, other=0.0).to(ACC) - tl.load(known + 14 * channels, inside, other=0.0)[None, :]
+    m, mean_x = tl.load(mean + column, inside, other=0.0).to(ACC), tl.load(moment, inside, other=0.0)
+    mean_ds, mean_Z = tl.load(moment + channels, inside, other=0.0), tl.load(known + 13 * channels, inside, other=0.0)
+    mean_X = tl.load(known + 14 * channels, inside, other=0.0)
+    x = _centred(s, at, here, m, mean_x, ACC)
+    t = _centred(ds, at, here, _first(ds, column, inside, ACC), mean_ds, ACC)
+    z = _centred(Z, at, here, _first(Z, column, inside, ACC), mean_Z, ACC)
+    w = _centred(X, at, here, _first(X, column, inside, ACC), mean_X, ACC)
     out = tl.load(known + channels, inside, other=0.0)[None, :] * z
     out += tl.load(known + 2 * channels, inside, other=0.0)[None, :] * w
     out += tl.load(known + 3 * channels, inside, other=0.0)[None, :] * x
     out += tl.load(known + 4 * channels, inside, other=0.0)[None, :] * t
     if has_Y:
-        y = tl.load(Y + at, here, other=0.0).to(ACC) - tl.load(known + 12 * channels, inside, other=0.0)[None, :]
+        mean_Y = tl.load(known + 12 * channels, inside, other=0.0)
+        y = _centred(Y, at, here, _first(Y, column, inside, ACC), mean_Y, ACC)
         out += tl.load(known, inside, other=0.0)[None, :] * y
     if has_dds:
-        y = tl.load(dds + at, here, other=0.0).to(ACC) - tl.load(moment + 2 * channels, inside, other=0.0)[None, :]
+        mean_dds = tl.load(moment + 2 * channels, inside, other=0.0)
+        y = _centred(dds, at, here, _first(dds, column, inside, ACC), mean_dds, ACC)
         out += tl.load(known + 5 * channels, inside, other=0.0)[None, :] * y
     tl.store(grad_s + at, out.to(grad_s.dtype.element_ty), here)
     out = tl.load(known + 6 * channels, inside, other=0.0)[None, :] * z
@@ -310,12 +318,13 @@ def second(
     """ẏ, ÿ and moments for `adjoints`. All of s, ṡ and s̈ lie densely in memory, with the channels last."""
     channels = s.shape[1]
     rows, columns, tile, blocks, parts = tiling(s, channels)
+    weight = None if weight is None else weight.contiguous()  # it may be an expanded scalar
     sizes, has_dds = _sizes(mean, tile, columns), dds is not None
     sums, moments = mean.new_empty(FORWARD_SUMS, channels, parts), mean.new_empty(MOMENTS, channels)
     dy, ddy = torch.empty_like(s), torch.empty_like(s)
     _curve_sums[parts, blocks](ds, dds, s, mean, sums, rows, channels, has_dds=has_dds, **sizes)
     _moments[(triton.cdiv(channels, 4),)](
-        sums, ds, dds, inv, moments, rows, channels, parts, has_dds=has_dds, ACC=sizes["ACC"], COLUMNS=4, PARTS=PARTS
+        sums, inv, moments, rows, channels, parts, ACC=sizes["ACC"], COLUMNS=4, PARTS=PARTS
     )
     _curve[triton.cdiv(rows, tile), blocks](
         ds, dds, s, weight, mean, inv, moments, dy, ddy, rows, channels, spacing, (1 - MARGIN) * eps,
@@ -332,12 +341,13 @@ def adjoints(
     """Of s, ṡ, s̈, γ and β. All of them lie densely in memory, with the channels last."""
     channels = s.shape[1]
     rows, columns, tile, blocks, parts = tiling(s, channels)
+    weight = None if weight is None else weight.contiguous()  # it may be an expanded scalar
     sizes, has = _sizes(mean, tile, columns), {"has_Y": Y is not None, "has_dds": dds is not None}
     sums, factors = mean.new_empty(ADJOINT_SUMS, channels, parts), mean.new_empty(FACTORS, channels)
     grad_s, grad_ds, grad_dds = torch.empty_like(s), torch.empty_like(s), None if dds is None else torch.empty_like(s)
     _adjoint_sums[parts, blocks](Y, Z, X, s, ds, dds, mean, moments, sums, rows, channels, **has, **sizes)
     _factors[(triton.cdiv(channels, 4),)](
-        Y, Z, X, sums, weight, mean, inv, moments, factors, rows, channels, parts, spacing, (1 - MARGIN) * eps,
+        Y, sums, weight, mean, inv, moments, factors, rows, channels, parts, spacing, (1 - MARGIN) * eps,
         has_Y=Y is not None, has_weight=weight is not None, ACC=sizes["ACC"], COLUMNS=4, PARTS=PARTS,
     )  # fmt: skip
     _combine[triton.cdiv(rows, tile), blocks](
