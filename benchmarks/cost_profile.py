@@ -17,7 +17,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,12 +147,15 @@ def kernels(net: nn.Module, made: Experiment, count: int) -> tuple[dict[str, flo
     return found, 1e3 * whole
 
 
-def cut(net: nn.Module, example: torch.Tensor, percent: float, round_to: int) -> float:
-    """Cuts to this percentage of the parameters by L1 norms; returns what is left of the MACs."""
+def cut(
+    net: nn.Module, example: torch.Tensor, percent: float, round_to: int, floor: int | Mapping[str, int] = 1
+) -> float:
+    """Cuts to this percentage of the parameters by L1 norms, within the recipe's floor; returns what is left of the MACs."""
     neurons = hgnp.Neurons(net, example)
     macs = neurons.macs
     while neurons.kept > percent / 100:
-        least = neurons.least(hgnp.sensitivity(net, neurons, [], criterion="l1"), 200, round_to=round_to)
+        scores = hgnp.sensitivity(net, neurons, [], criterion="l1")
+        least = neurons.least(scores, 200, round_to=round_to, floor=floor)
         if not least:
             raise SystemExit(f"--kept must be reachable, got {percent:g}; {neurons.kept:.1%} is left")
         neurons.remove(least)
@@ -205,7 +208,7 @@ def main() -> None:
         share = 1.0
         if round_to:
             example = next(iter(made.train))[0][:2].to(given.device)
-            share = cut(net, example, given.kept, round_to)
+            share = cut(net, example, given.kept, round_to, made.recipe.floor)
         steps_of[f"{title} ({share:.0%} of the MACs)"] = kernels(net, made, given.steps)
     where = (
         torch.cuda.get_device_name() if given.device.startswith("cuda") else f"{torch.get_num_threads()} CPU threads"

@@ -47,8 +47,9 @@ class Recipe:
     Attributes:
         keep: The fraction of the `target` quantity to keep: the paper's κ̄. With 1 nothing is pruned.
         target: The quantity that `keep` refers to: "params" (as in the paper), "neurons" (the removable ones) or "macs".
-        snapshots: Fractions between `keep` and 1. For each that pruning reaches, a copy of the network is pruned to exactly
-            that fraction and fine-tuned separately for `finetune_epochs`; the run itself is not affected.
+        snapshots: Fractions between `keep` and 1. For each that pruning reaches, a copy of the network is pruned to that
+            fraction, or as little below it as whole neurons allow, and fine-tuned separately for `finetune_epochs`; the run
+            itself is not affected.
         method: "hgnp" (the flatness penalty in the training loss, and scores of the loss with that penalty); "taylor" (plain
             training; scores are first-order Taylor estimates of the change in loss when a neuron is removed); "hybrid"
             (Taylor, then HGNP once `threshold` is reached); "l1", "l2", "bn_scale", "geometric_median" or "random" (plain

@@ -145,7 +145,7 @@ def test_an_interrupted_run_prints_the_command_to_resume(
     monkeypatch.setattr(LineProgress, "epoch", lambda *_: signal.raise_signal(signal.SIGINT))  # Ctrl-C
     assert call("run", *TINY, "--set", "recipe.warmup_epochs=1000", "--out", "a b") == 130
     command = "hgnp run 'a b/config.yaml' --out 'a b' --resume"
-    assert capsys.readouterr().err == f"\nhgnp: interrupted; {command} resumes after the last completed epoch\n"
+    assert capsys.readouterr().err == f"\nhgnp: interrupted; {command} resumes after the last checkpoint\n"
     assert len(Path("a b/metrics.jsonl").read_text().splitlines()) >= 1
 
 

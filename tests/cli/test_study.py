@@ -174,7 +174,7 @@ def interrupted(study: Path) -> Path:
     hold.unlink()
     assert process.returncode == 130
     again = f"hgnp study {shlex.join(command)} --seeds 0 --methods hgnp,diverges"
-    assert f"hgnp: interrupted; {again} resumes every run after its last completed epoch" in errors
+    assert f"hgnp: interrupted; {again} resumes every run after its last checkpoint" in errors
     assert not any(alive(pid) for pid in begun)
     assert "hgnp: interrupted" in (out / "logs" / f"{RUNS[0]}.log").read_text()  # by itself, not killed
     assert not (first / "result.json").exists()

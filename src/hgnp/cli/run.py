@@ -175,7 +175,7 @@ def train(
             remove_created(created)
         elif was_interrupted(error):
             command = shlex.join(["hgnp", "run", str(folder / "config.yaml"), "--out", str(folder), "--resume"])
-            print(f"\nhgnp: interrupted; {command} resumes after the last completed epoch", file=sys.stderr)
+            print(f"\nhgnp: interrupted; {command} resumes after the last checkpoint", file=sys.stderr)
             raise typer.Exit(130) from None
         raise
     progress.stop()

@@ -73,7 +73,7 @@ def study(
             outcomes = execute_runs(missing, place, job_slots(device, jobs), display) if missing else []
     except KeyboardInterrupt:
         command = resume_command(what, data, place, device, jobs, set_, seeds, methods)
-        print(f"\nhgnp: interrupted; {command} resumes every run after its last completed epoch", file=sys.stderr)
+        print(f"\nhgnp: interrupted; {command} resumes every run after its last checkpoint", file=sys.stderr)
         raise typer.Exit(130) from None
     finish(plan, place, planned, outcomes, stream, as_json=as_json)
 
