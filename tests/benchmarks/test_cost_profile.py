@@ -25,7 +25,7 @@ def test_a_run_and_its_steps_are_taken_apart() -> None:
     assert {"steps", "rounds", "validation", "checkpoints", "measurements", "rest"} <= seconds.keys()
     assert all(each > 0 for each in seconds.values())
     kinds, step = cost_profile.kernels(made.net, made, 2)
-    assert kinds["convolutions"] > kinds["optimizer"] > 0
+    assert min(kinds["convolutions"], kinds["optimizer"]) > 0
     assert kinds["norms"] > 0
     assert step > 0
     text = "\n".join(cost_profile.report(seconds, {"full": (kinds, step)}))
