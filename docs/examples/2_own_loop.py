@@ -43,7 +43,7 @@ neurons = hgnp.Neurons(net, x[:2])
 print(neurons)
 
 # %%
-# From the fifth epoch on, 16 neurons are removed before every other epoch, until 30 % of the parameters are left.
+# After the first epochs, 16 neurons are removed before every other epoch, until 30 % of the parameters are left.
 flat = hgnp.Flatness(net, mu=1e-2, bound=0.0)
 history = []
 for epoch in range(30):

@@ -28,16 +28,16 @@ print(kfac)
 # A second ``Flatness`` has v over the whole network. Its gradients are discarded.
 network = hgnp.Flatness(net, mu=1.0, bound=1e9, direction_over="network")
 
-steps, found = [], []
+blocks, found = [], []
 for _ in range(6):
     for batch in torch.randperm(len(x)).split(128)[:-1]:
         network.backward(x[batch], y[batch])
         optimizer.zero_grad()
         kfac.backward(x[batch], y[batch])
-        if len(steps) % 7 == 0:
+        if len(blocks) % 7 == 0:
             top = hgnp.sharpness(net, [(x[batch], y[batch])]).eigenvalues[0]
-            found.append((len(steps), kfac.radius, kfac.curvature, network.curvature, float(top)))
-        steps.append(kfac.block)
+            found.append((len(blocks), kfac.radius, kfac.curvature, network.curvature, float(top)))
+        blocks.append(kfac.block)
         optimizer.step()
 
 # %%
@@ -54,4 +54,4 @@ figure.tight_layout()
 
 # %%
 # The blocks that had the largest λ, and in how many steps.
-print({block: steps.count(block) for block in dict.fromkeys(steps)})
+print({block: blocks.count(block) for block in dict.fromkeys(blocks)})
