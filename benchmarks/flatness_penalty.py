@@ -67,9 +67,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "block-0.1": {"recipe.mu": 0.1},
     "network-0.03": {"recipe.mu": 0.03, **NETWORK},
     **{f"network-{mu:g}-every-4": {"recipe.mu": mu, "recipe.penalty_every": 4, **NETWORK} for mu in (0.01, 0.03, 0.1)},
+    **{f"block-{mu:g}-every-4-warmup": {"recipe.mu": mu, "recipe.penalty_every": 4} for mu in (0.001, 0.01, 0.1)},
     **{
         f"network-{mu:g}-every-4-warmup": {"recipe.mu": mu, "recipe.penalty_every": 4, **NETWORK}
-        for mu in (0.01, 0.03, 0.1)
+        for mu in (0.001, 0.01, 0.03, 0.1)
     },
 }
 
