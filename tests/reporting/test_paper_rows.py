@@ -44,12 +44,21 @@ def test_accuracies_and_gaps_are_those_of_the_curves(lines: Path) -> None:
     assert found.verdict == verdict.Verdict("undecided", "one seed")
     found = row(lines, "accuracy", "around κ = 91 %")
     assert found.ours == pytest.approx(100)
-    assert found.verdict.word == "agrees"
+    assert found.verdict == verdict.Verdict("undecided", "one seed")
 
 
-def test_a_curve_that_is_behind_somewhere_differs(tmp_path: Path) -> None:
-    write_paper_run(tmp_path / "h", "alexnet-flowers", accuracy=lambda k: 0.8)
-    write_paper_run(tmp_path / "t", "alexnet-flowers", method="taylor", accuracy=lambda k: 0.6 + 0.4 * k)
+def test_a_curve_that_is_ahead_everywhere_agrees_and_one_that_is_behind_somewhere_differs(tmp_path: Path) -> None:
+    for seed in range(2):
+        write_paper_run(tmp_path / f"h{seed}", "alexnet-flowers", seed=seed, accuracy=lambda k: 1.1 * k)
+        write_paper_run(tmp_path / f"t{seed}", "alexnet-flowers", method="taylor", seed=seed, accuracy=lambda k: k)
+    assert row(tmp_path, "accuracy", "around κ = 91 %").verdict.word == "agrees"
+    for seed in range(2):
+        shutil.rmtree(tmp_path / f"h{seed}")
+        shutil.rmtree(tmp_path / f"t{seed}")
+        write_paper_run(tmp_path / f"h{seed}", "alexnet-flowers", seed=seed, accuracy=lambda k: 0.8)
+        write_paper_run(
+            tmp_path / f"t{seed}", "alexnet-flowers", method="taylor", seed=seed, accuracy=lambda k: 0.6 + 0.4 * k
+        )
     found = row(tmp_path, "accuracy", "around κ = 91 %")
     assert found.ours == pytest.approx(100 * (0.5 - 0.35) / (0.91 - 0.35))
     assert found.verdict.word == "differs"
@@ -148,6 +157,9 @@ def test_fine_tuned_snapshots_are_preferred_to_the_curve(tmp_path: Path) -> None
     assert found.ours == pytest.approx(100 * (0.098 + (0.29 - 0.098) * (0.92 - 0.915) / (0.94 - 0.915)))
     assert found.verdict == verdict.Verdict("undecided", "one seed")
     found = row(tmp_path, "equal", "on the curve", vgg)
+    assert (found.text, found.verdict) == ("at no κ", verdict.ONE_SEED)
+    write_paper_run(tmp_path / "h1", "vgg16-cifar10", seed=1, accuracy=lambda k: 0.5)
+    found = row(tmp_path, "equal", "on the curve", vgg)
     assert (found.text, found.verdict.word) == ("at no κ", "differs")
 
 
@@ -179,10 +191,13 @@ def test_a_smaller_network_that_is_good_enough_differs_for_the_better(tmp_path: 
 
 
 def test_ablations_are_compared_with_full_hgnp_below_58_percent(tmp_path: Path) -> None:
-    write_paper_run(tmp_path / "h", "alexnet-flowers", accuracy=lambda k: 0.8)
-    parts = {"no-training-penalty": lambda k: 0.7, "no-scoring-penalty": lambda k: 0.8 + (0.5 - k) / 10}
+    parts = {
+        "": lambda k: 0.8, "-no-training-penalty": lambda k: 0.7, "-no-scoring-penalty": lambda k: 0.8 + (0.5 - k) / 10,
+    }  # fmt: skip
     for name, accuracy in parts.items():
-        write_paper_run(tmp_path / name, "alexnet-flowers", of=f"alexnet-flowers-{name}", accuracy=accuracy)
+        for seed in range(2):
+            folder = tmp_path / f"run{name}-{seed}"
+            write_paper_run(folder, "alexnet-flowers", of=f"alexnet-flowers{name}", seed=seed, accuracy=accuracy)
     assert row(tmp_path, "ablation", "no training penalty").verdict.word == "agrees"
     found = row(tmp_path, "ablation", "no scoring penalty")
     assert found.ours == pytest.approx(100 * (0.58 - 0.5) / (0.58 - 0.35))
@@ -355,12 +370,14 @@ def test_runs_without_epochs_or_validation_data_give_no_rows(tmp_path: Path) -> 
         (verdict.signed(5.0, Measured(0.1, 0.05)), "agrees in direction"),
         (verdict.signed(5.0, Measured(-0.1, 0.05)), "differs"),
         (verdict.signed(5.0, Measured(4.9)), "undecided"),
-        (verdict.bound(8.0, Measured(8.1)), "agrees"),
-        (verdict.bound(8.0, Measured(7.9)), "differs"),
+        (verdict.bound(8.0, Measured(8.1, 0.5)), "agrees"),
+        (verdict.bound(8.0, Measured(7.9, 0.5)), "differs"),
+        (verdict.bound(8.0, Measured(8.1)), "undecided"),
         (verdict.ratio(0.9, 0.5), "agrees in direction"),
         (verdict.ratio(1.1, 0.5), "differs"),
-        (verdict.ahead(1.0), "agrees"),
-        (verdict.ahead(0.99), "differs"),
+        (verdict.ahead(1.0, 2), "agrees"),
+        (verdict.ahead(0.99, 2), "differs"),
+        (verdict.ahead(1.0, 1), "undecided"),
     ],
 )
 def test_verdicts_follow_the_rule(told: verdict.Verdict, word: str) -> None:

@@ -181,7 +181,7 @@ def _ahead(claim: Claim, pair: MethodPair, kept: float) -> PaperRow | None:
         return None
     crossed = curves.summarise_crossings([f"{100 * each.kept:.1f} %" for each in pair.compared.pairs[0].crossings])
     text = f"{_ahead_on(share, pair.curves[0].kept[0], kept)}; crossings: {crossed}"
-    judged = _settled(verdict.ahead(share), pair.group, pair.taylor)
+    judged = _settled(verdict.ahead(share, _seeds(pair.group, pair.taylor)), pair.group, pair.taylor)
     return PaperRow(claim, text, 100 * share, None, pair.title, pair.deviations, judged)
 
 
@@ -194,7 +194,7 @@ def _ablated(claim: Claim, full: PaperGroup, other: PaperGroup) -> PaperRow | No
     share = curves.share_ahead(ours, theirs, ABLATION_KEPT / 100)
     if share is None:
         return None
-    judged = _settled(verdict.ahead(share), full, other)
+    judged = _settled(verdict.ahead(share, _seeds(full, other)), full, other)
     runs = f"{full.title} against {other.title}"
     text, both = _ahead_on(share, grid[0], ABLATION_KEPT), deviations_of_both(full, other)
     return PaperRow(claim, text, 100 * share, None, runs, both, judged)
@@ -203,7 +203,8 @@ def _ablated(claim: Claim, full: PaperGroup, other: PaperGroup) -> PaperRow | No
 def _equal(claim: Claim, group: PaperGroup, reached: list[tuple[float, bool] | None]) -> PaperRow:
     known = [each for each in reached if each is not None]
     if not known:
-        judged = _settled(Verdict(verdict.DIFFERS, "never reached"), group)
+        judged = Verdict(verdict.DIFFERS, "never reached") if len(reached) > 1 else verdict.ONE_SEED
+        judged = _settled(judged, group)
         return PaperRow(claim, "at no κ", None, None, group.title, group.short, judged)
     ours = Measured.of([100 * kept for kept, _ in known])
     text, judged = show(ours), verdict.value(EQUAL.neurons, ours)
@@ -216,6 +217,10 @@ def _equal(claim: Claim, group: PaperGroup, reached: list[tuple[float, bool] | N
         )
         text = f"at most {text}, where the runs end"
     return PaperRow(claim, text, ours.mean, ours.spread, group.title, group.short, _settled(judged, group))
+
+
+def _seeds(*groups: PaperGroup) -> int:
+    return min(len(group.runs) for group in groups)
 
 
 def _settled(judged: Verdict, *groups: PaperGroup) -> Verdict:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 AGREES, DIRECTION, DIFFERS, UNDECIDED = "agrees", "agrees in direction", "differs", "undecided"
 NOT_RUN, NONE = "not run", ""
 RULE = (
+    "Every claim about accuracy is undecided with one seed.",
     "A value or a difference between methods agrees if the paper's is within one standard deviation over seeds (n − 1) of "
-    "ours. With one seed it is undecided.",
+    "ours.",
     "A difference that is further off agrees in direction if it has the same sign. It is undecided if ours is "
     "no larger than its standard deviation over seeds. A ratio of times agrees in direction if it is on the same side of 1.",
     "A bound agrees if it is met.",
@@ -37,11 +38,12 @@ class Verdict:
 
 
 NO_VERDICT = Verdict(NONE)
+ONE_SEED = Verdict(UNDECIDED, "one seed")
 
 
 def value(paper: float, ours: Measured) -> Verdict:
     if ours.spread is None:
-        return Verdict(UNDECIDED, "one seed")
+        return ONE_SEED
     if abs(ours.mean - paper) <= ours.spread:
         return Verdict(AGREES, "within one standard deviation")
     return Verdict(
@@ -51,7 +53,7 @@ def value(paper: float, ours: Measured) -> Verdict:
 
 def signed(paper: float, ours: Measured) -> Verdict:
     if ours.spread is None:
-        return Verdict(UNDECIDED, "one seed")
+        return ONE_SEED
     if abs(ours.mean - paper) <= ours.spread:
         return Verdict(AGREES, "within one standard deviation")
     if abs(ours.mean) <= ours.spread:
@@ -65,8 +67,12 @@ def ratio(paper: float, ours: float) -> Verdict:
 
 
 def bound(paper: float, ours: Measured) -> Verdict:
+    if ours.spread is None:
+        return ONE_SEED
     return Verdict(AGREES, "the bound is met") if ours.mean > paper else Verdict(DIFFERS, "the bound is not met")
 
 
-def ahead(share: float) -> Verdict:
+def ahead(share: float, seeds: int) -> Verdict:
+    if seeds < 2:
+        return ONE_SEED
     return Verdict(AGREES, "at every κ") if share > 1 - 1e-9 else Verdict(DIFFERS, "not at every κ")
