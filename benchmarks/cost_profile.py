@@ -162,7 +162,7 @@ def cut(
     return neurons.macs / macs
 
 
-def report(found: dict[str, float], steps_of: dict[str, tuple[dict[str, float], float]]) -> list[str]:
+def parts_table(found: dict[str, float]) -> list[str]:
     whole = sum(found.values())
     lines = ["## Parts of a run", "", "| part | seconds | share |", "|---|--:|--:|"]
     lines += [
@@ -174,14 +174,20 @@ def report(found: dict[str, float], steps_of: dict[str, tuple[dict[str, float], 
         for part, seconds in found.items()
         if part in ("rounds", "validation", "checkpoints", "measurements", "end")
     )
-    lines += [
+    return [
+        *lines,
         "",
         f"Rounds, validation, checkpoints and measurements together: {beside / whole:.1%} (target: at most 10 %).",
         "",
     ]
-    lines += ["## A training step, ms", "", f"| kind | {' | '.join(steps_of)} |", "|---" + "|--:" * len(steps_of) + "|"]
-    for each in [*KINDS, "other"]:
-        lines.append(f"| {each} | {' | '.join(f'{kinds[each]:.3f}' for kinds, _ in steps_of.values())} |")
+
+
+def steps_table(steps_of: dict[str, tuple[dict[str, float], float]]) -> list[str]:
+    lines = ["## A training step, ms", "", f"| kind | {' | '.join(steps_of)} |", "|---" + "|--:" * len(steps_of) + "|"]
+    lines += [
+        f"| {each} | {' | '.join(f'{kinds[each]:.3f}' for kinds, _ in steps_of.values())} |"
+        for each in [*KINDS, "other"]
+    ]
     lines.append(f"| sum of kernels | {' | '.join(f'{sum(kinds.values()):.3f}' for kinds, _ in steps_of.values())} |")
     lines.append(f"| whole step, not profiled | {' | '.join(f'{step:.3f}' for _, step in steps_of.values())} |")
     return [*lines, ""]
@@ -201,7 +207,22 @@ def main() -> None:
     config = resolve_config(
         given.preset, data=given.data, method=given.method, settings=given.set, seed=0, device=given.device
     )
-    steps_of = {}
+    where = (
+        torch.cuda.get_device_name() if given.device.startswith("cuda") else f"{torch.get_num_threads()} CPU threads"
+    )
+    command = shlex.join(["python", *sys.argv])
+    head = f"`{command}`, {datetime.date.today()}, {where}, torch {torch.__version__}."
+    steps_of: dict[str, tuple[dict[str, float], float]] = {}
+    found: dict[str, float] = {}
+
+    def keep() -> None:
+        """What is known so far."""
+        tables = [*(parts_table(found) if found else []), *steps_table(steps_of)]
+        text = "\n".join(["# Where the time of a run goes", "", head, "", *tables])
+        print(text, flush=True)
+        if given.out is not None:
+            write(given.out, text)
+
     for title, round_to in (("full", 0), (f"{given.kept:g} %, any width", 1), (f"{given.kept:g} %, multiples of 8", 8)):
         made = prepare(config)
         net = made.net.to(given.device)
@@ -210,14 +231,9 @@ def main() -> None:
             example = next(iter(made.train))[0][:2].to(given.device)
             share = cut(net, example, given.kept, round_to, made.recipe.floor)
         steps_of[f"{title} ({share:.0%} of the MACs)"] = kernels(net, made, given.steps)
-    where = (
-        torch.cuda.get_device_name() if given.device.startswith("cuda") else f"{torch.get_num_threads()} CPU threads"
-    )
-    head = f"`{shlex.join(['python', *sys.argv])}`, {datetime.date.today()}, {where}, torch {torch.__version__}."
-    text = "\n".join(["# Where the time of a run goes", "", head, "", *report(parts(prepare(config)), steps_of)])
-    print(text)
-    if given.out is not None:
-        write(given.out, text)
+        keep()
+    found |= parts(prepare(config))
+    keep()
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def test_a_pruned_network_can_be_a_start(tmp_path: Path) -> None:
     hgnp.save(source, tmp_path)
     made = build(weights=str(tmp_path / "model.safetensors"))
     assert torch.equal(made.net.eval()(x), source.eval()(x))
-    assert made.about["start"] == f"the pruned network in {tmp_path / 'model.safetensors'}"
+    assert made.about["start"] == f"weights saved by hgnp in {tmp_path / 'model.safetensors'}"
 
 
 def test_weights_that_are_none_are_refused(tmp_path: Path) -> None:

@@ -67,11 +67,12 @@ def test_taylor_with_hgnps_schedule_is_a_deviation(tmp_path: Path) -> None:
         ),
         ("14 of 16 tensors from a.safetensors; at random: classifier.6; not used: classifier.6", []),
         (
+            "weights saved by hgnp in a.safetensors",
+            ["weights saved by hgnp in a.safetensors; the paper: ImageNet's weights but for classifier.6"],
+        ),
+        (
             "the pruned network in a.safetensors",
-            [
-                "the pruned network in a.safetensors, which hgnp itself saved; "
-                "the paper: ImageNet's weights but for classifier.6"
-            ],
+            ["weights saved by hgnp in a.safetensors; the paper: ImageNet's weights but for classifier.6"],
         ),
     ],
 )

@@ -29,8 +29,9 @@ FIELD_TYPES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a string": (str, ("phase",)),
     "an object": (dict, ("blocks", "widths")),
 }
-SAVED_START = "the pruned network in "
+SAVED_START = "weights saved by hgnp in "
 """`start` in run.json begins so if the initial weights are a file of `hgnp.save`; its name follows."""
+OLD_SAVED_START = "the pruned network in "
 Row = Mapping[str, Any]
 
 

@@ -17,8 +17,8 @@ from hgnp.reporting.paper.rows import SECTIONS, PaperRow, missing_command
 from hgnp.reporting.paper.verdict import NOT_RUN, RULE
 
 CAPTIONS = {
-    "accuracy": "Lines: the last epoch at each κ; bands: ± one standard deviation over seeds. Markers: networks that "
-    "were fine-tuned separately, and the paper's values.",
+    "accuracy": "Lines: the last epoch at each κ; bands: ± one standard deviation over seeds. Markers: fine-tuned "
+    "networks, final ones and snapshots, and the paper's values.",
     "relative": "In percent of Taylor's accuracy, over the κ that both reach. Markers: values from the paper's text; the "
     "curves of its figures are not available as numbers.",
     "ablation": "In percent of the accuracy of Taylor, or of full HGNP where Taylor was not run.",

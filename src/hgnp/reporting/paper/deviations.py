@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hgnp.curvature.choices import BUNDLES, Choices, choose
-from hgnp.io.runs import SAVED_START, Run
+from hgnp.io.runs import OLD_SAVED_START, SAVED_START, Run
 from hgnp.reporting import hybrid
 from hgnp.reporting.compare import choices_of, config_settings, recipe_of
 from hgnp.reporting.paper.reported import EXPERIMENTS, LEAVES_OPEN, METHODS, PaperExperiment
@@ -158,8 +158,9 @@ def _start(experiment: PaperExperiment, run: Run) -> list[Deviation]:
     stated = f"ImageNet's weights but for {', '.join(experiment.fresh)}"
     if at_random:
         return [Deviation("start", "random start", f"random weights instead of {stated}")]
-    if start.startswith(SAVED_START):
-        return [Deviation("start", "weights saved by hgnp", f"{start}, which hgnp itself saved; the paper: {stated}")]
+    if start.startswith((SAVED_START, OLD_SAVED_START)):
+        start = start.replace(OLD_SAVED_START, SAVED_START)
+        return [Deviation("start", "weights saved by hgnp", f"{start}; the paper: {stated}")]
     fresh = re.search(r"at random: ([^;]*)", start)
     layers = set(fresh[1].split(", ")) if fresh else set()
     if not layers - set(experiment.fresh) and start != "not known":
