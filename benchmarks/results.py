@@ -335,7 +335,7 @@ def page(root: Path, out: Path, command: str) -> tuple[str, list[charts.Chart]]:
         *PROTOCOL, "",
         *_endpoints(own), *_field(own), *_groups("Our recipes", "cifar10-best", own),
         *_groups("Methods at one schedule", "cifar10-rivals", own),
-        *_equal_macs(own), *_robustness(root), *_penalty(root), *_paper(tested), *_holdout(found),
+        *_equal_macs(own), *_robustness(root), *_penalty(root), *_paper(tested), *_holdout(found), *_time_beside_steps(root),
         "## Figures", "",
         *(f"![{chart.alt}]({out.stem}/{chart.key}.png)" for chart in drawn), "",
         "## How it is computed", "", *((__doc__ or "").split("The rules:")[1].strip().splitlines()), "",
@@ -525,6 +525,38 @@ def _holdout(groups: Sequence[Group]) -> list[str]:
         "`results/holdout` in brackets."
     )
     return ["## Choices between settings", "", about, "", *_table(HEAD, [_row(group) for group in here])]
+
+
+def _time_beside_steps(root: Path) -> list[str]:
+    """Shares of the epochs' time that are not training steps."""
+    shares: dict[tuple[str, str, str], list[float]] = {}
+    for file in sorted(root.rglob("metrics.jsonl")):
+        run = runs.read(file.parent)
+        if "snapshots" in file.parts or run.result is None or (file.parent / "rival.json").is_file():
+            continue
+        if not all("train_seconds" in row for row in run.rows):
+            continue
+        key = study_of(file.parent), str(run.info.get("name")), run.method
+        whole, steps = (sum(row[name] for row in run.rows) for name in ("seconds", "train_seconds"))
+        shares.setdefault(key, []).append(1 - steps / whole)
+    if not shares:
+        return []
+    about = (
+        "Rounds and validation, as a fraction of the time of all epochs; the smallest and the largest of the runs. Goal: at "
+        "most 10 %. Checkpoints and the measurements before the first and after the last epoch are not included. "
+        "Flowers-102 has three times as many validation as training images, CUB-200-2011 about as many."
+    )
+    rows = [
+        [
+            study,
+            f"{name}, {method}",
+            str(len(each)),
+            "–".join(dict.fromkeys(_percent(end(each), 1) for end in (min, max))),
+        ]
+        for (study, name, method), each in shares.items()
+    ]
+    return ["## Time outside the training steps", "", about, "",
+            *_table("runs of | network, method | runs | share, %", rows, left=2)]  # fmt: skip
 
 
 def _chart(groups: Sequence[Group], against: str) -> charts.Chart:

@@ -28,7 +28,8 @@ def test_a_run_and_its_steps_are_taken_apart() -> None:
     assert min(kinds["convolutions"], kinds["optimizer"]) > 0
     assert kinds["norms"] > 0
     assert step > 0
-    text = "\n".join(cost_profile.report(seconds, {"full": (kinds, step)}))
+    assert f"| norms | {kinds['norms']:.3f} |" in cost_profile.steps_table({"full": (kinds, step)})
+    text = "\n".join(cost_profile.parts_table(seconds))
     beside = sum(seconds[part] for part in ("rounds", "validation", "checkpoints", "measurements", "end"))
     assert f"measurements together: {beside / sum(seconds.values()):.1%} (target: at most 10 %)" in text
 

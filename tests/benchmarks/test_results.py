@@ -83,6 +83,18 @@ def test_the_page_has_each_seed_and_names_what_is_missing(tmp_path: Path) -> Non
     assert {series.label for series in drawn[0].series} >= {"VGG-16, others", "ResNet-18, others"}
 
 
+def test_rounds_and_validation_have_the_time_that_training_steps_leave(tmp_path: Path) -> None:
+    for seed, share in enumerate((0.75, 0.9)):
+        folder = write_run(
+            tmp_path / "results" / "cifar10-best" / f"{seed}", name=results.VGG, method="taylor", seed=seed
+        )
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = [row | {"seconds": 2.0 + row["epoch"], "train_seconds": share * (2.0 + row["epoch"])} for row in rows]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text, _ = results.page(tmp_path / "results", tmp_path / "results.md", "python benchmarks/results.py")
+    assert f"| cifar10-best | {results.VGG}, taylor | 2 | 10.0–25.0 |" in text
+
+
 def test_runs_from_before_a_preset_changed_keep_their_row_and_enter_no_comparison(tmp_path: Path) -> None:
     for seed in range(2):
         write_run(tmp_path / "results" / "cifar10-best-no-cutout" / f"vgg-{seed}", name=results.VGG, method="taylor", seed=seed,
