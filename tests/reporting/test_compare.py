@@ -113,6 +113,13 @@ def test_groups_of_one_method_are_labelled_by_the_settings_that_differ(tmp_path:
     assert experiment.baseline == "hgnp, mu=0.0"
     assert compare_runs(runs, baseline="l1").experiments[0].baseline == "l1"
     assert compare_runs(runs, baseline="hgnp, mu=0.01").experiments[0].baseline == "hgnp, mu=0.01"
+    floors = [{"a.long.name": 8, "b.long.name": last} for last in (4, 12)]
+    both = [read(write_run(tmp_path / f"floor{n}", floor=floor)) for n, floor in enumerate(floors)]
+    whole = [f"hgnp, floor={floor}" for floor in floors]
+    assert [group.label for group in compare_runs(both).experiments[0].groups] == whole
+    plain = read(write_run(tmp_path / "plain"))
+    labels = [group.label for group in compare_runs([plain, both[0]]).experiments[0].groups]
+    assert labels == ["hgnp, floor=1", "hgnp, floor={'a.long.name': 8, 'b.long.na…"]
     with pytest.raises(ValueError, match=r"baseline must be hgnp, mu=0\.0 or hgnp, mu=0\.01 or l1, got 'l3'"):
         compare_runs(runs, baseline="l3")
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -104,6 +105,24 @@ def test_png_svg_and_csv_are_written(run: Run, tmp_path: Path) -> None:
     assert all(value == pytest.approx(straight(kept)) for kept, value in points)
     with open(tmp_path / "layer_widths.csv", encoding="utf-8") as file:
         assert len(list(csv.reader(file))) == 1 + len(LAYERS) * EPOCHS
+
+
+def test_long_labels_leave_the_axes_their_width(run: Run) -> None:
+    chart = run_charts.against_kept(run)
+    assert isinstance(chart, Chart)
+    (one,) = chart.series
+    for many, label in (
+        (2, "taylor, floor={" + "'features.7': 88, " * 9 + "}"),
+        (8, "HGNP with the penalty in scores only"),
+    ):
+        canvas = figures.draw(replace(chart, series=tuple(replace(one, label=f"{label} {n}") for n in range(many))))
+        figures.image(canvas, "png")
+        (axes,) = canvas.axes
+        assert axes.get_position().width > 0.8
+        assert axes.get_window_extent().height > 0.6 * 3.8 * canvas.dpi
+        (legend,) = canvas.legends
+        assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+        assert legend.get_window_extent().width < canvas.bbox.width
 
 
 def test_the_same_figure_is_the_same_file(run: Run) -> None:

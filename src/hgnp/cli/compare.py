@@ -115,13 +115,14 @@ def _table(experiment: "ComparedExperiment") -> Any:
 
     from hgnp.progress import format_metric
     from hgnp.reporting.composed import LABEL
+    from hgnp.reporting.curves import summarise_crossings
 
     pairs = {pair.label: pair for pair in experiment.pairs}
     levels = experiment.levels
     title = escape(f"{experiment.title}: {experiment.metric} at κ")
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("")
-    for name in (*(f"{level:.0%}" for level in levels), "area gain", "overtakes at κ"):
+    for name in (*(f"{level:.0%}" for level in levels), "area gain", "crosses at κ"):
         table.add_column(name, justify="right")
     for group in experiment.groups:
         pair = pairs.get(group.label)
@@ -129,7 +130,7 @@ def _table(experiment: "ComparedExperiment") -> Any:
         if group.curve is not None:
             cells = [_at(group.curve, level, experiment.metric) for level in levels]
         gain = "" if pair is None or pair.gain is None else f"{pair.gain:+.2f} %"
-        crossed = "" if pair is None else " ".join(f"{c.kept:.0%}" for c in pair.crossings) or "never"
+        crossed = "" if pair is None else summarise_crossings([f"{c.kept:.0%}" for c in pair.crossings])
         runs = f" ({len(group.runs)} runs)" if len(group.runs) > 1 else ""
         table.add_row(escape(f"{group.label}{runs}"), *cells, gain, crossed)
     if experiment.composed_hybrid is not None and experiment.composed_hybrid.threshold is not None:

@@ -253,14 +253,19 @@ def config_settings(run: Run) -> dict[str, Any]:
 
 
 def _disambiguated(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names; equal ones are extended by the settings in which they differ."""
-    labels = []
+    """The names; equal ones are extended by the settings in which they differ, long values abbreviated where that is enough."""
+    brief, full = [], []
     for name, mine in zip(names, settings, strict=True):
         alike = [other for called, other in zip(names, settings, strict=True) if called == name]
         given = [key for key in mine if mine[key] is not None]  # None: not set
-        differ = [key for key in given if any(other.get(key) != mine[key] for other in alike)]
-        labels.append(", ".join([name, *(f"{key}={mine[key]}" for key in differ)]))
-    return labels
+        values = {key: str(mine[key]) for key in given if any(other.get(key) != mine[key] for other in alike)}
+        full.append(", ".join([name, *(f"{key}={text}" for key, text in values.items())]))
+        brief.append(", ".join([name, *(f"{key}={_abbreviated(text)}" for key, text in values.items())]))
+    return [short if brief.count(short) == 1 else long for short, long in zip(brief, full, strict=True)]
+
+
+def _abbreviated(text: str, most: int = 30) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _text(value: Any) -> str:

@@ -20,7 +20,7 @@ from hgnp.errors import InputError
 from hgnp.io.atomic import write, write_csv
 from hgnp.io.runs import Run
 from hgnp.reporting import charts, run_charts
-from hgnp.reporting.charts import Axis, Chart, Figure, Heatmap, MissingChart, Series
+from hgnp.reporting.charts import Axis, Chart, Figure, Heatmap, MissingChart, ReferenceLine, Series
 
 INK, SOFT = "#1F2933", "#5B6670"
 STYLE: Any = {  # Any: matplotlib types the keys as literals
@@ -46,15 +46,31 @@ STYLE: Any = {  # Any: matplotlib types the keys as literals
     "svg.hashsalt": "hgnp",  # reproducible files
 }
 MARKERS = "osD^vPX*"
+LEGEND_WIDTH = 96
+"""Characters that fit beside each other below a chart; an entry's line takes six."""
 
 
 def draw(figure: Figure, *, titled: bool = True) -> Canvas:
-    """The figure, 6.4 by 3.8 inches; a heat map grows with its layers. `titled=False` where the page has a heading."""
+    """The figure, 6.4 by 3.8 inches; a chart grows with its legend, a heat map with its layers. `titled=False` where the page
+    has a heading."""
     height = 3.8 if isinstance(figure, Chart) else 1.6 + 0.2 * max(len(figure.names), 8)
     with mpl.rc_context(STYLE):
         canvas = Canvas(figsize=(6.4, height), layout="constrained")
-        _onto(figure, canvas.add_subplot(), titled)
+        axes = canvas.add_subplot()
+        _onto(figure, axes, titled)
+        if isinstance(figure, Chart) and len(figure.series) > 1:
+            _legend_below(canvas, axes)
     return canvas
+
+
+def _legend_below(canvas: Canvas, axes: Axes) -> None:
+    """Outside the axes, where it covers no curve however long its labels are."""
+    handles, labels = axes.get_legend_handles_labels()
+    labels = [textwrap.fill(label, LEGEND_WIDTH - 6) for label in labels]
+    columns = max(1, min(3, LEGEND_WIDTH // (6 + max(len(line) for label in labels for line in label.splitlines()))))
+    rows = -(-len(labels) // columns) + sum(label.count("\n") for label in labels)
+    canvas.set_figheight(canvas.get_figheight() + 0.18 * rows)
+    canvas.legend(handles, labels, fontsize=9, ncols=columns, loc="outside lower left")
 
 
 def outcome(run: Run) -> Canvas:
@@ -72,6 +88,8 @@ def outcome(run: Run) -> Canvas:
                 axes.text(0.5, 0.5, figure.reason, ha="center", va="center", wrap=True, transform=axes.transAxes)
             else:
                 _onto(figure, axes)
+                if isinstance(figure, Chart) and len(figure.series) > 1:
+                    axes.legend(fontsize=9)
     return canvas
 
 
@@ -121,34 +139,34 @@ def _chart(chart: Chart, axes: Axes) -> None:
                 axes.bar_label(bars, fmt="%g", fontsize=8, padding=1)
         else:
             _line(series, number, axes)
-    for mark in chart.marks:
-        line, at = (axes.axvline, "x") if mark.vertical else (axes.axhline, "y")
-        line(mark.value, color="#8A949E", linewidth=0.9, linestyle=":", zorder=1)
-        where: dict[str, Any] = {"xycoords": axes.get_xaxis_transform() if at == "x" else axes.get_yaxis_transform()}
-        spot = (mark.value, 1.0) if at == "x" else (0.0, mark.value)
-        shift = (2, 2) if at == "x" else (4, 3)
-        axes.annotate(
-            _plain(mark.label),
-            spot,
-            xytext=shift,
-            textcoords="offset points",
-            ha="left",
-            fontsize=8,
-            color=SOFT,
-            **where,
-        )
     _axis(chart.x, axes, "x")
     _axis(chart.y, axes, "y")
+    for mark in chart.marks:
+        _mark(mark, axes)
     if named:
         axes.grid(visible=False, axis="x")
         crowded = sum(len(name) for name in chart.series[0].x) > 45
         axes.tick_params(
             axis="x", labelrotation=90 if crowded else 0, labelsize=7 if len(chart.series[0].x) > 20 else 8
         )
-    if len(chart.series) > 4:  # inside, so many lines would lie over the curves
-        axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
-    elif len(chart.series) > 1:
-        axes.legend(fontsize=9)
+
+
+def _mark(mark: ReferenceLine, axes: Axes) -> None:
+    """A dotted line with its label: above the axes, on the line's side with more room, or at the left, on the line."""
+    line = axes.axvline if mark.vertical else axes.axhline
+    line(mark.value, color="#8A949E", linewidth=0.9, linestyle=":", zorder=1)
+    left = not mark.vertical or axes.transLimits.transform((mark.value, 0.0))[0] < 0.6
+    axes.annotate(
+        _plain(mark.label),
+        (mark.value, 1.0) if mark.vertical else (0.0, mark.value),
+        xycoords=axes.get_xaxis_transform() if mark.vertical else axes.get_yaxis_transform(),
+        xytext=(2 if left else -2, 2) if mark.vertical else (4, 3),
+        textcoords="offset points",
+        ha="left" if left else "right",
+        fontsize=8,
+        color=SOFT,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5},
+    )
 
 
 def _line(series: Series, number: int, axes: Axes) -> None:
