@@ -151,6 +151,13 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
+def test_a_comparison_without_both_methods_has_no_section_on_the_hybrid(tmp_path: Path) -> None:
+    both = [read(write_run(tmp_path / method, method=method)) for method in ("l1", "taylor")]
+    text = Page(write_comparison(compare_runs(both), tmp_path / "page.html")).text
+    assert "Summary over" in text
+    assert "threshold" not in text
+
+
 def test_curves_that_cross_often_are_summarised_without_labels_on_the_chart(tmp_path: Path) -> None:
     crossing = [read(write_run(tmp_path / "h", accuracy=lambda kept: 0.9 + 0.01 * math.cos(30 * kept)))]
     crossing.append(read(write_run(tmp_path / "t", method="taylor", accuracy=lambda kept: 0.9)))

@@ -32,6 +32,7 @@ def comparison_view(comparison: Comparison) -> dict[str, Any]:
             _experiment(experiment, f"experiment{number}")
             for number, experiment in enumerate(comparison.experiments, 1)
         ],
+        "hybrid": any(experiment.composed_hybrid for experiment in comparison.experiments),
         "limitations": comparison.limitations,
         "formula": f"The threshold: {formula(model)}.",
         "least_squares": model.least_squares,
