@@ -269,7 +269,7 @@ COMMANDS = {
     "cifar10-best": "hgnp study cifar10-best --data DIR --device cuda --jobs 3 --out results/cifar10-best",
     "cifar10-rivals": "hgnp study cifar10-rivals --data DIR --device cuda --jobs 4 --out results/cifar10-rivals",
     "torch-pruning": "python benchmarks/rivals.py --data DIR --device cuda --out results/cifar10-rivals",
-    "robustness": "python benchmarks/robustness.py results/cifar10-best/* results/cifar10-rivals/* --data DIR --device cuda",
+    "robustness": "python benchmarks/robustness.py results/cifar10-best results/cifar10-rivals --data DIR --device cuda",
     "flatness_penalty": "python benchmarks/flatness_penalty.py --preset vgg16-cifar10-best --data DIR --device cuda --jobs 4 "
     "--work results/flatness_penalty --out benchmarks/flatness_penalty_cifar10.md",
 }

@@ -1,8 +1,8 @@
 """Where flatness could help: accuracy of trained networks on corrupted images, with 4-bit weights, and after one-shot cuts.
 
-    python benchmarks/robustness.py results/cifar10-best/* results/cifar10-rivals/* --data DIR --device cuda
+    python benchmarks/robustness.py results/cifar10-best results/cifar10-rivals --data DIR --device cuda
 
-Takes the folders of finished runs with their weights (`model.safetensors`), snapshots included. Each folder's numbers go to its
+Takes folders of finished runs with their weights (`model.safetensors`), snapshots included. Each folder's numbers go to its
 `robustness.json` as soon as they are known, and a folder that has them is skipped: the same command continues.
 
 corruptions  of the test images, two severities each, the same for every network: Gaussian noise of 6 and 12 % of the range,
@@ -136,9 +136,8 @@ def measure(net: nn.Module, train: Iterable[tuple[Tensor, Tensor]], val: Any) ->
 
 
 def folders(given: list[Path]) -> list[Path]:
-    """The finished runs with weights among these, each with its snapshots."""
-    found = [path for folder in given for path in (folder, *sorted(folder.glob("snapshots/*")))]
-    finished = [path for path in found if (path / "result.json").is_file()]
+    """The finished runs with weights in these folders, and their snapshots."""
+    finished = sorted({file.parent for folder in given for file in folder.rglob("result.json")})
     for path in finished:
         if not (path / "model.safetensors").is_file():
             print(f"{path}: left out, as it has no model.safetensors", flush=True)

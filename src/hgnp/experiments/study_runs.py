@@ -79,6 +79,15 @@ def _gpus() -> list[str]:
     return named[:count]
 
 
+def start_process(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """Starts a command that writes to a log. A terminal's Ctrl-C reaches this process alone, which forwards it once."""
+    posix = os.name == "posix"
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
+        process_group=0 if posix else None, preexec_fn=_interruptible if posix else None,
+    )  # fmt: skip
+
+
 def _interruptible() -> None:
     """In the child on POSIX: the study stops its runs by SIGINT, also where it ignores that signal itself, as in the background
     of a shell script. On Linux a study that is killed does so too: its runs would go on and hold their folders."""
@@ -98,17 +107,7 @@ class _Job:
         self._log.write(f"$ {shlex.join(['hgnp', *command])}\n".encode())
         self._log.flush()
         self._before = self._log.tell()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "hgnp", *command],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            process_group=0
-            if os.name == "posix"
-            else None,  # a terminal's Ctrl-C reaches this process alone, which forwards it once
-            preexec_fn=_interruptible if os.name == "posix" else None,
-        )
+        self.process = start_process([sys.executable, "-m", "hgnp", *command], self._log, environment)
 
     def outcome(self) -> RunOutcome | None:
         """None while it runs."""
@@ -133,7 +132,7 @@ def execute_runs(missing: Sequence[PlannedRun], out: Path, slots: JobSlots, watc
     """Run, or resume, each of `missing`. Ctrl-C, SIGTERM or a closed terminal stop all of them, each after its last
     completed epoch, and raise KeyboardInterrupt."""
     waiting, running, outcomes = deque(missing), dict[int, _Job](), list[RunOutcome]()
-    with _Interrupts() as interrupts:
+    with Interrupts() as interrupts:
         try:
             while (waiting or running) and not interrupts.count:
                 for slot in range(slots.jobs):
@@ -149,13 +148,13 @@ def execute_runs(missing: Sequence[PlannedRun], out: Path, slots: JobSlots, watc
                 watcher.tick([job.run for job in running.values()])
                 time.sleep(POLL)
         finally:
-            _stop([job.process for job in running.values()], interrupts)
+            stop_processes([job.process for job in running.values()], interrupts)
     if interrupts.count:
         raise KeyboardInterrupt
     return outcomes
 
 
-def _stop(processes: Sequence["subprocess.Popen[bytes]"], interrupts: "_Interrupts") -> None:
+def stop_processes(processes: Sequence["subprocess.Popen[bytes]"], interrupts: "Interrupts") -> None:
     """Interrupt each process. After half a minute, or at a second Ctrl-C, kill those left with their children."""
     for process in processes:
         process.send_signal(signal.SIGINT if os.name == "posix" else signal.SIGTERM)
@@ -168,7 +167,7 @@ def _stop(processes: Sequence["subprocess.Popen[bytes]"], interrupts: "_Interrup
             process.wait()
 
 
-class _Interrupts:
+class Interrupts:
     """Counts SIGINT, SIGTERM and SIGHUP instead of raising, so that no process is lost between its start and its
     registration. Ignored signals, as under nohup, stay ignored."""
 
@@ -176,7 +175,7 @@ class _Interrupts:
         self.count = 0
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> "_Interrupts":
+    def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
             for name in ("SIGINT", "SIGTERM", "SIGHUP"):
                 number = getattr(signal, name, None)  # Windows has no SIGHUP
