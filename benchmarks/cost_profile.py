@@ -3,9 +3,10 @@
     python benchmarks/cost_profile.py vgg16-cifar10-best --data DIR --device cuda --kept 5 --out benchmarks/cost_profile.md
                                       [--set recipe.finetune_epochs=20] [--steps 40]
 
-A run of the preset in a temporary folder, with timers (which wait for the device) around its training steps, rounds,
-validation, checkpoints and measurements (sharpness and latency). Then steps of the preset's method under PyTorch's profiler,
-from the executor that a run uses: the full network, cut to `--kept` percent by L1 norms at any width, and at multiples of 8.
+A run of the preset in a temporary folder, with timers (which wait for the device) around its training steps, rounds and their
+parts, captures of CUDA graphs, validation, checkpoints and measurements (sharpness and latency). Then steps of the preset's
+method under PyTorch's profiler, from the executor that a run uses: the full network, cut to `--kept` percent by L1 norms at
+any width, and at multiples of 8.
 """
 
 import argparse
@@ -28,25 +29,34 @@ from torch.profiler import ProfilerActivity, profile
 
 import hgnp
 from epoch import steps
+from hgnp.execution.graphs import CaptureContext
 from hgnp.experiments.build import Experiment, prepare
 from hgnp.experiments.overrides import resolve_config
 from hgnp.io.atomic import write
 from hgnp.progress import SilentProgress
+from hgnp.training import pruner
 from hgnp.training.data import Batches
 from hgnp.training.loop import TrainingLoop
 from hgnp.training.optimizers import make_optimizer
 from hgnp.training.task import Task
 from hgnp.training.trainer import Trainer, make_steps
 
-PARTS = {
+PARTS: dict[str, tuple[Any, str]] = {
     "steps": (Trainer, "train"),
     "rounds": (TrainingLoop, "_prune_round"),
+    "scores": (pruner, "compute_scores"),
+    "selection": (hgnp.Neurons, "least"),
+    "removal": (hgnp.Neurons, "remove"),
+    "graph captures": (CaptureContext, "capture"),
+    "freed memory": (torch.cuda, "empty_cache"),  # by torch.cuda.graph before each capture
     "validation": (TrainingLoop, "_validate"),
     "checkpoints": (TrainingLoop, "_write_checkpoint"),
     "measurements": (TrainingLoop, "_stats"),
     "snapshots": (TrainingLoop, "_take_snapshots"),
     "end": (TrainingLoop, "_finish"),
 }
+BESIDE = ("rounds", "scores", "selection", "removal", "validation", "checkpoints", "measurements", "end")
+"""What is not training."""
 KINDS = {  # by what a kernel's or an operator's name contains, the first that fits
     "optimizer": ("multi_tensor", "sgd", "_foreach", "fused_adam"),
     "norms": ("batch_norm", "bn_fw", "bn_bw", "batchnorm", "native_batch", "_tangent_kernel", "_adjoint"),
@@ -169,11 +179,7 @@ def parts_table(found: dict[str, float]) -> list[str]:
         f"| {part} | {seconds:.1f} | {seconds / whole:.1%} |"
         for part, seconds in sorted(found.items(), key=lambda x: -x[1])
     ]
-    beside = sum(
-        seconds
-        for part, seconds in found.items()
-        if part in ("rounds", "validation", "checkpoints", "measurements", "end")
-    )
+    beside = sum(found.get(part, 0.0) for part in BESIDE)
     return [
         *lines,
         "",

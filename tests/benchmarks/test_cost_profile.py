@@ -22,7 +22,17 @@ def test_a_run_and_its_steps_are_taken_apart() -> None:
     before = {part: getattr(*place) for part, place in cost_profile.PARTS.items()}
     seconds = cost_profile.parts(made)
     assert {part: getattr(*place) for part, place in cost_profile.PARTS.items()} == before
-    assert {"steps", "rounds", "validation", "checkpoints", "measurements", "rest"} <= seconds.keys()
+    assert {
+        "steps",
+        "rounds",
+        "scores",
+        "selection",
+        "removal",
+        "validation",
+        "checkpoints",
+        "measurements",
+        "rest",
+    } <= seconds.keys()
     assert all(each > 0 for each in seconds.values())
     kinds, step = cost_profile.kernels(made.net, made, 2)
     assert min(kinds["convolutions"], kinds["optimizer"]) > 0
@@ -30,7 +40,7 @@ def test_a_run_and_its_steps_are_taken_apart() -> None:
     assert step > 0
     assert f"| norms | {kinds['norms']:.3f} |" in cost_profile.steps_table({"full": (kinds, step)})
     text = "\n".join(cost_profile.parts_table(seconds))
-    beside = sum(seconds[part] for part in ("rounds", "validation", "checkpoints", "measurements", "end"))
+    beside = sum(seconds[part] for part in cost_profile.BESIDE if part in seconds)
     assert f"measurements together: {beside / sum(seconds.values()):.1%} (target: at most 10 %)" in text
 
 
