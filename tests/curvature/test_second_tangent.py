@@ -348,8 +348,11 @@ def test_a_batch_on_another_path_updates_statistics_once_and_keeps_its_factors(m
             torch.manual_seed(0)
             self.a, self.norm, self.c, self.smooth = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3), False
             self.c.requires_grad_(False)
+            self.seen: Tensor
+            self.register_buffer("seen", torch.zeros(()))
 
         def forward(self, x: Tensor) -> Tensor:
+            self.seen = self.seen + 1  # assigned, not changed in place
             x = self.norm(self.a(x))
             return self.c(x.tanh() if self.smooth else x.relu())  # type: ignore[no-any-return]
 

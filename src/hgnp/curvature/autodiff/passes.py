@@ -248,14 +248,20 @@ class Passes:
         return found
 
     def _undo(self) -> Callable[[], None]:
-        """Restores buffers and random state as they are now."""
-        buffers, random = [(each, each.clone()) for each in self.net.buffers()], RandomState(*self.net.parameters())
+        """Restores buffers, changed in place or assigned, and random state as they are now."""
+        buffers = [
+            (module, name, buffer, buffer.clone())
+            for module in self.net.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        random = RandomState(*self.net.parameters())
 
         def undo() -> None:
             random.restore()
             with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+                for module, name, buffer, before in buffers:
+                    module._buffers[name] = buffer.copy_(before)
 
         return undo
 
