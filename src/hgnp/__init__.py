@@ -1,4 +1,4 @@
-"""Structured pruning during training: train a PyTorch network and remove whole neurons and channels while it trains."""
+"""Structured pruning during training: remove neurons, channels and attention heads while a PyTorch network trains."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

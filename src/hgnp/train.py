@@ -108,6 +108,7 @@ def prune(
     each gets a part of every batch, and rank 0 writes and shows progress. DistributedDataParallel is unwrapped.
 
     Raises:
+        OSError: `out` holds a run already (`FileExistsError`), or cannot be written.
         HgnpError: Arguments that do not fit together (also a ValueError or TypeError), a loss that is no longer finite
             (`DivergedError`), or another rank that failed (`RankError`).
     """

@@ -105,14 +105,23 @@ def test_report_of_several_runs(runs: Path, capsys: pytest.CaptureFixture[str]) 
     assert call("report", str(runs / "hgnp"), str(runs / "taylor"), "--out", "r") == 0
     assert Path("r/page.html").stat().st_size > 10_000
     assert list(Path("r/figures").rglob("*.svg"))
+    capsys.readouterr()
+    assert call("report", str(runs / "hgnp"), "--out", "r", "--json") == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"page": "r/page.html", "figures": "r/figures"}
+    assert "r/page.html" in said.err
     assert call("report", str(runs)) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("suffix", ["onnx", "pt2"])
 def test_export(runs: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("export", str(runs / "hgnp"), f"small.{suffix}") == 0
-    assert f"small.{suffix}" in capsys.readouterr().out
+    assert call("export", str(runs / "hgnp"), f"small.{suffix}", "--json") == 0
+    said = capsys.readouterr()
+    made = json.loads(said.out)
+    assert (made["path"], made["bytes"]) == (f"small.{suffix}", Path(f"small.{suffix}").stat().st_size)
+    assert made["error"] < 1e-4
+    assert f"small.{suffix}" in said.err
     x = next(iter(digits(batch=7).val))[0]
     expected = small(runs)(x).detach()
     if suffix == "onnx":

@@ -54,7 +54,7 @@ commands.command("sharpness", cls=Command)(sharpness.sharpness)
 
 @commands.callback()
 def _top(context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
-    """Structured pruning during training: train a PyTorch network and remove whole neurons and channels."""
+    """Structured pruning during training: train a PyTorch network and remove neurons, channels and attention heads."""
     if version:
         print(f"hgnp {__version__}")
         raise typer.Exit

@@ -24,7 +24,7 @@ UNITS = {"params": "parameters", "neurons": "neurons", "macs": "MACs"}
 
 def print_result(result: Mapping[str, Any], *, out: Path, console: Console) -> None:
     """Print `result`, the content of result.json."""
-    table = Table("", "before", "after", "after / before", box=None, padding=(0, 2), header_style="bold")
+    table = Table("", "before pruning", "after", "after / before", box=None, padding=(0, 2), header_style="bold")
     for column in table.columns[1:]:
         column.justify = "right"
     for name, before, after, ratio in rows(result):

@@ -39,7 +39,7 @@ def sentence(run: Run) -> str:
     words = f"{model} was pruned to {kept}"
     if before.get("metric") is not None and after.get("metric") is not None:
         was, now = (_show(metric_axis(run.metric), side["metric"]) for side in (before, after))
-        words += f"; its {run.metric} went from {was} to {now}"
+        words += f"; its {run.metric} was {was} before the first removal and is {now} at the end"
     if before.get("latency_ms") and after.get("latency_ms"):
         words += f", and it is {before['latency_ms'] / after['latency_ms']:.1f} times as fast"
     return words + "."

@@ -126,7 +126,10 @@ def _note(run: Run) -> str:
     threads = "1 thread" if how.get("threads") == 1 else f"{how.get('threads')} threads"
     timed = f" Latency: batch {how.get('batch')}, {threads}, {how.get('device')}." if how else ""
     lacking = "".join(f" {line[0].upper()}{line[1:]}." for line in missing_measurements(run.result or {}))
-    return f"“Before” is the network after warm-up, when the first neurons are removed.{timed}{lacking}"
+    when = (
+        "“Before pruning”: after the warm-up, when the first neurons are removed. It has trained for fewer epochs then."
+    )
+    return f"{when}{timed}{lacking}"
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
