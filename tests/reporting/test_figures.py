@@ -2,16 +2,18 @@
 
 import csv
 import io
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 from hgnp.io.runs import Run, read
 from hgnp.reporting import figures, run_charts
-from hgnp.reporting.charts import Chart, Heatmap, MissingChart, short_names
+from hgnp.reporting.charts import Axis, Chart, Heatmap, MissingChart, ReferenceLine, Series, short_names
 from run_cases import FINETUNE, LAYERS, ROUNDS, WARMUP, straight, write_run
 
 EPOCHS = WARMUP + ROUNDS + FINETUNE
@@ -162,3 +164,23 @@ def test_dollar_signs_in_names_are_not_read_as_mathematics(tmp_path: Path) -> No
     assert not isinstance(chart, MissingChart)
     svg = ElementTree.parse(io.BytesIO(figures.image(figures.draw(chart), "svg")))
     assert "$score_$" in " ".join(svg.getroot().itertext())
+
+
+def test_labels_of_marks_do_not_overlap_and_baselines_are_in_the_legend() -> None:
+    marks = (
+        ReferenceLine(0.0, "taylor", vertical=False), ReferenceLine(0.06, "6.0%"), ReferenceLine(0.255, "25.5%"),
+        ReferenceLine(0.218, "21.8%"), ReferenceLine(0.7, "70.0%"),
+    )  # fmt: skip
+    series = (Series("hgnp", (1.0, 0.5, 0.05), (0.0, 1.0, -1.0)),)
+    canvas = figures.draw(Chart("key", "title", "alt", run_charts.KEPT, Axis("y"), series, marks))
+    FigureCanvasAgg(canvas).draw()
+    (axes,) = canvas.axes
+    boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.x0)
+    assert len(boxes) == 4
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+    assert boxes[-1].x1 < canvas.bbox.x1
+    assert [text.get_text() for text in canvas.legends[0].get_texts()] == ["hgnp", "taylor"]
+    early = figures.draw(
+        Chart("key", "t", "alt", Axis("epoch"), Axis("y"), series, (ReferenceLine(0.5, "fine-tuning"),))
+    )
+    assert early.axes[0].texts[0].get_ha() == "left"  # with half of the axes to its right

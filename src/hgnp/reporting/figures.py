@@ -6,7 +6,7 @@ pyplot's global state is not used.
 import io
 import os
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -48,6 +48,7 @@ STYLE: Any = {  # Any: matplotlib types the keys as literals
 MARKERS = "osD^vPX*"
 LEGEND_WIDTH = 96
 """Characters that fit beside each other below a chart; an entry's line takes six."""
+MARK_LETTER = 5.0  # points: a letter of a mark's label, with some room
 
 
 def draw(figure: Figure, *, titled: bool = True) -> Canvas:
@@ -58,9 +59,13 @@ def draw(figure: Figure, *, titled: bool = True) -> Canvas:
         canvas = Canvas(figsize=(6.4, height), layout="constrained")
         axes = canvas.add_subplot()
         _onto(figure, axes, titled)
-        if isinstance(figure, Chart) and len(figure.series) > 1:
+        if isinstance(figure, Chart) and _needs_legend(figure):
             _legend_below(canvas, axes)
     return canvas
+
+
+def _needs_legend(chart: Chart) -> bool:
+    return len(chart.series) > 1 or any(not mark.vertical for mark in chart.marks)
 
 
 def _legend_below(canvas: Canvas, axes: Axes) -> None:
@@ -88,7 +93,7 @@ def outcome(run: Run) -> Canvas:
                 axes.text(0.5, 0.5, figure.reason, ha="center", va="center", wrap=True, transform=axes.transAxes)
             else:
                 _onto(figure, axes)
-                if isinstance(figure, Chart) and len(figure.series) > 1:
+                if isinstance(figure, Chart) and _needs_legend(figure):
                     axes.legend(fontsize=9)
     return canvas
 
@@ -141,8 +146,7 @@ def _chart(chart: Chart, axes: Axes) -> None:
             _line(series, number, axes)
     _axis(chart.x, axes, "x")
     _axis(chart.y, axes, "y")
-    for mark in chart.marks:
-        _mark(mark, axes)
+    _marks(chart.marks, axes)
     if named:
         axes.grid(visible=False, axis="x")
         crowded = sum(len(name) for name in chart.series[0].x) > 45
@@ -151,22 +155,33 @@ def _chart(chart: Chart, axes: Axes) -> None:
         )
 
 
-def _mark(mark: ReferenceLine, axes: Axes) -> None:
-    """A dotted line with its label: above the axes, on the line's side with more room, or at the left, on the line."""
-    line = axes.axvline if mark.vertical else axes.axhline
-    line(mark.value, color="#8A949E", linewidth=0.9, linestyle=":", zorder=1)
-    left = not mark.vertical or axes.transLimits.transform((mark.value, 0.0))[0] < 0.6
-    axes.annotate(
-        _plain(mark.label),
-        (mark.value, 1.0) if mark.vertical else (0.0, mark.value),
-        xycoords=axes.get_xaxis_transform() if mark.vertical else axes.get_yaxis_transform(),
-        xytext=(2 if left else -2, 2) if mark.vertical else (4, 3),
-        textcoords="offset points",
-        ha="left" if left else "right",
-        fontsize=8,
-        color=SOFT,
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5},
-    )
+def _marks(marks: Sequence[ReferenceLine], axes: Axes) -> None:
+    """Dotted lines. The label of a vertical one is above the axes, on a side where it fits beside the others; that of a
+    horizontal one is in the legend."""
+    style: Any = {"color": "#8A949E", "linewidth": 0.9, "linestyle": ":", "zorder": 1}
+    for mark in marks:
+        if not mark.vertical:
+            axes.axhline(mark.value, label=_plain(mark.label), **style)
+    (low, high), points = axes.get_xlim(), 72 * axes.bbox.width / axes.figure.dpi
+    vertical = [mark for mark in marks if mark.vertical]
+    placed = sorted(((mark.value - low) / (high - low), mark.label, mark) for mark in vertical)
+    taken = 0.0  # to the left of this, in parts of the axes
+    for number, (place, label, mark) in enumerate(placed):
+        axes.axvline(mark.value, **style)
+        needed = MARK_LETTER * len(label) / points
+        end = placed[number + 1][0] if number + 1 < len(placed) else 1.0
+        right = place + needed <= end or place - needed < taken
+        taken = place + needed if right else place
+        axes.annotate(
+            _plain(label),
+            (mark.value, 1.0),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(2 if right else -2, 2),
+            textcoords="offset points",
+            ha="left" if right else "right",
+            fontsize=8,
+            color=SOFT,
+        )
 
 
 def _line(series: Series, number: int, axes: Axes) -> None:
@@ -180,6 +195,8 @@ def _line(series: Series, number: int, axes: Axes) -> None:
         linewidth=1.6,
         marker=MARKERS[number % len(MARKERS)] if not series.line or (series.markers and not many) else None,
         markersize=4 if series.line else 7,
+        fillstyle="full" if series.line else "none",  # so that none hides another
+        markeredgewidth=1.0 if series.line else 1.6,
     )
     if series.low is not None and series.high is not None:
         axes.fill_between(series.x, series.low, series.high, color=series.css_colour, alpha=0.15, linewidth=0)
