@@ -134,13 +134,17 @@ def study_of(folder: Path) -> str:
     return run.parent.name
 
 
+def is_diagnostic(folder: Path) -> bool:
+    """Whether a run is one of flatness_penalty.py's, which its records describe."""
+    return study_of(folder).startswith("flatness_penalty")
+
+
 def entries(root: Path) -> list[Entry]:
-    """Every finished run below `root`, except for those on the paper's other data and for flatness_penalty.py's, which its
-    records describe; a run's study is its folder's parent."""
+    """Every finished run below `root`, except for diagnostics and those on the paper's other data; a run's study is its
+    folder's parent."""
     finished: list[tuple[Path, runs.Run]] = []
     for file in sorted(root.rglob("result.json")):
-        study = study_of(file.parent)
-        if "snapshots" in file.parts or study == "flatness_penalty" or not (file.parent / "run.json").is_file():
+        if "snapshots" in file.parts or is_diagnostic(file.parent) or not (file.parent / "run.json").is_file():
             continue
         config = file.parent / "config.yaml"
         if config.is_file():
@@ -531,6 +535,8 @@ def _time_beside_steps(root: Path) -> list[str]:
     """Shares of the epochs' time that are not training steps."""
     shares: dict[tuple[str, str, str], list[float]] = {}
     for file in sorted(root.rglob("metrics.jsonl")):
+        if is_diagnostic(file.parent):
+            continue
         run = runs.read(file.parent)
         if "snapshots" in file.parts or run.result is None or (file.parent / "rival.json").is_file():
             continue

@@ -157,8 +157,9 @@ def test_one_method_in_two_studies_has_two_lines_in_the_figures(tmp_path: Path) 
 
 def test_trainings_of_the_penalty_s_diagnostics_are_not_among_the_results(tmp_path: Path) -> None:
     for variant in ("a", "b"):
-        write_run(tmp_path / "flatness_penalty" / variant, name=results.VGG, method="hgnp", keep=1.0)
+        write_run(tmp_path / "flatness_penalty_small" / variant, name=results.VGG, method="hgnp", keep=1.0)
     assert results.entries(tmp_path) == []
+    assert results._time_beside_steps(tmp_path) == []
 
 
 @pytest.mark.parametrize(("place", "holdout"), [("cifar10-best", 5000), ("holdout", 0)])

@@ -26,7 +26,8 @@ def paper(
     for row in made.nearest:
         if row.verdict.word not in (NONE, NOT_RUN):
             print(conclusion(row), file=stream)
-    print(", ".join(f"{count} {word}" for word, count in made.counts.items()), file=stream)
+    for kind, found in made.counts.items():
+        print(f"on {kind}: " + ", ".join(f"{count} {word}" for word, count in found.items()), file=stream)
     for command in dict.fromkeys(row.command for row in made.nearest if row.command):
         print(f"not run: {command}", file=stream)
     print(f"{place / 'page.html'}  (HTML page; rows.csv, paper.json and figures/ are beside it)", file=stream)

@@ -185,7 +185,7 @@ def _marks(marks: Sequence[ReferenceLine], axes: Axes) -> None:
 
 
 def _line(series: Series, number: int, axes: Axes) -> None:
-    many = len(series.x) > 40
+    many, drawn = len(series.x) > 40, series.line and len(series.x) > 1
     axes.plot(
         series.x,
         _floats(series),
@@ -195,8 +195,8 @@ def _line(series: Series, number: int, axes: Axes) -> None:
         linewidth=1.6,
         marker=MARKERS[number % len(MARKERS)] if not series.line or (series.markers and not many) else None,
         markersize=4 if series.line else 7,
-        fillstyle="full" if series.line else "none",  # so that none hides another
-        markeredgewidth=1.0 if series.line else 1.6,
+        fillstyle="full" if drawn else "none",  # so that no point hides another
+        markeredgewidth=1.0 if drawn else 1.6,
     )
     if series.low is not None and series.high is not None:
         axes.fill_between(series.x, series.low, series.high, color=series.css_colour, alpha=0.15, linewidth=0)

@@ -47,7 +47,7 @@ def paper_view(report: PaperReport) -> dict[str, Any]:
         "conclusions": [
             (word, [_line(row) for row in report.nearest if row.verdict.word == word])
             for word in JUDGED
-            if word != NOT_RUN and report.counts[word]
+            if word != NOT_RUN and any(row.verdict.word == word for row in report.nearest)
         ],
         "experiments": [  # those with runs first
             _experiment(report, experiment) for experiment in sorted(EXPERIMENTS, key=lambda each: not results.of(each))

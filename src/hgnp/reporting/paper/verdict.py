@@ -15,7 +15,7 @@ RULE = (
     "no larger than its standard deviation over seeds. A ratio of times agrees in direction if it is on the same side of 1.",
     "A bound agrees if it is met.",
     "“HGNP is ahead below κ” agrees if its mean curve is above Taylor's at every such κ that both reach.",
-    "Times are from different hardware and are not judged.",
+    "Times are from different hardware and are not judged; their ratios are.",
 )
 
 
