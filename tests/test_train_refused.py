@@ -20,6 +20,13 @@ from full_disk import full_disk
 from train_cases import Net, StopError, loaders, made, recipe, stripes
 
 
+class Signs(torch.optim.Optimizer):
+    """Has no learning rate."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"step_size": 0.1})
+
+
 def refused(message: str, error: type[Exception] = ValueError, net: nn.Module | None = None, **given: Any) -> None:
     train, val = loaders()
     arguments: dict[str, Any] = {"train": train, "val": val, "recipe": recipe()} | given
@@ -65,6 +72,7 @@ def test_prune_refuses_bad_input_in_one_line(tmp_path: Path) -> None:
     refused("recipe must be an hgnp.Recipe, .* got dict", TypeError, recipe={"keep": 0.1})
     refused("out must be the folder of the run with resume=True, got None", resume=True)
     refused("optimizer must evaluate the loss once per step, .* got LBFGS", optimizer=torch.optim.LBFGS)
+    refused("optimizer must have its learning rate as 'lr' .* got 'step_size'", optimizer=Signs)
     refused(
         "optimizer must hold the network's parameters alone, got others",
         optimizer=torch.optim.SGD(made(3).parameters(), lr=0.1),

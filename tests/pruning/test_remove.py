@@ -274,7 +274,7 @@ def test_an_invalid_selection_is_refused_and_nothing_changes(selection: Any, mes
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "sgd"}, "^optimizer must be a torch.optim.Optimizer, got 'sgd'$"),
+        ({"optimizer": "sgd"}, "^optimizer must be a torch.optim.Optimizer or a list of them, got str$"),
         ({"also": nn.Sequential(nn.Linear(3, 4))}, "^also must be a list of networks, got Sequential$"),
         ({"also": nn.Linear(3, 4)}, "^also must be a list of networks, got Linear$"),
         ({"also": None}, "^also must be a list of networks, got NoneType$"),

@@ -207,3 +207,17 @@ def test_removals_do_not_fill_the_fake_tensor_cache(monkeypatch: pytest.MonkeyPa
         neurons.remove(neurons.least(hgnp.sensitivity(model, neurons, [(x, y)]), 1))
         sizes.append(FakeTensorMode.cache_info().size)
     assert max(sizes) <= 100
+
+
+def test_transforms_of_torch_func_freeze_everything_with_the_reason() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.vmap(lambda row: self.b(self.a(row).relu()))(x)  # type: ignore[no-any-return]
+
+    neurons = Neurons(Rows(), torch.randn(4, 5))
+    assert neurons.count == 0
+    assert all("it calls transforms of torch.func, such as vmap" in frozen.reason for frozen in neurons.frozen)

@@ -39,7 +39,7 @@ from hgnp.pruning.summary import Frozen, Layer, Preview, table
 from hgnp.pruning.surgery import Change, changes_to_net, changes_to_optimizer, check_copies, commit
 from hgnp.pruning.trial import disagreement
 from hgnp.pruning.validation import as_inputs, as_outputs, check_prunable, check_samples, protected_modules
-from hgnp.pruning.verify import CutVerifier
+from hgnp.pruning.verify import CutVerifier, Mismatch
 from hgnp.removal import Listener, Removal, listeners_of
 from hgnp.validation import check_flags
 
@@ -122,6 +122,7 @@ class Neurons:
         everything = torch.cat([*self._layer_slots.values(), torch.zeros(0, dtype=torch.long)])
         if self._structure.stops and not bool(self._structure.frozen[everything].all()):
             self._try_on_data(everything)
+        self._structure.measure_untraced()
         self._state = PruningState(self._structure, self._layer_slots, torch.ones(len(coupling), dtype=torch.bool))
         for name, slots in self._layer_slots.items():
             self._totals.setdefault(name, len(slots))
@@ -234,7 +235,7 @@ class Neurons:
 
     @property
     def macs(self) -> int:
-        """Multiply–accumulates of one forward pass of the example input: convolutions and matrix products."""
+        """Multiply–accumulates of one forward pass of the example input: convolutions, matrix products and recurrent layers."""
         self._check_shapes()
         return self._state.macs
 
@@ -305,6 +306,7 @@ class Neurons:
         important one is left out."""
         verifier = self._verifier_of(coupling)  # first: it may analyse the network again
         units, original_floors = dict(self._state.units), floors
+        problem: Mismatch | None = None
         while True:
             candidates = list(units.values()) if alive.keys() <= values.keys() else with_scores(units.values(), values)
             room = room_of(alive, floors)
@@ -316,10 +318,13 @@ class Neurons:
             if emptying:
                 del units[max(emptying, key=lambda root: (units[root].importance(values), root))]
                 continue
-            cut = self._as_selection(chosen, n, coupling)
+            cut = self._as_selection(chosen, n, coupling, None if chosen or problem is None else problem.reason)
             if not cut or not confirm:
                 return cut
-            problem = verifier.mismatch(self._after(cut).alive)
+            first, left = problem is None, self._after(cut).alive
+            problem = verifier.mismatch(left)
+            if problem is not None and first and verifier.network_changed():
+                problem = verifier.mismatch(left)
             if problem is None:
                 return cut
             blamed = [units.pop(root) for root in set(self._structure.roots[problem.slots].tolist()) & units.keys()]
@@ -333,7 +338,7 @@ class Neurons:
                 floors = {layer: least + multiples[layer] * (layer in tight) for layer, least in floors.items()}
                 units = dict(self._state.units)
             elif not blamed:
-                return self._as_selection([], n, coupling)
+                return self._as_selection([], n, coupling, problem.reason)
 
     def _emptying(self, chosen: Iterable[Unit], units: Mapping[int, Unit], coupling: CouplingMode) -> set[int]:
         """The roots of units that would, together, leave nothing of a tensor. One layer's neurons may lie in several tensors:
@@ -365,12 +370,14 @@ class Neurons:
         tiers = [tier for branches in groups for tier in tiers_of(branches, values)]
         return least_coupled(rounded_groups(tiers, values, alive, multiples), n, room)
 
-    def _as_selection(self, units: Iterable[Unit], n: int, coupling: CouplingMode) -> Selection:
+    def _as_selection(
+        self, units: Iterable[Unit], n: int, coupling: CouplingMode, problem: str | None = None
+    ) -> Selection:
         positions: dict[str, list[int]] = defaultdict(list)
         for unit in units:
             for layer, position in unit.members:
                 positions[layer].append(position)
-        return Selection(positions, requested=n, version=self.version, coupling=coupling)
+        return Selection(positions, requested=n, version=self.version, coupling=coupling, problem=problem)
 
     # Scoring
 
@@ -423,7 +430,7 @@ class Neurons:
     def remove(
         self,
         selection: Mapping[str, Sequence[int]],
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
         *,
         also: Iterable[nn.Module] = (),
     ) -> Selection:
@@ -434,7 +441,7 @@ class Neurons:
 
         Args:
             selection: Layer → positions of neurons, from `least` or written by hand.
-            optimizer: An optimizer of the network, whose state is cut with the parameters.
+            optimizer: An optimizer of the network, or several, whose state is cut with the parameters.
             also: Networks of the same shape, such as a moving average, that are cut too.
         """
         left = self._after(selection)
@@ -446,8 +453,9 @@ class Neurons:
         changes = changes_to_net(self.net, removal)
         for copy in copies:
             changes += changes_to_net(copy, removal)
-        if optimizer is not None:
-            changes += changes_to_optimizer(self.net, optimizer, removal)
+        for each in optimizer if isinstance(optimizer, Iterable) else [optimizer]:
+            if each is not None:
+                changes += changes_to_optimizer(self.net, each, removal)
         commits = [listener(removal) for listener in [*listeners_of(self.net), *self.listeners]]
         commit([*changes, *(Change(apply) for apply in commits)])
         self._state = left
@@ -471,7 +479,7 @@ class Neurons:
             if tensor.shape != expected:
                 raise InputError(
                     f"{name} must have shape {expected}, got {tuple(tensor.shape)}; the network changed after Neurons was "
-                    "created: create it again"
+                    "created: create it again. After load_state_dict, shrink the network by hgnp.load(path, net)"
                 )
         self._structure.update_values()
         if "_branches" in self.__dict__:
@@ -498,6 +506,8 @@ class Neurons:
         verifier = self._verifier_of(removed.coupling)
         if not verifier.is_verified(left.alive):  # `least` has verified the cut that it proposed
             problem = verifier.mismatch(left.alive)
+            if problem is not None and verifier.network_changed():
+                problem = verifier.mismatch(left.alive)
             if problem is not None:
                 raise InputError(
                     f"selection must be removable as a whole, got neurons of {', '.join(removed)}: {problem.reason}"

@@ -44,15 +44,23 @@ class Selection(dict[str, list[int]]):
         requested: How many neurons were requested; `taken` may be fewer.
         version: The version of the `Neurons` that the positions refer to.
         coupling: "coupled" or "paper", as in `Neurons.least`.
+        problem: If nothing is selected although neurons remain, what the network's code does with fewer of them; else None.
     """
 
     def __init__(
-        self, positions: Mapping[str, Sequence[int]], *, requested: int, version: int, coupling: CouplingMode
+        self,
+        positions: Mapping[str, Sequence[int]],
+        *,
+        requested: int,
+        version: int,
+        coupling: CouplingMode,
+        problem: str | None = None,
     ) -> None:
         super().__init__({layer: sorted(chosen) for layer, chosen in positions.items() if len(chosen)})
         self.requested = requested
         self.version = version
         self.coupling = coupling
+        self.problem = problem
 
     @property
     def taken(self) -> int:
@@ -62,7 +70,7 @@ class Selection(dict[str, list[int]]):
     def __repr__(self) -> str:
         requested = f" of {self.requested} requested" if self.taken < self.requested else ""
         layers = ", ".join(f"{layer}: {len(positions)}" for layer, positions in self.items())
-        return f"Selection({self.taken}{requested} neurons{'; ' + layers if layers else ''})"
+        return f"Selection({self.taken}{requested} neurons{''.join(f'; {more}' for more in (layers, self.problem) if more)})"
 
 
 class Unit(NamedTuple):  # a dataclass would take several times as long to create, and a round creates thousands

@@ -6,11 +6,11 @@ network at the smaller shapes; `verify.py` checks those traces.
 """
 
 import copy
-import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -23,9 +23,10 @@ from hgnp.errors import InputError, first_line, is_too_few_values
 from hgnp.pruning.coupling import FROZEN, Coupling, NewCouplingError, ReadOnlyCoupling
 from hgnp.pruning.graph import ABSENT, Graph, Inputs, Outputs, Stop, spec_of, tensors_of
 from hgnp.pruning.labels import LabelledTensor, compact, shape_after, varying_dims
+from hgnp.pruning.macs import macs_of, measured_macs
 from hgnp.pruning.propagation import LabelledCall, LabelPropagation
 from hgnp.pruning.rules import op_name
-from hgnp.pruning.trace import UNTRACEABLE, Decisions, trace_forward
+from hgnp.pruning.trace import UNTRACEABLE, Decisions, hook_code, trace_forward
 from hgnp.pruning.widths import WEIGHT_NAMES, Shape, integer_attributes, stated_widths, with_integers
 from hgnp.removal import Removal
 from hgnp.state_guards import norms_and_dropout_to_eval
@@ -105,11 +106,16 @@ class Structure:
         self._eval_norms = traced is not None and traced.eval_norms
         self._initial: dict[str, dict[str, Any]] = defaultdict(dict)
         """Module → attributes that the forward pass sets as the first trace found them; every later trace finds them so too."""
+        self._hooked: dict[str, set[Any]] = defaultdict(set)
+        """Module → hooks that the forward pass registers in its first call (`Graph.hooked`): every trace finds none of them."""
         graphs = {mode: self._trace(mode) if traced is None else traced.graphs[mode] for mode in (False, True)}
         for graph in graphs.values():
             for name, before in graph.overwritten.items():
                 found = {key: value for key, value in before.items() if key not in self.caches.get(name, ())}
                 self._initial[name] = found | self._initial[name]
+            for name, hooks in graph.hooked.items():
+                self._hooked[name] |= hooks
+        self.untraced_macs = 0
         self._representatives: Tensor | None = None
         known = None if traced is None else traced.head_labels
         self._head_labels = self._find_heads(graphs) if known is None else known
@@ -251,6 +257,10 @@ class Structure:
                         modules[name].__dict__.pop(key, None)
                         if value is not ABSENT:
                             modules[name].__dict__[key] = copy.copy(value) if isinstance(value, dict | list) else value
+                for name, registered in self._hooked.items():
+                    hooks = modules[name]._forward_hooks
+                    for number in [number for number, hook in hooks.items() if hook_code(hook) in registered]:
+                        del hooks[number]
                 for module, values in [*((modules[name], values) for name, values in caches.items()), *attributes]:
                     module.__dict__.update(values)
                 if self._eval_norms:
@@ -506,9 +516,16 @@ class Structure:
         if all(_equal(tensors[name] if read.source is None else read.source, read.value) for name, read in reads):
             return
         attributes = self._stated_widths(torch.ones(len(self.coupling), dtype=torch.bool))
-        for training in self.propagations:
-            graph = self._trace_forward(self.inputs, training, attributes, shapes=self.shapes, specs=self._specs)
-            self.propagations[training] = self._propagate(graph)
+        self.replace_traces(
+            {
+                training: self._trace_forward(self.inputs, training, attributes, shapes=self.shapes, specs=self._specs)
+                for training in self.propagations
+            }
+        )
+
+    def replace_traces(self, graphs: Mapping[bool, Graph]) -> None:
+        """Takes new traces of the full-size network. PathError if more neurons are coupled or frozen in them."""
+        self.propagations |= {training: self._propagate(graph) for training, graph in graphs.items()}
 
     # Cuts. `alive` is a mask over all slots
 
@@ -572,8 +589,22 @@ class Structure:
         return [(module, widths) for _, module, widths in self.widths_after(alive) if widths]
 
     def macs(self, alive: Tensor) -> int:
-        """Multiply–accumulates of convolutions and matrix products in one evaluation-mode forward pass of the example input."""
-        return sum(_macs(labelled, alive) for labelled in self.propagations[False].calls)
+        """Multiply–accumulates of convolutions, matrix products and recurrent layers in one evaluation-mode forward pass of the
+        example input."""
+        return self.untraced_macs + sum(_macs(labelled, alive) for labelled in self.propagations[False].calls)
+
+    def measure_untraced(self) -> None:
+        """Where tracing has stopped, counts the MACs after that point by a forward pass on the example input, of the network at
+        its full size. What the code uses there is frozen, so that no cut changes them."""
+        graph, outputs = self.propagations[False].graph, self.outputs
+        if graph.stop is None and graph.error is None:
+            return
+        forward: Callable[..., Any] = self.net
+        if outputs is not None and outputs.replaces_forward:
+            forward = partial(outputs.function, *(() if outputs.is_method else (self.net,)))
+        with suppress(Exception):  # whatever the network's code raises on data; the trial says so
+            whole = measured_macs(self.net, forward, self.inputs)
+            self.untraced_macs = max(0, whole - self.macs(torch.ones(len(self.coupling), dtype=torch.bool)))
 
 
 def _one_period(slots: Tensor) -> Tensor:
@@ -606,12 +637,5 @@ def _make_rectangular(coupling: Coupling, *propagations: LabelPropagation) -> No
 
 
 def _macs(labelled: LabelledCall, alive: Tensor) -> int:
-    name = op_name(labelled.call.op)
-    if name == "convolution":
-        x, w = (shape_after(read, alive) for read in labelled.reads[:2])
-        transposed = labelled.call.args[6]
-        return math.prod(x if transposed else shape_after(labelled.writes[0], alive)) * math.prod(w[1:])
-    if name in ("mm", "bmm", "addmm", "baddbmm", "mv"):
-        a, b = (shape_after(read, alive) for read in labelled.reads[-2:])
-        return math.prod(a) * (b[-1] if len(b) > 1 else 1)
-    return 0
+    reads, writes = ([shape_after(tensor, alive) for tensor in each] for each in (labelled.reads, labelled.writes))
+    return macs_of(op_name(labelled.call.op), labelled.call.args, reads, writes)

@@ -47,7 +47,7 @@ def changes_to_net(net: nn.Module, removal: Removal) -> list[Change]:
 
 def changes_to_optimizer(net: nn.Module, optimizer: torch.optim.Optimizer, removal: Removal) -> list[Change]:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+        raise InputError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):  # all parameters are one vector, whose length its first step sets
         raise InputError("optimizer must keep its state by parameter, as SGD and AdamW do, got LBFGS")
     names = {id(parameter): name for name, parameter in net.named_parameters()}

@@ -21,7 +21,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -137,6 +137,8 @@ class _OperatorTracer(TorchDispatchMode):
         """The index of a tensor's value, which is added if it is new."""
         index = self._index.get(id(tensor))
         if index is None or self.graph.values[index].shape != tensor.shape:  # some operators reshape in place
+            if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                raise UntraceableError("it calls transforms of torch.func, such as vmap")
             index = self._index[id(tensor)] = len(self.graph.values)
             self._references.append(tensor)
             shape, named = tuple(int(n) for n in tensor.shape), self._weights.get(id(tensor))
@@ -544,6 +546,7 @@ def _trace(
             }
             for name, module in net.named_modules()
         }
+        hooks = {name: set(module._forward_hooks) for name, module in net.named_modules()}
         before = python_rng_state()
         try:
             # without the mode, operators that read no weight compute data; a weight is fake and brings its mode with it
@@ -570,7 +573,15 @@ def _trace(
             changed = {key: value for key, value in own.items() if not _same(value, attributes[name].get(key, ABSENT))}
             graph.written[name] = {key: tree_map(_as_zeros, value) for key, value in changed.items()}
             graph.overwritten[name] = {key: attributes[name].get(key, ABSENT) for key in changed}
+            registered = module._forward_hooks.items()
+            if new := {hook_code(hook) for key, hook in registered if key not in hooks[name]}:
+                graph.hooked[name] = new
     return graph, tracer.computed()
+
+
+def hook_code(hook: Callable[..., Any]) -> Any:
+    """What tells a hook from others when the code that registers it runs again."""
+    return getattr(getattr(hook, "func", hook), "__code__", type(hook))
 
 
 @contextmanager
@@ -591,14 +602,23 @@ def _defer_interrupts() -> Iterator[None]:
 
 @contextmanager
 def visible_operators() -> Iterator[None]:
-    """Attention as plain ATen operators, which have rules; compiled and scripted functions run operator by operator; and no
-    log of shape errors, which traces of cuts may cause."""
+    """Attention as plain ATen operators, which have rules; compiled and scripted functions run operator by operator; autocast
+    around the block is off, so that traces within it and outside are equal; and no log of shape errors, which traces of cuts
+    may cause."""
     log = logging.getLogger(FakeTensorMode.__module__)
     level, fast = log.level, torch.backends.mha.get_fastpath_enabled()
     log.setLevel(logging.CRITICAL)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH), compiled_functions_run_eagerly, optimized_execution(False):
+        with (
+            sdpa_kernel(SDPBackend.MATH),
+            compiled_functions_run_eagerly,
+            optimized_execution(False),
+            ExitStack() as off,
+        ):
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    off.enter_context(torch.autocast(kind, enabled=False))
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -103,6 +103,17 @@ class CutVerifier:
             return problem
         return self._check(alive, lambda before, graph: None if _same_operators(before, graph, alive) else problem)
 
+    def network_changed(self) -> bool:
+        """Whether the full-size network no longer does what its trace says, as after a change of a dropout's rate or a hook
+        that was added. Its new trace then replaces the old one. PathError if more neurons are coupled or frozen in it."""
+        everything = torch.ones(len(self._structure.coupling), dtype=torch.bool)
+        traces = list(self._structure.trace_cut(everything))
+        if all(_compare(before, graph, everything, self._aligned) is None for before, _, graph in traces):
+            return False
+        self._structure.replace_traces({training: graph for _, training, graph in traces})
+        self.verified = None
+        return True
+
     def _check(self, alive: Tensor, compare: Callable[[LabelPropagation, Graph], Mismatch | None]) -> Mismatch | None:
         graphs = {}
         for before, training, graph in self._structure.trace_cut(alive):

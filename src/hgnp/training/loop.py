@@ -288,7 +288,8 @@ class TrainingLoop:
         if not removed or self.pruner.left <= self.recipe.keep:
             self.run_state.pruning_ended = self.run_state.epoch
         if not removed:
-            self.progress.note("no more neurons can be removed: the rest is frozen or the last of its layer")
+            reason = self.pruner.problem or "the rest is frozen or the last of its layer"
+            self.progress.note(f"no more neurons can be removed: {reason}")
         return removed
 
     def _epochs_left(self) -> int:

@@ -26,6 +26,11 @@ def make_optimizer(net: nn.Module, recipe: Recipe, given: OptimizerOrFactory | N
         )
     if isinstance(made, torch.optim.LBFGS):
         raise InputError("optimizer must evaluate the loss once per step, as SGD and AdamW do, got LBFGS")
+    if not all("lr" in group for group in made.param_groups):
+        raise InputError(
+            "optimizer must have its learning rate as 'lr' in every parameter group, which the schedule scales, got "
+            f"{', '.join(repr(key) for key in made.param_groups[0] if key != 'params')}"
+        )
     mine = {id(p) for p in net.parameters()}
     if not all(id(p) in mine for group in made.param_groups for p in group["params"]):
         raise InputError(

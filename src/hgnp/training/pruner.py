@@ -50,6 +50,8 @@ class Pruner:
         self.at_start = at_start
         self.also, self.loss_needs_training_mode = also, loss_needs_training_mode
         self._check = SampleCheck()
+        self.problem: str | None = None
+        """Why the last round selected nothing although neurons remain."""
 
     @property
     def left(self) -> float:
@@ -133,6 +135,7 @@ class Pruner:
             loss_needs_training_mode=self.loss_needs_training_mode, check=self._check,
         )  # fmt: skip
         selection = self._agreed(partial(self._chosen, scores))
+        self.problem = selection.problem
         return self.neurons.remove(selection, self.optimizer, also=self.also).taken if selection else 0
 
     def _chosen(self, scores: Scores) -> Selection:
@@ -155,17 +158,17 @@ class Pruner:
 
         def encoded() -> bytes:
             chosen = choose()
-            return json.dumps([chosen, chosen.requested, chosen.version, chosen.coupling]).encode()
+            return json.dumps([chosen, chosen.requested, chosen.version, chosen.coupling, chosen.problem]).encode()
 
         data = reducer.on_rank_zero(encoded)
-        positions, requested, version, coupling = json.loads(data)
+        positions, requested, version, coupling, problem = json.loads(data)
         shapes = {name: list(tensor.shape) for name, tensor in self.neurons.net.state_dict().items()}
         own = hashlib.sha256(data + json.dumps([shapes, self.neurons.version]).encode()).digest()
         if len(set(reducer.gather(own))) > 1:
             raise RankError(
                 "ranks must remove the same neurons from the same network, got networks that differ in shape"
             )
-        return Selection(positions, requested=requested, version=version, coupling=coupling)
+        return Selection(positions, requested=requested, version=version, coupling=coupling, problem=problem)
 
     def _select(self, scores: Scores, n: int, *, confirm: bool = True) -> Selection:
         return self.neurons.least(

@@ -1,0 +1,183 @@
+"""A network whose settings, hooks or code changed after `Neurons` was created: removal continues, or says why it cannot."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hgnp
+from hgnp import Neurons
+from hgnp.errors import InputError
+from hgnp.pruning.selection import CouplingMode
+from hgnp.training.task import CallbackState
+from pruning_cases import assert_pruned_equals_masked, random_scores
+
+IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.activation = nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.LeakyReLU(0.2)
+        self.drop, self.hidden, self.out = nn.Dropout(0.1), nn.Linear(12, 10), nn.Linear(10, 4)
+        self.rate, self.temperature = 0.1, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout2d(self.activation(self.norm(self.conv(x))), self.rate, self.training)
+        h = F.silu(self.hidden(self.drop(h.mean((2, 3)))))
+        return self.out(h) / self.temperature  # type: ignore[no-any-return]
+
+
+def hooked(net: Net) -> None:
+    net.conv.register_forward_hook(lambda module, inputs, output: output * 0.5)
+
+
+CHANGES: dict[str, Callable[[Net], object]] = {
+    "dropout module": lambda net: setattr(net.drop, "p", 0.5),
+    "no dropout": lambda net: setattr(net, "drop", nn.Identity()),
+    "dropout function": lambda net: setattr(net, "rate", 0.3),
+    "temperature": lambda net: setattr(net, "temperature", 0.5),
+    "momentum": lambda net: setattr(net.norm, "momentum", 0.01),
+    "eps": lambda net: setattr(net.norm, "eps", 1e-3),
+    "slope": lambda net: setattr(net.activation, "negative_slope", 0.01),
+    "activation": lambda net: setattr(net, "activation", nn.GELU()),
+    "hook": hooked,
+}
+
+
+@pytest.mark.parametrize("coupling", ["coupled", "paper"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_neurons_are_removed_after_a_change_of_settings(change: str, coupling: CouplingMode) -> None:
+    net = Net().double().eval()
+    neurons = Neurons(net, IMAGES)
+    neurons.remove(neurons.least(random_scores(neurons), 2, coupling=coupling))
+    CHANGES[change](net)
+    whole, scores = copy.deepcopy(net), hgnp.sensitivity(net, neurons, [(IMAGES, torch.arange(4))], coupling=coupling)
+    assert scores.keys() == {"conv", "hidden"}
+    selection = neurons.least(scores, 6, coupling=coupling)
+    assert selection.taken == 6
+    assert_pruned_equals_masked(net, whole, neurons.remove(selection), ((IMAGES,), {}))
+    assert neurons.remove({"hidden": [0]}).taken == 1
+
+
+def test_a_selection_by_hand_is_removed_after_a_change_of_settings() -> None:
+    net = Net().double().eval()
+    neurons = Neurons(net, IMAGES)
+    net.temperature, net.drop.p = 0.5, 0.4
+    whole = copy.deepcopy(net)
+    assert_pruned_equals_masked(net, whole, neurons.remove({"conv": [1, 5]}), ((IMAGES,), {}))
+
+
+@pytest.mark.parametrize("inside", ["created", "selected"])
+def test_autocast_around_one_of_two_calls_changes_nothing(inside: str) -> None:
+    def context(name: str) -> AbstractContextManager[object]:
+        return torch.autocast("cpu", torch.bfloat16) if inside == name else contextlib.nullcontext()
+
+    net = Net()
+    with context("created"):
+        neurons = Neurons(net, IMAGES.float())
+    with context("selected"):
+        assert neurons.least(random_scores(neurons), 6).taken == 6
+
+
+class Capturing(nn.Module):
+    """Registers hooks in its first call, as Transformers' models do that return hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(3, 12), nn.Linear(12, 10)
+        self.out, self.other = nn.Linear(12, 4), nn.Linear(10, 4)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not getattr(self, "installed", False):
+            for module in (self.a, self.b):
+                module.register_forward_hook(lambda module, inputs, output: self.seen.append(output))
+            self.installed = True
+        self.seen.clear()
+        self.b(F.relu(self.a(x)))
+        first, second = self.seen
+        self.seen.clear()
+        return self.out(F.relu(first)) + self.other(F.relu(second))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("own_hook", [False, True])
+def test_hooks_that_the_first_call_registers_are_not_doubled_in_traces(own_hook: bool) -> None:
+    net, x = Capturing().double(), torch.randn(5, 3).double()
+    neurons = Neurons(net, x)
+    if own_hook:
+        net.b.register_forward_hook(lambda module, inputs, output: output.tanh())
+    net(x)
+    selection = neurons.least(random_scores(neurons), 8)
+    assert selection.taken == 8
+    with torch.no_grad():
+        for name, positions in selection.items():
+            layer = net.get_submodule(name)
+            assert isinstance(layer, nn.Linear)
+            for part in (layer.weight, layer.bias):
+                part[positions] = 0
+        masked = net(x)
+    neurons.remove(selection)
+    torch.testing.assert_close(net(x), masked, rtol=1e-12, atol=1e-12)
+
+
+def test_code_that_no_longer_runs_with_fewer_neurons_is_named() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.out, self.strict = nn.Linear(3, 6), nn.Linear(6, 2), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            return self.out(h.view(-1, 6).relu() if self.strict else h.relu())  # type: ignore[no-any-return]
+
+    net, x = Fixed(), torch.randn(4, 3)
+    neurons = Neurons(net, x)
+    net.strict = True
+    selection = neurons.least(random_scores(neurons), 3)
+    assert not selection
+    assert "view" in str(selection.problem)
+    assert repr(selection) == f"Selection(0 of 3 requested neurons; {selection.problem})"
+    with pytest.raises(InputError, match="removable as a whole"):
+        neurons.remove({"a": [0]})
+    assert net.a.weight.shape == (6, 3)
+
+
+def test_a_change_that_couples_more_neurons_is_refused() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.out, self.other = nn.Linear(3, 6), nn.Linear(3, 6), nn.Linear(6, 2), nn.Linear(6, 2)
+            self.add = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = self.a(x).relu(), self.b(x).relu()
+            return self.out(a + b if self.add else a) + self.other(b)  # type: ignore[no-any-return]
+
+    net, x = Branches(), torch.randn(4, 3)
+    neurons = Neurons(net, x)
+    assert neurons.least({"a": torch.rand(6)}, 2)["a"]
+    net.add = True
+    with pytest.raises(InputError, match="couples or freezes more neurons than the traced path"):
+        neurons.least({"a": torch.rand(6)}, 2)
+    assert net.a.weight.shape == (6, 3)
+
+
+def test_a_run_continues_after_on_epoch_changes_settings() -> None:
+    def anneal(state: CallbackState) -> None:
+        assert isinstance(state.net, Net)
+        state.net.drop.p, state.net.norm.momentum = 0.1 / (state.epoch + 2), 0.1 / (state.epoch + 2)
+
+    data = [(IMAGES.float(), torch.arange(4))] * 2
+    recipe = hgnp.Recipe(
+        keep=0.5, warmup_epochs=1, neurons_per_round=4, finetune_epochs=1, measure="none", method="taylor"
+    )
+    result = hgnp.prune(Net(), data, recipe=recipe, on_epoch=anneal, verbose=False)
+    assert result.reached
