@@ -1,6 +1,7 @@
 """Operators and layouts that need care: removal equals masking, in float64."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -215,3 +216,95 @@ def test_remove_accepts_what_least_selects(make: Any) -> None:
     neurons = Neurons(net, x)
     removed = neurons.remove(neurons.least(random_scores(neurons), 10_000))
     assert_pruned_equals_masked(net, whole, removed, ((x,), {}))
+
+
+NODES, EDGES, WIDTH = 6, 10, 8
+SOURCE, TARGET = torch.arange(EDGES) % NODES, (3 * torch.arange(EDGES) + 1) % NODES
+
+
+def scattered(messages: Tensor) -> Tensor:
+    """As PyTorch Geometric sums messages: one index for each entry."""
+    index = TARGET.view(-1, 1).expand_as(messages)
+    return torch.zeros(NODES, messages.shape[1], dtype=messages.dtype).scatter_add_(0, index, messages)
+
+
+MESSAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index_add": lambda nodes, messages: torch.zeros_like(nodes).index_add(0, TARGET, messages),
+    "index_add to the nodes": lambda nodes, messages: nodes.index_add(0, TARGET, messages, alpha=0.5),
+    "index_add_": lambda nodes, messages: torch.zeros_like(nodes).index_add_(0, TARGET, messages),
+    "scatter_add_": lambda nodes, messages: scattered(messages),
+    "greatest": lambda nodes, messages: torch.zeros_like(nodes).scatter_reduce(
+        0, TARGET.view(-1, 1).expand_as(messages), messages, "amax", include_self=False
+    ),
+    "index_reduce": lambda nodes, messages: nodes.index_reduce(0, TARGET, messages, "mean"),
+    "scatter": lambda nodes, messages: nodes.scatter(0, TARGET[:2].view(-1, 1).expand(-1, messages.shape[1]), 0.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages_between_nodes_keep_their_channels(name: str) -> None:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        nodes = n.a(x)
+        return n.out(torch.tanh(MESSAGES[name](nodes, nodes[SOURCE])))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    net = Net(forward, a=nn.Linear(5, WIDTH), out=nn.Linear(WIDTH, 3)).double()
+    x = torch.randn(NODES, 5).double()
+    assert [layer.name for layer in Neurons(net, x).layers] == ["a"]
+    assert_removal_equals_masking(net, x, {"a": [1, 4, 5]})
+
+
+def test_messages_along_the_channels_freeze_them() -> None:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = n.a(x)
+        return n.out(torch.zeros_like(h).index_add(1, torch.arange(WIDTH).flip(0), h))  # type: ignore[no-any-return]
+
+    net = Net(forward, a=nn.Linear(5, WIDTH), out=nn.Linear(WIDTH, 3)).double()
+    neurons = Neurons(net, torch.randn(4, 5).double())
+    assert not neurons.layers
+    assert any("looked up by index" in frozen.reason for frozen in neurons.frozen)
+
+
+def test_scores_of_a_network_with_messages() -> None:
+    """Against a gate on each channel of each node where it is read, in float64."""
+
+    def forward(n: Any, x: Tensor) -> Tensor:
+        nodes = n.a(x)
+        return n.out(torch.zeros_like(nodes).index_add(0, TARGET, nodes[SOURCE]))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    net = Net(forward, a=nn.Linear(5, WIDTH), out=nn.Linear(WIDTH, 3)).double()
+    x, y = torch.randn(NODES, 5).double(), torch.arange(NODES) % 3
+    scores = hgnp.sensitivity(net, Neurons(net, x), [(x, y)])["a"]
+    gate = torch.ones(NODES, WIDTH).double().requires_grad_()
+    net.out.register_forward_pre_hook(lambda module, inputs: inputs[0] * gate)
+    (slopes,) = torch.autograd.grad(nn.functional.cross_entropy(net(x), y), gate)
+    expected = slopes.abs().mean(0)
+    torch.testing.assert_close(scores, expected / expected.norm(), rtol=1e-10, atol=1e-12)
+
+
+def test_a_sum_that_is_written_in_place_into_zeros() -> None:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = n.a(x).tanh()
+        total = torch.zeros_like(h)
+        total += h
+        total.mul_(2).add_(n.b(x))
+        return n.out(total)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    net = Net(forward, a=nn.Linear(5, WIDTH), b=nn.Linear(5, WIDTH), out=nn.Linear(WIDTH, 3)).double()
+    neurons = Neurons(net, VECTORS)
+    assert [layer.name for layer in neurons.layers] == ["a", "b"]
+    assert neurons.preview({"a": [1]}).neurons == 2 * WIDTH - 2
+    assert_removal_equals_masking(net, VECTORS, {"a": [1, 4, 5]})
+
+
+def test_a_sum_that_is_written_into_part_of_a_tensor_freezes_it() -> None:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        total = torch.zeros(len(x), 2 * WIDTH, dtype=x.dtype)
+        total[:, :WIDTH] += n.a(x)
+        return n.out(total)  # type: ignore[no-any-return]
+
+    net = Net(forward, a=nn.Linear(5, WIDTH), out=nn.Linear(2 * WIDTH, 3)).double()
+    assert not Neurons(net, VECTORS).layers

@@ -68,6 +68,8 @@ class LabelPropagation:
         self.consumed: list[tuple[int, int, Tensor]] = []
         """(operator call, value, label): where channels of features end, in a product or a sum over them."""
         self._same_storage: dict[int, list[int]] = {}
+        self._original: dict[int, int] = {}
+        """Value → the one that it is the whole of, where it is another name for it."""
 
     def initial(self, index: int) -> LabelledTensor:
         """The labels of a value before the first operator call."""
@@ -98,6 +100,8 @@ class LabelPropagation:
             results = rule(self, *args, **kwargs)
             if isinstance(results, RuleResult):
                 results = [results] * len(call.writes)
+            if op_name(call.op) in ("alias", "detach"):
+                self._original[call.writes[0]] = self._original.get(call.reads[0], call.reads[0])
             for index, result in zip(call.writes, results, strict=True):
                 self._store(index, result, reads, inherits=rule in PRESERVES_FILLER)
             self.calls.append(LabelledCall(call, reads, tuple(self.tensors[index] for index in call.writes)))
@@ -133,14 +137,21 @@ class LabelPropagation:
             else result.nonzero_slots,
         )
         if index in self.call.reads:  # written in place
-            others = [other for other in self._same_storage[value.storage] if other != index]
+            others = [other for other in self._same_storage[value.storage] if not self._is_same(other, index)]
             if others and len(after.labels) > len(before.labels):
                 for label in after.labels:
                     self.freeze(label, "it is written in place into part of another tensor")
             if not result.filler:
                 for other in others:
                     self.tensors[other] = replace(self.tensors[other], filler=False)
+            for other in self._same_storage[value.storage]:
+                if self._is_same(other, index):
+                    self.tensors[other] = after
         self.tensors[index] = after
+
+    def _is_same(self, one: int, other: int) -> bool:
+        """Whether two values are names for all of one tensor."""
+        return self._original.get(one, one) == self._original.get(other, other)
 
     def _applies_layer(self) -> bool:
         return self.call.module in self._layers and op_name(self.call.op) in ("mm", "addmm")

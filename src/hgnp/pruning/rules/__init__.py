@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from hgnp.pruning.rules import norms, products, reductions
 from hgnp.pruning.rules.elementwise import elementwise, fill, filler, unsupported
 from hgnp.pruning.rules.registry import RULES, Rule, op_name
-from hgnp.pruning.rules.views import RESHAPES, permutes_dims, rearrange, rearrangement, split
+from hgnp.pruning.rules.views import RESHAPES, permutes_dims, rearrange, rearrangement, scatter, split
 
 __all__ = [
     "RESHAPES",
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-PRESERVES_FILLER: tuple[Rule, ...] = (elementwise, rearrange, split, fill)
+PRESERVES_FILLER: tuple[Rule, ...] = (elementwise, rearrange, split, fill, scatter)
 """Rules whose results are fillers if all operands are: a sum over a filler, in contrast, depends on its size."""
 
 

@@ -151,6 +151,26 @@ def gather(p: "LabelPropagation", x: LabelledTensor, dim: int, entries: Labelled
     return RuleResult(p.broadcast([_freeze_along(p, x, dims), _freeze_along(p, entries, dims)], len(x.shape)))
 
 
+@rule("index_add", "index_copy", "index_reduce", "scatter", "scatter_add", "scatter_reduce")
+def scatter(
+    p: "LabelPropagation",
+    x: LabelledTensor,
+    dim: int,
+    entries: LabelledTensor,
+    source: LabelledTensor | float,
+    *args: Any,
+    **kwargs: Any,
+) -> RuleResult:
+    """Messages between nodes, for one: `dim` has nodes and edges, and channels along other dimensions are combined in place."""
+    ndim, dim = len(x.shape), dim % len(x.shape)
+    operands = [_freeze_along(p, each, [dim]) for each in (x, source) if isinstance(each, LabelledTensor)]
+    if len(entries.shape) == ndim:
+        operands.append(_freeze_along(p, entries, [dim]))
+    else:
+        _freeze_indices(p, [entries])
+    return RuleResult(p.broadcast(operands, ndim), filler=False)
+
+
 @rule("embedding")
 def embedding(
     p: "LabelPropagation", table: LabelledTensor, entries: LabelledTensor, *args: Any, **kwargs: Any
