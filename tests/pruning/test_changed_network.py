@@ -4,6 +4,7 @@ import contextlib
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
@@ -150,24 +151,138 @@ def test_code_that_no_longer_runs_with_fewer_neurons_is_named() -> None:
     assert net.a.weight.shape == (6, 3)
 
 
-def test_a_change_that_couples_more_neurons_is_refused() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.out, self.other = nn.Linear(3, 6), nn.Linear(3, 6), nn.Linear(6, 2), nn.Linear(6, 2)
-            self.add = False
+class Branches(nn.Module):
+    """Two hidden layers; settings decide who reads them and what is returned."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            a, b = self.a(x).relu(), self.b(x).relu()
-            return self.out(a + b if self.add else a) + self.other(b)  # type: ignore[no-any-return]
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.out, self.other = nn.Linear(3, 6), nn.Linear(3, 6), nn.Linear(6, 2), nn.Linear(6, 2)
+        self.add = self.swap = self.features = False
+        self.norm, self.pad = nn.GroupNorm(6, 6), (1, 1)
 
+    def forward(self, x: Tensor) -> Any:
+        a, b = self.a(x).relu(), self.b(x).relu()
+        first, second = (self.other, self.out) if self.swap else (self.out, self.other)
+        y = first(a + b if self.add else a) + second(b)
+        return (y, a) if self.features else y
+
+
+@pytest.mark.parametrize("change", ["add", "features"])
+@pytest.mark.parametrize("when", ["before least", "after least"])
+def test_a_change_that_couples_or_freezes_more_neurons_is_refused(change: str, when: str) -> None:
     net, x = Branches(), torch.randn(4, 3)
     neurons = Neurons(net, x)
-    assert neurons.least({"a": torch.rand(6)}, 2)["a"]
-    net.add = True
-    with pytest.raises(InputError, match="couples or freezes more neurons than the traced path"):
-        neurons.least({"a": torch.rand(6)}, 2)
+    selection = neurons.least({"a": torch.rand(6)}, 2)
+    assert selection["a"]
+    setattr(net, change, True)
+    with pytest.raises(InputError, match="net must couple and freeze no more neurons than when Neurons was created"):
+        neurons.least({"a": torch.rand(6)}, 2) if when == "before least" else neurons.remove(selection)
     assert net.a.weight.shape == (6, 3)
+
+
+def test_consumers_that_are_swapped_are_refused() -> None:
+    """Both networks call the same operators on tensors of the same shapes: which weights they read tells them apart."""
+    net, x = Branches(), torch.randn(4, 3)
+    neurons = Neurons(net, x)
+    net.swap = True
+    with pytest.raises(InputError, match="net must couple and freeze no more neurons"):
+        neurons.remove({"a": [0, 2], "b": [1, 3]})
+
+
+def test_padding_of_channels_that_moves_is_refused() -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.out, self.pad = nn.Linear(4, 6), nn.Linear(4, 8), nn.Linear(8, 3), (1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(F.pad(self.a(x).relu(), self.pad) + self.b(x).relu())  # type: ignore[no-any-return]
+
+    net, x = Padded().double(), torch.randn(5, 4).double()
+    whole, neurons = copy.deepcopy(net), Neurons(net, x)
+    removed = neurons.remove({"a": [5]})
+    assert removed == {"a": [5], "b": [6]}
+    assert_pruned_equals_masked(net, whole, removed, ((x,), {}))
+    net.pad = (2, 0)
+    with pytest.raises(InputError, match="moves its channels elsewhere"):
+        neurons.remove({"a": [0]})
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hook_of_ones_own_like_one_of_the_network_is_seen(before: bool) -> None:
+    """Removal equals masking with both, or is refused."""
+
+    class Record:
+        def __init__(self, change: Callable[[Tensor], Tensor] | None = None) -> None:
+            self.change = change
+
+        def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+            return None if self.change is None else self.change(output)
+
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.out = nn.Linear(3, 6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not getattr(self, "installed", False):
+                self.a.register_forward_hook(Record())
+                self.installed = True
+            return self.out(self.a(x).relu())  # type: ignore[no-any-return]
+
+    net, x = Lazy().double(), torch.randn(4, 3).double()
+    if before:
+        net.a.register_forward_hook(Record(torch.tanh))
+    neurons = Neurons(net, x)
+    net(x)
+    if before:
+        assert neurons.least({"a": torch.rand(6)}, 2).taken == 2
+    else:
+        net.a.register_forward_hook(Record(lambda output: output.flip(1)))
+        with pytest.raises(InputError, match="net must couple and freeze no more neurons"):
+            neurons.remove({"a": [0]})
+
+
+class Rotary(nn.Module):
+    """A table of positions in a buffer: created by the first call, extended by longer sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.out = nn.Linear(4, 4), nn.Linear(4, 12), nn.Linear(12, 3)
+        self.table: Tensor | None
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        if self.table is None or len(self.table) < length:
+            self.register_buffer("table", torch.arange(4 * length).view(length, 4).to(x).cos(), persistent=False)
+        assert self.table is not None
+        return self.out(self.second(self.first(x) * self.table[:length]).relu().mean(1))  # type: ignore[no-any-return]
+
+
+def test_a_buffer_that_the_code_creates_and_extends() -> None:
+    net, neurons = Rotary().double(), None
+    neurons = Neurons(net, torch.randn(2, 5, 4).double())
+    frozen = {frozen.name for frozen in neurons.frozen}
+    for length in (5, 9, 7, 12):
+        x = torch.randn(2, length, 4).double()
+        net(x)
+        whole = copy.deepcopy(net)
+        scores = hgnp.sensitivity(net, neurons, [(x, torch.arange(2))])
+        removed = neurons.remove(neurons.least(scores, 2))
+        assert removed.taken == 2
+        assert_pruned_equals_masked(net, whole, removed, ((x,), {}))
+    assert {each.name for each in neurons.frozen} == frozen
+
+
+def test_a_parameter_that_was_added_is_refused() -> None:
+    net, x = Branches(), torch.randn(4, 3)
+    neurons = Neurons(net, x)
+    net.scale = nn.Parameter(torch.ones(2))
+    with pytest.raises(InputError, match="scale must not exist, got a parameter that was added"):
+        neurons.least({"a": torch.rand(6)}, 2)
 
 
 def test_a_run_continues_after_on_epoch_changes_settings() -> None:

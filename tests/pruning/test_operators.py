@@ -308,3 +308,48 @@ def test_a_sum_that_is_written_into_part_of_a_tensor_freezes_it() -> None:
 
     net = Net(forward, a=nn.Linear(5, WIDTH), out=nn.Linear(2 * WIDTH, 3)).double()
     assert not Neurons(net, VECTORS).layers
+
+
+@pytest.mark.parametrize("write", ["scatter_add", "scatter", "scatter_add into zeros"])
+def test_an_index_narrower_than_the_channels_freezes_them(write: str) -> None:
+    """It covers the first channels, whichever they are."""
+    index = TARGET[:NODES].view(-1, 1).expand(-1, 4)
+
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = n.a(x).relu()
+        if write == "scatter_add":
+            h = h.scatter_add(0, index, n.b(x))
+        elif write == "scatter":
+            h = h.scatter(0, index, 1.0) + n.b(x)
+        else:
+            h = torch.zeros_like(h).scatter_add(0, index, h) + n.b(x)
+        return n.out(h)  # type: ignore[no-any-return]
+
+    net = Net(forward, a=nn.Linear(5, WIDTH), b=nn.Linear(5, WIDTH), out=nn.Linear(WIDTH, 3)).double()
+    assert "a" not in {layer.name for layer in Neurons(net, torch.randn(NODES, 5).double()).layers}
+
+
+def test_an_index_as_narrow_as_its_source() -> None:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        index = TARGET[:NODES].view(-1, 1).expand(-1, 4)
+        return n.out(n.a(x).scatter_add(0, index, n.b(x)))  # type: ignore[no-any-return]
+
+    net = Net(forward, a=nn.Linear(5, WIDTH), b=nn.Linear(5, 4), out=nn.Linear(WIDTH, 3)).double()
+    assert not Neurons(net, torch.randn(NODES, 5).double()).layers
+
+
+@pytest.mark.parametrize("later", ["view", "detach", "part", "linear in three dimensions"])
+def test_later_views_of_a_sum_written_in_place_do_not_freeze_it(later: str) -> None:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = n.a(x)
+        total = torch.zeros_like(h)
+        total += h.tanh()
+        if later == "view":
+            return n.out(total.view(len(x), -1))  # type: ignore[no-any-return]
+        if later == "detach":
+            return n.out(total) + n.out(total.detach())  # type: ignore[no-any-return]
+        return n.out(total[:2] if later == "part" else total)  # type: ignore[no-any-return]
+
+    net = Net(forward, a=nn.Linear(5, WIDTH), out=nn.Linear(WIDTH, 3)).double()
+    x = torch.randn(2, 4, 5).double() if "three" in later else VECTORS
+    assert_removal_equals_masking(net, x, {"a": [1, 4, 5]})

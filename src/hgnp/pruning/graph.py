@@ -132,9 +132,9 @@ class Graph:
     written: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Module → the attributes that its code has set in the forward pass, such as caches; tensors in them are zero."""
     overwritten: dict[str, dict[str, Any]] = field(default_factory=dict)
-    hooked: dict[str, set[Any]] = field(default_factory=dict)
-    """Module → the code of forward hooks that the forward pass has registered on it (`hook_code`)."""
     """The values of these attributes before the forward pass; `ABSENT` if there were none."""
+    hooked: dict[str, list[Any]] = field(default_factory=dict)
+    """Module → the code of forward hooks that the forward pass has registered on it (`hook_code`)."""
     decisions: tuple[str, ...] = ()
     """Places in the code that read a truth value of the inputs, or a random number."""
     finite_checks: dict[int, bool] = field(default_factory=dict)

@@ -473,17 +473,31 @@ class Neurons:
         return self._branches.verifier if coupling == "paper" else self._verifier
 
     def _check_shapes(self) -> None:
-        """InputError unless the network's tensors have the shapes of this object's state."""
+        """InputError unless the network's tensors have the shapes of this object's state, apart from buffers without channels
+        of neurons, such as rotary embeddings: the code may create or extend them when it needs more."""
         for name, tensor in tensors_of(self.net).items():
             expected = self._state.shapes.get(name)
-            if tensor.shape != expected:
+            if tensor.shape == expected or (not isinstance(tensor, nn.Parameter) and self._has_no_neurons(name)):
+                continue
+            if expected is None:
                 raise InputError(
-                    f"{name} must have shape {expected}, got {tuple(tensor.shape)}; the network changed after Neurons was "
-                    "created: create it again. After load_state_dict, shrink the network by hgnp.load(path, net)"
+                    f"{name} must not exist, got a parameter that was added after Neurons was created: create it again"
                 )
+            raise InputError(
+                f"{name} must have shape {expected}, got {tuple(tensor.shape)}; the network changed after Neurons was "
+                "created: create it again. After load_state_dict, shrink the network by hgnp.load(path, net)"
+            )
         self._structure.update_values()
         if "_branches" in self.__dict__:
             self._branches.structure.update_values()
+
+    def _has_no_neurons(self, name: str) -> bool:
+        structure = self._structure
+        none = torch.zeros(0, dtype=torch.long)
+        slots = torch.cat([none, *(slots for (owner, _), slots in structure.coupling.slots.items() if owner == name)])
+        neurons = torch.cat([none, *self._layer_slots.values()])
+        removable = structure.roots[neurons[~structure.frozen[neurons]]]
+        return not bool(torch.isin(structure.roots[slots], removable).any())
 
     def _after(self, selection: Mapping[str, Sequence[int]]) -> PruningState:
         self._check_shapes()

@@ -68,6 +68,8 @@ class LabelPropagation:
         self.consumed: list[tuple[int, int, Tensor]] = []
         """(operator call, value, label): where channels of features end, in a product or a sum over them."""
         self._same_storage: dict[int, list[int]] = {}
+        self._newest = -1
+        """The last value that exists at the current operator call."""
         self._original: dict[int, int] = {}
         """Value → the one that it is the whole of, where it is another name for it."""
 
@@ -93,6 +95,7 @@ class LabelPropagation:
             self._same_storage.setdefault(self.graph.values[index].storage, []).append(index)
         for call in self.graph.op_calls:
             self.call = call
+            self._newest = max(self._newest, *call.reads, *call.writes)
             reads = tuple(self.tensors[index] for index in call.reads)
             known = {index: self.tensors[index] for index in call.reads}
             args, kwargs = map_leaves(partial(_lookup, known), (call.args, call.kwargs))
@@ -137,14 +140,15 @@ class LabelPropagation:
             else result.nonzero_slots,
         )
         if index in self.call.reads:  # written in place
-            others = [other for other in self._same_storage[value.storage] if not self._is_same(other, index)]
+            present = [other for other in self._same_storage[value.storage] if other <= self._newest]
+            others = [other for other in present if not self._is_same(other, index)]
             if others and len(after.labels) > len(before.labels):
                 for label in after.labels:
                     self.freeze(label, "it is written in place into part of another tensor")
             if not result.filler:
                 for other in others:
                     self.tensors[other] = replace(self.tensors[other], filler=False)
-            for other in self._same_storage[value.storage]:
+            for other in present:
                 if self._is_same(other, index):
                     self.tensors[other] = after
         self.tensors[index] = after

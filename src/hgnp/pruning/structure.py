@@ -52,7 +52,8 @@ class PathError(InputError):
     """The forward pass takes a path that was not traced."""
 
     def __init__(self, module: str, reason: str) -> None:
-        where = module or "its own forward"
+        where = self.where = module or "its own forward"
+        self.reason = reason
         super().__init__(
             f"net must take a traced path, got another one in {where} ({reason}); create Neurons with an example_input that "
             "takes it"
@@ -106,15 +107,16 @@ class Structure:
         self._eval_norms = traced is not None and traced.eval_norms
         self._initial: dict[str, dict[str, Any]] = defaultdict(dict)
         """Module → attributes that the forward pass sets as the first trace found them; every later trace finds them so too."""
-        self._hooked: dict[str, set[Any]] = defaultdict(set)
+        self._hooked: dict[str, list[Any]] = {}
         """Module → hooks that the forward pass registers in its first call (`Graph.hooked`): every trace finds none of them."""
+        self._hooks = {name: set(module._forward_hooks) for name, module in net.named_modules()}
+        """Those that are there before."""
         graphs = {mode: self._trace(mode) if traced is None else traced.graphs[mode] for mode in (False, True)}
         for graph in graphs.values():
             for name, before in graph.overwritten.items():
                 found = {key: value for key, value in before.items() if key not in self.caches.get(name, ())}
                 self._initial[name] = found | self._initial[name]
-            for name, hooks in graph.hooked.items():
-                self._hooked[name] |= hooks
+            self._hooked |= graph.hooked
         self.untraced_macs = 0
         self._representatives: Tensor | None = None
         known = None if traced is None else traced.head_labels
@@ -258,9 +260,11 @@ class Structure:
                         if value is not ABSENT:
                             modules[name].__dict__[key] = copy.copy(value) if isinstance(value, dict | list) else value
                 for name, registered in self._hooked.items():
-                    hooks = modules[name]._forward_hooks
-                    for number in [number for number, hook in hooks.items() if hook_code(hook) in registered]:
-                        del hooks[number]
+                    hooks, left = modules[name]._forward_hooks, list(registered)
+                    for number, hook in list(hooks.items()):  # the first call's come before those that are added later
+                        if number not in self._hooks[name] and hook_code(hook) in left:
+                            left.remove(hook_code(hook))
+                            del hooks[number]
                 for module, values in [*((modules[name], values) for name, values in caches.items()), *attributes]:
                     module.__dict__.update(values)
                 if self._eval_norms:
@@ -549,7 +553,8 @@ class Structure:
             *self.net.named_parameters(remove_duplicate=False),
             *self.net.named_buffers(remove_duplicate=False),
         ]
-        shapes = {name: after.get(first[id(tensor)], self.shapes[first[id(tensor)]]) for name, tensor in every_name}
+        known = self.shapes | after
+        shapes = {name: known.get(first[id(tensor)], tuple(tensor.shape)) for name, tensor in every_name}
         for name, module in self.net.named_modules():
 
             def shape(key: str, name: str = name) -> Shape | None:

@@ -574,7 +574,7 @@ def _trace(
             graph.written[name] = {key: tree_map(_as_zeros, value) for key, value in changed.items()}
             graph.overwritten[name] = {key: attributes[name].get(key, ABSENT) for key in changed}
             registered = module._forward_hooks.items()
-            if new := {hook_code(hook) for key, hook in registered if key not in hooks[name]}:
+            if new := [hook_code(hook) for key, hook in registered if key not in hooks[name]]:
                 graph.hooked[name] = new
     return graph, tracer.computed()
 

@@ -12,9 +12,9 @@ from itertools import chain, combinations, islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hgnp.errors import first_line
+from hgnp.errors import InputError, first_line
 from hgnp.pruning.graph import Graph, OpCall, Value, leaves_of
 from hgnp.pruning.labels import LabelledTensor, keep, keep_masks, shape_after, varying_dims
 from hgnp.pruning.propagation import LabelledCall, LabelPropagation
@@ -27,7 +27,7 @@ from hgnp.pruning.rules import (
     rearrangement,
     rule_for,
 )
-from hgnp.pruning.structure import Structure, TracedForward
+from hgnp.pruning.structure import PathError, Structure, TracedForward
 
 ANOTHER_PATH = "the smaller network takes another path through its code"
 TAKES_SIZES = (
@@ -37,7 +37,6 @@ TAKES_SIZES = (
     "native_group_norm",
     "native_layer_norm",
     "_fused_rms_norm",
-    "constant_pad_nd",
 )
 """Operators among whose arguments are sizes, which may change with the width."""
 LAYOUT = ("clone", "contiguous", "alias", "detach", "mm", "bmm", "addmm", "baddbmm", "mv", "add", "add_")
@@ -77,14 +76,17 @@ class CutVerifier:
         self._failures: dict[RootClass, Mismatch] = {}
         """Classes that nothing helped, by themselves."""
         self.verified: tuple[Tensor, TracedForward] | None = None
+        self._verified_settings: Any = None
         """The last cut that was found to work, and its trace."""
         self.caches: dict[str, dict[str, Any]] = {}
         """Module → attributes that the code has set at the shapes of a cut that failed, and not at the network's own: it keeps
         something that depends on shapes."""
 
     def is_verified(self, alive: Tensor) -> bool:
-        """Whether this is the last cut that was found to work."""
-        return self.verified is not None and torch.equal(self.verified[0], alive)
+        """Whether this is the last cut that was found to work, and the network's settings are those of then."""
+        if self.verified is None or not torch.equal(self.verified[0], alive):
+            return False
+        return bool(self._verified_settings == _settings(self._structure.net))
 
     def mismatch(self, alive: Tensor) -> Mismatch | None:
         """Traces the network's own code at the smaller shapes. None if every operator call gives what it should."""
@@ -105,12 +107,18 @@ class CutVerifier:
 
     def network_changed(self) -> bool:
         """Whether the full-size network no longer does what its trace says, as after a change of a dropout's rate or a hook
-        that was added. Its new trace then replaces the old one. PathError if more neurons are coupled or frozen in it."""
+        that was added. Its new trace then replaces the old one. InputError if more neurons are coupled or frozen in it."""
         everything = torch.ones(len(self._structure.coupling), dtype=torch.bool)
         traces = list(self._structure.trace_cut(everything))
         if all(_compare(before, graph, everything, self._aligned) is None for before, _, graph in traces):
             return False
-        self._structure.replace_traces({training: graph for _, training, graph in traces})
+        try:
+            self._structure.replace_traces({training: graph for _, training, graph in traces})
+        except PathError as error:
+            raise InputError(
+                f"net must couple and freeze no more neurons than when Neurons was created, got a change in {error.where} "
+                f"({error.reason}); create Neurons after the change, or change it before the run"
+            ) from error
         self.verified = None
         return True
 
@@ -125,6 +133,7 @@ class CutVerifier:
                     if new:
                         self.caches.setdefault(module, {}).update(new)
                 return problem
+        self._verified_settings = _settings(self._structure.net)
         self.verified = alive, replace(self._structure.traced, graphs=graphs, head_labels=None)
         return None
 
@@ -316,7 +325,7 @@ def _compare(before: LabelPropagation, graph: Graph, alive: Tensor, aligned: boo
     calls = [call for call in graph.op_calls if not _copies(call)]
     old, new = _ValueNumbers(before.graph.op_calls), _ValueNumbers(graph.op_calls)
     for position, (labelled, call) in enumerate(zip(expected, calls, strict=False)):
-        problem = _difference(before.graph, labelled, call, graph, alive, aligned)
+        problem = _difference(before, labelled, call, graph, alive, aligned)
         if problem is None and old.of(labelled.call) != new.of(call):
             problem = ANOTHER_PATH
         if problem is not None:
@@ -324,9 +333,22 @@ def _compare(before: LabelPropagation, graph: Graph, alive: Tensor, aligned: boo
     if graph.error is not None and not _stops_alike(before.graph, graph):
         last = expected[min(len(calls), len(expected) - 1)]
         return _mismatch(last, alive, f"the network's code fails: {first_line(graph.error)}", len(calls))
-    if len(calls) != len(expected):
+    same_outputs = old.returned(before.graph) == new.returned(graph)
+    if expected and (len(calls) != len(expected) or not same_outputs):
         return _mismatch(expected[-1], alive, ANOTHER_PATH, len(expected))
     return None
+
+
+def _settings(net: nn.Module) -> list[Any]:
+    """The modules with their numbers, texts and hooks; of other attributes which object they are."""
+    return [
+        (
+            id(module), list(module._forward_hooks), list(module._forward_pre_hooks),
+            {name: value if isinstance(value, bool | int | float | str) else id(value)
+             for name, value in vars(module).items() if name != "training"},
+        )
+        for module in net.modules()
+    ]  # fmt: skip
 
 
 def _stops_alike(before: Graph, graph: Graph) -> bool:
@@ -350,22 +372,35 @@ class _ValueNumbers:
         self._number: dict[int, int] = {}
 
     def of(self, call: OpCall) -> list[int]:
-        values = [self._original.get(index, index) for index in call.reads + call.writes]
+        return self._of(call.reads + call.writes)
+
+    def returned(self, graph: Graph) -> tuple[list[int], list[int]]:
+        """Those that the network returns, and those of them that are left out; after all calls."""
+        return self._of(graph.outputs), self._of(graph.left_out)
+
+    def _of(self, indices: tuple[int, ...]) -> list[int]:
+        values = [self._original.get(index, index) for index in indices]
         return [self._number.setdefault(value, len(self._number)) for value in values]
 
 
 def _difference(
-    before: Graph, labelled: LabelledCall, call: OpCall, graph: Graph, alive: Tensor, aligned: bool
+    before: LabelPropagation, labelled: LabelledCall, call: OpCall, graph: Graph, alive: Tensor, aligned: bool
 ) -> str | None:
     """How a call differs from the expected one, or None."""
-    old = labelled.call
+    old, values = labelled.call, before.graph.values
     if _operator(call) != _operator(old) or len(call.reads) != len(old.reads) or len(call.writes) != len(old.writes):
         return ANOTHER_PATH
+    if [values[index].name for index in old.reads] != [graph.values[index].name for index in call.reads]:
+        return ANOTHER_PATH  # of other weights
     problem = _other_shape(labelled, call, graph, alive)
     if problem is not None:
         return problem
     reads = [graph.values[index] for index in call.reads]
-    constants = zip((before.values[index] for index in old.reads), reads, strict=True)
+    constants = zip((values[index] for index in old.reads), reads, strict=True)
+    if op_name(call.op) == "native_group_norm":
+        groups = before.groups.get(call.module)
+        if call.args[6] != (old.args[6] if groups is None else int(alive[groups].sum())):
+            return "the network's code fixes its number of groups"
     if (
         _width_independent(call, labelled) != _width_independent(old, labelled)
         or not all(_same_constant(one, other) for one, other in constants)
@@ -452,6 +487,11 @@ def _width_independent(call: OpCall, labelled: LabelledCall) -> list[int | float
         args = args if labelled.reads[0].along(dim) is None else []
     elif name == "convolution":
         args = args[3:8]
+    elif name == "constant_pad_nd":  # from the last dimension on, before and after
+        ndim = len(labelled.reads[0].shape)
+        args = [
+            amount for number, amount in enumerate(args[1]) if labelled.reads[0].along(ndim - 1 - number // 2) is None
+        ]
     elif name in TAKES_SIZES or rule_for(call.op) is filler:
         args = []
     return [leaf for leaf in leaves_of((args, call.kwargs)) if isinstance(leaf, int | float)]

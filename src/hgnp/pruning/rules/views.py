@@ -25,6 +25,8 @@ def rearrangement(op: OpOverload) -> Rearrangement | None:
         return lambda label, args, kwargs: [label.reshape(tuple(args[0]))]
     if name == "pixel_shuffle":
         return lambda label, args, kwargs: [torch.nn.functional.pixel_shuffle(label, args[0])]
+    if name == "constant_pad_nd":
+        return lambda label, args, kwargs: [torch.nn.functional.pad(label, list(args[0]), value=FROZEN)]
     if RULES.get(name) in (rearrange, split):
         return lambda label, args, kwargs: _as_list(op(label, *args, **kwargs))
     return None
@@ -162,13 +164,15 @@ def scatter(
     **kwargs: Any,
 ) -> RuleResult:
     """Messages between nodes, for one: `dim` has nodes and edges, and channels along other dimensions are combined in place."""
-    ndim, dim = len(x.shape), dim % len(x.shape)
-    operands = [_freeze_along(p, each, [dim]) for each in (x, source) if isinstance(each, LabelledTensor)]
+    ndim = len(x.shape)
+    operands = [each for each in (x, source) if isinstance(each, LabelledTensor) and len(each.shape) == ndim]
     if len(entries.shape) == ndim:
-        operands.append(_freeze_along(p, entries, [dim]))
+        operands.append(entries)
     else:
         _freeze_indices(p, [entries])
-    return RuleResult(p.broadcast(operands, ndim), filler=False)
+    # where sizes differ, only a part of a tensor is read or written
+    dims = [d for d in range(ndim) if d == dim % ndim or any(each.shape[d] != x.shape[d] for each in operands)]
+    return RuleResult(p.broadcast([_freeze_along(p, each, dims) for each in operands], ndim), filler=False)
 
 
 @rule("embedding")
