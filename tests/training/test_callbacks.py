@@ -205,3 +205,62 @@ def test_the_code_in_the_documentation_runs(heading: str, tmp_path: Path, monkey
         torch.testing.assert_close(
             loss(teacher(x), (y, soft)), 0.5 * F.cross_entropy(teacher(x), y)
         )  # no divergence from itself
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_a_learning_rate_that_a_callback_sets_scales_the_rest_of_the_schedule(schedule: str) -> None:
+    def change(state: Any) -> None:
+        if state.epoch == 1:
+            state.optimizer.param_groups[0]["lr"] *= 0.25
+
+    def used(change: Any) -> list[float]:
+        seen: list[float] = []
+        hgnp.prune(
+            made(), *loaders(), recipe=recipe(method="taylor", schedule=schedule), on_epoch=change,
+            on_step=lambda state: seen.append(state.optimizer.param_groups[0]["lr"]),
+        )  # fmt: skip
+        return seen
+
+    plain, changed = used(None), used(change)
+    assert changed[: 2 * STEPS] == plain[: 2 * STEPS]
+    assert changed[2 * STEPS :] == pytest.approx([0.25 * lr for lr in plain[2 * STEPS :]])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_a_parameter_group_that_a_callback_adds_is_trained_and_resumed(schedule: str, tmp_path: Path) -> None:
+    def first(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(list(parameters)[2:], lr=0.05, momentum=0.9)
+
+    def both(parameters: Any) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        return torch.optim.SGD(
+            [{"params": parameters[2:]}, {"params": parameters[:2], "lr": 0.01}], lr=0.05, momentum=0.9
+        )
+
+    def unfreeze(state: Any) -> None:
+        if state.epoch == 0:
+            state.optimizer.add_param_group({"params": list(state.net.parameters())[:2], "lr": 0.01})
+        if state.epoch == stop:
+            raise StopError
+
+    def run(out: Path | None = None, *, resume: bool = False) -> tuple[nn.Module, hgnp.Result]:
+        net = made()
+        return net, hgnp.prune(
+            net, *loaders(), recipe=recipe(method="taylor", schedule=schedule), on_epoch=unfreeze,
+            optimizer=both if resume else first, out=out, resume=resume,
+        )  # fmt: skip
+
+    stop = -1
+    whole, _ = run()
+    stop = 2
+    with pytest.raises(StopError):
+        run(tmp_path / "run")
+    stop = -1
+    with pytest.raises(ValueError, match="resume: parameter groups must be 2"):
+        hgnp.prune(
+            made(), *loaders(), recipe=recipe(method="taylor", schedule=schedule), optimizer=first, out=tmp_path / "run",
+            resume=True,
+        )  # fmt: skip
+    resumed, _ = run(tmp_path / "run", resume=True)
+    for mine, its in zip(resumed.state_dict().values(), whole.state_dict().values(), strict=True):
+        assert torch.equal(mine, its)

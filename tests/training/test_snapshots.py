@@ -312,6 +312,26 @@ def test_a_snapshot_that_diverges_is_left_out(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "result.json").exists()
 
 
+def test_a_snapshot_that_a_callback_made_unfit_for_the_initial_network_is_left_out(tmp_path: Path) -> None:
+    def replace(state: Any) -> None:
+        if state.epoch == 0:
+            state.net.act = nn.Sigmoid()
+
+    class Activated(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU()
+
+    notes = Notes()
+    run = prune_and_report(
+        Activated(), *loaders(), recipe=recipe(keep=0.2, method="taylor", snapshots=(0.5,)), on_epoch=replace,
+        out=tmp_path / "run", progress=notes,
+    )  # fmt: skip
+    assert (run.snapshots, run.reached) == ((), True)
+    assert any(note.startswith("snapshot 0.5 is left out: resume: net must fit") for note in notes.notes)
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
 def test_snapshot_values_are_checked_and_sorted() -> None:
     assert recipe(keep=0.1, snapshots=[0.2, 0.144, 0.5]).snapshots == (0.5, 0.2, 0.144)
     assert recipe(keep=0.1, snapshots=[0.2, 0.5]).as_dict()["snapshots"] == [0.5, 0.2]

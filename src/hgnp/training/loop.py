@@ -456,7 +456,8 @@ class TrainingLoop:
             "setup": self.setup,
             "execution": {"memory_format": self.memory_format},
             "optimizer": self.optimizer.state_dict(),
-            "peaks": self.trainer.peaks,
+            "peaks": list(self.trainer.peaks),
+            "scheduled": list(self.trainer.scheduled),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "flatness": self.scoring_step.state_dict(self.step_state),
@@ -476,8 +477,9 @@ class TrainingLoop:
         self._loaded = changes
 
     def _restore(self, stored: dict[str, Any]) -> None:
+        groups = len(stored["optimizer"]["param_groups"])  # a callback may have added some
         for name, now in self.setup.items():
-            was = stored["setup"].get(name, now)
+            was = groups if name == "parameter groups" else stored["setup"].get(name, now)
             if (
                 name == "batches per epoch"
                 and was
@@ -496,6 +498,7 @@ class TrainingLoop:
         self.scoring_step.load_state_dict(self.step_state, stored["flatness"])
         self.memory_format = stored["execution"]["memory_format"]
         self.trainer.peaks = stored["peaks"]
+        self.trainer.scheduled = stored.get("scheduled") or [float(g["lr"]) for g in self.optimizer.param_groups]
         if self.scheduler is not None:
             self.scheduler.load_state_dict(stored["scheduler"])
         if self.trainer.scaler is not None:

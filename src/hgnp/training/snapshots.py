@@ -68,7 +68,8 @@ class SnapshotProgress:
 
 
 def finetune_snapshots(loop: TrainingLoop, initial: InitialCopy) -> tuple[Snapshot, ...]:
-    """Fine-tune a finished run's snapshots, from large κ to small. One whose loss diverges is left out with a note."""
+    """Fine-tune a finished run's snapshots, from large κ to small. One whose loss diverges, or that no longer
+    fits the network as it was given, is left out with a note."""
     snapshots: list[Snapshot] = []
     epochs = loop.run_state.snapshots
     with rng_state.preserved(*loop.loaders()):
@@ -78,7 +79,7 @@ def finetune_snapshots(loop: TrainingLoop, initial: InitialCopy) -> tuple[Snapsh
                 continue
             try:
                 snapshots.append(_finetune(loop, initial, value, epochs[value]))
-            except DivergedError as error:
+            except (DivergedError, InputError) as error:
                 loop.progress.note(f"snapshot {value:g} is left out: {error}")
     return tuple(snapshots)
 

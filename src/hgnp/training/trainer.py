@@ -125,6 +125,8 @@ class Trainer:
         self.executor = make_executor(step, state, self._precision, graphs=graphs)
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         """The learning rates that a schedule scales."""
+        self.scheduled = list(self.peaks)
+        """Those that it set last."""
         self.accumulate = accumulate
         self._mean = GradientMean(step)
         self.scaler = torch.amp.GradScaler(device.type) if self.precision == "fp16" else None
@@ -177,9 +179,7 @@ class Trainer:
                 if not pending:
                     progress = number / total if total else 0.0
                     if rate is not None:
-                        factor = rate(progress)
-                        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-                            group["lr"] = peak * factor
+                        self._set_learning_rates(rate(progress))
                     self.state.mu = mu(progress)
                 self.backward(batch, statistics)
                 pending += 1
@@ -197,6 +197,19 @@ class Trainer:
             self._check(statistics, epoch)
         statistics.seconds = time.perf_counter() - start
         return statistics
+
+    def _set_learning_rates(self, factor: float) -> None:
+        """Scales the peaks. A learning rate that a callback has set since the last step scales its peak, and that of a group
+        that it has added is a peak."""
+        for number, group in enumerate(self.optimizer.param_groups):
+            lr = float(group["lr"])
+            if number == len(self.peaks):
+                self.peaks.append(lr)
+                self.scheduled.append(lr)
+            elif lr != self.scheduled[number]:
+                last = self.scheduled[number]
+                self.peaks[number] = self.peaks[number] * lr / last if last else lr
+            group["lr"] = self.scheduled[number] = self.peaks[number] * factor
 
     @contextmanager
     def _fetching(self, ahead: Prefetcher) -> Iterator[None]:
