@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import hgnp
 from cases.heads import FusedHeads, transformer
 from hgnp.curvature.step import make_step
+from hgnp.errors import InputError
 from hgnp.experiments.config import Config
 from hgnp.experiments.models import DigitsNet
 from hgnp.progress import LineProgress
@@ -318,7 +320,7 @@ def test_a_head_fits_into_a_round_of_fewer_neurons_than_it_has_rows() -> None:
     assert net.attn.qkv.weight.shape == (3 * 20 * heads, 6)
 
 
-def test_rounds_after_the_first_score_by_one_forward_pass() -> None:
+def test_rounds_score_by_one_forward_pass() -> None:
     """Whether samples mix is found out once for a run."""
     passes: list[int] = []
 
@@ -339,8 +341,7 @@ def test_rounds_after_the_first_score_by_one_forward_pass() -> None:
     passes.append(0)
     given = recipe(method="taylor", warmup_epochs=1, neurons_per_round=2)
     hgnp.prune(net, train, recipe=given, on_epoch=on_epoch, verbose=False)
-    assert passes[1] == 2  # one to see whether samples mix
-    assert passes[2:4] == [1, 1]
+    assert passes[1:4] == [1, 1, 1]  # whether samples mix was found out before the first epoch
 
 
 class Drifting(nn.Module):
@@ -389,3 +390,25 @@ def test_a_network_that_draws_in_evaluation_mode_resumes_with_the_same_scores() 
         (rounds(net)[0] if resumed else pruner).round(batches)
         found.append(net.a.weight)
     assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("method", ["taylor", "l2"])
+def test_a_network_that_cannot_be_scored_is_refused_before_training(method: str) -> None:
+    class Checkpointed(Net):
+        """In evaluation mode too, as timm's networks with `set_grad_checkpointing`."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            trained.append(self.training and torch.is_grad_enabled())
+            h = checkpoint(
+                lambda x: torch.relu(self.nb(self.b(torch.relu(self.na(self.a(x)))))), x, use_reentrant=False
+            )
+            return self.out(torch.relu(self.c(h.mean((2, 3)))))  # type: ignore[no-any-return]
+
+    trained: list[bool] = []
+    given = recipe(method=method, warmup_epochs=1, finetune_epochs=0)
+    if method == "l2":  # scores of weights need no pass
+        assert hgnp.prune(Checkpointed(), *loaders(), recipe=given, verbose=False).reached
+        return
+    with pytest.raises(InputError, match="net must run without activation checkpointing in evaluation mode"):
+        hgnp.prune(Checkpointed(), *loaders(), recipe=given, verbose=False)
+    assert sum(trained) <= 4  # passes that look at the first batch

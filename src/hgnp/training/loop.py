@@ -148,6 +148,7 @@ class TrainingLoop:
             self._restore(stored)
         else:
             self.pruner.check_reachable()
+            self.pruner.check_scores((inputs, target))
             with rng_state.preserved():
                 chosen = reducer.on_rank_zero(
                     lambda: json.dumps(choose_memory_format(net, task, recipe, (inputs, target))).encode()

@@ -92,6 +92,19 @@ class Pruner:
                 f"{self._layer_limits()}{others} and {frozen} neurons are frozen (print(hgnp.Neurons(net, x)) says why)"
             )
 
+    def check_scores(self, batch: tuple[Any, Any]) -> None:
+        """Raises, before any training, what the first round would: for a network that cannot be scored. Without the flatness
+        penalty, which no step has found a direction for."""
+        if self.recipe.keep < 1 and self._criterion not in WEIGHT_SCORES:
+            self._scores([batch], mu=0.0, graphs=False)
+
+    def _scores(self, batches: list[tuple[Any, Any]], *, mu: float, graphs: bool) -> Scores:
+        return compute_scores(
+            self.neurons, batches, self.step, self.state, mu=mu, coupling=self.recipe.coupling,
+            criterion=self._criterion, graphs=graphs, loss_needs_training_mode=self.loss_needs_training_mode,
+            check=self._check,
+        )  # fmt: skip
+
     def _layer_limits(self) -> str:
         """What every layer keeps, in words."""
         floor, round_to, max_removed = self.recipe.floor, self.recipe.round_to, self.recipe.max_removed
@@ -127,13 +140,8 @@ class Pruner:
     def round(self, batches: list[tuple[Any, Any]]) -> int:
         """Remove `recipe.neurons_per_round` neurons, fewer if the target needs fewer. Returns how many were removed: 0 once no
         more can be."""
-        coupling = self.recipe.coupling
         mu = self.recipe.scoring_mu if self.recipe.uses_penalty(self.neurons.kept) else 0.0
-        scores = compute_scores(
-            self.neurons, batches, self.step, self.state, mu=mu, coupling=coupling,
-            criterion=self._criterion, graphs=self.recipe.execution != "eager",
-            loss_needs_training_mode=self.loss_needs_training_mode, check=self._check,
-        )  # fmt: skip
+        scores = self._scores(batches, mu=mu, graphs=self.recipe.execution != "eager")
         selection = self._agreed(partial(self._chosen, scores))
         self.problem = selection.problem
         return self.neurons.remove(selection, self.optimizer, also=self.also).taken if selection else 0
