@@ -118,6 +118,17 @@ def test_a_detector_is_pruned_by_its_losses() -> None:
     same_on_both(pruned)
 
 
+def test_a_norm_that_reads_its_number_of_batches_freezes_nothing() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        batches = net.norm.num_batches_tracked + 1
+        return net.out(net.norm(net.a(x)).relu()) / torch.stack([batches, batches])
+
+    norm = nn.BatchNorm1d(6, momentum=None)
+    net = Net(forward, a=nn.Linear(5, 6), norm=norm, out=nn.Linear(6, 2)).double().to(PRETENDED)
+    assert [layer.name for layer in hgnp.Neurons(net, VECTORS.to(PRETENDED)).layers] == ["a"]
+    assert norm.num_batches_tracked == 0
+
+
 # Scores and gradients
 
 
