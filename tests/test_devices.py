@@ -129,6 +129,45 @@ def test_a_norm_that_reads_its_number_of_batches_freezes_nothing() -> None:
     assert norm.num_batches_tracked == 0
 
 
+# Networks that are moved after Neurons was created
+
+
+@pytest.mark.parametrize("coupling", ["coupled", "paper"])
+def test_neurons_follow_a_network_to_the_device(coupling: Any) -> None:
+    case = CASES["residual"]
+    x, y = case.inputs()[0][0], torch.tensor([0, 1, 2])
+
+    def pruned(device: torch.device) -> Any:
+        net = case.net()
+        neurons, found = hgnp.Neurons(net, x), []
+        net.to(device)
+        for _ in range(3):
+            scores = hgnp.sensitivity(net, neurons, put(device, [(x, y)]), coupling=coupling)
+            removed = neurons.remove(neurons.least(scores, 5, coupling=coupling))
+            assert removed
+            found.append((scores, dict(removed)))
+        return found
+
+    same_on_both(pruned)
+
+
+@pytest.mark.filterwarnings("ignore:the first dimension of some tensor")
+@pytest.mark.parametrize("coupling", ["coupled", "paper"])
+def test_neurons_follow_a_detector_to_the_device(coupling: Any) -> None:
+    def pruned(device: torch.device) -> Any:
+        net = detector()
+        neurons, found = hgnp.Neurons(net, BOXES), []
+        net.to(device)
+        for _ in range(2):
+            removed = neurons.remove(neurons.least(random_scores(neurons), 4, coupling=coupling))
+            assert removed
+            scores = hgnp.sensitivity(net, neurons, put(device, [(BOXES, BOXES[1])]), loss=total, coupling=coupling)
+            found.append((dict(removed), scores))
+        return found, frozen(neurons)
+
+    same_on_both(pruned)
+
+
 # Scores and gradients
 
 

@@ -14,7 +14,7 @@ from hgnp.errors import InputError, did_you_mean, refuse_renamed
 from hgnp.pruning.branch_coupling import BranchCoupling, least_paper, tiers_of
 from hgnp.pruning.config import update_config
 from hgnp.pruning.gates import Gates, find_gates
-from hgnp.pruning.graph import tensors_of
+from hgnp.pruning.graph import spec_of, tensors_of
 from hgnp.pruning.limits import limit_by_layer
 from hgnp.pruning.selection import (
     CouplingMode,
@@ -102,6 +102,7 @@ class Neurons:
         self.listeners: list[Listener] = []
         self._inputs = as_inputs(example_input)
         check_samples(self._inputs)
+        self._specs = {name: spec_of(tensor) for name, tensor in tensors_of(net).items()}
         self._protected = protected_modules(net, protect)
         self._approximate, self._outputs = approximate, as_outputs(net, outputs)
         self._parameters_at_start = sum(p.numel() for p in net.parameters())
@@ -134,6 +135,7 @@ class Neurons:
         self._structure = Structure(
             self.net,
             self._inputs,
+            self._specs,
             approximate=self._approximate,
             outputs=self._outputs,
             without_heads=without_heads,
