@@ -16,7 +16,7 @@ from hgnp.scoring import Criterion
 from oracles import flat
 from pretend_device import CPU, PRETENDED, pretended_device
 from pruning_cases import IMAGES, VECTORS, random_scores
-from train_cases import loaders, made
+from train_cases import StopError, loaders, made, recipe
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -235,6 +235,18 @@ def test_sharpness_and_recalibrated_statistics() -> None:
 # States and files
 
 
+def test_states_that_were_loaded_onto_the_device() -> None:
+    """As torch.load(map_location="cuda") does."""
+    net, x = CASES["residual"].net().to(PRETENDED), CASES["residual"].inputs()[0][0].to(PRETENDED)
+    y = torch.tensor([0, 1, 2], device=PRETENDED)
+    neurons, flatness = hgnp.Neurons(net, x), hgnp.Flatness(net, mu=0.1, fisher_type="mc")
+    flatness.backward(x, y)
+    neurons.load_state_dict(put(PRETENDED, neurons.state_dict()))
+    assert neurons.remove(neurons.least(random_scores(neurons), 4))
+    flatness.load_state_dict(put(PRETENDED, flatness.state_dict()))
+    flatness.backward(x, y)
+
+
 def test_a_network_is_saved_loaded_and_exported(tmp_path: Path) -> None:
     net, x = made().to(PRETENDED).eval(), next(iter(loaders()[1]))[0].to(PRETENDED)
     hgnp.Neurons(net, x).remove({"a": [0, 3], "c": [1]})
@@ -245,3 +257,54 @@ def test_a_network_is_saved_loaded_and_exported(tmp_path: Path) -> None:
         assert torch.equal(loaded(x.to(device)).cpu(), net(x).cpu())
     assert hgnp.export(net, tmp_path / "net.onnx", x).error < 1e-4
     assert hgnp.export(net, tmp_path / "net.pt2", x.cpu()).error < 1e-4
+
+
+# Runs
+
+
+def run(device: torch.device, out: Path | None = None, last: int | None = None, **given: Any) -> hgnp.Result:
+    """A run of a network that is on the CPU before, stopped after the epoch `last`."""
+
+    def on_epoch(state: Any) -> None:
+        assert {p.device for p in [*state.net.parameters(), *state.optimizer.state]} == {device}
+        if state.epoch == last:
+            raise StopError
+
+    short = recipe(execution="eager", warmup_epochs=1, finetune_epochs=1, **given)
+    return hgnp.prune(
+        made(), *loaders(), recipe=short, device=device, out=out, resume=out is not None, on_epoch=on_epoch, verbose=False
+    )  # fmt: skip
+
+
+def trajectory(result: hgnp.Result) -> Any:
+    return [{key: value for key, value in row.items() if "seconds" not in key} for row in result.history]
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "hgnp": {"measure": "full"},
+    "paper": {"flatness": "paper", "coupling": "paper", "method": "hybrid", "threshold": 0.8},
+    "sampled": {"flatness": {"fisher_type": "mc", "direction_from": "this_batch"}},
+    "sam": {"method": "sam", "clip_norm": 1.0},
+    "snapshots": {"snapshots": (0.6,), "keep": 0.4, "schedule": "cosine"},
+}
+
+
+@pytest.mark.parametrize("given", RUNS.values(), ids=RUNS)
+def test_a_resumed_run_is_a_whole_one_on_the_cpu(given: Any, tmp_path: Path) -> None:
+    expected = run(CPU, **given)
+    with pytest.raises(StopError):
+        run(PRETENDED, tmp_path / "run", last=2, **given)
+    found = run(PRETENDED, tmp_path / "run", **given)
+    assert trajectory(found) == trajectory(expected)
+    assert {p.device for p in found.model.parameters()} == {PRETENDED}
+    for state in (found.model.state_dict(), hgnp.load(tmp_path / "run", made(seed=1)).state_dict()):
+        torch.testing.assert_close(put(CPU, state), expected.model.state_dict(), rtol=0, atol=0)
+
+
+def test_a_run_is_resumed_on_another_kind_of_device(tmp_path: Path) -> None:
+    """Its labels are then drawn anew."""
+    with pytest.raises(StopError):
+        run(PRETENDED, tmp_path / "run", last=2, **RUNS["sampled"])
+    found, expected = run(CPU, tmp_path / "run", **RUNS["sampled"]), run(CPU, **RUNS["sampled"])
+    assert trajectory(found)[:2] == trajectory(expected)[:2]
+    assert found.kept <= 0.3

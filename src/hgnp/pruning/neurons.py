@@ -533,7 +533,7 @@ class Neurons:
             raise InputError(
                 f"state must be of this network at its original size ({expected} slots), got {slots} slots"
             )
-        self._state = PruningState(self._structure, self._layer_slots, state["alive"].clone())
+        self._state = PruningState(self._structure, self._layer_slots, state["alive"].cpu().clone())
         self._totals = dict(state["totals"])
         self._parameters_at_start, self.version = state["parameters_at_start"], state["version"]
 
