@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -308,3 +309,22 @@ def test_a_run_is_resumed_on_another_kind_of_device(tmp_path: Path) -> None:
     found, expected = run(CPU, tmp_path / "run", **RUNS["sampled"]), run(CPU, **RUNS["sampled"])
     assert trajectory(found)[:2] == trajectory(expected)[:2]
     assert found.kept <= 0.3
+
+
+def test_the_state_of_an_optimizer_moves_with_its_network() -> None:
+    """Also back again, if the run is refused."""
+    net, (train, val) = made(), loaders()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    x, y = next(iter(train))
+    F.cross_entropy(net(x), y).backward()
+    optimizer.step()
+
+    def devices() -> set[torch.device]:
+        return {state["exp_avg"].device for state in optimizer.state.values()}
+
+    mine = recipe(execution="eager")
+    with pytest.raises(hgnp.HgnpError, match="scheduler must"):
+        hgnp.prune(net, train, val, recipe=mine, optimizer=optimizer, scheduler=lambda _: 3, device=PRETENDED)
+    assert devices() == {CPU}
+    hgnp.prune(net, train, val, recipe=mine, optimizer=optimizer, device=PRETENDED, verbose=False)
+    assert devices() == {PRETENDED}
