@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from pretend_device import PRETENDED, pretended_device
 from synchronization import set_sync_debug_mode
 
 torch.set_num_threads(1)
@@ -58,6 +59,16 @@ def _global_state() -> Iterator[None]:
         now = get()
         if (now is None) != (value is None) or now != value:  # a stream compared with None is never unequal
             put(value)
+
+
+@pytest.fixture(scope="module", params=["pretended", "cuda"] if torch.cuda.is_available() else ["pretended"])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """A device that holds no tensors of the CPU: one on any machine, and a GPU where there is one."""
+    if request.param == "cuda":
+        yield torch.device("cuda", 0)
+        return
+    with pretended_device():
+        yield PRETENDED
 
 
 @pytest.fixture(scope="module")

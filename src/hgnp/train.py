@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.forward import Output, check_gradients
 from hgnp.curvature.losses import Loss
@@ -199,7 +199,7 @@ def prune_and_report(
             rng_state.seed(recipe.seed)
         original_device = next(net.parameters()).device
         if device is not None:
-            _move((net, *also), device)
+            _move((net, *also), optimizer, device)
         place = next(net.parameters()).device
         loader_batches = reducer.ranks if stored is None else stored["setup"].get("batches per global batch", 1)
         batches = Batches(train, "train", unpack, place, reducer, loader_batches)
@@ -216,7 +216,7 @@ def prune_and_report(
         except BaseException:
             loop.undo_prepare()
             if device is not None:
-                _move((net, *also), original_device)
+                _move((net, *also), optimizer, original_device)
             raise
         try:
             with preserve_modes(net):
@@ -226,9 +226,15 @@ def prune_and_report(
             loop.progress.stop()
 
 
-def _move(networks: Iterable[nn.Module], device: str | torch.device) -> None:
+def _move(networks: Iterable[nn.Module], optimizer: object, device: str | torch.device) -> None:
     for network in networks:
         network.to(device)
+    if isinstance(optimizer, torch.optim.Optimizer) and any(
+        isinstance(value, Tensor) and value.dim() and value.device != parameter.device
+        for parameter, state in optimizer.state.items()
+        for value in state.values()
+    ):
+        optimizer.load_state_dict(optimizer.state_dict())  # PyTorch loads it to where the parameters are
 
 
 def _default_progress(*, verbose: bool) -> Progress:

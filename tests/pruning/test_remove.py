@@ -13,6 +13,7 @@ import hgnp
 from cases import CASES, conv
 from hgnp import Neurons, Removal
 from hgnp.removal import listeners_of
+from pruning_cases import random_scores
 
 
 def net_and_neurons(**options: Any) -> tuple[nn.Sequential, Neurons]:
@@ -346,10 +347,12 @@ def test_protected_layers_are_frozen() -> None:
         net_and_neurons(protect=None)
 
 
-def test_the_network_can_be_moved_after_neurons_is_created() -> None:
+@pytest.mark.parametrize("coupling", ["coupled", "paper"])
+def test_the_network_can_be_moved_after_neurons_is_created(coupling: Any) -> None:
     net, neurons = net_and_neurons()
     net.to(torch.float64)
     neurons.remove({"0": [0]})
+    assert neurons.remove(neurons.least(random_scores(neurons), 2, coupling=coupling))
     assert net(torch.zeros(2, 3, 8, 8, dtype=torch.double)).shape == (2, 4)
 
 

@@ -681,7 +681,10 @@ class Step:
         state.age, state.skipping, state.first_q, state.generator = stored["age"], stored["skipping"], None, None
         state.statistics = None  # of a step before those that are restored
         if stored["generator"] is not None:
-            self._generator(state, next(self.net.parameters()).device).set_state(stored["generator"])
+            generator = self._generator(state, next(self.net.parameters()).device)
+            # a GPU's generator is of another kind than a CPU's
+            if stored["generator"].shape == generator.get_state().shape:
+                generator.set_state(stored["generator"].cpu())
 
 
 @refuse_renamed

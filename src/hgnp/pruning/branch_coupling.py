@@ -31,6 +31,7 @@ class BranchCoupling:
         self.structure = Structure(
             coupled.net,
             coupled.inputs,
+            coupled.specs,
             approximate=approximate,
             per_branch=True,
             without_heads=coupled.without_heads,

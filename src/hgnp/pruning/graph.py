@@ -33,7 +33,7 @@ class TensorSpec(NamedTuple):
     dim_order: tuple[int, ...]
     """The dimensions in memory order, from the largest stride to the smallest."""
     counter: int | None
-    """The value of a scalar integer buffer on the CPU, which Python code may read."""
+    """The value of a scalar integer buffer, which Python code may read."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _index_arguments(index: tuple[Any, ...], ndim: int) -> Iterator[NonTensorArg
 def spec_of(tensor: Tensor) -> TensorSpec:
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
-    is_counter = tensor.dim() == 0 and tensor.dtype == torch.long and tensor.device.type == "cpu"
+    is_counter = tensor.dim() == 0 and tensor.dtype == torch.long and not tensor.is_meta
     return TensorSpec(
         tensor.dtype,
         tensor.device,

@@ -14,7 +14,7 @@ from hgnp.errors import InputError, did_you_mean, refuse_renamed
 from hgnp.pruning.branch_coupling import BranchCoupling, least_paper, tiers_of
 from hgnp.pruning.config import update_config
 from hgnp.pruning.gates import Gates, find_gates
-from hgnp.pruning.graph import tensors_of
+from hgnp.pruning.graph import spec_of, tensors_of
 from hgnp.pruning.limits import limit_by_layer
 from hgnp.pruning.selection import (
     CouplingMode,
@@ -102,6 +102,7 @@ class Neurons:
         self.listeners: list[Listener] = []
         self._inputs = as_inputs(example_input)
         check_samples(self._inputs)
+        self._specs = {name: spec_of(tensor) for name, tensor in tensors_of(net).items()}
         self._protected = protected_modules(net, protect)
         self._approximate, self._outputs = approximate, as_outputs(net, outputs)
         self._parameters_at_start = sum(p.numel() for p in net.parameters())
@@ -135,6 +136,7 @@ class Neurons:
         self._structure = Structure(
             self.net,
             self._inputs,
+            self._specs,
             approximate=self._approximate,
             outputs=self._outputs,
             without_heads=without_heads,
@@ -458,13 +460,14 @@ class Neurons:
                 changes += changes_to_optimizer(self.net, each, removal)
         commits = [listener(removal) for listener in [*listeners_of(self.net), *self.listeners]]
         commit([*changes, *(Change(apply) for apply in commits)])
+        verifier = self._verifier_of(removed.coupling)
+        verifier.carried_out()
         self._state = left
         agreed, self._config_agrees = self._config_agrees, all(update_config(each) for each in [self.net, *copies])
         self.version += 1
         if removed.coupling == "paper":  # different channels are combined now
-            verifier = self._branches.verifier
-            known = verifier.verified if verifier.is_verified(left.alive) else None
-            self._analyse(None if known is None else known[1])
+            assert verifier.verified is not None
+            self._analyse(verifier.verified[1])
         if agreed and not self._config_agrees:
             warnings.warn(CONFIG_HINT, stacklevel=2)
         return removed
@@ -555,7 +558,7 @@ class Neurons:
             raise InputError(
                 f"state must be of this network at its original size ({expected} slots), got {slots} slots"
             )
-        self._state = PruningState(self._structure, self._layer_slots, state["alive"].clone())
+        self._state = PruningState(self._structure, self._layer_slots, state["alive"].cpu().clone())
         self._totals = dict(state["totals"])
         self._parameters_at_start, self.version = state["parameters_at_start"], state["version"]
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_map
 
 from hgnp.errors import InputError, first_line, is_too_few_values
 from hgnp.pruning.coupling import FROZEN, Coupling, NewCouplingError, ReadOnlyCoupling
-from hgnp.pruning.graph import ABSENT, Graph, Inputs, Outputs, Stop, spec_of, tensors_of
+from hgnp.pruning.graph import ABSENT, Graph, Inputs, Outputs, Stop, TensorSpec, tensors_of
 from hgnp.pruning.labels import LabelledTensor, compact, shape_after, varying_dims
 from hgnp.pruning.macs import macs_of, measured_macs
 from hgnp.pruning.propagation import LabelledCall, LabelPropagation
@@ -80,7 +81,8 @@ def depends_on_data(stop: Stop) -> str:
 
 
 class Structure:
-    """`traced` is the trace of the network as it is, if there is one already. With `per_branch`, additions leave their operands
+    """`specs` are those of the network that got `inputs`, with which its passes are traced: it may have moved since.
+    `traced` is the trace of the network as it is, if there is one already. With `per_branch`, additions leave their operands
     uncoupled. `without_heads` names modules in which positions inside heads are removed from every head, not whole heads.
     `caches` are attributes, by module, that the forward pass computes again at other shapes: before a trace they are set to
     these values, which are of other shapes, so that each trace computes them."""
@@ -89,6 +91,7 @@ class Structure:
         self,
         net: nn.Module,
         inputs: Inputs,
+        specs: Mapping[str, TensorSpec],
         *,
         approximate: bool,
         per_branch: bool = False,
@@ -97,13 +100,12 @@ class Structure:
         traced: TracedForward | None = None,
         caches: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        self.net, self.inputs, self.outputs = net, inputs, outputs
+        self.net, self.inputs, self.specs, self.outputs = net, inputs, specs, outputs
         self.without_heads = without_heads
         self.caches = caches or {}
         self._undecidable = frozenset[str]() if traced is None else traced.undecidable
         self._approximate, self._per_branch = approximate, per_branch
         self.shapes: dict[str, Shape] = {name: tuple(t.shape) for name, t in tensors_of(net).items()}
-        self._specs = {name: spec_of(tensor) for name, tensor in tensors_of(net).items()}  # the network may move later
         self._eval_norms = traced is not None and traced.eval_norms
         self._initial: dict[str, dict[str, Any]] = defaultdict(dict)
         """Module → attributes that the forward pass sets as the first trace found them; every later trace finds them so too."""
@@ -140,6 +142,17 @@ class Structure:
         self._freeze_unused()
         _make_rectangular(self.coupling, *self.propagations.values())
         self.update_roots()
+
+    def inputs_beside_network(self) -> Inputs:
+        """The inputs on the devices that the network has moved to since."""
+        tensors = tensors_of(self.net)
+        moved = {spec.device: tensors[name].device for name, spec in self.specs.items() if name in tensors}
+
+        def beside(leaf: Any) -> Any:
+            return leaf.to(moved.get(leaf.device, leaf.device)) if isinstance(leaf, Tensor) else leaf
+
+        inputs: Inputs = tree_map(beside, self.inputs)
+        return inputs
 
     @property
     def traced(self) -> TracedForward:
@@ -273,9 +286,11 @@ class Structure:
                     norms_and_dropout_to_eval(self.net)
 
             decisions = Decisions(other, self._undecidable)
+            specs = self.specs if inputs is self.inputs else {}
             return trace_forward(
-                self.net, inputs, training=training, adjust=adjust, outputs=self.outputs, decisions=decisions, **options
-            )
+                self.net, inputs, training=training, specs=specs, adjust=adjust, outputs=self.outputs, decisions=decisions,
+                **options,
+            )  # fmt: skip
 
         modules = dict(self.net.named_modules())
         graph = trace(self.caches)
@@ -522,7 +537,7 @@ class Structure:
         attributes = self._stated_widths(torch.ones(len(self.coupling), dtype=torch.bool))
         self.replace_traces(
             {
-                training: self._trace_forward(self.inputs, training, attributes, shapes=self.shapes, specs=self._specs)
+                training: self._trace_forward(self.inputs, training, attributes, shapes=self.shapes)
                 for training in self.propagations
             }
         )
@@ -586,7 +601,7 @@ class Structure:
         shapes = self.shapes | self.shapes_after(alive)
         attributes = self._stated_widths(alive)
         for training, propagation in self.propagations.items():
-            graph = self._trace_forward(self.inputs, training, attributes, shapes=shapes, specs=self._specs)
+            graph = self._trace_forward(self.inputs, training, attributes, shapes=shapes)
             yield propagation, training, graph
 
     def _stated_widths(self, alive: Tensor) -> list[Attributes]:
@@ -608,7 +623,7 @@ class Structure:
         if outputs is not None and outputs.replaces_forward:
             forward = partial(outputs.function, *(() if outputs.is_method else (self.net,)))
         with suppress(Exception):  # whatever the network's code raises on data; the trial says so
-            whole = measured_macs(self.net, forward, self.inputs)
+            whole = measured_macs(self.net, forward, self.inputs_beside_network())
             self.untraced_macs = max(0, whole - self.macs(torch.ones(len(self.coupling), dtype=torch.bool)))
 
 

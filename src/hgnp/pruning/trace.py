@@ -642,7 +642,7 @@ def _fake_weights(
         if isinstance(tensor, nn.Parameter):
             fake._is_param = True
         if spec.counter is not None:
-            fake.constant = torch.tensor(spec.counter)
+            fake.constant = torch.tensor(spec.counter, device=spec.device)
         fakes[id(tensor)] = fake
         weights[id(fake)] = name
     return fakes, weights

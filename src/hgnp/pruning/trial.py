@@ -65,12 +65,13 @@ class _Trial:
 
     def __init__(self, structure: Structure, alive: Tensor, *, conditioned: bool) -> None:
         self._whole = copy.deepcopy(structure.net).double()
-        self._inputs = tree_map(_as_double, structure.inputs)
+        inputs = structure.inputs_beside_network()
+        self._inputs = tree_map(_as_double, inputs)
         try:
             with torch.no_grad(), evaluating(self._whole), preserve_state(self._whole):
                 self._whole(*self._inputs[0], **self._inputs[1])
         except Exception:  # its code may create tensors of another type
-            self._whole, self._inputs = copy.deepcopy(structure.net), structure.inputs
+            self._whole, self._inputs = copy.deepcopy(structure.net), inputs
         self._conditioned = conditioned
         self._assumed_finite = {
             place for each in structure.propagations.values() for place in each.graph.assumed_finite

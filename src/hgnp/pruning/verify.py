@@ -88,6 +88,10 @@ class CutVerifier:
             return False
         return bool(self._verified_settings == _settings(self._structure.net))
 
+    def carried_out(self) -> None:
+        """After the removal of the last cut that was found to work, which changes the modules' widths."""
+        self._verified_settings = _settings(self._structure.net)
+
     def mismatch(self, alive: Tensor) -> Mismatch | None:
         """Traces the network's own code at the smaller shapes. None if every operator call gives what it should."""
         problem = self._check(alive, lambda before, graph: _compare(before, graph, alive, self._aligned))

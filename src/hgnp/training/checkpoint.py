@@ -88,10 +88,11 @@ def _pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         if isinstance(value, np.ndarray):
             tensors[name] = torch.from_numpy(value.copy())
             return {"array": name}
-        elsewhere = (
-            value.detach().contiguous() if value.is_cuda else value.detach()
-        )  # rearranged on the device, which is fast
-        tensors[name] = elsewhere.cpu() if value.is_cuda else elsewhere.clone(memory_format=torch.contiguous_format)
+        value = value.detach()
+        if value.is_cpu:
+            tensors[name] = value.clone(memory_format=torch.contiguous_format)
+        else:
+            tensors[name] = value.contiguous().cpu()  # rearranged on the device, which is fast
         return {"tensor": name}
     if isinstance(value, np.generic):
         return _pack(value.item(), tensors, where)
