@@ -183,6 +183,10 @@ class SampleCheck:
     """Whether it draws random numbers in evaluation mode."""
 
 
+class NotFiniteError(InputError):
+    """Scores that are not finite."""
+
+
 def _from_rank_zero(reducer: Reducer, scores: Scores) -> Scores:
     """Rank 0's scores, so that every rank selects the same neurons: random ones too, and to the last digit."""
     if reducer.ranks == 1:
@@ -289,7 +293,7 @@ def _means(
     (total,) = step.reducer.sum([total])
     scores = (total / torch.stack(normalisers).sum()).abs()
     if not bool(torch.isfinite(scores).all()):
-        raise InputError("the loss and its derivative must be finite on batches, got some that are not")
+        raise NotFiniteError("the loss and its derivative must be finite on batches, got some that are not")
     return scores
 
 

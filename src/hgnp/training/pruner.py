@@ -3,7 +3,9 @@
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,7 @@ from hgnp.pruning import Neurons, Preview, Scores, Selection
 from hgnp.pruning.importance import WEIGHT_SCORES
 from hgnp.pruning.limits import values_of
 from hgnp.recipe import Method, Recipe
-from hgnp.scoring import Criterion, SampleCheck, compute_scores
+from hgnp.scoring import Criterion, NotFiniteError, SampleCheck, compute_scores
 
 SEARCH_BELOW = 12  # sizes tried below the bisected one
 METHOD_CRITERION: dict[Method, Criterion] = {
@@ -94,15 +96,18 @@ class Pruner:
 
     def check_scores(self, batch: tuple[Any, Any]) -> None:
         """Raises, before any training, what the first round would: for a network that cannot be scored. Without the flatness
-        penalty, which no step has found a direction for."""
+        penalty, which no step has found a direction for. Scores that are not finite are left to training."""
         if self.recipe.keep < 1 and self._criterion not in WEIGHT_SCORES:
-            self._scores([batch], mu=0.0, graphs=False)
+            with warnings.catch_warnings(action="ignore"), suppress(NotFiniteError):
+                self._scores([batch], mu=0.0, graphs=False, check=SampleCheck())
 
-    def _scores(self, batches: list[tuple[Any, Any]], *, mu: float, graphs: bool) -> Scores:
+    def _scores(
+        self, batches: list[tuple[Any, Any]], *, mu: float, graphs: bool, check: SampleCheck | None = None
+    ) -> Scores:
         return compute_scores(
             self.neurons, batches, self.step, self.state, mu=mu, coupling=self.recipe.coupling,
             criterion=self._criterion, graphs=graphs, loss_needs_training_mode=self.loss_needs_training_mode,
-            check=self._check,
+            check=check or self._check,
         )  # fmt: skip
 
     def _layer_limits(self) -> str:
