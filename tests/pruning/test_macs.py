@@ -43,6 +43,22 @@ def test_recurrent_layers_are_counted(kind: type[nn.RNNBase], options: dict[str,
     assert measured_macs(net, net, ((x,), {})) == expected
 
 
+def test_a_bilinear_layer_and_products_with_vectors_are_counted() -> None:
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.pair = nn.Linear(4, 5), nn.Linear(4, 6), nn.Bilinear(5, 6, 3)
+            self.weight = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.pair(self.a(x), self.b(x))
+            return torch.addmv(torch.zeros(len(x)), y, self.weight) + torch.dot(self.weight, self.weight)
+
+    net, x = Products(), torch.randn(2, 4)
+    expected = 2 * (4 * 5 + 4 * 6 + 5 * 6 * 3 + 3) + 3
+    assert Neurons(net, x).macs == measured_macs(net, net, ((x,), {})) == expected
+
+
 class Branching(nn.Module):
     """Tracing stops at a decision on data; the layers after it have most of the MACs."""
 

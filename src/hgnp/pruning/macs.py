@@ -22,9 +22,11 @@ def macs_of(name: str, args: Sequence[Any], reads: Sequence[Shape], writes: Sequ
     if name == "convolution":
         transposed = args[6]
         return math.prod(reads[0] if transposed else writes[0]) * math.prod(reads[1][1:])
-    if name in ("mm", "bmm", "addmm", "baddbmm", "mv"):
+    if name in ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot"):
         a, b = reads[-2:]
         return math.prod(a) * (b[-1] if len(b) > 1 else 1)
+    if name == "_trilinear":  # nn.Bilinear
+        return math.prod(reads[0][:-1]) * math.prod(reads[1])
     if name in ("mkldnn_rnn_layer", "_cudnn_rnn"):  # every step of every sample has a product with every matrix
         weights = reads[1:3] if name == "mkldnn_rnn_layer" else reads[1 : 1 + len(args[1])]
         return math.prod(reads[0][:-1]) * sum(math.prod(shape) for shape in weights if len(shape) == 2)
