@@ -277,6 +277,26 @@ def test_a_buffer_that_the_code_creates_and_extends() -> None:
     assert {each.name for each in neurons.frozen} == frozen
 
 
+def test_a_number_of_groups_that_changed_is_refused() -> None:
+    """A removal would set it back without a word."""
+
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.norm, self.out = nn.Linear(4, 8), nn.GroupNorm(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.norm(self.a(x)).relu())  # type: ignore[no-any-return]
+
+    net, x = Grouped(), torch.randn(5, 4)
+    neurons = Neurons(net, x)
+    neurons.remove({"a": [0]})
+    assert net.norm.num_groups == 7
+    net.norm.num_groups = 1
+    with pytest.raises(InputError, match=r"norm\.num_groups must be 7, got 1"):
+        neurons.remove({"a": [0]})
+
+
 def test_a_parameter_that_was_added_is_refused() -> None:
     net, x = Branches(), torch.randn(4, 3)
     neurons = Neurons(net, x)

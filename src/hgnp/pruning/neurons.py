@@ -520,6 +520,7 @@ class Neurons:
         return Selection(positions, requested=requested, version=self.version, coupling=coupling_of(selection))
 
     def _removal(self, left: PruningState, removed: Selection) -> Removal:
+        self._structure.check_numbers(self._state.alive)
         verifier = self._verifier_of(removed.coupling)
         if not verifier.is_verified(left.alive):  # `least` has verified the cut that it proposed
             problem = verifier.mismatch(left.alive)

@@ -582,6 +582,16 @@ class Structure:
             widths = stated_widths(module, shape, input_shape, groups.get(name))
             yield name, module, widths | with_integers(module, counts)
 
+    def check_numbers(self, alive: Tensor) -> None:
+        """InputError if a number of groups or heads, which a removal sets, is not the one that these slots leave."""
+        for name, module, stated in self.widths_after(alive):
+            for key in {"num_groups", *self.attributes.get(name, ())} & stated.keys():
+                if (value := getattr(module, key)) != stated[key]:
+                    raise InputError(
+                        f"{name}.{key} must be {stated[key]}, got {value}; the network changed after Neurons was created: "
+                        "create it again"
+                    )
+
     def removal(self, before: Tensor, after: Tensor) -> Removal:
         """What a removal changes, from one mask of remaining slots to the next, in positions before it."""
         slices: dict[str, dict[int, Tensor]] = defaultdict(dict)
