@@ -325,7 +325,7 @@ class Neurons:
                 return cut
             first, left = problem is None, self._after(cut).alive
             problem = verifier.mismatch(left)
-            if problem is not None and first and verifier.network_changed():
+            if problem is not None and first and verifier.retrace_if_changed():
                 problem = verifier.mismatch(left)
             if problem is None:
                 return cut
@@ -461,7 +461,7 @@ class Neurons:
         commits = [listener(removal) for listener in [*listeners_of(self.net), *self.listeners]]
         commit([*changes, *(Change(apply) for apply in commits)])
         verifier = self._verifier_of(removed.coupling)
-        verifier.carried_out()
+        verifier.after_removal()
         self._state = left
         agreed, self._config_agrees = self._config_agrees, all(update_config(each) for each in [self.net, *copies])
         self.version += 1
@@ -495,6 +495,7 @@ class Neurons:
             self._branches.structure.update_values()
 
     def _has_no_neurons(self, name: str) -> bool:
+        """Whether no removal cuts this tensor."""
         structure = self._structure
         none = torch.zeros(0, dtype=torch.long)
         slots = torch.cat([none, *(slots for (owner, _), slots in structure.coupling.slots.items() if owner == name)])
@@ -520,11 +521,11 @@ class Neurons:
         return Selection(positions, requested=requested, version=self.version, coupling=coupling_of(selection))
 
     def _removal(self, left: PruningState, removed: Selection) -> Removal:
-        self._structure.check_numbers(self._state.alive)
+        self._structure.check_counts(self._state.alive)
         verifier = self._verifier_of(removed.coupling)
         if not verifier.is_verified(left.alive):  # `least` has verified the cut that it proposed
             problem = verifier.mismatch(left.alive)
-            if problem is not None and verifier.network_changed():
+            if problem is not None and verifier.retrace_if_changed():
                 problem = verifier.mismatch(left.alive)
             if problem is not None:
                 raise InputError(

@@ -71,7 +71,7 @@ class LabelPropagation:
         self._newest = -1
         """The last value that exists at the current operator call."""
         self._original: dict[int, int] = {}
-        """Value → the one that it is the whole of, where it is another name for it."""
+        """Alias of a whole tensor (`alias`, `detach`) → the first value of that tensor."""
 
     def initial(self, index: int) -> LabelledTensor:
         """The labels of a value before the first operator call."""
@@ -154,7 +154,7 @@ class LabelPropagation:
         self.tensors[index] = after
 
     def _is_same(self, one: int, other: int) -> bool:
-        """Whether two values are names for all of one tensor."""
+        """Whether two values are the same tensor, or aliases of all of it."""
         return self._original.get(one, one) == self._original.get(other, other)
 
     def _applies_layer(self) -> bool:

@@ -582,7 +582,7 @@ class Structure:
             widths = stated_widths(module, shape, input_shape, groups.get(name))
             yield name, module, widths | with_integers(module, counts)
 
-    def check_numbers(self, alive: Tensor) -> None:
+    def check_counts(self, alive: Tensor) -> None:
         """InputError if a number of groups or heads, which a removal sets, is not the one that these slots leave."""
         for name, module, stated in self.widths_after(alive):
             for key in {"num_groups", *self.attributes.get(name, ())} & stated.keys():

@@ -83,13 +83,13 @@ class CutVerifier:
         something that depends on shapes."""
 
     def is_verified(self, alive: Tensor) -> bool:
-        """Whether this is the last cut that was found to work, and the network's settings are those of then."""
+        """Whether this is the last cut that was found to work, and the network's settings have not changed since."""
         if self.verified is None or not torch.equal(self.verified[0], alive):
             return False
         return bool(self._verified_settings == _settings(self._structure.net))
 
-    def carried_out(self) -> None:
-        """After the removal of the last cut that was found to work, which changes the modules' widths."""
+    def after_removal(self) -> None:
+        """Call it once the verified cut has been made: it changes the modules' widths, and so their settings."""
         self._verified_settings = _settings(self._structure.net)
 
     def mismatch(self, alive: Tensor) -> Mismatch | None:
@@ -109,9 +109,9 @@ class CutVerifier:
             return problem
         return self._check(alive, lambda before, graph: None if _same_operators(before, graph, alive) else problem)
 
-    def network_changed(self) -> bool:
-        """Whether the full-size network no longer does what its trace says, as after a change of a dropout's rate or a hook
-        that was added. Its new trace then replaces the old one. InputError if more neurons are coupled or frozen in it."""
+    def retrace_if_changed(self) -> bool:
+        """Traces the full-size network again if it no longer does what its trace says, as after a change of a dropout's rate or
+        a hook that was added; returns whether it did. InputError if more neurons are coupled or frozen in the new trace."""
         everything = torch.ones(len(self._structure.coupling), dtype=torch.bool)
         traces = list(self._structure.trace_cut(everything))
         if all(_compare(before, graph, everything, self._aligned) is None for before, _, graph in traces):

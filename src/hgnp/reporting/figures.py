@@ -48,7 +48,8 @@ STYLE: Any = {  # Any: matplotlib types the keys as literals
 MARKERS = "osD^vPX*"
 LEGEND_WIDTH = 96
 """Characters that fit beside each other below a chart; an entry's line takes six."""
-MARK_LETTER = 5.0  # points: a letter of a mark's label, with some room
+MARK_LETTER = 5.0
+"""Width of a letter in a mark's label, in points, with some room."""
 
 
 def draw(figure: Figure, *, titled: bool = True) -> Canvas:

@@ -30,7 +30,8 @@ __all__ = [
 
 
 PRESERVES_FILLER: tuple[Rule, ...] = (elementwise, rearrange, split, fill, scatter)
-"""Rules whose results are fillers if all operands are: a sum over a filler, in contrast, depends on its size."""
+"""Rules that treat each channel alone, so that a filler among the operands fits any width: a sum over a filler, in contrast,
+depends on its size."""
 
 
 def rule_for(op: OpOverload) -> Rule:

@@ -163,7 +163,8 @@ def scatter(
     *args: Any,
     **kwargs: Any,
 ) -> RuleResult:
-    """Messages between nodes, for one: `dim` has nodes and edges, and channels along other dimensions are combined in place."""
+    """Entries along `dim`, such as the nodes of a graph, are looked up by index; along other dimensions, such as that of their
+    features, those at one position are combined."""
     ndim = len(x.shape)
     operands = [each for each in (x, source) if isinstance(each, LabelledTensor) and len(each.shape) == ndim]
     if len(entries.shape) == ndim:

@@ -9,8 +9,8 @@ from hgnp.reporting.paper.rows import PaperRow
 from hgnp.reporting.paper.times import inference_rows, training_rows
 from hgnp.reporting.paper.verdict import AGREES, DIFFERS, DIRECTION, NONE, NOT_RUN, UNDECIDED
 
-KINDS = ("accuracy", "time")
-OF_TIME = ("training", "inference")
+TIMES = ("training", "inference")
+"""Sections of the page whose numbers are times."""
 JUDGED = (AGREES, DIRECTION, DIFFERS, UNDECIDED, NOT_RUN)
 
 
@@ -31,10 +31,10 @@ class PaperReport:
     def counts(self) -> dict[str, dict[str, int]]:
         """How many of the paper's numbers on accuracy and how many on time agree, differ …, judged by the runs nearest to its
         settings."""
-        found = {kind: Counter[str]() for kind in KINDS}
+        found = {"accuracy": Counter[str](), "time": Counter[str]()}
         for row in self.nearest:
             if row.verdict.word != NONE:
-                found["time" if row.claim.section in OF_TIME else "accuracy"][row.verdict.word] += 1
+                found["time" if row.claim.section in TIMES else "accuracy"][row.verdict.word] += 1
         return {kind: {word: results[word] for word in JUDGED} for kind, results in found.items()}
 
 
