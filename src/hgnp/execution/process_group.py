@@ -7,6 +7,7 @@ why.
 
 import atexit
 import contextlib
+import gc
 import itertools
 import os
 import re
@@ -165,6 +166,7 @@ def _leave() -> None:
     with contextlib.suppress(RuntimeError):
         if dist.is_initialized():
             dist.destroy_process_group()
+    gc.collect()  # cycles hold the group: where its threads end with the interpreter, gloo may abort the process
 
 
 def world() -> Reducer:
