@@ -48,7 +48,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "selection": (hgnp.Neurons, "least"),
     "removal": (hgnp.Neurons, "remove"),
     "graph captures": (CaptureContext, "capture"),
-    "freed memory": (torch.cuda, "empty_cache"),  # by torch.cuda.graph before each capture
+    "freed memory": (torch.cuda, "empty_cache"),  # before a capture, where memory is short
     "validation": (TrainingLoop, "_validate"),
     "checkpoints": (TrainingLoop, "_write_checkpoint"),
     "measurements": (TrainingLoop, "_stats"),

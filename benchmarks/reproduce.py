@@ -93,9 +93,9 @@ def tasks(given: argparse.Namespace, results: Path) -> list[Task]:
         return len(list(rivals.glob("*/rival.json"))) == 6
 
     found = [
-        *of_study("vgg16-cifar10", paper / "vgg16-cifar10", cifar10, device, 26, methods=["hgnp"], urgent=True),
+        *of_study("vgg16-cifar10", paper / "vgg16-cifar10", cifar10, device, 20, methods=["hgnp"], urgent=True),
         *of_study(
-            "alexnet-flowers-fast", paper / "alexnet-flowers-fast", given.flowers102 if alexnet else None, device, 23,
+            "alexnet-flowers-fast", paper / "alexnet-flowers-fast", given.flowers102 if alexnet else None, device, 20,
             methods=["taylor"], settings=[f"weights={alexnet}"], urgent=True,
         ),
         *of_study("cifar10-best", best, cifar10, device, 8, networks="vgg16-cifar10-best"),

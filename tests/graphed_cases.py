@@ -192,7 +192,7 @@ class Stand(metaclass=PerThread):
     def running(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def forget(self) -> None:
+    def forget(self, *, release: bool = False) -> None:
         pass
 
 

@@ -263,3 +263,22 @@ def test_a_run_in_the_paper_s_order_stays_on_one_stream() -> None:
         )
     assert len(set(streams)) == 1
     assert streams[0] != torch.cuda.default_stream()
+
+
+def test_memory_does_not_grow_with_removals() -> None:
+    """Graphs of the network after a removal take the memory of those before it."""
+    model = net()
+    neurons = hgnp.Neurons(model, batches(1)[0][0][:2])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    graphed = Graphed(*make_step(model, mu=0.0))
+    reserved = []
+    with graphed.running(), graph_replays() as replayed:
+        for _ in range(8):
+            for x, y in batches(4):
+                graphed.backward(x, y)
+                graphed.optimizer_step(optimizer)
+            scores = hgnp.sensitivity(model, neurons, batches(1))
+            neurons.remove(neurons.least(scores, 1), optimizer)
+            reserved.append(torch.cuda.memory_reserved())
+    assert replayed
+    assert reserved[-1] == reserved[2]

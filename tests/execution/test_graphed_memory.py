@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,19 +67,49 @@ def test_a_step_whose_backward_pass_cannot_be_captured_is_made_once(
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
 
 
-def captures_do(monkeypatch: pytest.MonkeyPatch, around: Callable[[], Any]) -> list[Any]:
-    """Stands in for what PyTorch does around the work of a capture. Returns the streams that were made current."""
-    for name in ("Stream", "CUDAGraph", "graph_pool_handle"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: None)
-    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: around())
-    streams: list[Any] = ["found"]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams[-1])
-    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
-    return streams
+class Recorder:
+    """In place of PyTorch's functions for CUDA graphs and memory, on a device with a number of bytes free."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, free: int = 100, end: Callable[[], Any] = lambda: None
+    ) -> None:
+        self.free, self.reserved = free, 0
+        self.calls: list[str] = []
+        recorder = self
+
+        class Graph:
+            def capture_begin(self, *, pool: Any, **_: Any) -> None:
+                recorder.calls.append(f"begin in {pool}")
+
+            def capture_end(self) -> None:
+                recorder.calls.append("end")
+                end()
+
+            def replay(self) -> None:
+                pass
+
+        handles = iter(range(1, 9))
+        for name, stand in {
+            "Stream": lambda *_, **__: None,
+            "stream": lambda _: contextlib.nullcontext(),
+            "CUDAGraph": Graph,
+            "graph_pool_handle": lambda: f"pool {next(handles)}",
+            "mem_get_info": lambda _: (self.free, 100),
+            "memory_reserved": lambda _: self.reserved,
+            "synchronize": lambda _: None,
+            "empty_cache": lambda: self.calls.append("empty"),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand)
+
+    def capture(self, context: CaptureContext) -> list[str]:
+        """What a capture calls."""
+        self.calls.clear()
+        context.capture(lambda: None)
+        return list(self.calls)
 
 
 def test_a_capture_that_failed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures_do(monkeypatch, contextlib.nullcontext)
+    Recorder(monkeypatch)
     taken: list[weakref.ref[Tensor]] = []
 
     def work() -> None:
@@ -94,7 +124,7 @@ def test_a_capture_that_failed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_no_garbage_is_collected_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may hold pinned memory, whose release records an event on the stream that is being captured."""
-    captures_do(monkeypatch, contextlib.nullcontext)
+    Recorder(monkeypatch)
     _, enabled = CaptureContext(torch.device("meta")).capture(gc.isenabled)
     assert not enabled
     assert gc.isenabled()
@@ -103,24 +133,44 @@ def test_no_garbage_is_collected_during_a_capture(monkeypatch: pytest.MonkeyPatc
 def test_the_first_error_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it leaves undone makes the end of the capture fail as well."""
 
-    @contextlib.contextmanager
-    def unjoined() -> Iterator[None]:
-        try:
-            yield
-        finally:
+    ends: list[None] = []
+
+    def unjoined() -> None:
+        ends.append(None)
+        if len(ends) != 1:  # the first is of the graph that holds the pool
             raise RuntimeError("capturing stream has unjoined work")
 
-    streams = captures_do(monkeypatch, unjoined)
+    Recorder(monkeypatch, end=unjoined)
 
     def work() -> None:
-        streams.append("of the capture")  # torch.cuda.graph leaves it where its end fails
         raise ValueError("modified in place")
 
+    context = CaptureContext(torch.device("meta"))
     with pytest.raises(CaptureError, match="modified in place"):
-        CaptureContext(torch.device("meta")).capture(work)
-    assert streams == ["found", "of the capture", "found"]
+        context.capture(work)
     with pytest.raises(CaptureError, match="unjoined work"):
-        CaptureContext(torch.device("meta")).capture(lambda: None)
+        context.capture(lambda: None)
+
+
+def test_memory_of_graphs_is_kept_for_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Getting memory from the device for every capture takes longer than the capture."""
+    cuda = Recorder(monkeypatch)
+    context = CaptureContext(torch.device("meta"))
+    assert cuda.capture(context) == ["begin in pool 1", "end"] * 2  # the first holds the pool
+    context.forget()
+    assert cuda.capture(context) == ["begin in pool 1", "end"]
+    context.forget(release=True)
+    assert cuda.capture(context) == ["begin in pool 2", "end"] * 2
+
+
+def test_memory_of_graphs_is_released_where_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager steps that follow may need it, and a capture gets none of what PyTorch has cached."""
+    cuda = Recorder(monkeypatch)
+    context = CaptureContext(torch.device("meta"))
+    cuda.capture(context)
+    cuda.free, cuda.reserved = 40, 60
+    context.forget()
+    assert cuda.capture(context) == ["empty", *["begin in pool 2", "end"] * 2]
 
 
 def test_work_that_cannot_be_captured_is_done_without_what_the_capture_took() -> None:

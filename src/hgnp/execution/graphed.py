@@ -409,14 +409,14 @@ class Graphed:
     def _refuse(self, reason: str) -> None:
         """Steps run eagerly from now on, until the network changes."""
         self.refused, self._attached = reason, None
-        self._forget()
+        self._forget(release=True)
 
-    def _forget(self) -> None:
-        """Drops all graphs."""
+    def _forget(self, *, release: bool = False) -> None:
+        """Drops all graphs, and releases their memory or keeps it for the next ones."""
         self._graphs.clear()
         self._memory, self._grad_memory, self._grad_lists = EigenpairMemory(), {}, {}
         self._optimizer.forget()
-        self._capture_context.forget()
+        self._capture_context.forget(release=release)
 
     def neurons_removed(self, removal: Removal) -> Callable[[], None]:
         return self._restart

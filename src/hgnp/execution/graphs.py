@@ -64,12 +64,16 @@ def between_graphs(work: Callable[[], object]) -> None:
 
 
 class CaptureContext:
-    """Where graphs are captured: one stream, and one pool of memory that all of them share."""
+    """Where graphs are captured: one stream, and one pool of memory that all of them share.
+
+    The pool outlasts its graphs, so that those of the next network, once neurons are removed, need no memory of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = _stream(device, threading.get_ident())
         self._pool: Any = None
+        self._anchor: torch.cuda.CUDAGraph | None = None
+        """A graph that does nothing: with its last graph a pool is given up."""
         self._kept: list[list[object]] = []
         """Constants that its graphs read and caches may evict."""
 
@@ -85,45 +89,63 @@ class CaptureContext:
             current.wait_stream(self.stream)
 
     def capture(self, work: Callable[[], T]) -> tuple[GraphSequence, T]:
-        """The graphs of the work, and what it returns: tensors that a replay fills. Nothing is computed yet."""
+        """The graphs of the work, and what it returns: tensors that a replay fills. Nothing is computed yet.
+
+        `torch.cuda.graph` would return all cached memory to the device before every capture, and get it again after it."""
         graphs = GraphSequence(torch.cuda.CUDAGraph())
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        context = torch.cuda.graph(graphs.last, pool=self._pool, stream=self.stream, capture_error_mode=ERROR_MODE)
         torch.clear_autocast_cache()  # it may be gone when the graph runs
         failed: Exception | None = None
-        current = torch.cuda.current_stream(self.device)
         try:
+            if memory_is_short(self.device):  # a capture cannot release it
+                torch.cuda.synchronize(self.device)
+                torch.cuda.empty_cache()
             with (
                 holding_constants() as kept,
                 # garbage may hold pinned memory and other graphs, whose release records events on the stream
                 garbage_collection_off(),
-                context,
-                self._splitting(context, graphs),
+                torch.cuda.stream(self.stream),
+                self._splitting(graphs),
             ):
                 self._kept.append(kept)
+                self._make_pool()
+                self._begin(graphs.last)
                 try:
                     made = work()
                 except Exception as error:
                     failed = error  # the end of the capture may raise another
                     raise
+                finally:
+                    graphs.last.capture_end()
         except Exception as error:
             raise CaptureError(first_line(failed or error)) from (failed or error)
         finally:
             failed = None  # or it would hold itself, and all that the work allocated
-            torch.cuda.set_stream(current)  # which torch.cuda.graph does not restore where the capture fails
             torch.clear_autocast_cache()  # copies of parameters that nothing has computed yet
         return graphs, made
 
+    def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
+        graph.capture_begin(pool=self._pool, capture_error_mode=ERROR_MODE)
+
+    def _make_pool(self) -> None:
+        if self._pool is None:
+            self._pool, self._anchor = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+            self._begin(self._anchor)
+            self._any_kernel()
+            self._anchor.capture_end()
+
+    def _any_kernel(self) -> None:
+        """PyTorch warns of a graph without any."""
+        torch.zeros((), device=self.device)
+
     @contextlib.contextmanager
-    def _splitting(self, context: torch.cuda.graph, graphs: GraphSequence) -> Iterator[None]:
-        """`between_graphs` splits this capture. The context ends the graph that it finds last."""
+    def _splitting(self, graphs: GraphSequence) -> Iterator[None]:
+        """`between_graphs` splits this capture."""
 
         def split(work: Callable[[], object]) -> None:
             graphs.last.capture_end()
-            context.cuda_graph = torch.cuda.CUDAGraph()
-            graphs.continue_in(context.cuda_graph, after=work)
-            graphs.last.capture_begin(pool=self._pool, capture_error_mode=ERROR_MODE)
-            torch.zeros((), device=self.device)  # a kernel: PyTorch warns of a graph without any
+            graphs.continue_in(torch.cuda.CUDAGraph(), after=work)
+            self._begin(graphs.last)
+            self._any_kernel()
 
         _thread.split = split
         try:
@@ -131,10 +153,17 @@ class CaptureContext:
         finally:
             del _thread.split
 
-    def forget(self) -> None:
-        """Once its graphs are gone."""
-        self._pool = None  # it is freed with its last graph
+    def forget(self, *, release: bool = False) -> None:
+        """Once its graphs are gone. Their memory is kept for the next ones, unless it is to be released or memory is short."""
+        if self._pool is not None and (release or memory_is_short(self.device)):
+            self._pool = self._anchor = None
         self._kept.clear()
+
+
+def memory_is_short(device: torch.device) -> bool:
+    """Whether less of a device's memory is free than this process has taken, which is about what a graph may need."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free < torch.cuda.memory_reserved(device)
 
 
 @functools.cache

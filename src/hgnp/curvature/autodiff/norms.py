@@ -344,6 +344,8 @@ def _value_and_statistics(
     """y, mean and inv of a batch; None and the `known` statistics, where y has been computed already."""
     if known is not None:
         return None, *known
+    # kernels on a GPU take them for contiguous
+    weight, bias = (None if each is None else each.contiguous() for each in (weight, bias))
     value: tuple[Tensor, Tensor, Tensor] = torch.native_batch_norm(
         s, weight, bias, running_mean, running_var, True, momentum, eps
     )
@@ -542,6 +544,7 @@ def _spread(
     """γ·inv·(z − Σz/count − (s − mean)·inv²·Σz(s − mean)/count)."""
     count = s.numel() // s.shape[1]
     if z.is_cuda:
+        weight = None if weight is None else weight.contiguous()  # the kernel takes it for that
         return torch.batch_norm_backward_elemt(z, s, mean, inv, weight, sum_z, sum_zx, _counts(count, z.device))
     wide = upcast(z)  # as the kernels do: s may be far from zero
     scale = inv if weight is None else inv * weight
