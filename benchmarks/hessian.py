@@ -76,11 +76,12 @@ def main() -> None:
         plain, second, reverse = (latency.median for latency in found)
         lines.append(f"| {name} | {plain:.0f} | {second / plain:.1f}× | {reverse / plain:.1f}× |")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    how = "in bfloat16, without CUDA graphs, " if device.type == "cuda" else ""
     command = " ".join(["python", "benchmarks/hessian.py", *sys.argv[1:]])
     text = (
         "# The full Hessian along v\n\n"
         f"`{command}`, {datetime.date.today()}, {where}, torch {torch.__version__}: C, q = vᵀHv along v in the first layer, "
-        f"and the gradient of both, batch {arguments.batch} of 3 × 32 × 32, as multiples of a plain step, median of "
+        f"and the gradient of both, {how}batch {arguments.batch} of 3 × 32 × 32, as multiples of a plain step, median of "
         f"{arguments.repeats} alternating repeats.\n\n" + "\n".join(lines) + "\n"
     )
     print(text)

@@ -26,6 +26,7 @@ from pathlib import Path
 import yaml
 from scipy import stats
 
+from hgnp.experiments import studies
 from hgnp.io import runs
 from hgnp.io.atomic import write
 from hgnp.reporting import charts, figures
@@ -365,6 +366,19 @@ def _missing(key: str) -> list[str]:
     return [f"Not run yet: `{COMMANDS[key]}`.", ""]
 
 
+def _missing_runs(study: str, groups: Sequence[Group]) -> list[str]:
+    """The runs of a built-in study of which these groups have no network."""
+    finished = {(group.network, group.method, seed) for group in groups for seed in group.accuracies}
+    seeds: dict[str, list[str]] = {}
+    for run in studies.study(study).runs():
+        if (run.network, run.method, run.seed) not in finished:
+            seeds.setdefault(f"{run.network}, {run.method}", []).append(str(run.seed))
+    if not groups or not seeds:
+        return _missing(study) if seeds else []
+    names = "; ".join(f"{name} (seed {', '.join(each)})" for name, each in seeds.items())
+    return [f"Not run yet: {names}. `{COMMANDS[study]}`", ""]
+
+
 def _find(groups: Sequence[Group], study: str, key: tuple[str, str, float]) -> Group | None:
     here = [each for each in groups if each.study == study]
     return next((each for each in here if (each.network, each.method, each.asked) == key), None)
@@ -407,7 +421,7 @@ def _field(groups: Sequence[Group]) -> list[str]:
 def _groups(title: str, study: str, groups: Sequence[Group]) -> list[str]:
     here = [group for group in groups if group.study == study]
     earlier = [group for group in groups if group.study in EARLIER and group.study.startswith(study)]
-    lines = [f"## {title}", "", *([] if here else _missing(study))]
+    lines = [f"## {title}", "", *_missing_runs(study, here)]
     if earlier:
         lines += ["Brackets name how an earlier version of the preset differed; no endpoint uses these rows.", ""]
     if here or earlier:

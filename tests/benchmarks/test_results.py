@@ -79,7 +79,11 @@ def test_the_page_has_each_seed_and_names_what_is_missing(tmp_path: Path) -> Non
     assert f"| {results.VGG}, torch-pruning, κ 5 % | 0 |" in text
     assert "| 43 |" in text  # 16 epochs after the 27 of the other library's rounds
     assert "Not run yet: `python benchmarks/robustness.py" in text
-    assert "Not run yet: `hgnp study cifar10-best" not in text
+    others = ["vgg16-cifar10-best-dense", *(f"resnet18-cifar10-best{kind}" for kind in ("", "-dense", "-narrow"))]
+    assert (
+        f"Not run yet: {'; '.join(f'{name}, taylor (seed 0, 1, 2)' for name in others)}. `hgnp study cifar10-best"
+        in text
+    )
     assert {series.label for series in drawn[0].series} >= {"VGG-16, others", "ResNet-18, others"}
 
 
