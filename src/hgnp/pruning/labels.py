@@ -96,6 +96,14 @@ def compact(label: Tensor) -> Tensor:
     return label
 
 
+def without_repetition(label: Tensor) -> Tensor:
+    """The same label with size 1 along every dimension in which it was expanded."""
+    for dim, (size, stride) in enumerate(zip(label.shape, label.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            label = label.narrow(dim, 0, 1)
+    return label
+
+
 def simplify(labels: list[Tensor]) -> tuple[Tensor, ...]:
     """Compact labels, without those that are frozen throughout or of tensors without entries."""
     result = []
@@ -157,8 +165,8 @@ def shape_after(tensor: LabelledTensor, alive: Tensor) -> tuple[int, ...]:
 
 
 def keep(tensor: Tensor, masks: list[Tensor | None]) -> Tensor:
-    """The entries of a tensor that remain under these masks, one for each dimension."""
+    """The entries of a tensor that remain under these masks, one for each dimension; dimensions of size 1 are broadcast."""
     for dim, mask in enumerate(masks):
-        if mask is not None:
+        if mask is not None and tensor.shape[dim] > 1:
             tensor = tensor.index_select(dim, mask.nonzero().squeeze(1))
     return tensor

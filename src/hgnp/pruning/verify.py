@@ -16,15 +16,17 @@ from torch import Tensor, nn
 
 from hgnp.errors import InputError, first_line
 from hgnp.pruning.graph import Graph, OpCall, Value, leaves_of
-from hgnp.pruning.labels import LabelledTensor, keep, keep_masks, shape_after, varying_dims
+from hgnp.pruning.labels import LabelledTensor, keep, keep_masks, shape_after, varying_dims, without_repetition
 from hgnp.pruning.propagation import LabelledCall, LabelPropagation
 from hgnp.pruning.rules import (
     PRESERVES_FILLER,
     RESHAPES,
     filler,
+    independent_dims,
     op_name,
     permutes_dims,
     rearrangement,
+    resolved_sizes,
     rule_for,
 )
 from hgnp.pruning.structure import PathError, Structure, TracedForward
@@ -443,18 +445,42 @@ def _misplaced(labelled: LabelledCall, call: OpCall, graph: Graph, alive: Tensor
     """Whether the smaller tensor's entries move to where the larger one's moved."""
     source, rearranged = labelled.reads[0], rearrangement(call.op)
     assert rearranged is not None
-    masks = keep_masks(source, alive)
-    labels = list(source.labels)
+    shape = graph.values[call.reads[0]].shape
+    masks, labels = keep_masks(source, alive), list(source.labels)
     if any(label.numel() > len(label.unique()) for label in labels):  # entries of a head share a label: number them
-        labels.append(torch.arange(math.prod(source.shape)).reshape(source.shape))
+        labels.append(_numbered(source, labelled.call, call, shape))
     for label in labels:
-        cut = keep(label, [mask if label.shape[dim] > 1 else None for dim, mask in enumerate(masks)])
-        smaller = rearranged(cut.expand(graph.values[call.reads[0]].shape), call.args[1:], call.kwargs)
+        smaller = rearranged(keep(label, masks).expand(shape), call.args[1:], call.kwargs)
         larger = rearranged(label.expand(source.shape), labelled.call.args[1:], labelled.call.kwargs)
-        for tensor, left, whole in zip(labelled.writes, smaller, larger, strict=True):
-            if not torch.equal(left, keep(whole, keep_masks(tensor, alive))):
+        for tensor, index, left, whole in zip(labelled.writes, call.writes, smaller, larger, strict=True):
+            expected = keep(without_repetition(whole), keep_masks(tensor, alive))
+            if not _broadcast_alike(without_repetition(left), expected, graph.values[index].shape):
                 return "the network's code moves its channels elsewhere when there are fewer"
     return None
+
+
+def _numbered(source: LabelledTensor, call: OpCall, smaller: OpCall, shape: tuple[int, ...]) -> Tensor:
+    """The number of every entry. Along dimensions without labels that both reshapes, of this tensor and of the smaller one of
+    this shape, treat by themselves, there is one number."""
+    sizes = list(source.shape)
+    if op_name(call.op) in RESHAPES:
+        groups = independent_dims(source.shape, resolved_sizes(source.shape, call.args[1]))
+        if groups == independent_dims(shape, resolved_sizes(shape, smaller.args[1])):
+            for dims, _ in groups:
+                if all(source.along(dim) is None for dim in dims):
+                    for dim in dims:
+                        sizes[dim] = 1
+    return torch.arange(math.prod(sizes)).reshape(sizes)
+
+
+def _broadcast_alike(one: Tensor, other: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether two labels of a tensor of this shape are the same."""
+    if one.shape == other.shape:
+        return torch.equal(one, other)
+    try:
+        return torch.equal(one.expand(shape), other.expand(shape))
+    except RuntimeError:  # sizes that do not fit
+        return False
 
 
 def _same_operators(before: LabelPropagation, graph: Graph, alive: Tensor) -> bool:

@@ -13,18 +13,29 @@ from torch._ops import OpOverload
 from hgnp.pruning.rules import norms, products, reductions
 from hgnp.pruning.rules.elementwise import elementwise, fill, filler, unsupported
 from hgnp.pruning.rules.registry import RULES, Rule, op_name
-from hgnp.pruning.rules.views import RESHAPES, permutes_dims, rearrange, rearrangement, scatter, split
+from hgnp.pruning.rules.views import (
+    RESHAPES,
+    independent_dims,
+    permutes_dims,
+    rearrange,
+    rearrangement,
+    resolved_sizes,
+    scatter,
+    split,
+)
 
 __all__ = [
     "RESHAPES",
     "elementwise",
     "filler",
+    "independent_dims",
     "norms",
     "op_name",
     "permutes_dims",
     "products",
     "rearrangement",
     "reductions",
+    "resolved_sizes",
     "rule_for",
 ]
 

@@ -1,5 +1,6 @@
 """Operators that rearrange or look up entries. Rearrangements are applied to the labels themselves."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ def rearrangement(op: OpOverload) -> Rearrangement | None:
     """A function that rearranges a label as `op` does the entries of its first argument; None if `op` does anything else."""
     name = op_name(op)
     if name in RESHAPES:
-        return lambda label, args, kwargs: [label.reshape(tuple(args[0]))]
+        return lambda label, args, kwargs: [_reshaped(label, args[0])]
     if name == "pixel_shuffle":
         return lambda label, args, kwargs: [torch.nn.functional.pixel_shuffle(label, args[0])]
     if name == "constant_pad_nd":
@@ -30,6 +31,46 @@ def rearrangement(op: OpOverload) -> Rearrangement | None:
     if RULES.get(name) in (rearrange, split):
         return lambda label, args, kwargs: _as_list(op(label, *args, **kwargs))
     return None
+
+
+def _reshaped(label: Tensor, shape: Sequence[int]) -> Tensor:
+    """The label reshaped, with size 1 along dimensions that are reshaped by themselves and along which it repeats, such as that
+    of samples: a view of all their entries would have to be copied."""
+    repeats = [size == 1 or stride == 0 for size, stride in zip(label.shape, label.stride(), strict=True)]
+    sizes = resolved_sizes(label.shape, shape)
+    for old, new in independent_dims(label.shape, sizes):
+        if all(repeats[dim] for dim in old):
+            for dim in old:
+                label = label.narrow(dim, 0, 1)
+            for dim in new:
+                sizes[dim] = 1
+    return label.reshape(sizes)
+
+
+def resolved_sizes(old: Sequence[int], new: Sequence[int]) -> list[int]:
+    """The sizes that a reshape is asked for, with the one that it infers (−1)."""
+    known = math.prod(size for size in new if size != -1)
+    return [math.prod(old) // known if size == -1 and known else size for size in new]
+
+
+def independent_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
+    """The dimensions that a reshape splits or joins with each other, before and after. It does the same at each index of the
+    others."""
+    if not math.prod(old):
+        return [(range(len(old)), range(len(new)))]
+    found, ends = [], (0, 0)
+    while ends != (len(old), len(new)):
+        (first, other), products = ends, [1, 1]
+        while first == ends[0] < len(old) or other == ends[1] < len(new) or products[0] != products[1]:
+            if other == len(new) or (first < len(old) and products[0] <= products[1]):
+                products[0] *= old[first]
+                first += 1
+            else:
+                products[1] *= new[other]
+                other += 1
+        found.append((range(ends[0], first), range(ends[1], other)))
+        ends = first, other
+    return found
 
 
 def permutes_dims(op: OpOverload) -> bool:
