@@ -163,6 +163,43 @@ def test_loss_optimizer_and_scheduler_are_made_with_their_arguments() -> None:
         refused.options["optimizer"](made.net.parameters())
 
 
+METRICS = """
+def margin(output, target, *, scale=1.0):
+    return scale * float(output.max())
+
+class Count:
+    def __init__(self, start=0):
+        self.seen = self.start = start
+    def update(self, output, target):
+        self.seen += len(target)
+    def compute(self):
+        return self.seen
+    def reset(self):
+        self.seen = self.start
+
+count = Count(5)
+"""
+
+
+def test_a_metric_is_a_function_an_object_or_a_class(folder: Path) -> None:
+    (folder / "mymetrics.py").write_text(METRICS)
+
+    def metric(name: str, **args: Any) -> Any:
+        return build(metric=f"mymetrics:{name}", metric_args=args, import_from=str(folder)).options["metric"]
+
+    assert metric("margin", scale=2.0)(torch.ones(3), None) == 2
+    assert metric("count").compute() == 5
+    assert metric("Count", start=7).compute() == 7
+    assert "metric" not in build().options
+    for name, args, message in [
+        ("count", {"start": 1}, "metric_args must be left out for an object, got start; name its class instead"),
+        ("Count", {"begin": 1}, "metric_args must be arguments of Count, got 'begin'"),
+        ("margin", {"scales": 1}, "metric_args must be arguments of margin, got 'scales'; did you mean scale"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            metric(name, **args)
+
+
 def test_facts_about_the_data_are_kept() -> None:
     assert build().about["features"] == {"train_samples": 1347, "val_samples": 450, "image_side": 8, "classes": 10}
     assert build().about["start"] == "random weights"

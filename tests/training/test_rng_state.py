@@ -70,6 +70,37 @@ class OwnLoader:
         self.order.set_state(state["order"])
 
 
+class Wrapper:
+    """A loader of the user's around another, without a length."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
+
+
+class EpochSampler:
+    """A batch sampler whose order follows from the epoch that it is told."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(96, generator=torch.Generator().manual_seed(self.epochs[-1] if self.epochs else 0))
+        return iter([chunk.tolist() for chunk in order.chunk(6)])
+
+
+def shuffled() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*stripes()), 16, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
 def stateful(workers: int, **given: Any) -> StatefulDataLoader[Any]:
     return StatefulDataLoader(
         TensorDataset(*stripes()),
@@ -96,6 +127,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "distributed sampler": distributed,
     "stream": lambda: StatefulDataLoader(Stream(), batch_size=16),
     "own": OwnLoader,
+    "wrapped": lambda: Wrapper(Wrapper(shuffled())),
 }
 
 
@@ -137,13 +169,20 @@ def test_every_epoch_has_all_samples_once(name: str, validated: bool) -> None:
         torch.testing.assert_close(torch.cat(steps).sum((1, 2, 3)).sort().values, everyone)
 
 
-@pytest.mark.parametrize("name", ["no workers", "persistent workers", "distributed sampler", "stream", "own"])
+@pytest.mark.parametrize(
+    "name", ["no workers", "persistent workers", "distributed sampler", "stream", "own", "wrapped"]
+)
 def test_a_resumed_run_ends_as_if_it_had_never_stopped(name: str, tmp_path: Path) -> None:
-    _, whole = trained(LOADERS[name](), val=LOADERS[name](), out=tmp_path / "whole")
+    settings = {"recipe": {"schedule": "cosine", "anneal": "run", "finetune_epochs": 2}}
+
+    def run(out: str, **given: Any) -> hgnp.Result:
+        return trained(LOADERS[name](), val=LOADERS[name](), out=tmp_path / out, **settings, **given)[1]
+
+    whole = run("whole")
     for stop in (0, 2):  # before that epoch's checkpoint: it resumes from the one before
         with pytest.raises(StoppedError):
-            trained(LOADERS[name](), val=LOADERS[name](), out=tmp_path / "pieces", resume=True, stop=stop)
-    _, pieces = trained(LOADERS[name](), val=LOADERS[name](), out=tmp_path / "pieces", resume=True)
+            run("pieces", resume=True, stop=stop)
+    pieces = run("pieces", resume=True)
     assert pieces.parts == 3
     for one, other in zip(pieces.history, whole.history, strict=True):
         seconds = {key: one[key] for key in one if "seconds" in key}
@@ -164,3 +203,21 @@ def test_a_loader_position_that_a_user_loaded_does_not_shorten_an_epoch() -> Non
     loader.load_state_dict(copy.deepcopy(loader.state_dict()))
     epochs, _ = trained(loader)
     assert [len(steps) for steps in epochs] == [6] * len(epochs)
+
+
+def test_samplers_are_told_the_epoch() -> None:
+    sampler = EpochSampler()
+    data = TensorDataset(*stripes())
+    assert len(data) == 96
+    epochs, result = trained(Wrapper(DataLoader(data, batch_sampler=sampler)))
+    assert sampler.epochs == list(range(result.epochs))
+    assert not torch.equal(epochs[0][0], epochs[1][0])
+
+
+def test_a_loader_without_a_length_has_the_snapshots_of_one_with_it() -> None:
+    batches = list(shuffled())
+    found = []
+    for loader in (Wrapper(batches), batches):
+        _, result = trained(loader, val=batches, recipe={"snapshots": (0.9,), "keep": 0.7, "schedule": "constant"})
+        found.append([(each.kept, each.metric, each.val_loss) for each in result.snapshots])
+    assert found[0] == found[1] != []

@@ -28,6 +28,7 @@ from hgnp.io.weights import load
 from hgnp.recipe import Recipe
 from hgnp.train import as_device, prune_and_report
 from hgnp.training import rng_state
+from hgnp.training.evaluate import Accumulator
 
 if TYPE_CHECKING:
     from hgnp import Result
@@ -128,7 +129,7 @@ def find(key: str, path: str) -> Any:
                 f"{key} must name something in {module_name}, got {name!r}{did_you_mean(part, known) if known else ''}"
             )
         value = getattr(value, part)
-    if not callable(value):
+    if not callable(value) and not (key == "metric" and isinstance(value, Accumulator)):
         raise InputError(f"{key} must be callable, got {path}, a {type(value).__name__}")
     return value
 
@@ -143,30 +144,37 @@ def _find_built_in(key: str, name: str, built_in: Mapping[str, str]) -> Any:
 
 def _options(config: Config) -> dict[str, Any]:
     options: dict[str, Any] = {} if config.accumulate is None else {"accumulate": config.accumulate}
-    for key in ("metric", "unpack"):
-        if path := getattr(config, key):
-            options[key] = find(key, path)
+    if config.unpack:
+        options["unpack"] = find("unpack", config.unpack)
     if config.output:
         options["output"] = (
             find("output", config.output) if ":" in config.output else partial(_output_part, config.output)
         )
-    if config.loss:
-        loss = find("loss", config.loss)
-        _check_args("loss_args", loss, config.loss_args, before=0 if inspect.isclass(loss) else 2)
-        options["loss"] = (
-            _call_factory("loss", loss, **config.loss_args)
-            if inspect.isclass(loss)
-            else partial(loss, **config.loss_args)
-        )
+    for key in ("loss", "metric"):
+        if path := getattr(config, key):
+            options[key] = _function_or_object(key, find(key, path), getattr(config, f"{key}_args"))
     for key in ("optimizer", "scheduler"):
         if path := getattr(config, key):
             factory, args = find(key, path), getattr(config, f"{key}_args")
             _check_args(f"{key}_args", factory, args, before=1)
             options[key] = partial(_call_factory, key, factory, **args)
-    for key in ("loss", "optimizer", "scheduler"):
+    for key in ("loss", "metric", "optimizer", "scheduler"):
         if not getattr(config, key) and getattr(config, f"{key}_args"):
             raise InputError(f"{key}_args must come with {key}, got them alone; set {key} to an import path")
     return options
+
+
+def _function_or_object(key: str, found: Any, args: Mapping[str, Any]) -> Any:
+    """A function of (output, target) with these arguments, an object of a class with them, or an object as it is."""
+    if inspect.isclass(found):
+        _check_args(f"{key}_args", found, args)
+        return _call_factory(key, found, **args)
+    if not args:
+        return found
+    if not callable(found):
+        raise InputError(f"{key}_args must be left out for an object, got {', '.join(args)}; name its class instead")
+    _check_args(f"{key}_args", found, args, before=2)
+    return partial(found, **args)
 
 
 def _output_part(name: str, output: Any) -> Any:

@@ -39,7 +39,9 @@ class Config:
     """Import path of loss(output, target) → a scalar, or of a class of such losses. Default: cross-entropy."""
     loss_args: Mapping[str, Any] = field(default_factory=dict)
     metric: str | None = None
-    """Import path of metric(output, target), higher is better. Default: accuracy."""
+    """Import path of metric(output, target), higher is better, or of an object with `update`, `compute` and `reset`, or of its
+    class. Default: accuracy."""
+    metric_args: Mapping[str, Any] = field(default_factory=dict)
     output: str | None = None
     """The part of the network's output that the loss takes: an attribute's name (`logits`) or the import path of a function."""
     unpack: str | None = None
@@ -129,7 +131,9 @@ class Config:
 
 
 KEYS = tuple(each.name for each in dataclasses.fields(Config))
-_MAPPINGS = ("recipe", "model_args", "data_args", "loss_args", "optimizer_args", "scheduler_args", "methods")
+_MAPPINGS = (
+    "recipe", "model_args", "data_args", "loss_args", "metric_args", "optimizer_args", "scheduler_args", "methods",
+)  # fmt: skip
 _EXPECTED = {
     **dict.fromkeys(KEYS, "text"),
     **dict.fromkeys(_MAPPINGS, "a mapping of names to values"),

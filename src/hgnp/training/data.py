@@ -64,8 +64,10 @@ class Batches:
             check_same_list(loader, name, reducer)
             check_enough(max((samples_in(self._unpacked(each)[0]) for each in loader), default=0), name, reducer.ranks)
         self._note: str | None = None
-        self.count = _length(self._own)
-        """Batches per epoch; of a loader without a length, None during the first epoch."""
+        self.length = _length(self._own)
+        """Batches per epoch, None of a loader without a length."""
+        self.count = self.length
+        """The same; of a loader without a length those of the last whole epoch, None during the first."""
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         number = 0

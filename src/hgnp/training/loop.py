@@ -114,7 +114,7 @@ class TrainingLoop:
             "parameter groups": len(self.optimizer.param_groups),
             "protect": sorted(protect),
             "networks in also": len(self.also),
-            "batches per epoch": task.train.count,
+            "batches per epoch": task.train.length,
             "accumulate": task.accumulate,
             "batches per global batch": task.train.loader_batches,
         }
@@ -455,6 +455,7 @@ class TrainingLoop:
             "at_start": dataclasses.asdict(self.pruner.at_start),
             "run": self.run_state.state_dict(),
             "setup": self.setup,
+            "batches": self.task.train.count,
             "execution": {"memory_format": self.memory_format},
             "optimizer": self.optimizer.state_dict(),
             "peaks": list(self.trainer.peaks),
@@ -491,6 +492,9 @@ class TrainingLoop:
                 continue  # with other ranks, a small last batch is dropped or is not
             if was != now:
                 raise InputError(f"resume: {name} must be {was!r} as when the run started, got {now!r}")
+        train = self.task.train
+        if train.length is None:  # schedules follow the number of batches of the epoch before
+            train.count = stored.get("batches")
         if self.recipe.coupling == "coupled":
             self._load_network(stored)
         self.neurons.load_state_dict(stored["neurons"])

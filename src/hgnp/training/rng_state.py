@@ -10,6 +10,7 @@ captured and restored between epochs only, never while a loader is being iterate
 
 import copy
 import hashlib
+import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from hgnp.errors import InputError
 from hgnp.reducer import Reducer
+
+MAX_WRAPPERS = 3  # around one another
 
 
 def seed(value: int) -> None:
@@ -89,18 +93,29 @@ def preserved_position(loader: Any) -> Iterator[None]:
 
 
 def prepare_epoch(loader: Any, epoch: int) -> None:
-    """Set the epoch of a distributed sampler, and restart persistent workers, whose RNG state cannot be captured."""
-    if getattr(loader, "persistent_workers", False):
-        loader._iterator = None
-    set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
-    if set_epoch is not None:
-        set_epoch(epoch)
+    """Call `set_epoch` of samplers, datasets and loaders that have it, and restart persistent workers, whose RNG state cannot
+    be captured."""
+    for part in _components((loader,)):
+        if isinstance(part, DataLoader) and part.persistent_workers:
+            part._iterator = None
+        set_epoch = getattr(part, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+
+def _with_wrapped(loader: Any, depth: int = MAX_WRAPPERS) -> Iterator[Any]:
+    """A loader, and those that it wraps: attributes of a class of the user's that can be iterated over."""
+    yield loader
+    if depth and not isinstance(loader, DataLoader | Dataset | Tensor | nn.Module):
+        for value in getattr(loader, "__dict__", {}).values():
+            if hasattr(type(value), "__iter__") and hasattr(value, "__dict__"):
+                yield from _with_wrapped(value, depth - 1)
 
 
 def _components(loaders: tuple[Any, ...]) -> list[Any]:
-    """Loaders, their samplers and their datasets, without duplicates."""
+    """Loaders, also wrapped ones, their samplers and their datasets, without duplicates."""
     components: dict[int, Any] = {}
-    for loader in loaders:
+    for loader in itertools.chain.from_iterable(map(_with_wrapped, loaders)):
         batch_sampler = getattr(loader, "batch_sampler", None)
         for part in (
             loader,
