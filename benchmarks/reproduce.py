@@ -1,12 +1,13 @@
 """All runs behind docs/results.md and the page of the paper, in order, several at once, within a given time.
 
     python benchmarks/reproduce.py --cifar10 DIR --flowers102 DIR --cub200 DIR --weights DIR --device cuda --jobs 5
-                                   [--minutes 28] [--archive FILE.tar.gz] [--only NAME,NAME…] [--dry-run]
+                                   [--beside 1] [--minutes 28] [--archive FILE.tar.gz] [--only NAME,NAME…] [--dry-run]
 
 The tasks are those that results/README.md and results/paper/README.md list as missing. Of a study every run is a task. A task
 that is finished is not repeated, one that was interrupted resumes, and one whose data are not given is left out. With
 `--minutes`, a task is started only if its estimate fits the time left, robustness.py runs last on the networks that are there,
-and what still runs in the end is interrupted. Where NVIDIA's MPS daemon runs, the paper's long runs have priority.
+and what still runs in the end is interrupted. The paper's long runs come one after the other, with at most `--beside` others on
+the GPU: with three or four, even at a higher priority of NVIDIA's MPS, both slow down so far that neither fits half an hour.
 
 cost_profile.py is not among them: it measures times, and needs the GPU for itself.
 
@@ -48,7 +49,7 @@ class Task:
     """Estimated, on one H200 with four others."""
     finished: Callable[[], bool]
     urgent: bool = False
-    """Whether it takes so long that others should wait for it."""
+    """Whether it takes so long that it should have the GPU almost for itself."""
 
 
 def of_study(
@@ -93,9 +94,9 @@ def tasks(given: argparse.Namespace, results: Path) -> list[Task]:
         return len(list(rivals.glob("*/rival.json"))) == 6
 
     found = [
-        *of_study("vgg16-cifar10", paper / "vgg16-cifar10", cifar10, device, 20, methods=["hgnp"], urgent=True),
+        *of_study("vgg16-cifar10", paper / "vgg16-cifar10", cifar10, device, 19, methods=["hgnp"], urgent=True),
         *of_study(
-            "alexnet-flowers-fast", paper / "alexnet-flowers-fast", given.flowers102 if alexnet else None, device, 20,
+            "alexnet-flowers-fast", paper / "alexnet-flowers-fast", given.flowers102 if alexnet else None, device, 19,
             methods=["taylor"], settings=[f"weights={alexnet}"], urgent=True,
         ),
         *of_study("cifar10-best", best, cifar10, device, 8, networks="vgg16-cifar10-best"),
@@ -139,8 +140,9 @@ def tasks(given: argparse.Namespace, results: Path) -> list[Task]:
 class Runner:
     """Runs tasks in order, at most `jobs` at once; the urgent ones first."""
 
-    def __init__(self, waiting: Sequence[Task], jobs: int, logs: Path, minutes: float) -> None:
+    def __init__(self, waiting: Sequence[Task], jobs: int, logs: Path, minutes: float, beside: int = 1) -> None:
         self.waiting, self.jobs, self.logs = deque(sorted(waiting, key=lambda task: not task.urgent)), jobs, logs
+        self.beside = beside
         self.end = time.monotonic() + MINUTE * minutes
         self.running: list[tuple[Task, subprocess.Popen[bytes], float]] = []
         self.failed: list[str] = []
@@ -153,7 +155,10 @@ class Runner:
 
     def next(self) -> Task | None:
         """The first waiting task that fits the time left. The last one waits for all others, or until no other fits."""
-        fitting = [task for task in self.waiting if task.minutes <= self.left]
+        urgent = any(task.urgent for task, _, _ in self.running)
+        if urgent and len(self.running) > self.beside:
+            return None
+        fitting = [task for task in self.waiting if task.minutes <= self.left and not (urgent and task.urgent)]
         others = [task for task in fitting if task.name != LAST]
         if others or not fitting:
             return others[0] if others else None
@@ -165,7 +170,7 @@ class Runner:
         priority = "0" if task.urgent else "1"  # MPS: 0 is the higher one
         environment = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.jobs)), "CUDA_MPS_CLIENT_PRIORITY": priority,
-            **os.environ, SHARED_BY: str(self.jobs),
+            **os.environ, SHARED_BY: str(min(self.jobs, 1 + self.beside) if task.urgent else self.jobs),
         }  # fmt: skip
         with (self.logs / f"{task.name}.log").open("ab") as log:
             process = start_process([sys.executable, *task.command], log, environment)
@@ -224,6 +229,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", metavar="DIR")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--beside", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--results", type=Path, default=HERE.parent / "results")
     parser.add_argument("--archive", type=Path)
@@ -235,7 +241,7 @@ def main() -> None:
         for task in missing:
             print(f"{task.minutes:g} min  {shlex.join(['python', *task.command])}")
         return
-    runner = Runner(missing, given.jobs, given.results / "logs", given.minutes)
+    runner = Runner(missing, given.jobs, given.results / "logs", given.minutes, given.beside)
 
     def keep() -> None:
         if given.archive is not None:

@@ -16,8 +16,10 @@ def task(name: str, code: str = "", minutes: float = 0.0, *, urgent: bool = Fals
     return reproduce.Task(name, ("-c", code), minutes, lambda: False, urgent)
 
 
-def run(tmp_path: Path, *tasks: reproduce.Task, jobs: int = 1, minutes: float = 5.0) -> reproduce.Runner:
-    runner = reproduce.Runner(tasks, jobs, tmp_path / "logs", minutes)
+def run(
+    tmp_path: Path, *tasks: reproduce.Task, jobs: int = 1, minutes: float = 5.0, beside: int = 1
+) -> reproduce.Runner:
+    runner = reproduce.Runner(tasks, jobs, tmp_path / "logs", minutes, beside)
     runner.run(lambda: None)
     return runner
 
@@ -32,6 +34,29 @@ def test_urgent_tasks_run_first_and_robustness_last(tmp_path: Path) -> None:
     names = (reproduce.LAST, False), ("a", False), ("long", True), ("b", False)
     run(tmp_path, *(task(name, code(name), urgent=urgent) for name, urgent in names))
     assert order.read_text().split() == ["long", "a", "b", reproduce.LAST]
+
+
+@pytest.mark.parametrize("beside", [0, 1])
+def test_urgent_tasks_run_one_after_the_other_with_few_beside_them(tmp_path: Path, beside: int) -> None:
+    running = tmp_path / "running"
+    running.mkdir()
+    counts = tmp_path / "counts"
+    code = f"""
+import os, time
+here = os.path.join({str(running)!r}, NAME)
+open(here, "w").close()
+for _ in range(10):
+    time.sleep(0.05)
+    found = os.listdir({str(running)!r})
+    open({str(counts)!r}, "a").write(" ".join(found) + "\\n")
+os.remove(here)
+"""
+    tasks = [task(name, code.replace("NAME", repr(name)), urgent=name in "AB") for name in "ABcdefg"]
+    run(tmp_path, *tasks, jobs=4, beside=beside)
+    seen = [set(line.split()) for line in counts.read_text().splitlines()]
+    assert not any({"A", "B"} <= names for names in seen)
+    assert max(len(names) for names in seen if names & {"A", "B"}) == 1 + beside
+    assert max(map(len, seen)) > 1 + beside
 
 
 def test_only_what_fits_the_time_left_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
