@@ -110,6 +110,8 @@ class Recipe:
         measure: Time limit for measuring the sharpness and latency of the full and the pruned network. "auto": 1 % of the
             run's time so far for each, and at least 0.25 s; a number that takes longer is left out. "full": no limit. "none":
             they are not measured.
+        validate_every: Epochs between two validations, where validation takes long. The last epoch is validated in any case;
+            loss and metric of the others are None. ReduceLROnPlateau is stepped after validated epochs.
         checkpoint_every: Epochs between two checkpoints of a run with a folder. Larger values save time where an epoch is
             short and the network large. The last epoch has one in any case.
         seed: Seeds all random number generators at the start of the run. None: they are not seeded.
@@ -158,6 +160,7 @@ class Recipe:
     precision: Precision = "auto"
     execution: Execution = "auto"
     measure: Measure = "auto"
+    validate_every: int = 1
     checkpoint_every: int = 1
     seed: int | None = None
 
@@ -361,6 +364,7 @@ _CHECKS: dict[str, tuple[str, Any]] = {  # field → what must hold, in words an
     "execution": _one_of(Execution),
     "clip_norm": _or_none(_RATE),
     "measure": _one_of(Measure),
+    "validate_every": _COUNT,
     "checkpoint_every": _COUNT,
     "seed": _or_none(("an integer from 0 to 4294967295", lambda value: _integer(value) and 0 <= value < 2**32)),
 }  # fmt: skip

@@ -191,7 +191,10 @@ def time(run: Run) -> Figure | MissingChart:
 
 
 def _column(run: Run, key: str) -> tuple[tuple[int, ...], tuple[Number, ...]]:
-    return tuple(row["epoch"] for row in run.rows), tuple(row.get(key) for row in run.rows)
+    """Epochs and values; of validation, the epochs that have it."""
+    every = key not in ("metric", "val_loss")
+    rows = [row for row in run.rows if every or row.get(key) is not None]
+    return tuple(row["epoch"] for row in rows), tuple(row.get(key) for row in rows)
 
 
 def _phases(run: Run) -> tuple[ReferenceLine, ...]:

@@ -41,6 +41,7 @@ from hgnp.training.optimizers import (
     has_ended,
     make_optimizer,
     make_scheduler,
+    needs_loss,
     scheduler_interval,
     step_scheduler,
 )
@@ -263,8 +264,9 @@ class TrainingLoop:
             raise DivergedError(f"{error}; {self._last_checkpoint()}; {self._divergence_hint()}") from None
         self._note_once(train.note)
         average_statistics(reducer, self.net, *self.also)
-        val_loss, metric = self._validate()
-        if self.scheduler is not None and self.scheduler_interval == "epoch":
+        due = run.validation_due
+        val_loss, metric = self._validate() if due else (None, None)
+        if self.scheduler is not None and self.scheduler_interval == "epoch" and (due or not needs_loss(self.scheduler)):
             self._note_once(step_scheduler(self.scheduler, val_loss))
         return self._row(statistics.summary(recipe.bound), removed, val_loss, metric)
 
@@ -306,8 +308,9 @@ class TrainingLoop:
         if task.val is None:
             return None, None
         rng_state.prepare_epoch(task.val.loader, self.run_state.epoch)
+        known = any(row["val_loss"] is not None for row in self.run_state.history)
         values = self.evaluation(
-            task.val if self.run_state.epoch else with_checked_labels(task.val, task.loss, self.val_classes, "val")
+            task.val if known else with_checked_labels(task.val, task.loss, self.val_classes, "val")
         )
         self._note_once(self.evaluation.note)
         return values
@@ -329,8 +332,14 @@ class TrainingLoop:
 
     def _stats(self) -> NetworkStats:
         """The network after the last epoch, or before the first."""
-        last = self.run_state.history[-1] if self.run_state.history else None
-        val_loss, metric = self._validate() if last is None else (last["val_loss"], last["metric"])
+        history, val = self.run_state.history, self.task.val
+        if not history:
+            val_loss, metric = self._validate()
+        else:
+            if val is not None and history[-1]["val_loss"] is None and history[-1]["metric"] is None:
+                with rng_state.preserved(val.loader):
+                    history[-1]["val_loss"], history[-1]["metric"] = self._validate()
+            val_loss, metric = history[-1]["val_loss"], history[-1]["metric"]
         now = self.neurons.preview({})
         stats = NetworkStats(metric, val_loss, now.parameters, now.neurons, now.macs // self.samples)
         with rng_state.preserved():
@@ -345,6 +354,8 @@ class TrainingLoop:
         if self.folder is not None:
             self.folder.flush()  # latencies are measured while nothing is being written
         after = self._stats()
+        if self.folder is not None:
+            self.folder.write_metrics(run.history)  # the last epoch may have been validated only now
         before = NetworkStats(**run.before) if run.before is not None else after
         before, after, latency = self._measured_on_rank_zero(before, after)
         if run.pruning_ended is not None and self.pruner.left > recipe.keep:

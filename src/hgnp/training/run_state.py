@@ -73,6 +73,12 @@ class RunState:
         over = self.pruning_ended is not None and self.epoch > self.pruning_ended + self.recipe.finetune_epochs
         return over or self.stopped is not None
 
+    @property
+    def validation_due(self) -> bool:
+        """Whether this epoch is validated. The last one is, unless a callback ends the run after it."""
+        last = self.pruning_ended is not None and self.epoch >= self.pruning_ended + self.recipe.finetune_epochs
+        return last or self.stopped is not None or (self.epoch + 1) % self.recipe.validate_every == 0
+
     def record_snapshots(self, left: float) -> list[float]:
         """Record and return the values of `recipe.snapshots` that this epoch's rounds reached."""
         values = [value for value in self.recipe.snapshots if left <= value and value not in self.snapshots]
