@@ -152,6 +152,13 @@ def test_runs_with_other_settings_are_not_seeds_of_one_group(
     assert [(group.label, group.seeds) for group in experiment.groups] == [("hgnp", (0, 1)), (f"hgnp, {label}", (2,))]
 
 
+def test_how_often_a_run_is_observed_does_not_separate_groups(tmp_path: Path) -> None:
+    observed: list[dict[str, Any]] = [{}, {"validate_every": 5}, {"checkpoint_every": 20, "measure": "none"}]
+    runs = [read(write_run(tmp_path / str(seed), seed=seed, **each)) for seed, each in enumerate(observed)]
+    (experiment,) = compare_runs(runs).experiments
+    assert [group.seeds for group in experiment.groups] == [(0, 1, 2)]
+
+
 def test_folder_and_name_do_not_separate_groups(tmp_path: Path) -> None:
     places: list[dict[str, Any]] = [
         {"device": "cpu", "name": "a", "data_args": {"folder": "/x"}},

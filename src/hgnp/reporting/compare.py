@@ -219,12 +219,16 @@ def _name(run: Run) -> str:
     return run.method if threshold is None else f"{run.method}, threshold={threshold:g}"
 
 
+OBSERVING = ("snapshots", "measure", "validate_every", "checkpoint_every")
+"""Fields of the recipe that do not change how the network trains."""
+
+
 def run_settings(run: Run) -> dict[str, Any]:
     """The settings that must be equal for runs to be repeats that differ only in the seed. Fields that a run's recipe does not
     list, as its hgnp did not have them yet, have their defaults; so have choices of the flatness penalty."""
     recipe = recipe_of(run)
     choices = {f"flatness.{name}": value for name, value in asdict(choices_of(recipe)).items()}
-    fields = {name: value for name, value in recipe.as_dict().items() if name not in ("seed", "snapshots", "flatness")}
+    fields = {name: value for name, value in recipe.as_dict().items() if name not in (*OBSERVING, "seed", "flatness")}
     rest = {name: value for name, value in config_settings(run).items() if not _defines_experiment(name)}
     return {**fields, **choices, "start": run.info.get("start"), **rest}
 

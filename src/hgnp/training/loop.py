@@ -266,7 +266,11 @@ class TrainingLoop:
         average_statistics(reducer, self.net, *self.also)
         due = run.validation_due
         val_loss, metric = self._validate() if due else (None, None)
-        if self.scheduler is not None and self.scheduler_interval == "epoch" and (due or not needs_loss(self.scheduler)):
+        if (
+            self.scheduler is not None
+            and self.scheduler_interval == "epoch"
+            and (due or not needs_loss(self.scheduler))
+        ):
             self._note_once(step_scheduler(self.scheduler, val_loss))
         return self._row(statistics.summary(recipe.bound), removed, val_loss, metric)
 
