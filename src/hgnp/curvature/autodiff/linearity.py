@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from hgnp.curvature.autodiff.forward import Forward, layer_options
+from hgnp.curvature.autodiff.forward import Forward, UnsupportedOperationError, layer_options
 from hgnp.curvature.autodiff.operations import (
     BILINEAR,
     CONVOLUTIONS,
@@ -25,6 +25,7 @@ from hgnp.curvature.autodiff.operations import (
     PASSIVE,
     Func,
     batch_norm_options,
+    embedding_options,
     name_of,
     tensors_in,
 )
@@ -96,6 +97,8 @@ class Linearity(Forward):
 
     def compute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(func)
+        if name == "embedding":
+            self._check_embedding(embedding_options(func, args, kwargs))
         inputs = [self.reasons(x) for x in tensors_in((args, kwargs))]
         given = [x.grad_fn for x in tensors_in((args, kwargs))]  # as they are before a call that writes in place
         out = self.primal(func, args, kwargs)
@@ -118,6 +121,14 @@ class Linearity(Forward):
         for x in tensors_in(out if name != "__setitem__" else args[0]):
             self._record(x, merged)
         return out
+
+    def _check_embedding(self, options: dict[str, Any]) -> None:
+        """`scale_grad_by_freq` scales first derivatives in reverse mode, and no others: neither route gets a q of them."""
+        if options["scale_grad_by_freq"] and self.reasons(options["weight"]):
+            raise UnsupportedOperationError(
+                "must have scale_grad_by_freq=False where v may have a part in its weight, got True; create it without, or set "
+                "mu=0"
+            )
 
     def _is_linear(self, func: Func, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if name in ("div", "true_divide", "lerp"):  # linear in all but the last argument: divisor, weight
