@@ -134,6 +134,15 @@ ZOO = {
     "transposed convolution": lambda x: F.conv_transpose2d(x, torch.ones(4, 2, 2, 2, dtype=x.dtype)),
     "batch norm, no affine": lambda x: F.batch_norm(x, None, None, training=True),
     "to and back": lambda x: x.float().to(torch.float64) + x.type_as(x),
+    "parts of complex numbers": lambda x: torch.fft.fft(x).real + (1j * torch.fft.fft(x).mH).imag + x.real * x,
+    "views of complex numbers": lambda x: (
+        torch.view_as_real(torch.fft.fft2(x).transpose(2, 3)).sum(-1)
+        + x.to(torch.complex128).flatten(1).view(x.shape).real
+    ),
+    "products of complex numbers": lambda x: (
+        (torch.fft.fft(x) * torch.fft.fft(x, dim=1).conj() / (1 + 2j)).imag
+        + (torch.fft.fft(x) @ torch.fft.fft(x)).abs()
+    ),
     "type and back": lambda x: x.type(torch.float32).type(x.type()) + x * x.type(torch.int64),
 }
 
@@ -263,11 +272,25 @@ def indexed(x):
     return y
 
 
+def assigned_data(x):
+    y = x * 1.0
+    y.data = torch.ones_like(x)
+    return x * y
+
+
+def assigned_part(x):
+    y = torch.fft.fft(x)
+    y.imag = x
+    return y.imag
+
+
 def into_out(x):
     return torch.mul(x, 2.0, out=torch.empty_like(x, requires_grad=False))
 
 
-@pytest.mark.parametrize("middle", [stale_view, base_after_view, view_before_base, indexed, into_out])
+@pytest.mark.parametrize(
+    "middle", [stale_view, base_after_view, view_before_base, indexed, assigned_data, assigned_part, into_out]
+)
 def test_what_cannot_be_followed_is_refused(middle):
     net = Zoo(middle)
     with (

@@ -23,7 +23,9 @@ from hgnp.curvature.autodiff.operations import (
     CONVOLUTIONS,
     LINEAR,
     PASSIVE,
+    VIEW_ATTRIBUTES,
     Func,
+    attribute_of,
     batch_norm_options,
     embedding_options,
     name_of,
@@ -107,6 +109,8 @@ class Linearity(Forward):
                 self._compare(node, reasons)
         if not any(inputs) or name in PASSIVE or not torch.is_grad_enabled():
             return out
+        if name == "__get__" and attribute_of(func) not in VIEW_ATTRIBUTES:
+            return out
         if name == "linear" or name in CONVOLUTIONS:
             options = layer_options(name, args, kwargs)
             factors = [self.reasons(options["input"]), self.reasons(options["weight"])]
@@ -139,6 +143,8 @@ class Linearity(Forward):
             return not options["training"] and options["running_mean"] is not None
         if name in ("dropout", "__get__", "__setitem__"):
             return True
+        if name == "abs":  # of a complex number it is no piecewise linear function
+            return not any(x.is_complex() for x in tensors_in((args, kwargs)))
         return name in LINEAR
 
 

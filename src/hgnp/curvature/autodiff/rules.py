@@ -19,6 +19,7 @@ from hgnp.curvature.autodiff.operations import (
     SAME,
     Func,
     batch_norm_options,
+    differentiable,
     embedding_options,
     in_place,
     name_of,
@@ -58,7 +59,7 @@ def same(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if in_place(func, args, kwargs):  # not into a tangent that other tensors share
         tangent = tangent.clone()
     if isinstance(out, Tensor):
-        if out.is_floating_point():
+        if differentiable(out):
             # a tangent may have other strides than its tensor, and then no such view
             view = name_of(func) in ("view", "view_as") and out.numel() == tangent.numel()
             mode.record(out, tangent.reshape(out.shape) if view else func(tangent, *args[1:], **kwargs))

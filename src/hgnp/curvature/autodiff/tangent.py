@@ -23,7 +23,9 @@ from hgnp.curvature.autodiff.forward import Forward, LayerObserver, UnsupportedO
 from hgnp.curvature.autodiff.norms import PRIMITIVE
 from hgnp.curvature.autodiff.operations import (
     PASSIVE,
+    VIEW_ATTRIBUTES,
     Func,
+    attribute_of,
     differentiable,
     in_place,
     map_tensors,
@@ -130,6 +132,8 @@ class Tangent(Forward):
             return self._attribute(func, args, kwargs)
         if name in PASSIVE:
             return self._passive(func, args, kwargs)
+        if name == "__set__" and attribute_of(func) in ("data", "real", "imag"):
+            raise _unsupported(f"an assignment to .{attribute_of(func)}")
         if kwargs.get("out") is not None:
             raise _unsupported(f"{name}(out=…), which writes into an existing tensor")
         rule = RULES.get(name)
@@ -147,8 +151,7 @@ class Tangent(Forward):
 
     def _attribute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        if attribute in ("T", "mT", "H", "mH") and (tangent := self.tangent(args[0])) is not None:
+        if attribute_of(func) in VIEW_ATTRIBUTES and (tangent := self.tangent(args[0])) is not None:
             self.record(out, func(tangent))
         return out
 
