@@ -221,3 +221,71 @@ def test_any_callable_may_be_the_loss():
     net = convnet("batch")
     data = batches_of(net)
     assert sharpness(net, data, loss=Own()).eigenvalues == sharpness(net, data).eigenvalues
+
+
+def quadratic(eigenvalues):
+    """A network and a batch: with MSE the Hessian of its one weight vector has these eigenvalues."""
+    size = len(eigenvalues)
+    torch.manual_seed(0)
+    vectors = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64))[0]
+    x = (size / 2 * torch.tensor(eigenvalues, dtype=torch.float64)).sqrt()[:, None] * vectors
+    return nn.Linear(size, 1, bias=False).double(), [(x, torch.zeros(size, 1, dtype=torch.float64))]
+
+
+CLUSTERS = {
+    "repeated at the top": [3.0] * 3 + [2.0] * 2 + [0.1] * 15,
+    "repeated below the top": [3.0, 2.0, 2.0, 2.0, 1.0] + [0.1] * 15,
+    "close to each other": [3.0, 3.0 - 1e-9, 3.0 - 2e-9, 2.0, 2.0 - 1e-6] + [0.01 * n for n in range(40)],
+    "all the same": [1.0] * 12,
+    "a few among many": [5.0] * 4 + [1.0 / (n + 1) for n in range(120)],
+    "all zero": [0.0] * 8,
+}
+
+
+@pytest.mark.parametrize("k", [2, 4, 6])
+@pytest.mark.parametrize("case", CLUSTERS)
+def test_repeated_and_close_eigenvalues_are_found_as_often_as_they_are_there(case, k):
+    eigenvalues = CLUSTERS[case]
+    net, data = quadratic(eigenvalues)
+    found = sharpness(net, data, loss=F.mse_loss, k=k)
+    assert found.converged
+    assert found.eigenvalues == pytest.approx(sorted(eigenvalues, reverse=True)[:k], rel=1e-6, abs=1e-9)
+
+
+def test_several_outputs_with_the_same_inputs_have_repeated_eigenvalues():
+    """With MSE the Hessian of a Linear layer is I ⊗ Ψ: each eigenvalue as often as there are outputs."""
+    torch.manual_seed(0)
+    x, y = torch.randn(50, 3, dtype=torch.float64), torch.randn(50, 2, dtype=torch.float64)
+    net = nn.Linear(3, 2, bias=False).double()
+    want = torch.linalg.eigvalsh(torch.kron(torch.eye(2, dtype=torch.float64), x.T @ x / 50)).flip(0)
+    for k in range(2, 7):  # all of them in the end
+        found = sharpness(net, [(x, y)], loss=F.mse_loss, k=k)
+        assert found.converged
+        assert len(found.eigenvalues) == k
+        torch.testing.assert_close(torch.tensor(found.eigenvalues, dtype=torch.float64), want[:k], rtol=1e-9, atol=0)
+
+
+def test_a_head_that_begins_at_zero_has_repeated_eigenvalues():
+    torch.manual_seed(0)
+    net = nn.Linear(3, 4).double()
+    nn.init.zeros_(net.weight)
+    nn.init.zeros_(net.bias)
+    data = [(torch.randn(50, 3, dtype=torch.float64), torch.randint(0, 4, (50,)))]
+    want = torch.linalg.eigvalsh(dense_hessian(net, data)).flip(0)
+    for k in (4, 16):
+        found = sharpness(net, data, k=k)
+        torch.testing.assert_close(torch.tensor(found.eigenvalues, dtype=torch.float64), want[:k], rtol=1e-6, atol=1e-9)
+
+
+def test_too_little_time_for_repeated_eigenvalues_is_not_called_converged():
+    net, data = quadratic(CLUSTERS["repeated at the top"])
+    found = sharpness(net, data, loss=F.mse_loss, k=3, max_seconds=1e-9)
+    assert (found.steps, found.converged) == (1, False)
+
+
+def test_one_eigenvalue_takes_one_start():
+    """From v, the Krylov space of a Hessian with three eigenvalues has three dimensions."""
+    net, data = quadratic([3.0] * 4 + [2.0] * 4 + [1.0] * 4)
+    found = sharpness(net, data, loss=F.mse_loss)
+    assert (found.steps, found.converged) == (3, True)
+    assert found.eigenvalues == (pytest.approx(3.0),)

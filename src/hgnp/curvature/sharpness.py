@@ -1,8 +1,10 @@
 """How flat a solution is: the top eigenvalues of the true Hessian over a dataset.
 
-Lanczos with full reorthogonalisation on v ↦ Hv, H the Hessian of the mean loss over the batches as one, in evaluation mode.
-A Ritz pair (θ, y) of the k-step tridiagonal T has the exact residual ‖Hy − θy‖ = β_k |last entry of T's eigenvector|;
-it is converged once that is below `tolerance`·|θ_max|. The scale-invariant variant is the Hessian of the same loss in
+Lanczos with full reorthogonalisation on v ↦ Hv, H the Hessian of the mean loss over the batches as one, in evaluation mode. From
+one start it finds one eigenvector of each eigenvalue. For k eigenvalues it has k starts, and with them up to k eigenvectors of
+each: the products H·v_1, H·v_2, … of the basis in its order, orthogonalised, continue the basis (band Lanczos). After n products
+HV = VT + UB, with T = VᵀHV banded, V the first n vectors and U those whose product is still to come. A Ritz pair (θ, y = Vs) has
+the exact residual ‖Hy − θy‖ = ‖Bs‖; it is converged once that is below `tolerance`·|θ_max|. The scale-invariant variant is the Hessian of the same loss in
 the metric D = diag(n), n_j = ‖w_j‖ for the filter j that a weight or bias of a Linear or convolution belongs to.
 """
 
@@ -29,6 +31,7 @@ from hgnp.validation import check_flags, check_module
 
 TOLERANCE = 1e-4
 MAX_STEPS = 200
+STEPS_EACH = 20  # for more eigenvalues than fit in that
 MAX_BYTES = 8 << 30  # of the basis, which large networks fill before that
 
 
@@ -44,7 +47,7 @@ class Sharpness:
     (4.0, True)
 
     Attributes:
-        eigenvalues: The k algebraically largest eigenvalues, in descending order.
+        eigenvalues: The k algebraically largest eigenvalues, in descending order; a repeated one is listed as often.
         residuals: ‖Hy − θy‖ of each; some eigenvalue of H lies at most that far from θ.
         steps: Number of products with the Hessian, each one pass over the data.
         converged: Whether every residual is below `tolerance` times the largest eigenvalue's magnitude.
@@ -81,7 +84,7 @@ def sharpness(
         data: Batches (inputs, target). Iterated once per Hessian-vector product: a list or a loader, not a generator.
         loss: Any loss(output, target) that is a mean. Batches are weighted by its normaliser (the number of samples, of labels
             that are not ignored, or the sum of their class weights), so that it does not matter how the data is batched.
-        k: Number of eigenvalues.
+        k: Number of eigenvalues; one that is repeated counts as often.
         scale_invariant: Use the metric in which each filter's weights are measured relative to the filter's norm.
         output: Picks the logits from what the network returns, e.g. ``lambda o: o.logits``.
         tolerance: An eigenvalue has converged once its residual is below this times the largest eigenvalue's magnitude.
@@ -114,9 +117,11 @@ def sharpness(
     size = sum(p.numel() for p in parameters)
     if not size:
         raise InputError("net must have a trained parameter, got none")
-    most = max(min(size, MAX_STEPS, MAX_BYTES // (size * parameters[0].element_size())), 1)
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
-        raise InputError(f"k must be an integer from 1 to {most} with {size} parameters, got {k!r}")
+    vectors = max(MAX_BYTES // (size * parameters[0].element_size()), 1)  # that fit
+    most_eigenvalues = min(size, MAX_STEPS, (vectors + 1) // 2)
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most_eigenvalues:
+        raise InputError(f"k must be an integer from 1 to {most_eigenvalues} with {size} parameters, got {k!r}")
+    most = min(size, max(MAX_STEPS, STEPS_EACH * k), vectors - k + 1)
     metric = _metric(net, parameters) if scale_invariant else None
     with evaluating(net), sdpa_kernel(SDPBackend.MATH):
         product = partial(_product, net, data, loss, output, parameters, metric)
@@ -181,32 +186,38 @@ def _lanczos(
 ) -> Sharpness:
     size = sum(p.numel() for p in parameters)
     generator = torch.Generator().manual_seed(0)
-    v = torch.randn(size, generator=generator, dtype=torch.float64).to(parameters[0])
-    basis = [v / v.norm()]
-    alphas: list[float] = []
-    betas: list[float] = []
-    while True:
-        w = product(basis[-1])
-        alphas.append((w @ basis[-1]).item())
-        for _ in range(2):  # once leaves what the first subtraction rounds away
-            for v in basis:
-                w.sub_(v * (v @ w))
+    basis: list[Tensor] = []
+    for _ in range(k):
+        v = torch.randn(size, generator=generator, dtype=torch.float64).to(parameters[0])
+        _orthogonalise(v, basis)
+        basis.append(v / v.norm())
+    T = torch.zeros(most + k, most + k, dtype=torch.float64)
+    for n in range(1, most + 1):  # of products
+        w = product(basis[n - 1])
+        for i in range(n - 1, len(basis)):  # by symmetry the entries before are there
+            T[i, n - 1] = T[n - 1, i] = (w @ basis[i]).item()
+        _orthogonalise(w, basis)
         beta = w.norm().item()
         if not math.isfinite(beta):
             raise InputError(
                 "the Hessian of the loss over data must be finite, got one that is not; check inputs, targets and weights"
             )
-        T = torch.diag(torch.tensor(alphas, dtype=torch.float64))
-        if betas:
-            off = torch.tensor(betas, dtype=torch.float64)
-            T = T + torch.diag(off, 1) + torch.diag(off, -1)
-        values, vectors = torch.linalg.eigh(T)
-        residuals = beta * vectors[-1].abs()
+        values, vectors = torch.linalg.eigh(T[:n, :n])
         scale = values.abs().max().item()
-        done = len(alphas) >= k and bool((residuals[-k:] <= tolerance * scale).all())
-        exhausted = len(alphas) == size or beta <= 1e-12 * scale
-        if done or exhausted or len(alphas) == most or time.perf_counter() > deadline:
-            top = values.flip(0)[:k].tolist()
-            return Sharpness(tuple(top), tuple(residuals.flip(0)[:k].tolist()), len(alphas), done or exhausted)
-        betas.append(beta)
-        basis.append(w / beta)
+        if len(basis) < size and beta > 1e-12 * scale:
+            T[len(basis), n - 1] = T[n - 1, len(basis)] = beta
+            basis.append(w / beta)
+        residuals = (T[n : len(basis), :n] @ vectors).norm(dim=0)
+        done = n >= k and bool((residuals[-k:] <= tolerance * scale).all())
+        exhausted = n == len(basis)
+        if done or exhausted or n == most or time.perf_counter() > deadline:
+            top, left = values.flip(0)[:k].tolist(), residuals.flip(0)[:k].tolist()
+            return Sharpness(tuple(top), tuple(left), n, done or exhausted)
+    raise AssertionError("unreachable")
+
+
+def _orthogonalise(w: Tensor, basis: list[Tensor]) -> None:
+    """Takes the basis out of w."""
+    for _ in range(2):  # once leaves what the first subtraction rounds away
+        for v in basis:
+            w.sub_(v * (v @ w))
