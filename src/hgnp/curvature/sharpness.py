@@ -1,11 +1,13 @@
 """How flat a solution is: the top eigenvalues of the true Hessian over a dataset.
 
-Lanczos with full reorthogonalisation on v ↦ Hv, H the Hessian of the mean loss over the batches as one, in evaluation mode. From
-one start it finds one eigenvector of each eigenvalue. For k eigenvalues it has k starts, and with them up to k eigenvectors of
-each: the products H·v_1, H·v_2, … of the basis in its order, orthogonalised, continue the basis (band Lanczos). After n products
-HV = VT + UB, with T = VᵀHV banded, V the first n vectors and U those whose product is still to come. A Ritz pair (θ, y = Vs) has
-the exact residual ‖Hy − θy‖ = ‖Bs‖; it is converged once that is below `tolerance`·|θ_max|. The scale-invariant variant is the Hessian of the same loss in
-the metric D = diag(n), n_j = ‖w_j‖ for the filter j that a weight or bias of a Linear or convolution belongs to.
+Lanczos with full reorthogonalisation on v ↦ Hv, H the Hessian of the mean loss over the batches as one, in evaluation mode.
+From one start it finds one eigenvector of each eigenvalue. For k eigenvalues it has k starts, and with them up to k
+eigenvectors of each: the products H·v_1, H·v_2, … of the basis in its order, orthogonalised, continue the basis (band Lanczos).
+After n products HV = VT + UB, with T = VᵀHV banded, V the first n vectors and U those whose product is still to come. A Ritz
+pair (θ, y = Vs) has the exact residual ‖Hy − θy‖ = ‖Bs‖; it is converged once that is below `tolerance`·|θ_max|.
+
+The scale-invariant variant is the Hessian of the same loss in the metric D = diag(n), n_j = ‖w_j‖ for the filter j that a
+weight or bias of a Linear or convolution belongs to. With weight_norm, w = g·u/‖u‖, it is |g| for g and ‖u‖ for u.
 """
 
 import math
@@ -19,10 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.overrides import TorchFunctionMode
 
 from hgnp.curvature.autodiff.forward import Output, check_gradients, run, samples_in
+from hgnp.curvature.autodiff.norms import weight_norm
 from hgnp.curvature.batch_checks import failure_explained
-from hgnp.curvature.factors import find_blocks
+from hgnp.curvature.factors import LAYERS, find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature, mean_and_normaliser, weighted
 from hgnp.curvature.validation import check_functions, lacks_second_derivative, without_tensor_hooks
 from hgnp.errors import InputError, InputTypeError
@@ -85,7 +92,8 @@ def sharpness(
         loss: Any loss(output, target) that is a mean. Batches are weighted by its normaliser (the number of samples, of labels
             that are not ignored, or the sum of their class weights), so that it does not matter how the data is batched.
         k: Number of eigenvalues; one that is repeated counts as often.
-        scale_invariant: Use the metric in which each filter's weights are measured relative to the filter's norm.
+        scale_invariant: Use the metric in which each filter's weights are measured relative to the filter's norm. Of computed
+            weights it knows those of weight_norm.
         output: Picks the logits from what the network returns, e.g. ``lambda o: o.logits``.
         tolerance: An eigenvalue has converged once its residual is below this times the largest eigenvalue's magnitude.
         max_seconds: Stop at the end of the first Hessian-vector product after this time. There may then be fewer than k
@@ -136,7 +144,36 @@ def _metric(net: nn.Module, parameters: list[Tensor]) -> list[Tensor]:
         scales[id(block.weight)] = n.view(-1, *[1] * (block.weight.dim() - 1))
         if block.bias is not None:
             scales[id(block.bias)] = n
+    for name, layer in net.named_modules():
+        if not isinstance(layer, LAYERS) or layer._parameters.get("weight") is not None:
+            continue
+        bias = layer._parameters.get("bias")
+        if all(p is bias for p in layer.parameters() if p.requires_grad):
+            continue
+        g, u, dim = _weight_norm(name, layer)
+        length = torch.norm_except_dim(u.detach(), 2, dim)
+        scales[id(g)], scales[id(u)] = g.detach().abs(), length
+        if bias is not None:
+            weight = g.detach() * u.detach() / length
+            scales[id(bias)] = torch.linalg.vector_norm(weight.flatten(1), dim=1)
     return [scales.get(id(p), torch.ones((), dtype=p.dtype, device=p.device)) for p in parameters]
+
+
+def _weight_norm(name: str, layer: nn.Module) -> tuple[Tensor, Tensor, int]:
+    """g, u and the dimension of the filters (−1: one length for all), by either of PyTorch's interfaces."""
+    hooks = [
+        each for each in layer._forward_pre_hooks.values() if isinstance(each, WeightNorm) and each.name == "weight"
+    ]
+    if hooks:
+        return layer.weight_g, layer.weight_v, hooks[0].dim  # type: ignore[return-value]
+    if is_parametrized(layer, "weight"):
+        parametrization: Any = layer.parametrizations.weight  # type: ignore[union-attr]
+        if len(parametrization) == 1 and isinstance(parametrization[0], _WeightNorm):
+            return parametrization.original0, parametrization.original1, parametrization[0].dim
+    raise InputError(
+        f"scale_invariant must be False for this network, got True: the weight of layer {name!r} is computed, and of computed "
+        "weights only those of weight_norm have a known scale"
+    )
 
 
 def _product(
@@ -160,7 +197,7 @@ def _product(
         inputs, target = batch
         buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}  # a forward may count its calls in one
         fits = failure_explained(net, loss, output, (inputs, target), "data", where=f"batch {number} of data")
-        with fits, compiled_functions_run_eagerly:  # they have no second derivative
+        with fits, compiled_functions_run_eagerly, _WeightNormTwice():  # compiled ones have no second derivative
             out = run(net, inputs, output=output, buffers=buffers)
             value, weight = mean_and_normaliser(loss, out, target, samples_in(inputs))
         with without_tensor_hooks(parameters):
@@ -179,6 +216,13 @@ def _product(
         scale = torch.cat([d.expand_as(p).flatten() for d, p in zip(metric, parameters, strict=True)])
         total = total * scale
     return total / torch.stack(normalisers).sum()
+
+
+class _WeightNormTwice(TorchFunctionMode):
+    """Takes weight_norm by primitive operations, as PyTorch's own second derivative is wrong."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (weight_norm if func is torch._weight_norm else func)(*args, **(kwargs or {}))
 
 
 def _lanczos(

@@ -214,6 +214,11 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
     return a * torch.sigmoid(b)
 
 
+def weight_norm(u: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """g·u/‖u‖. PyTorch's fused kernel leaves the length's derivative out of the second derivative."""
+    return u * (g / torch.norm_except_dim(u, 2, dim))
+
+
 # Modules call these functions too. `forward` refuses torch.batch_norm and the like, which take other arguments.
 PRIMITIVE: dict[Any, Callable[..., Tensor]] = {
     F.batch_norm: batch_norm,
@@ -223,6 +228,7 @@ PRIMITIVE: dict[Any, Callable[..., Tensor]] = {
     F.scaled_dot_product_attention: scaled_dot_product_attention,
     F.hardsigmoid: hardsigmoid,
     F.glu: glu,
+    torch._weight_norm: weight_norm,
 }
 
 
