@@ -584,7 +584,7 @@ class Step:
                 return
             assert self._loss_curvature is not None
             generator, rows = self._generator(state, output.device), self._rows(state, output)
-            drawn = self._loss_curvature.draw(output.detach(), target, generator, rows)
+            drawn = self._loss_curvature.draw(output.detach(), target, collector.samples, generator, rows)
             if state.weight is not None:  # normalised by the samples of all ranks
                 drawn = drawn * (state.weight * collector.samples / collector.total_samples).sqrt()
             collector.collect(output, drawn, scale)
