@@ -143,7 +143,6 @@ ZOO = {
         (torch.fft.fft(x) * torch.fft.fft(x, dim=1).conj() / (1 + 2j)).imag
         + (torch.fft.fft(x) @ torch.fft.fft(x)).abs()
     ),
-    "weight norm": lambda x: torch._weight_norm(x, x.exp().mean((1, 2, 3), keepdim=True), 0) * x,
     "type and back": lambda x: x.type(torch.float32).type(x.type()) + x * x.type(torch.int64),
 }
 

@@ -10,9 +10,10 @@ The scale-invariant variant is the Hessian of the same loss in the metric D = di
 weight or bias of a Linear or convolution belongs to. With weight_norm, w = g·u/‖u‖, it is |g| for g and ‖u‖ for u.
 """
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,13 +27,13 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
-from hgnp.curvature.autodiff.forward import Output, check_gradients, run, samples_in
+from hgnp.curvature.autodiff.forward import Output, check_gradients, is_missing_derivative, run, samples_in
 from hgnp.curvature.autodiff.norms import weight_norm
 from hgnp.curvature.batch_checks import failure_explained
 from hgnp.curvature.factors import LAYERS, find_blocks
 from hgnp.curvature.losses import Loss, loss_curvature, mean_and_normaliser, weighted
 from hgnp.curvature.validation import check_functions, lacks_second_derivative, without_tensor_hooks
-from hgnp.errors import InputError, InputTypeError
+from hgnp.errors import InputError, InputTypeError, one_line
 from hgnp.state_guards import compiled_functions_run_eagerly, evaluating
 from hgnp.validation import check_flags, check_module
 
@@ -200,7 +201,7 @@ def _product(
         with fits, compiled_functions_run_eagerly, _WeightNormTwice():  # compiled ones have no second derivative
             out = run(net, inputs, output=output, buffers=buffers)
             value, weight = mean_and_normaliser(loss, out, target, samples_in(inputs))
-        with without_tensor_hooks(parameters):
+        with _twice_differentiable(), without_tensor_hooks(parameters):
             grads = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
             if not normalisers and lacks_second_derivative(grads):  # the first batch shows it
                 raise InputError(
@@ -216,6 +217,17 @@ def _product(
         scale = torch.cat([d.expand_as(p).flatten() for d, p in zip(metric, parameters, strict=True)])
         total = total * scale
     return total / torch.stack(normalisers).sum()
+
+
+@contextlib.contextmanager
+def _twice_differentiable() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if is_missing_derivative(error):
+            reason = one_line(error).rstrip(".")
+            raise InputError(f"net and loss must be twice differentiable, got: {reason}") from error
+        raise
 
 
 class _WeightNormTwice(TorchFunctionMode):
@@ -236,7 +248,9 @@ def _lanczos(
         _orthogonalise(v, basis)
         basis.append(v / v.norm())
     T = torch.zeros(most + k, most + k, dtype=torch.float64)
-    for n in range(1, most + 1):  # of products
+    n = 0  # products
+    while True:
+        n += 1
         w = product(basis[n - 1])
         for i in range(n - 1, len(basis)):  # by symmetry the entries before are there
             T[i, n - 1] = T[n - 1, i] = (w @ basis[i]).item()
@@ -257,7 +271,6 @@ def _lanczos(
         if done or exhausted or n == most or time.perf_counter() > deadline:
             top, left = values.flip(0)[:k].tolist(), residuals.flip(0)[:k].tolist()
             return Sharpness(tuple(top), tuple(left), n, done or exhausted)
-    raise AssertionError("unreachable")
 
 
 def _orthogonalise(w: Tensor, basis: list[Tensor]) -> None:
