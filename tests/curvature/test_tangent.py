@@ -10,7 +10,7 @@ from torch import nn
 from curvature_cases import begin_step, finish_step, ggn_quotient, images
 from hgnp import Flatness
 from hgnp.curvature.autodiff.forward import UnsupportedOperationError
-from hgnp.curvature.autodiff.norms import BatchNormDual, batch_norm
+from hgnp.curvature.autodiff.norms import BatchNormDual, batch_norm, logcumsumexp
 from hgnp.curvature.autodiff.operations import LINEAR, SAME
 from hgnp.curvature.autodiff.rules import RULES
 from hgnp.curvature.autodiff.tangent import Tangent, load_jvp
@@ -142,6 +142,10 @@ ZOO = {
     "products of complex numbers": lambda x: (
         (torch.fft.fft(x) * torch.fft.fft(x, dim=1).conj() / (1 + 2j)).imag
         + (torch.fft.fft(x) @ torch.fft.fft(x)).abs()
+    ),
+    "logarithms of sums": lambda x: (
+        x.masked_fill(x > 0.5, -torch.inf).flatten(1).logcumsumexp(1)[:, -20:].view(x.shape[0], 5, 4)
+        + torch.logcumsumexp(torch.cat([x[:, :1], 60 * x], 1), dim=2).sum(2)
     ),
     "type and back": lambda x: x.type(torch.float32).type(x.type()) + x * x.type(torch.int64),
 }
@@ -337,3 +341,35 @@ def test_instance_norms_update_their_statistics_once(direction_from):
     assert flat.curvature == pytest.approx(ggn_quotient(plain, flat.direction, x, y).item(), rel=1e-9)
     plain(x)
     torch.testing.assert_close(dict(net.named_buffers()), dict(plain.named_buffers()), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+def test_logcumsumexp_has_the_derivatives_of_its_formula(curvature):
+    """The third derivative of PyTorch's own is NaN."""
+    x, y = torch.randn(6, 5, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 2])
+    found = []
+    for function in (lambda h: h.logcumsumexp(1), lambda h: h.exp().cumsum(1).log()):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 6), Function(function), nn.Linear(6, 3)).double()
+        flat = Flatness(net, mu=0.3, bound=-1.0, curvature=curvature)
+        begin_step(flat, x, y, "0")
+        finish_step(flat, x, y)
+        found.append((flat.curvature, [p.grad for p in net.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+def test_logcumsumexp_of_nothing_and_of_equal_numbers():
+    x = torch.tensor([-torch.inf, -torch.inf, 1.0, 1.0, -torch.inf, 900.0, -900.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(logcumsumexp(x, 0), torch.logcumsumexp(x, 0))
+    equal = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    H = torch.autograd.functional.hessian(lambda x: logcumsumexp(x, 0)[-1], equal)
+    torch.testing.assert_close(H, torch.eye(3).double() / 3 - 1 / 9)
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
