@@ -333,6 +333,8 @@ class Passes:
             try:
                 self._try(together, inputs, target)
             except InputError:
+                if self._reducer.sync_norms:  # other ranks may have passed, and would not sum
+                    raise
                 for block in together:
                     self._try([block], inputs, target)
             finally:
