@@ -247,7 +247,7 @@ def test_tied_weights_are_one_block():
     assert set(state["pairs"]) == {"mid", "head"}
     flat.load_state_dict(state)
     flat.backward(t, y)
-    direction = flat.direction["head.weight"]
+    direction = flat.direction["embed.weight"]
     w = net.embed.weight.detach()
 
     def logits(e):

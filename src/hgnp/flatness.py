@@ -233,11 +233,15 @@ class Flatness:
 
     @property
     def direction(self) -> dict[str, Tensor]:
-        """v of the last step (V = diag(n)·v in the scale-invariant metric) by parameter name; zero elsewhere."""
+        """v of the last step (V = diag(n)·v in the scale-invariant metric) by parameter name, as `named_parameters()` has it;
+        zero elsewhere."""
         statistics = self._state.statistics
         if statistics is None:
             return {}
-        return dict(zip(statistics.penalized.names, statistics.penalized.vectors, strict=True))
+        names = {id(p): name for name, p in self.net.named_parameters()}  # a shared one has one name
+        parameters = dict(self.net.named_parameters(remove_duplicate=False))
+        penalized = statistics.penalized
+        return {names.get(id(parameters.get(n)), n): v for n, v in zip(penalized.names, penalized.vectors, strict=True)}
 
     @property
     def routes(self) -> dict[str, str]:

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError
 
-from hgnp.curvature.autodiff.forward import Output, run, sample_entries, samples_in
+from hgnp.curvature.autodiff.forward import Output, derivatives_explained, run, sample_entries, samples_in
 from hgnp.curvature.autodiff.operations import map_tensors, tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.batch_checks import failure_explained
@@ -386,13 +385,12 @@ def _open_gates(x: Tensor, samples: int, gates: Gates) -> Tensor:
 
 
 def _gradient(value: Tensor, gate_values: Tensor, *, retain_graph: bool = False) -> Tensor:
-    try:
+    checkpointed = (
+        "net must run without activation checkpointing in evaluation mode, got a checkpointed part, which would run again "
+        "without gates; turn it off while scoring"
+    )
+    with derivatives_explained(checkpointed):
         (gradient,) = torch.autograd.grad(value, gate_values, retain_graph=retain_graph, materialize_grads=True)
-    except CheckpointError as error:
-        raise InputError(
-            "net must run without activation checkpointing in evaluation mode, got a checkpointed part, which would run again "
-            "without gates; turn it off while scoring"
-        ) from error
     return gradient
 
 

@@ -173,3 +173,23 @@ def test_an_error_that_follows_from_ctrl_c_is_an_interruption() -> None:
     assert not was_interrupted(error)
     error.__context__ = KeyboardInterrupt()
     assert was_interrupted(error)
+
+
+def test_a_network_that_pytorch_differentiates_once(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text(
+        """
+import torch
+
+class net(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.features, self.prototypes = torch.nn.LazyLinear(width), torch.nn.Parameter(torch.randn(10, width))
+        self(torch.zeros(1, 1, 8, 8))
+
+    def forward(self, x):
+        return -torch.cdist(self.features(x.flatten(1)), self.prototypes, compute_mode="donot_use_mm_for_euclid_dist")
+"""
+    )
+    assert call("run", "ok.yaml", "--set", "model=mine:net", "--set", "recipe.keep=1", "--out", "run") == 2
+    assert "got cdist, which has no forward derivative in PyTorch; nor has it what" in one_line(capsys)
+    assert not Path("run").exists()

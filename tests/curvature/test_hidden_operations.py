@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cases import CASES
-from curvature_cases import begin_step
+from curvature_cases import begin_step, ggn_quotient, gradients, hessian_quotient
 from hgnp import Flatness, Neurons, sensitivity
 from hgnp.curvature.autodiff.linearity import Linearity
 from hgnp.curvature.factors import find_blocks
@@ -190,6 +190,61 @@ def test_scripted_code_is_noticed_too() -> None:
     begin_step(flat, x, y)
     with pytest.warns(UserWarning, match=r"layer '0': Gauss–Newton cannot follow \w+"):
         at(flat, "0").backward(x, y)
+
+
+class Parts(nn.Module):
+    """FNet's mixing layer, in several spellings."""
+
+    def __init__(self, spelling: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.spelling = nn.Linear(4, 5), nn.Linear(5, 3), spelling
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.spelling(self.first(x)))
+
+
+def assigned(x: Tensor) -> Tensor:
+    y = torch.zeros_like(x, dtype=torch.complex128)
+    y.real = x  # y is no tensor that depends on the layer until now
+    return y.real * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"direction_over": "network"}], ids=str)
+@pytest.mark.parametrize("part", ["real", "imag"])
+def test_the_parts_of_a_transform_have_the_derivative_of_the_functions_that_take_them(part: str, options: Any) -> None:
+    """torch.view_as_real is a function of PyTorch, .real an attribute."""
+    torch.manual_seed(0)
+    net = Parts(lambda x: getattr(torch.fft.fft(x), part)).double()
+    plain = Parts(lambda x: torch.view_as_real(torch.fft.fft(x))[..., 0 if part == "real" else 1]).double()
+    plain.load_state_dict(net.state_dict())
+    x, y = torch.randn(12, 4).double(), torch.randint(0, 3, (12,))
+    flats = Flatness(net, mu=0.3, bound=-1.0, **options), Flatness(plain, mu=0.3, bound=-1.0, **options)
+    for flat in flats:
+        flat.backward(x, y)
+        flat.net.zero_grad()
+        (flat if options else at(flat, "first")).backward(x, y)
+    assert flats[0].curvature == pytest.approx(ggn_quotient(plain, flats[0].direction, x, y).item(), rel=1e-9)
+    torch.testing.assert_close(gradients(net), gradients(plain), rtol=1e-9, atol=1e-12)
+
+
+def test_a_part_that_is_assigned_is_noticed_as_lost() -> None:
+    torch.manual_seed(0)
+    net = Parts(assigned).double()
+    x, y = torch.randn(12, 4).double(), torch.randint(0, 3, (12,))
+    flat = Flatness(net, bound=-1.0)
+    begin_step(flat, x, y)
+    with pytest.warns(UserWarning, match=r"layer 'first': Gauss–Newton cannot follow \w+"):
+        at(flat, "first").backward(x, y)
+    assert flat.curvature == pytest.approx(hessian_quotient(net, flat.direction, x, y).item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("read", [lambda x: x.data, lambda x: x.grad_fn and x.detach()], ids=["data", "detach"])
+def test_data_of_a_tensor_depends_on_nothing(read: Callable[[Tensor], Tensor]) -> None:
+    net = Parts(lambda x: read(x) * x)
+    with Linearity(find_blocks(net)) as mode:
+        z = net(torch.randn(6, 4))
+    assert mode.end(z) == {"first": None, "last": None}  # a product of a constant and x
+    assert mode.lost == {}
 
 
 def test_a_block_that_is_first_penalised_late_warns_once_and_the_run_continues() -> None:

@@ -199,3 +199,34 @@ def test_a_recipe_takes_it_and_refreshes_every_other_step() -> None:
     assert recipe.resolved().refresh_every == 2
     with pytest.raises(InputError, match=r"^flatness\.direction_over='network' must come with curvature='ggn'"):
         hgnp.Recipe(keep=0.5, flatness={"flatness": "paper", "direction_over": "network"})
+
+
+class Normalised(nn.Module):
+    """weight_norm in plain operations."""
+
+    def forward(self, g: Tensor, u: Tensor) -> Tensor:
+        return g * u / u.norm(dim=1, keepdim=True)
+
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return weight.norm(dim=1, keepdim=True), weight
+
+
+def test_a_weight_normalised_layer_has_the_derivatives_of_its_formula() -> None:
+    """PyTorch's own kernel has no forward derivative, and a wrong second one."""
+    found = []
+    x, y = images()
+    for plain in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(72, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        if plain:
+            nn.utils.parametrize.register_parametrization(net[1], "weight", Normalised())
+        else:
+            nn.utils.parametrizations.weight_norm(net[1])
+        with torch.no_grad():
+            net[1].parametrizations.weight.original1.mul_(3.0)
+        flat = settled(net, x, y, 4)
+        flat.backward(x, y)
+        found.append((flat.curvature, {name: p.grad.clone() for name, p in net.named_parameters()}))
+    v = flat_direction(flat.direction)
+    assert found[1][0] == pytest.approx((v @ dense(net, x, y) @ v).item(), rel=1e-9)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)

@@ -102,6 +102,82 @@ def test_the_scale_invariant_variant_is_the_scaled_hessian_and_ignores_filter_sc
     assert abs(sharpness(net, data).eigenvalues[0] / plain - 1) > 0.05
 
 
+WEIGHT_NORMS = {
+    "parametrization": (nn.utils.parametrizations.weight_norm, "0.parametrizations.weight.original{}"),
+    "hook": (nn.utils.weight_norm, "0.weight_{}"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize("interface", WEIGHT_NORMS)
+def test_the_scale_invariant_variant_ignores_both_lengths_of_a_normalised_weight(interface, dim):
+    """Those of u, which is normalised, and of g and the bias, whose unit a norm takes out again."""
+    torch.manual_seed(0)
+    weight_norm, names = WEIGHT_NORMS[interface]
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    net[0] = weight_norm(net[0], dim=dim)
+    x, y = torch.randn(40, 5, dtype=torch.float64), torch.randint(0, 3, (40,))
+    net(x)
+    first, parameters = sharpness(net, [(x, y)], scale_invariant=True, tolerance=1e-8), dict(net.named_parameters())
+    g, u = (parameters[names.format(each)] for each in (("g", "v") if interface == "hook" else (0, 1)))
+    length = u.flatten().norm() if dim is None else u.norm(dim=1 - dim, keepdim=True)
+    w = (g * u / length).detach()
+    scales = {id(g): g.abs(), id(u): length, id(net[0].bias): w.norm(dim=1)}
+    scales |= {id(net[3].weight): net[3].weight.norm(dim=1, keepdim=True), id(net[3].bias): net[3].weight.norm(dim=1)}
+    one = torch.ones((), dtype=torch.float64)
+    d = torch.cat([scales.get(id(p), one).expand_as(p).flatten() for p in parameters.values()]).detach()
+
+    def loss(flat):
+        parts = flat.split([p.numel() for p in parameters.values()])
+        moved = {id(p): part.view_as(p) for p, part in zip(parameters.values(), parts, strict=True)}
+        u_, g_ = moved[id(u)], moved[id(g)]
+        length = u_.flatten().norm() if dim is None else u_.norm(dim=1 - dim, keepdim=True)
+        h = x @ (g_ * u_ / length).mT + moved[id(net[0].bias)]
+        norm = net[1]
+        h = (h - norm.running_mean) / (norm.running_var + norm.eps).sqrt()
+        h = torch.tanh(h * moved[id(norm.weight)] + moved[id(norm.bias)])
+        return F.cross_entropy(h @ moved[id(net[3].weight)].mT + moved[id(net[3].bias)], y)
+
+    start = torch.cat([p.detach().flatten() for p in parameters.values()])
+    H = torch.autograd.functional.hessian(loss, start)
+    assert sharpness(net, [(x, y)], tolerance=1e-8).eigenvalues[0] == pytest.approx(torch.linalg.eigvalsh(H)[-1].item())
+    want = torch.linalg.eigvalsh(d[:, None] * H * d)[-1].item()
+    assert first.eigenvalues[0] == pytest.approx(want, rel=1e-6)
+    with torch.no_grad():
+        u.mul_(0.05)
+        for each in (g, net[0].bias, net[1].running_mean):
+            each.mul_(0.3)
+        net[1].running_var.mul_(0.09).sub_(0.91 * net[1].eps)
+    assert sharpness(net, [(x, y)], scale_invariant=True, tolerance=1e-8).eigenvalues[0] == pytest.approx(
+        want, rel=1e-6
+    )
+
+
+def test_a_normalised_weight_is_as_sharp_as_a_plain_one_at_a_minimum():
+    """Without gradient, Hessians of the same function differ by the change of variables alone."""
+    torch.manual_seed(0)
+    plain, x = nn.Linear(4, 3).double(), torch.randn(20, 4, dtype=torch.float64)
+    data = [(x, plain(x).detach())]
+    want = sharpness(plain, data, loss=F.mse_loss, k=3, scale_invariant=True, tolerance=1e-9).eigenvalues
+    net = nn.utils.parametrizations.weight_norm(plain)
+    with torch.no_grad():
+        net.parametrizations.weight.original1.mul_(7)
+    found = sharpness(net, data, loss=F.mse_loss, k=3, scale_invariant=True, tolerance=1e-9).eigenvalues
+    assert found == pytest.approx(want, rel=1e-9)
+
+
+def test_the_scale_invariant_variant_refuses_other_computed_weights():
+    for wrap in (nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm, nn.utils.parametrizations.orthogonal):
+        net = nn.Sequential(wrap(nn.Linear(2, 3)), nn.Linear(3, 2))
+        data = [(torch.randn(4, 2), torch.tensor([0, 1, 1, 0]))]
+        with pytest.raises(HgnpError, match=r"^scale_invariant must be False .*, got True: the weight of layer '0' is"):
+            sharpness(net, data, scale_invariant=True)
+        for p in net[0].parameters():
+            p.requires_grad_(False)
+        assert sharpness(net, data, scale_invariant=True).eigenvalues  # a constant has no direction to be measured in
+
+
 def test_sharpness_of_attention_is_the_dense_hessians():
     torch.manual_seed(0)
     net = shaken(Attention().double())
@@ -221,3 +297,71 @@ def test_any_callable_may_be_the_loss():
     net = convnet("batch")
     data = batches_of(net)
     assert sharpness(net, data, loss=Own()).eigenvalues == sharpness(net, data).eigenvalues
+
+
+def quadratic(eigenvalues):
+    """A network and a batch: with MSE the Hessian of its one weight vector has these eigenvalues."""
+    size = len(eigenvalues)
+    torch.manual_seed(0)
+    vectors = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64))[0]
+    x = (size / 2 * torch.tensor(eigenvalues, dtype=torch.float64)).sqrt()[:, None] * vectors
+    return nn.Linear(size, 1, bias=False).double(), [(x, torch.zeros(size, 1, dtype=torch.float64))]
+
+
+CLUSTERS = {
+    "repeated at the top": [3.0] * 3 + [2.0] * 2 + [0.1] * 15,
+    "repeated below the top": [3.0, 2.0, 2.0, 2.0, 1.0] + [0.1] * 15,
+    "close to each other": [3.0, 3.0 - 1e-9, 3.0 - 2e-9, 2.0, 2.0 - 1e-6] + [0.01 * n for n in range(40)],
+    "all the same": [1.0] * 12,
+    "a few among many": [5.0] * 4 + [1.0 / (n + 1) for n in range(120)],
+    "all zero": [0.0] * 8,
+}
+
+
+@pytest.mark.parametrize("k", [2, 4, 6])
+@pytest.mark.parametrize("case", CLUSTERS)
+def test_repeated_and_close_eigenvalues_are_found_as_often_as_they_are_there(case, k):
+    eigenvalues = CLUSTERS[case]
+    net, data = quadratic(eigenvalues)
+    found = sharpness(net, data, loss=F.mse_loss, k=k)
+    assert found.converged
+    assert found.eigenvalues == pytest.approx(sorted(eigenvalues, reverse=True)[:k], rel=1e-6, abs=1e-9)
+
+
+def test_several_outputs_with_the_same_inputs_have_repeated_eigenvalues():
+    """With MSE the Hessian of a Linear layer is I ⊗ Ψ: each eigenvalue as often as there are outputs."""
+    torch.manual_seed(0)
+    x, y = torch.randn(50, 3, dtype=torch.float64), torch.randn(50, 2, dtype=torch.float64)
+    net = nn.Linear(3, 2, bias=False).double()
+    want = torch.linalg.eigvalsh(torch.kron(torch.eye(2, dtype=torch.float64), x.T @ x / 50)).flip(0)
+    for k in range(2, 7):  # all of them in the end
+        found = sharpness(net, [(x, y)], loss=F.mse_loss, k=k)
+        assert found.converged
+        assert len(found.eigenvalues) == k
+        torch.testing.assert_close(torch.tensor(found.eigenvalues, dtype=torch.float64), want[:k], rtol=1e-9, atol=0)
+
+
+def test_a_head_that_begins_at_zero_has_repeated_eigenvalues():
+    torch.manual_seed(0)
+    net = nn.Linear(3, 4).double()
+    nn.init.zeros_(net.weight)
+    nn.init.zeros_(net.bias)
+    data = [(torch.randn(50, 3, dtype=torch.float64), torch.randint(0, 4, (50,)))]
+    want = torch.linalg.eigvalsh(dense_hessian(net, data)).flip(0)
+    for k in (4, 16):
+        found = sharpness(net, data, k=k)
+        torch.testing.assert_close(torch.tensor(found.eigenvalues, dtype=torch.float64), want[:k], rtol=1e-6, atol=1e-9)
+
+
+def test_too_little_time_for_repeated_eigenvalues_is_not_called_converged():
+    net, data = quadratic(CLUSTERS["repeated at the top"])
+    found = sharpness(net, data, loss=F.mse_loss, k=3, max_seconds=1e-9)
+    assert (found.steps, found.converged) == (1, False)
+
+
+def test_one_eigenvalue_takes_one_start():
+    """From v, the Krylov space of a Hessian with three eigenvalues has three dimensions."""
+    net, data = quadratic([3.0] * 4 + [2.0] * 4 + [1.0] * 4)
+    found = sharpness(net, data, loss=F.mse_loss)
+    assert (found.steps, found.converged) == (3, True)
+    assert found.eigenvalues == (pytest.approx(3.0),)

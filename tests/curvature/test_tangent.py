@@ -10,7 +10,7 @@ from torch import nn
 from curvature_cases import begin_step, finish_step, ggn_quotient, images
 from hgnp import Flatness
 from hgnp.curvature.autodiff.forward import UnsupportedOperationError
-from hgnp.curvature.autodiff.norms import BatchNormDual, batch_norm
+from hgnp.curvature.autodiff.norms import BatchNormDual, batch_norm, logcumsumexp
 from hgnp.curvature.autodiff.operations import LINEAR, SAME
 from hgnp.curvature.autodiff.rules import RULES
 from hgnp.curvature.autodiff.tangent import Tangent, load_jvp
@@ -134,6 +134,19 @@ ZOO = {
     "transposed convolution": lambda x: F.conv_transpose2d(x, torch.ones(4, 2, 2, 2, dtype=x.dtype)),
     "batch norm, no affine": lambda x: F.batch_norm(x, None, None, training=True),
     "to and back": lambda x: x.float().to(torch.float64) + x.type_as(x),
+    "parts of complex numbers": lambda x: torch.fft.fft(x).real + (1j * torch.fft.fft(x).mH).imag + x.real * x,
+    "views of complex numbers": lambda x: (
+        torch.view_as_real(torch.fft.fft2(x).transpose(2, 3)).sum(-1)
+        + x.to(torch.complex128).flatten(1).view(x.shape).real
+    ),
+    "products of complex numbers": lambda x: (
+        (torch.fft.fft(x) * torch.fft.fft(x, dim=1).conj() / (1 + 2j)).imag
+        + (torch.fft.fft(x) @ torch.fft.fft(x)).abs()
+    ),
+    "logarithms of sums": lambda x: (
+        x.masked_fill(x > 0.5, -torch.inf).flatten(1).logcumsumexp(1)[:, -20:].view(x.shape[0], 5, 4)
+        + torch.logcumsumexp(torch.cat([x[:, :1], 60 * x], 1), dim=2).sum(2)
+    ),
     "type and back": lambda x: x.type(torch.float32).type(x.type()) + x * x.type(torch.int64),
 }
 
@@ -263,11 +276,25 @@ def indexed(x):
     return y
 
 
+def assigned_data(x):
+    y = x * 1.0
+    y.data = torch.ones_like(x)
+    return x * y
+
+
+def assigned_part(x):
+    y = torch.fft.fft(x)
+    y.imag = x
+    return y.imag
+
+
 def into_out(x):
     return torch.mul(x, 2.0, out=torch.empty_like(x, requires_grad=False))
 
 
-@pytest.mark.parametrize("middle", [stale_view, base_after_view, view_before_base, indexed, into_out])
+@pytest.mark.parametrize(
+    "middle", [stale_view, base_after_view, view_before_base, indexed, assigned_data, assigned_part, into_out]
+)
 def test_what_cannot_be_followed_is_refused(middle):
     net = Zoo(middle)
     with (
@@ -314,3 +341,35 @@ def test_instance_norms_update_their_statistics_once(direction_from):
     assert flat.curvature == pytest.approx(ggn_quotient(plain, flat.direction, x, y).item(), rel=1e-9)
     plain(x)
     torch.testing.assert_close(dict(net.named_buffers()), dict(plain.named_buffers()), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+def test_logcumsumexp_has_the_derivatives_of_its_formula(curvature):
+    """The third derivative of PyTorch's own is NaN."""
+    x, y = torch.randn(6, 5, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 2])
+    found = []
+    for function in (lambda h: h.logcumsumexp(1), lambda h: h.exp().cumsum(1).log()):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 6), Function(function), nn.Linear(6, 3)).double()
+        flat = Flatness(net, mu=0.3, bound=-1.0, curvature=curvature)
+        begin_step(flat, x, y, "0")
+        finish_step(flat, x, y)
+        found.append((flat.curvature, [p.grad for p in net.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+def test_logcumsumexp_of_nothing_and_of_equal_numbers():
+    x = torch.tensor([-torch.inf, -torch.inf, 1.0, 1.0, -torch.inf, 900.0, -900.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(logcumsumexp(x, 0), torch.logcumsumexp(x, 0))
+    equal = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    H = torch.autograd.functional.hessian(lambda x: logcumsumexp(x, 0)[-1], equal)
+    torch.testing.assert_close(H, torch.eye(3).double() / 3 - 1 / 9)
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)

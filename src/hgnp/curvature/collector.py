@@ -13,14 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointError
 
-from hgnp.curvature.autodiff.forward import autocast_off
+from hgnp.curvature.autodiff.forward import autocast_off, derivatives_explained
 from hgnp.curvature.choices import KfacApprox
 from hgnp.curvature.device import HALF, SideStreams, constant, upcast, upcast_bmm
 from hgnp.curvature.factors import Block, Dense, Factor, Patches, Rows
-from hgnp.curvature.validation import CHECKPOINTED
-from hgnp.errors import InputError
 
 
 class _Probe(torch.autograd.Function):
@@ -156,11 +153,8 @@ class FactorCollector:
         if self._anchor is None:  # no block was called on this rank
             return
         cotangent = torch.ones_like(output) if cotangent is None else cotangent.to(output.dtype)
-        with self.collecting(scale):
-            try:
-                torch.autograd.grad(output, self._anchor, cotangent * scale, retain_graph=True, allow_unused=True)
-            except CheckpointError as error:
-                raise InputError(CHECKPOINTED) from error
+        with self.collecting(scale), derivatives_explained():
+            torch.autograd.grad(output, self._anchor, cotangent * scale, retain_graph=True, allow_unused=True)
 
     def empirical(self, block: Block, psi: Tensor, gamma: Tensor) -> Tensor:
         """mean_i (Σ_t (v^Ψ·ã_it)(v^Γ·g_it))² of each group, (G,): the quotient of the block's own Fisher matrix."""

@@ -324,8 +324,9 @@ class Direction:
     def sliced(self, slices: Mapping[str, Mapping[int, Tensor]]) -> dict[str, KroneckerEigenpair]:
         """The pairs once parameters keep these positions of their dimensions: v^Γ those of outputs, v^Ψ those of inputs."""
         pairs = dict(self.pairs)
+        names = {id(p): name for name, p in self.net.named_parameters()}  # a shared one has one name
         for block in find_blocks(self.net):
-            kept = slices.get(f"{block.name}.weight".lstrip("."), {})
+            kept = slices.get(names[id(block.weight)], {})
             if block.name in pairs and kept:
                 pairs[block.name] = pairs[block.name].sliced(block, kept.get(0), kept.get(1))
         return pairs

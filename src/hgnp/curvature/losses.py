@@ -2,7 +2,7 @@
 
 A `LossCurvature` knows, for the mean loss C(z), the Gauss–Newton quotient uᵀ(∂²C/∂z²)u and cotangents ξ at z with
 E[ξ_i ξ_iᵀ] = (1/N)·∂²C/∂z_i² for each sample: the gradient of C at labels drawn from the network itself. With g_i = N·ξ_i that
-is E[g_i g_iᵀ] = N·∂²C/∂z_i². With p = softmax(z):
+is E[g_i g_iᵀ] = N·∂²C/∂z_i². N counts samples, not the rows of z: a sequence may have one per position. With p = softmax(z):
 
     cross-entropy  Σ_i ω_i (Σ_k p u² − (Σ_k p u)²) / Σ_i w(y_i),  ω_i = Σ_k t_ik w_k, t the smoothed target
     MSE            2·Σ u² / numel
@@ -36,8 +36,11 @@ RankRows = tuple[int, int]
 class LossCurvature(Protocol):
     def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor: ...
 
-    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator, rows: RankRows | None = None) -> Tensor:
-        """Cotangents ξ, shaped as z. With `rows` all ranks draw for the joint batch, and each takes its own part."""
+    def draw(
+        self, z: Tensor, target: Tensor, samples: int, generator: torch.Generator, rows: RankRows | None = None
+    ) -> Tensor:
+        """Cotangents ξ of a batch of N = `samples`, shaped as z. With `rows` all ranks draw for the joint batch,
+        and each takes its own part."""
 
     def total(self, z: Tensor, target: Tensor) -> Tensor: ...
 
@@ -69,15 +72,16 @@ class CrossEntropy:
         mean = (p * u).sum(1, keepdim=True)
         return ((p * (u - mean) ** 2).sum(1) * self._weights(z, target)).sum()
 
-    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator, rows: RankRows | None = None) -> Tensor:
+    def draw(
+        self, z: Tensor, target: Tensor, samples: int, generator: torch.Generator, rows: RankRows | None = None
+    ) -> Tensor:
         z = upcast(z)
         p = z.softmax(1).movedim(1, -1)
         # the least of exponential waiting times with rates p, as torch.multinomial draws a label
         label = (p / _noise(p, rows, lambda x: x.exponential_(generator=generator))).argmax(-1)
         xi = p - F.one_hot(label, p.shape[-1])
         # N·mean loss has curvature N·ω per entry; the cotangent of the mean loss itself is 1/N of its root
-        n = z.shape[0]
-        return (xi.movedim(-1, 1) * (self._weights(z, target) * n).sqrt().unsqueeze(1)) / n
+        return (xi.movedim(-1, 1) * (self._weights(z, target) * samples).sqrt().unsqueeze(1)) / samples
 
     def total(self, z: Tensor, target: Tensor) -> Tensor:
         z, weight = upcast(z), None if self.weight is None else self.weight.to(upcast(z))
@@ -99,10 +103,12 @@ class SquaredError:
     def quotient(self, z: Tensor, u: Tensor, target: Tensor) -> Tensor:
         return 2 * (upcast(u) ** 2).mean()
 
-    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator, rows: RankRows | None = None) -> Tensor:
+    def draw(
+        self, z: Tensor, target: Tensor, samples: int, generator: torch.Generator, rows: RankRows | None = None
+    ) -> Tensor:
         z = upcast(z)
         noise = _noise(z, rows, lambda x: x.normal_(generator=generator))
-        return noise * (2 * z.shape[0] / z.numel()) ** 0.5 / z.shape[0]
+        return noise * (2 * samples / z.numel()) ** 0.5 / samples
 
     def total(self, z: Tensor, target: Tensor) -> Tensor:
         z = upcast(z)
@@ -126,11 +132,13 @@ class BinaryCrossEntropy:
         p = z.sigmoid()
         return (self._weights(z, target) * p * (1 - p) * u**2).sum()
 
-    def draw(self, z: Tensor, target: Tensor, generator: torch.Generator, rows: RankRows | None = None) -> Tensor:
+    def draw(
+        self, z: Tensor, target: Tensor, samples: int, generator: torch.Generator, rows: RankRows | None = None
+    ) -> Tensor:
         z = upcast(z)
-        p, n = z.sigmoid(), z.shape[0]
+        p = z.sigmoid()
         label = (_noise(p, rows, lambda x: x.uniform_(generator=generator)) < p).to(p.dtype)
-        return (p - label) * (self._weights(z, target) * n).sqrt() / n
+        return (p - label) * (self._weights(z, target) * samples).sqrt() / samples
 
     def total(self, z: Tensor, target: Tensor) -> Tensor:
         z = upcast(z)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hgnp.curvature.autodiff.forward import autocast_off
+from hgnp.curvature.autodiff.forward import CHECKPOINTED_NETWORK, autocast_off, derivatives_explained
 from hgnp.curvature.autodiff.passes import Pass
 from hgnp.curvature.device import upcast
 from hgnp.curvature.direction import BlockChoice, Direction
@@ -161,7 +161,7 @@ def gauss_newton_product(
     if current.tangent is None:  # the output does not depend on any parameter
         parts: tuple[Tensor, ...] = tuple(torch.zeros_like(p) for p in parameters)
     else:
-        with autocast_off(current.q), without_tensor_hooks(parameters):
+        with derivatives_explained(CHECKPOINTED_NETWORK), autocast_off(current.q), without_tensor_hooks(parameters):
             (curved,) = torch.autograd.grad(current.q * (scale / 2), current.tangent, retain_graph=True)
             parts = torch.autograd.grad(current.output, parameters, curved, retain_graph=True, materialize_grads=True)
     with torch.no_grad():

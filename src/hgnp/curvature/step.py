@@ -60,9 +60,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError
 
-from hgnp.curvature.autodiff.forward import Forward, Output, autocast_off, samples_in
+from hgnp.curvature.autodiff.forward import (
+    CHECKPOINTED,
+    CHECKPOINTED_NETWORK,
+    Forward,
+    Output,
+    autocast_off,
+    derivatives_explained,
+    samples_in,
+)
 from hgnp.curvature.autodiff.passes import Pass, Passes
 from hgnp.curvature.autodiff.rng import preserve_rng
 from hgnp.curvature.choices import Choices, choose
@@ -74,7 +81,6 @@ from hgnp.curvature.factors import Block, WholeNetwork, find_blocks
 from hgnp.curvature.losses import Loss, RankRows, loss_curvature, target_normaliser, weighted
 from hgnp.curvature.network_direction import COLD_PRODUCTS, AnyDirection, NetworkDirection
 from hgnp.curvature.validation import (
-    CHECKPOINTED,
     check_bound,
     check_functions,
     check_mu,
@@ -82,7 +88,7 @@ from hgnp.curvature.validation import (
     check_schedule,
     has_gradient_hooks,
 )
-from hgnp.errors import InputError, one_line, refuse_renamed
+from hgnp.errors import InputError, refuse_renamed
 from hgnp.reducer import LOCAL, Reducer
 from hgnp.removal import Removal, listen
 
@@ -322,6 +328,11 @@ class Step:
         self.passes.inspect(inputs)
         if self.lagged and state.direction.block() is None:
             self._refresh_from_batch(state, state.direction, inputs, target, scale)
+
+    def check_derivatives(self, state: State, inputs: Any, target: Any) -> None:
+        """Before a run: that each step can differentiate its q, whichever block v lies in."""
+        if state.mu:
+            self.passes.check_derivatives(inputs, target)
 
     # The stages of a step
 
@@ -584,7 +595,7 @@ class Step:
                 return
             assert self._loss_curvature is not None
             generator, rows = self._generator(state, output.device), self._rows(state, output)
-            drawn = self._loss_curvature.draw(output.detach(), target, generator, rows)
+            drawn = self._loss_curvature.draw(output.detach(), target, collector.samples, generator, rows)
             if state.weight is not None:  # normalised by the samples of all ranks
                 drawn = drawn * (state.weight * collector.samples / collector.total_samples).sqrt()
             collector.collect(output, drawn, scale)
@@ -636,19 +647,9 @@ class Step:
             state.skipping, state.first_q = not active, None
 
     def _run_backward(self, total: Tensor, *, retain_graph: bool = False) -> None:
-        try:
-            with autocast_off(total):
-                total.backward(retain_graph=retain_graph)
-        except CheckpointError as error:
-            raise InputError(CHECKPOINTED) from error
-        except RuntimeError as error:
-            # PyTorch has no exception class for a missing derivative. tests/curvature/test_missing_derivative.py fails if
-            # PyTorch changes the text.
-            if "is not implemented" in str(error):
-                raise InputError(
-                    f"net must have operations that PyTorch can differentiate twice more, got: {one_line(error)}"
-                ) from error
-            raise
+        over_network = self.choices.direction_over == "network"
+        with derivatives_explained(CHECKPOINTED_NETWORK if over_network else CHECKPOINTED), autocast_off(total):
+            total.backward(retain_graph=retain_graph)
 
     def _generator(self, state: State, device: torch.device) -> torch.Generator:
         if state.generator is None:

@@ -9,15 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.checkpoint import CheckpointFunction
 
 from hgnp.curvature.factors import find_blocks
 from hgnp.errors import InputError
 from hgnp.validation import check_net
 
-CHECKPOINTED = (
-    "net must run without activation checkpointing after the penalised layer, got a checkpointed part, which runs again in the "
-    "backward pass without derivatives along v; turn it off, or use curvature='hessian'"
-)
+REENTRANT = f"{CheckpointFunction.__name__}Backward"
+"""The node of a reentrant checkpoint in autograd's graph."""
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 

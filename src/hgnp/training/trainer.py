@@ -17,6 +17,7 @@ from hgnp.errors import DivergedError, InputError, is_too_few_values
 from hgnp.execution.executor import make_executor
 from hgnp.recipe import Recipe
 from hgnp.reducer import LOCAL, Reducer
+from hgnp.state_guards import preserve_modes
 from hgnp.training.data import Prefetcher
 from hgnp.training.task import Task
 
@@ -130,6 +131,12 @@ class Trainer:
         self.accumulate = accumulate
         self._mean = GradientMean(step)
         self.scaler = torch.amp.GradScaler(device.type) if self.precision == "fp16" else None
+
+    def check_derivatives(self, batch: tuple[Any, Any]) -> None:
+        """Raises, before any training, what a step along some layer would: for derivatives that PyTorch does not have."""
+        with preserve_modes(self.net), self._precision():
+            self.net.train()
+            self.step.check_derivatives(self.state, *batch)
 
     def running(self) -> AbstractContextManager[None]:
         """Around steps, and best around all that is done with the network between them: with graphs, one stream for it all."""

@@ -5,14 +5,15 @@ statistics over all ranks where the `reducer` synchronises norms, and that dropo
 repeats the pass repeats the mask. The routes override `compute`.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
 
 from hgnp.curvature.autodiff.norms import batch_norm, synchronised_batch_norm
 from hgnp.curvature.autodiff.operations import (
@@ -26,7 +27,7 @@ from hgnp.curvature.autodiff.operations import (
 from hgnp.curvature.autodiff.rng import RandomState
 from hgnp.curvature.autodiff.tape import Tape
 from hgnp.curvature.device import capturing
-from hgnp.errors import InputError
+from hgnp.errors import InputError, one_line
 from hgnp.reducer import LOCAL, Reducer
 
 Output = Callable[[Any], Any]
@@ -35,6 +36,14 @@ Output = Callable[[Any], Any]
 _HIDDEN_NORMS = frozenset(
     """batch_norm layer_norm instance_norm native_batch_norm native_layer_norm _native_batch_norm_legit
     cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index""".split()  # noqa: SIM905
+)
+CHECKPOINTED_NETWORK = (
+    "direction_over must be 'block' for a network with activation checkpointing, got 'network': a checkpointed part runs again "
+    "in the backward pass without derivatives along v; or turn checkpointing off"
+)
+CHECKPOINTED = (
+    "net must run without activation checkpointing after the penalised layer, got a checkpointed part, which runs again in the "
+    "backward pass without derivatives along v; turn it off, or use curvature='hessian'"
 )
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.feature_dropout)
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -209,3 +218,27 @@ def samples_in(inputs: Any) -> int:
 def autocast_off(like: Tensor) -> AbstractContextManager[Any]:
     """Curvature is summed up in full precision, whatever the network's pass runs in."""
     return torch.autocast(like.device.type, enabled=False)
+
+
+@contextmanager
+def derivatives_explained(checkpointed: str = CHECKPOINTED) -> Iterator[None]:
+    """Around what differentiates derivatives: an InputError if PyTorch cannot, or if it meets a part that is checkpointed."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise InputError(checkpointed) from error
+    except RuntimeError as error:
+        if is_missing_derivative(error):
+            reason = one_line(error).rstrip(".")
+            raise InputError(
+                f"net and loss must have operations that PyTorch can differentiate twice more, got: {reason}; use mu=0, or "
+                "method='taylor' in a recipe"
+            ) from error
+        raise
+
+
+def is_missing_derivative(error: RuntimeError) -> bool:
+    """Whether PyTorch has no formula for a derivative."""
+    # It raises NotImplementedError, as user code may, or a plain RuntimeError: there is no class or API to ask.
+    # tests/curvature/test_missing_derivative.py fails if PyTorch changes the text.
+    return "is not implemented" in str(error)

@@ -17,14 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from hgnp.curvature.autodiff.forward import Forward, layer_options
+from hgnp.curvature.autodiff.forward import Forward, UnsupportedOperationError, layer_options
 from hgnp.curvature.autodiff.operations import (
     BILINEAR,
     CONVOLUTIONS,
     LINEAR,
     PASSIVE,
+    VIEW_ATTRIBUTES,
     Func,
+    attribute_of,
     batch_norm_options,
+    embedding_options,
     name_of,
     tensors_in,
 )
@@ -96,6 +99,8 @@ class Linearity(Forward):
 
     def compute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(func)
+        if name == "embedding":
+            self._check_embedding(embedding_options(func, args, kwargs))
         inputs = [self.reasons(x) for x in tensors_in((args, kwargs))]
         given = [x.grad_fn for x in tensors_in((args, kwargs))]  # as they are before a call that writes in place
         out = self.primal(func, args, kwargs)
@@ -103,6 +108,8 @@ class Linearity(Forward):
             for node, reasons in zip(given, inputs, strict=True):
                 self._compare(node, reasons)
         if not any(inputs) or name in PASSIVE or not torch.is_grad_enabled():
+            return out
+        if name == "__get__" and attribute_of(func) not in VIEW_ATTRIBUTES:
             return out
         if name == "linear" or name in CONVOLUTIONS:
             options = layer_options(name, args, kwargs)
@@ -119,6 +126,14 @@ class Linearity(Forward):
             self._record(x, merged)
         return out
 
+    def _check_embedding(self, options: dict[str, Any]) -> None:
+        """`scale_grad_by_freq` scales first derivatives in reverse mode, and no others: neither route gets a q of them."""
+        if options["scale_grad_by_freq"] and self.reasons(options["weight"]):
+            raise UnsupportedOperationError(
+                "must have scale_grad_by_freq=False where v may have a part in its weight, got True; create it without, or set "
+                "mu=0"
+            )
+
     def _is_linear(self, func: Func, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if name in ("div", "true_divide", "lerp"):  # linear in all but the last argument: divisor, weight
             last = args[2:] if name == "lerp" else args[1:]
@@ -128,6 +143,8 @@ class Linearity(Forward):
             return not options["training"] and options["running_mean"] is not None
         if name in ("dropout", "__get__", "__setitem__"):
             return True
+        if name == "abs":  # of a complex number it is no piecewise linear function
+            return not any(x.is_complex() for x in tensors_in((args, kwargs)))
         return name in LINEAR
 
 

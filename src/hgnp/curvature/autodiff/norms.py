@@ -214,6 +214,26 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
     return a * torch.sigmoid(b)
 
 
+def logcumsumexp(input: Tensor, dim: int) -> Tensor:
+    """By doubling steps of log(eᵃ + eᵇ). PyTorch's derivative takes logarithms of zeros, whose own derivatives are NaN."""
+    if not input.dim() or input.is_complex():
+        return torch.logcumsumexp(input, dim)
+    out, step, size = input, 1, input.shape[dim]
+    while step < size:
+        a, b = out.narrow(dim, step, size - step), out.narrow(dim, 0, size - step)
+        larger = a >= b
+        high, low = torch.where(larger, a, b), torch.where(larger, b, a)
+        gap = (low - high).masked_fill(high == -torch.inf, 0.0)
+        out = torch.cat([out.narrow(dim, 0, step), high + F.softplus(gap)], dim)
+        step *= 2
+    return out
+
+
+def weight_norm(u: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """g·u/‖u‖. PyTorch's fused kernel leaves the length's derivative out of the second derivative."""
+    return u * (g / torch.norm_except_dim(u, 2, dim))
+
+
 # Modules call these functions too. `forward` refuses torch.batch_norm and the like, which take other arguments.
 PRIMITIVE: dict[Any, Callable[..., Tensor]] = {
     F.batch_norm: batch_norm,
@@ -223,6 +243,9 @@ PRIMITIVE: dict[Any, Callable[..., Tensor]] = {
     F.scaled_dot_product_attention: scaled_dot_product_attention,
     F.hardsigmoid: hardsigmoid,
     F.glu: glu,
+    torch._weight_norm: weight_norm,
+    torch.logcumsumexp: logcumsumexp,
+    torch.Tensor.logcumsumexp: logcumsumexp,
 }
 
 

@@ -51,6 +51,15 @@ PASSIVE = frozenset(
 )
 
 
+VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+"""Linear. Others hold no derivative (`data`), or a tensor that is known already (`_base`)."""
+
+
+def attribute_of(func: Callable[..., Any]) -> str:
+    """The attribute that a `__get__` or `__set__` is of."""
+    return getattr(getattr(func, "__self__", None), "__name__", "")
+
+
 def name_of(func: Callable[..., Any]) -> str:
     """The operation's name without the marks of an in-place or a reflected spelling: add_, __iadd__, __radd__ → add."""
     name: str = getattr(func, "__name__", "?")
@@ -124,6 +133,22 @@ def batch_norm_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
 def uses_batch_statistics(options: dict[str, Any]) -> bool:
     """Whether a batch norm takes mean and variance from its batch: not in evaluation mode."""
     return options["training"] or options["running_mean"] is None
+
+
+_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+_TORCH_EMBEDDING = ("weight", "input", "padding_idx", "scale_grad_by_freq", "sparse")
+
+
+def embedding_options(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of F.embedding or torch.embedding by the names of the former. `padding_idx` is the row of the
+    weight that gets no gradient, or None."""
+    names = _EMBEDDING if func is F.embedding else _TORCH_EMBEDDING
+    options: dict[str, Any] = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False}
+    options |= dict(zip(names, args, strict=False)) | {{"indices": "input"}.get(k, k): v for k, v in kwargs.items()}
+    padding = options["padding_idx"]
+    if padding is not None and padding < 0:  # to torch.embedding a negative one is none
+        options["padding_idx"] = padding + options["weight"].shape[0] if func is F.embedding else None
+    return options
 
 
 def untracked(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

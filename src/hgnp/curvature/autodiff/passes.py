@@ -14,8 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
-from hgnp.curvature.autodiff.forward import Forward, LayerObserver, Output, UnsupportedOperationError, autocast_off, run
+from hgnp.curvature.autodiff.forward import (
+    CHECKPOINTED,
+    CHECKPOINTED_NETWORK,
+    Forward,
+    LayerObserver,
+    Output,
+    UnsupportedOperationError,
+    autocast_off,
+    derivatives_explained,
+    run,
+)
 from hgnp.curvature.autodiff.gauss_newton import GaussNewton
 from hgnp.curvature.autodiff.hessian import Hessian
 from hgnp.curvature.autodiff.linearity import Linearity, Reasons, described
@@ -27,7 +38,12 @@ from hgnp.curvature.autodiff.tape import Tape
 from hgnp.curvature.device import capturing
 from hgnp.curvature.factors import Block, WholeNetwork, find_blocks
 from hgnp.curvature.losses import Loss, LossCurvature, loss_curvature, weighted
-from hgnp.curvature.validation import lacks_second_derivative, tracked, without_tensor_hooks
+from hgnp.curvature.validation import (
+    REENTRANT,
+    lacks_second_derivative,
+    tracked,
+    without_tensor_hooks,
+)
 from hgnp.errors import InputError
 from hgnp.reducer import Reducer
 from hgnp.removal import Removal, listen
@@ -77,6 +93,7 @@ class Passes:
     ) -> None:
         self.net, self.loss, self.output = net, loss, output
         self._gauss_newton, self._over_network, self._reducer = gauss_newton, over_network, reducer
+        self._checkpointed = CHECKPOINTED_NETWORK if over_network else CHECKPOINTED
         self._reasons: dict[bool, Reasons] = {}
         self._hidden: dict[bool, dict[str, str]] = {}
         """In training or not → blocks whose tangent would be lost, with the operation that hides it."""
@@ -175,7 +192,7 @@ class Passes:
                 inputs, mode, side_effect_free=side_effect_free or primal is not None, within=within, before=before
             )
         loss = primal.loss if primal is not None and output is primal.output else self._loss(output, target, weight)
-        with autocast_off(loss):
+        with derivatives_explained(self._checkpointed), autocast_off(loss):
             q = mode.quotient(loss, output, target, weight)
         u = mode.tangent(output) if isinstance(mode, GaussNewton) else None
         return replace(primal or Pass(loss, output), loss=loss, output=output, q=q, tangent=u)
@@ -304,10 +321,54 @@ class Passes:
         self._check_hidden(output, mode.lost)
         self._reasons[self.net.training], self._hidden[self.net.training] = reasons, mode.lost
 
+    def check_derivatives(self, inputs: Any, target: Any) -> None:
+        """That q along any block can be differentiated: v may move to each of them in a run. A trial step along all blocks
+        together, without side effects; if that fails, one along each, as some operations support one layer's v alone."""
+        self.inspect(inputs)
+        blocks, hidden = self._blocks(), self._hidden[self.net.training]
+        followed = [block for block in blocks if not (self._gauss_newton and block.name in hidden)]
+        first_hidden = [block for block in blocks if block not in followed][:1]  # what is after it is after the others
+        warned = set(self._warned)
+        for together in (followed, first_hidden):
+            try:
+                self._try(together, inputs, target)
+            except InputError:
+                if self._reducer.sync_norms:  # other ranks may have passed, and would not sum
+                    raise
+                for block in together:
+                    self._try([block], inputs, target)
+            finally:
+                self._warned = set(warned)  # the step will tell
+
+    def _try(self, blocks: Sequence[Block | WholeNetwork], inputs: Any, target: Any) -> None:
+        """InputError if q along these blocks or its gradient cannot be had. Whatever else fails is left to the steps."""
+        parameters = {id(p): p for block in blocks for p in block.parameters.values()}
+        if not parameters:
+            return
+        tangents = [(p, torch.zeros_like(p)) for p in parameters.values()]
+        block = blocks[0] if len(blocks) == 1 else WholeNetwork(self.net)
+        trained = [p for p in self.net.parameters() if p.requires_grad]
+        try:
+            with warnings.catch_warnings(action="ignore"), RandomState(*trained):
+                q = self.with_curvature(block, tangents, inputs, target, None, side_effect_free=True).q
+                assert q is not None
+                with derivatives_explained(self._checkpointed), without_tensor_hooks(trained):
+                    torch.autograd.grad(q, trained, allow_unused=True)
+        except InputError as error:
+            if self._over_network or not isinstance(error.__cause__, CheckpointError):
+                raise  # else v may stay after the checkpointed part
+        except Exception:
+            return
+
     def _check_hidden(self, output: Any, hidden: dict[str, str]) -> None:
         """That hidden operations have a second derivative, which the Hessian along these blocks takes."""
         squares = [x.square().sum() for x in tensors_in(output) if x.requires_grad]  # whose derivative is not constant
         for block in [block for block in find_blocks(self.net) if block.name in hidden]:
+            if hidden[block.name] == REENTRANT:
+                raise InputError(
+                    f"layer {block.name!r} must not be before a reentrant checkpoint, which has no second derivative, got one; "
+                    "pass use_reentrant=False to torch.utils.checkpoint, or set mu=0"
+                )
             parameters = [p for p in (block.weight, block.bias) if p is not None and p.requires_grad]
             with without_tensor_hooks(parameters):
                 gradients = torch.autograd.grad(squares, parameters, create_graph=True, allow_unused=True)

@@ -19,6 +19,8 @@ from hgnp.curvature.autodiff.operations import (
     SAME,
     Func,
     batch_norm_options,
+    differentiable,
+    embedding_options,
     in_place,
     name_of,
     tensors_in,
@@ -57,7 +59,7 @@ def same(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if in_place(func, args, kwargs):  # not into a tangent that other tensors share
         tangent = tangent.clone()
     if isinstance(out, Tensor):
-        if out.is_floating_point():
+        if differentiable(out):
             # a tangent may have other strides than its tensor, and then no such view
             view = name_of(func) in ("view", "view_as") and out.numel() == tangent.numel()
             mode.record(out, tangent.reshape(out.shape) if view else func(tangent, *args[1:], **kwargs))
@@ -220,6 +222,22 @@ def pad(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     return out
 
 
+def embedding(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Row `padding_idx` of the weight gets no gradient: to autograd it is a constant, so its tangent is zero here. PyTorch's
+    forward derivative ignores that."""
+    options = embedding_options(func, args, kwargs)
+    index, weight, padding = options["input"], options["weight"], options["padding_idx"]
+    tangent = mode.tangent(weight)
+    if tangent is None:
+        return NotImplemented
+    out = mode.primal(func, args, kwargs)
+    if options["max_norm"] is not None:  # it has scaled rows in place, of which autograd knows nothing
+        mode.record(weight, tangent)
+    rows = torch.embedding(tangent, index)
+    mode.record(out, rows if padding is None else rows.masked_fill((index == padding).unsqueeze(-1), 0.0))
+    return out
+
+
 def batch_norm(mode: Tangent, func: Func, args: Args, kwargs: Kwargs) -> Any:
     options = batch_norm_options(args, kwargs)
     if mode.reducer.sync_norms and uses_batch_statistics(options):
@@ -277,6 +295,7 @@ RULES: dict[str, Callable[[Tangent, Func, Args, Kwargs], Any]] = {
     **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), layer),
     **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"), dropout),
     **dict.fromkeys(POOLS, max_pool),
+    "embedding": embedding,
     "relu": relu,
     "pad": pad,
     "batch_norm": batch_norm,

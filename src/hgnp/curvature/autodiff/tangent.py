@@ -23,7 +23,9 @@ from hgnp.curvature.autodiff.forward import Forward, LayerObserver, UnsupportedO
 from hgnp.curvature.autodiff.norms import PRIMITIVE
 from hgnp.curvature.autodiff.operations import (
     PASSIVE,
+    VIEW_ATTRIBUTES,
     Func,
+    attribute_of,
     differentiable,
     in_place,
     map_tensors,
@@ -38,6 +40,8 @@ from hgnp.reducer import LOCAL, Reducer
 
 # fused attention kernels have no second derivatives; PyTorch's own formula in plain operations has
 FUSED = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
+
+NO_HESSIAN = "nor has it what curvature='hessian' needs, so use mu=0, or method='taylor' in a recipe"
 
 # what PyTorch's forward derivative of these saves has no history, or divides by zero: its own gradient is silently wrong
 BY_REVERSE = frozenset(
@@ -130,6 +134,8 @@ class Tangent(Forward):
             return self._attribute(func, args, kwargs)
         if name in PASSIVE:
             return self._passive(func, args, kwargs)
+        if name == "__set__" and attribute_of(func) in ("data", "real", "imag"):
+            raise _unsupported(f"an assignment to .{attribute_of(func)}")
         if kwargs.get("out") is not None:
             raise _unsupported(f"{name}(out=…), which writes into an existing tensor")
         rule = RULES.get(name)
@@ -147,8 +153,7 @@ class Tangent(Forward):
 
     def _attribute(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        if attribute in ("T", "mT", "H", "mH") and (tangent := self.tangent(args[0])) is not None:
+        if attribute_of(func) in VIEW_ATTRIBUTES and (tangent := self.tangent(args[0])) is not None:
             self.record(out, func(tangent))
         return out
 
@@ -173,7 +178,7 @@ class Tangent(Forward):
             along = [(g * tangent).sum() for g, (_, tangent) in zip(gradients, duals.values(), strict=True)]
             tangents = torch.autograd.grad(torch.stack(along).sum(), c, create_graph=True, materialize_grads=True)
         except RuntimeError as error:
-            raise _unsupported(f"{name_of(func)}, which has no second derivative in PyTorch") from error
+            raise _unsupported(f"{name_of(func)}, which has no second derivative in PyTorch", NO_HESSIAN) from error
         for x, tangent in zip((x for x in tensors_in(out) if differentiable(x)), tangents, strict=True):
             self.record(x, tangent)
         return out
@@ -218,7 +223,10 @@ class Tangent(Forward):
             try:
                 primals, outs = torch.func.jvp(call, tuple(duals.values()), tangents)  # type: ignore[misc]
             except NotImplementedError as error:
-                raise _unsupported(f"{name}, which has no forward derivative in PyTorch") from error
+                raise _unsupported(
+                    f"{name}, which has no forward derivative in PyTorch",
+                    "use curvature='hessian'" if _differentiable_twice(func, args, kwargs) else NO_HESSIAN,
+                ) from error
         if writes:
             assert state is not None
             state.restore()
@@ -242,8 +250,26 @@ def _autocast_dtype(args: tuple[Any, ...]) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _unsupported(reason: str) -> UnsupportedOperationError:
-    return UnsupportedOperationError(f"must be differentiable by Gauss–Newton, got {reason}; use curvature='hessian'")
+def _differentiable_twice(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether reverse mode, and with it the Hessian's route, can differentiate the operation twice."""
+    copies = {id(x): x.detach().requires_grad_() for x in tensors_in((args, kwargs)) if differentiable(x)}
+    inputs = list(copies.values())
+
+    def given(x: Tensor) -> Tensor:
+        return copies.get(id(x), x)
+
+    try:
+        out = [x for x in tensors_in(func(*map_tensors(args, given), **map_tensors(kwargs, given))) if x.requires_grad]
+        for _ in range(2):  # squares, whose derivative is not constant
+            total = torch.stack([x.abs().square().sum() for x in out if x.requires_grad]).sum()
+            out = list(torch.autograd.grad(total, inputs, create_graph=True, materialize_grads=True))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _unsupported(reason: str, what_to_do: str = "use curvature='hessian'") -> UnsupportedOperationError:
+    return UnsupportedOperationError(f"must be differentiable by Gauss–Newton, got {reason}; {what_to_do}")
 
 
 @functools.cache
