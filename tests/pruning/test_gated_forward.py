@@ -107,6 +107,47 @@ def test_batches_on_different_paths_are_scored_together() -> None:
     torch.testing.assert_close(found["cell.x"], raw / raw.norm(), rtol=1e-9, atol=1e-12)
 
 
+NO_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "to dtype": lambda w, x: w.to(x.dtype),
+    "to tensor": lambda w, x: w.to(x),
+    "double": lambda w, x: w.double(),
+    "type_as": lambda w, x: w.type_as(x),
+    "contiguous": lambda w, x: w.contiguous(),
+    "cpu": lambda w, x: w.cpu(),
+    "plus": lambda w, x: +w,
+    "as_tensor": lambda w, x: torch.as_tensor(w),
+    "dropout": lambda w, x: F.dropout(w, 0.1, training=False),
+}
+
+
+class NoOps(Gated):
+    """Weights and a buffer pass through a call that returns its own argument, and are read directly too."""
+
+    layers: ClassVar[dict[str, str]] = {"a": "a", "b": "a"}
+
+    def __init__(self, no_op: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.out, self.no_op = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3), no_op
+        self.register_buffer("scale", torch.linspace(1, 2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.gate("a", torch.tanh(self.a(x)).to(self.b.weight) * self.no_op(self.scale, x))
+        weight = self.no_op(self.b.weight, x)
+        x = self.gate("a", torch.tanh(F.linear(x, weight, self.no_op(self.b.bias, x)) * self.scale))
+        return self.out(self.gate("a", torch.tanh(self.b(x))))
+
+
+@pytest.mark.parametrize("no_op", NO_OPS.values(), ids=NO_OPS)
+def test_a_call_that_returns_a_weight_as_it_is_changes_no_score(no_op: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    net = NoOps(no_op).double()
+    given = batch(6, 5)
+    neurons = hgnp.Neurons(net, given[0])
+    scored_as_by_hand(net, neurons, given)
+    neurons.remove({"a": [1, 3]})
+    scored_as_by_hand(net, neurons, given)
+
+
 class Branching(Gated):
     """Another layer, at the end or in between, for long inputs."""
 

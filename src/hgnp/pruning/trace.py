@@ -174,7 +174,9 @@ class _OperatorTracer(TorchDispatchMode):
                 result.constant = _BOOLEANS[outcome]
 
     def index_of(self, tensor: Tensor) -> int | None:
-        return self._index.get(id(tensor))
+        """The index of a tensor's value; None if no operator has read it, unless it is a weight, which `w.to(w.dtype)` returns
+        without an operator."""
+        return self.value(tensor, computed=False) if id(tensor) in self._weights else self._index.get(id(tensor))
 
     def computed(self) -> list["weakref.ref[Tensor]"]:
         """References to the tensors that operators have returned."""
@@ -412,7 +414,7 @@ class _FunctionTracer(TorchFunctionMode):
         if produces_tensor(name, result):
             op_calls = range(start, len(graph.op_calls))
             call = self._operators.module_calls.current
-            now = self._indices((args, kwargs))  # a weight has an index from its first use on
+            now = self._indices((args, kwargs))  # an input has an index from its first use on
             arguments = {position: now[position] if index is None else index for position, index in arguments.items()}
             results = self._indices(result)
             graph.function_calls.append(FunctionCall(name, call, arguments, results, op_calls, non_tensors))
