@@ -352,10 +352,29 @@ def _runs_an_operator(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
-def _call(op: OpOverload, args: Any, kwargs: Any, known: Mapping[int, Tensor]) -> Any:
+def _call(op: OpOverload, args: Any, kwargs: Any, known: Mapping[int, Tensor | None]) -> Any:
     """Runs an operator on known values."""
     args, kwargs = tree_map(lambda leaf: known[leaf.index] if isinstance(leaf, ValueRef) else leaf, (args, kwargs))
     return op(*args, **kwargs)
+
+
+def value_of_weights(graph: Graph, index: int, weights: Mapping[str, Tensor]) -> Tensor | None:
+    """A value that the forward pass computes from parameters, buffers and constants alone, for these parameters and buffers;
+    None if it is written in place."""
+    needed, calls = {index}, list[OpCall]()
+    for call in reversed(graph.op_calls):
+        if needed & set(call.writes):
+            calls.insert(0, call)
+            needed |= set(call.reads)
+    written = {graph.values[i].storage for call in graph.op_calls for i in call.writes if i in call.reads}
+    if any(graph.values[i].storage in written for i in needed):
+        return None
+    found = {i: weights.get(graph.values[i].name or "", graph.values[i].constant) for i in needed}
+    with torch.no_grad():
+        for call in calls:
+            results = tree_leaves(_call(call.op, call.args, call.kwargs, found))
+            found |= zip(call.writes, [leaf for leaf in results if isinstance(leaf, Tensor)], strict=True)
+    return found[index]
 
 
 def _as_fake(tensor: Tensor, args: Any) -> Tensor:
