@@ -34,12 +34,13 @@ from hgnp.pruning.selection import (
     with_scores,
 )
 from hgnp.pruning.state import PruningState
-from hgnp.pruning.structure import Structure, TracedForward, depends_on_data
+from hgnp.pruning.structure import PathError, Structure, TracedForward, depends_on_data
 from hgnp.pruning.summary import Frozen, Layer, Preview, table
 from hgnp.pruning.surgery import Change, changes_to_net, changes_to_optimizer, check_copies, commit
 from hgnp.pruning.trial import disagreement
 from hgnp.pruning.validation import as_inputs, as_outputs, check_prunable, check_samples, protected_modules
 from hgnp.pruning.verify import CutVerifier, Mismatch
+from hgnp.pruning.widths import Shape
 from hgnp.removal import Listener, Removal, listeners_of
 from hgnp.validation import check_flags
 
@@ -478,9 +479,13 @@ class Neurons:
     def _check_shapes(self) -> None:
         """InputError unless the network's tensors have the shapes of this object's state, apart from buffers without channels
         of neurons, such as rotary embeddings: the code may create or extend them when it needs more."""
+        resized = {}
         for name, tensor in tensors_of(self.net).items():
             expected = self._state.shapes.get(name)
-            if tensor.shape == expected or (not isinstance(tensor, nn.Parameter) and self._has_no_neurons(name)):
+            if tensor.shape == expected:
+                continue
+            if not isinstance(tensor, nn.Parameter) and self._has_no_neurons(name):
+                resized[name] = tuple(tensor.shape)
                 continue
             if expected is None:
                 raise InputError(
@@ -490,9 +495,26 @@ class Neurons:
                 f"{name} must have shape {expected}, got {tuple(tensor.shape)}; the network changed after Neurons was "
                 "created: create it again. After load_state_dict, shrink the network by hgnp.load(path, net)"
             )
-        self._structure.update_values()
-        if "_branches" in self.__dict__:
-            self._branches.structure.update_values()
+        self._update(resized)
+
+    def _update(self, resized: Mapping[str, Shape]) -> None:
+        """Traces the network again if these buffers have other shapes now, or a value that its code reads has changed."""
+        try:
+            self._structure.update(resized)
+            if "_branches" in self.__dict__:
+                self._branches.structure.update(resized)
+        except PathError as error:
+            if not resized:
+                raise
+            raise InputError(
+                f"{', '.join(resized)} must have no channels of neurons, got another shape since Neurons was created, and "
+                f"{error.reason}: create it again"
+            ) from error
+        if resized:
+            self._state = PruningState(self._structure, self._layer_slots, self._state.alive)
+            self._verifier.verified = None
+            if "_branches" in self.__dict__:
+                self._branches.verifier.verified = None
 
     def _has_no_neurons(self, name: str) -> bool:
         """Whether no removal cuts this tensor."""

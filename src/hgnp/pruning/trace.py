@@ -655,6 +655,8 @@ def _fake_weights(
     for name, tensor in tensors_of(net).items():
         spec = specs.get(name) or spec_of(tensor)
         shape = shapes.get(name, tuple(tensor.shape))
+        if len(spec.dim_order) != len(shape):  # a buffer that the code has replaced since
+            spec = spec._replace(dim_order=tuple(range(len(shape))))
         strides = (
             tensor.stride() if shape == tensor.shape and spec == spec_of(tensor) else _strides(shape, spec.dim_order)
         )
