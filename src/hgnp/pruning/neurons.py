@@ -36,7 +36,7 @@ from hgnp.pruning.selection import (
 from hgnp.pruning.state import PruningState
 from hgnp.pruning.structure import PathError, Structure, TracedForward, depends_on_data
 from hgnp.pruning.summary import Frozen, Layer, Preview, table
-from hgnp.pruning.surgery import Change, changes_to_net, changes_to_optimizer, check_copies, commit
+from hgnp.pruning.surgery import Change, changes_to_net, changes_to_optimizer, check_copies, check_optimizer, commit
 from hgnp.pruning.trial import disagreement
 from hgnp.pruning.validation import as_inputs, as_outputs, check_prunable, check_samples, protected_modules
 from hgnp.pruning.verify import CutVerifier, Mismatch
@@ -444,7 +444,7 @@ class Neurons:
 
         Args:
             selection: Layer → positions of neurons, from `least` or written by hand.
-            optimizer: An optimizer of the network, or several, whose state is cut with the parameters.
+            optimizer: An optimizer of the network, or several, whose state is cut with the parameters, also those of `also`.
             also: Networks of the same shape, such as a moving average, that are cut too.
         """
         left = self._after(selection)
@@ -458,7 +458,7 @@ class Neurons:
             changes += changes_to_net(copy, removal)
         for each in optimizer if isinstance(optimizer, Iterable) else [optimizer]:
             if each is not None:
-                changes += changes_to_optimizer(self.net, each, removal)
+                changes += changes_to_optimizer([self.net, *copies], each, removal)
         commits = [listener(removal) for listener in [*listeners_of(self.net), *self.listeners]]
         commit([*changes, *(Change(apply) for apply in commits)])
         verifier = self._verifier_of(removed.coupling)
@@ -472,6 +472,10 @@ class Neurons:
         if agreed and not self._config_agrees:
             warnings.warn(CONFIG_HINT, stacklevel=2)
         return removed
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """InputError if a removal could not cut the optimizer's state, which exists from its first step on."""
+        check_optimizer([self.net], optimizer, [name for name in self._state.shapes if not self._has_no_neurons(name)])
 
     def _verifier_of(self, coupling: CouplingMode) -> CutVerifier:
         return self._branches.verifier if coupling == "paper" else self._verifier
