@@ -63,28 +63,28 @@ class Recurrent(Gated):
 
     layers: ClassVar[dict[str, str]] = {"cell.x": "cell.x", "cell.h": "cell.x"}
 
-    def __init__(self, functional: bool) -> None:
+    def __init__(self, functional: bool, from_zeros: bool = False) -> None:
         super().__init__()
-        self.cell, self.out, self.functional = (
-            nn.ModuleDict({"x": nn.Linear(3, 5), "h": nn.Linear(5, 5)}),
-            nn.Linear(5, 3),
-            functional,
-        )
-        self.act = nn.Tanh()
+        self.cell = nn.ModuleDict({"x": nn.Linear(3, 5), "h": nn.Linear(5, 5)})
+        self.out, self.act = nn.Linear(5, 3), nn.Tanh()
+        self.functional, self.from_zeros = functional, from_zeros
 
     def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.cell["x"](x[:, 0]))
-        for t in range(1, x.shape[1]):
+        h = x.new_zeros(len(x), self.cell["h"].in_features) if self.from_zeros else torch.tanh(self.cell["x"](x[:, 0]))
+        for t in range(not self.from_zeros, x.shape[1]):
             total = self.cell["x"](x[:, t]) + self.cell["h"](self.gate("cell.x", h))
             h = torch.tanh(total) if self.functional else self.act(total)
         return self.out(self.gate("cell.x", h))
 
 
 @pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("from_zeros", [False, True])
 @pytest.mark.parametrize("steps", [1, 3, 5, 8])
-def test_a_loop_traced_with_five_steps_is_scored_with_any_number(functional: bool, steps: int) -> None:
+def test_a_loop_traced_with_five_steps_is_scored_with_any_number(
+    functional: bool, from_zeros: bool, steps: int
+) -> None:
     torch.manual_seed(0)
-    net = Recurrent(functional).double()
+    net = Recurrent(functional, from_zeros).double()
     neurons = hgnp.Neurons(net, batch(4, 5, 3)[0])
     given = batch(6, steps, 3)
     scored_as_by_hand(net, neurons, given)

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hgnp.errors import InputError, did_you_mean
 from hgnp.pruning.graph import Graph, OpCall, tensors_of
 from hgnp.pruning.labels import varying_dims
-from hgnp.pruning.rules import op_name, products, rule_for
+from hgnp.pruning.rules import PRODUCTS, op_name, rule_for
 from hgnp.pruning.selection import Unit, as_positions
 from hgnp.pruning.structure import Structure
 from hgnp.pruning.trace import value_of_weights
@@ -181,7 +181,7 @@ class PruningState:
 
 
 def _is_product(call: OpCall, module: str) -> bool:
-    return call.module == module and rule_for(call.op) in (products.mm, products.addmm, products.convolution)
+    return call.module == module and rule_for(call.op) in PRODUCTS
 
 
 def _is_parameter(graph: Graph, index: int) -> bool:

@@ -238,6 +238,8 @@ class _OperatorTracer(TorchDispatchMode):
                 self._producer[index] = len(self._calls)
             self._calls.append(OpCall(op, refs[0], refs[1], reads, writes, module))
             self.graph.op_calls.append(self._calls[-1])
+        elif reads and op._schema.is_mutable:
+            raise UntraceableError(f"it changes tensors without returning them ({op._schema.name})")
         return result
 
     def _with_refs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
