@@ -86,6 +86,23 @@ def distributed() -> StatefulDataLoader[Any]:
     return StatefulDataLoader(data, 16, sampler=StatefulDistributedSampler(data, num_replicas=1, rank=0))
 
 
+class EpochBatches:
+    """A batch sampler whose order depends on the epoch alone."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(96, generator=torch.Generator().manual_seed(self.epoch))
+        yield from order.view(6, 16).tolist()
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "workers": lambda: stateful(1),
     "no workers": lambda: stateful(0),
@@ -94,6 +111,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
         TensorDataset(*stripes()), 16, shuffle=True, num_workers=1, persistent_workers=True
     ),
     "distributed sampler": distributed,
+    "batch sampler": lambda: DataLoader(TensorDataset(*stripes()), batch_sampler=EpochBatches()),
     "stream": lambda: StatefulDataLoader(Stream(), batch_size=16),
     "own": OwnLoader,
 }
@@ -137,7 +155,16 @@ def test_every_epoch_has_all_samples_once(name: str, validated: bool) -> None:
         torch.testing.assert_close(torch.cat(steps).sum((1, 2, 3)).sort().values, everyone)
 
 
-@pytest.mark.parametrize("name", ["no workers", "persistent workers", "distributed sampler", "stream", "own"])
+def test_a_batch_sampler_gets_the_epoch() -> None:
+    epochs, _ = trained(LOADERS["batch sampler"]())
+    for epoch, steps in enumerate(epochs):
+        order = torch.randperm(96, generator=torch.Generator().manual_seed(epoch))
+        torch.testing.assert_close(torch.cat(steps), stripes()[0][order])
+
+
+@pytest.mark.parametrize(
+    "name", ["no workers", "persistent workers", "distributed sampler", "batch sampler", "stream", "own"]
+)
 def test_a_resumed_run_ends_as_if_it_had_never_stopped(name: str, tmp_path: Path) -> None:
     _, whole = trained(LOADERS[name](), val=LOADERS[name](), out=tmp_path / "whole")
     for stop in (0, 2):  # before that epoch's checkpoint: it resumes from the one before

@@ -46,6 +46,8 @@ from hgnp.validation import check_flags
 
 CONFIG_HINT = "the network's config cannot state these widths: use hgnp.save and hgnp.load, not save_pretrained"
 
+NO_SCORES = "no layer has scores: those of derivatives leave out layers that are read where no gate can be placed"
+
 
 class Neurons:
     """The neurons of a network: the output units of its linear layers and the filters of its convolutions.
@@ -292,6 +294,8 @@ class Neurons:
         values = as_values(scores, alive)
         floors = floors_of(floor, max_removed, self._totals)
         multiples = limit_by_layer("round_to", round_to, self._totals)
+        if n and alive and not values:
+            return self._as_selection((), n, coupling, NO_SCORES)
         return self._select(values, n, alive, floors, multiples, coupling, confirm)
 
     def _select(

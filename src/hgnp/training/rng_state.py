@@ -89,26 +89,27 @@ def preserved_position(loader: Any) -> Iterator[None]:
 
 
 def prepare_epoch(loader: Any, epoch: int) -> None:
-    """Set the epoch of a distributed sampler, and restart persistent workers, whose RNG state cannot be captured."""
+    """Set the epoch of a distributed sampler or batch sampler, and restart persistent workers, whose RNG state cannot be
+    captured."""
     if getattr(loader, "persistent_workers", False):
         loader._iterator = None
-    set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
-    if set_epoch is not None:
-        set_epoch(epoch)
+    for sampler in _samplers(loader):
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """Its sampler, its batch sampler and the sampler of that, without duplicates."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
+    return list({id(part): part for part in parts if part is not None}.values())
 
 
 def _components(loaders: tuple[Any, ...]) -> list[Any]:
     """Loaders, their samplers and their datasets, without duplicates."""
     components: dict[int, Any] = {}
     for loader in loaders:
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        for part in (
-            loader,
-            getattr(loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-            getattr(loader, "dataset", None),
-        ):
+        for part in (loader, *_samplers(loader), getattr(loader, "dataset", None)):
             if part is not None:
                 components.setdefault(id(part), part)
     return list(components.values())
