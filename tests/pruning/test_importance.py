@@ -101,6 +101,17 @@ class Gain(nn.Linear):
         return F.linear(x, self.gain * self.weight, self.bias)
 
 
+class LowRank(nn.Linear):
+    """Adds a product of two small matrices to its weight, as LoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.left, self.right = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight + self.left @ self.right, self.bias)
+
+
 class Channels(nn.Module):
     """A convolution between linear layers."""
 
@@ -127,6 +138,7 @@ COMPUTED_WEIGHTS: dict[str, Callable[[], nn.Module]] = {
     "weight norm by hook": lambda: old_weight_norm(nn.Linear(8, 8)),
     "mask": lambda: masked(nn.Linear(8, 8)),
     "gain": Gain,
+    "low rank": LowRank,
     "weight norm of a convolution": lambda: parametrizations.weight_norm(nn.Conv2d(8, 8, 1)),
     "mask of a depthwise convolution": lambda: masked(nn.Conv2d(8, 8, 1, groups=8)),
     "mask of a grouped convolution": lambda: masked(nn.Conv2d(8, 8, 1, groups=2)),

@@ -126,7 +126,7 @@ class LabelPropagation:
         after = LabelledTensor(
             value.shape,
             tuple(labels),
-            is_weight=computed and all(read.is_weight for read in distinct) and not self._applies_layer(),
+            is_weight=computed and all(read.is_weight for read in distinct) and not self.applies_layer(),
             shared=computed and all(read.shared for read in distinct),
             filler=filler,
             zero=filler and self._is_zero(reads),
@@ -174,10 +174,11 @@ class LabelPropagation:
         """Whether two values are the same tensor, or aliases of all of it."""
         return self._original.get(one, one) == self._original.get(other, other)
 
-    def _applies_layer(self) -> bool:
-        return self.call.module in self._layers and op_name(self.call.op) in ("mm", "addmm")
-
     # Called by the rules
+
+    def applies_layer(self) -> bool:
+        """Whether a linear layer is running: what it returns are features, even of parameters alone."""
+        return self.call.module in self._layers and op_name(self.call.op) in ("mm", "addmm")
 
     def add_rows(self, labels: Tensor) -> None:
         """Notes the output channels of the module that is running."""
