@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hgnp.errors import InputError, did_you_mean
 from hgnp.pruning.graph import Graph, OpCall, tensors_of
 from hgnp.pruning.labels import varying_dims
+from hgnp.pruning.propagation import LabelPropagation
 from hgnp.pruning.rules import PRODUCTS, op_name, rule_for
 from hgnp.pruning.selection import Unit, as_positions
 from hgnp.pruning.structure import Structure
@@ -126,15 +128,21 @@ class PruningState:
                     continue
                 if _is_parameter(propagation.graph, labelled.call.reads[position]):
                     return None
-                call = [call for call in self._graph_now.op_calls if _is_product(call, layer)][number]
-                weight = value_of_weights(self._graph_now, call.reads[position], tensors_of(net))
+                graph = self._graph_now(propagation)
+                call = [call for call in graph.op_calls if _is_product(call, layer)][number]
+                weight = value_of_weights(graph, call.reads[position], tensors_of(net))
                 return None if weight is None else (weight, varying_dims(label)[0], label.flatten())
         return None
 
+    def _graph_now(self, propagation: LabelPropagation) -> Graph:
+        """The trace of the network with the neurons that remain, which calls the same operators."""
+        if propagation not in self._graphs:
+            self._graphs[propagation] = self.structure.trace_now(self.structure.inputs, loss_needs_training_mode=False)
+        return self._graphs[propagation]
+
     @cached_property
-    def _graph_now(self) -> Graph:
-        """The trace of the network with the neurons that remain."""
-        return self.structure.trace_now(self.structure.inputs, loss_needs_training_mode=False)
+    def _graphs(self) -> WeakKeyDictionary[LabelPropagation, Graph]:
+        return WeakKeyDictionary()
 
     @cached_property
     def _heads(self) -> dict[str, Tensor]:
