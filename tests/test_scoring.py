@@ -467,3 +467,31 @@ def test_a_layer_of_parameters_alone_is_scored_by_the_batch_and_others_by_sample
     of_batch = slopes(x, y)[1].abs()
     torch.testing.assert_close(found["first"], of_samples / of_samples.norm())
     torch.testing.assert_close(found["bias.0"], of_batch / of_batch.norm())
+
+
+class Slope(nn.Module):
+    """Returns the derivative of a network along its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.out = nn.Linear(2, 6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(self.out(torch.tanh(self.a(x))).sum(), x, create_graph=True)
+        return slope
+
+
+def test_a_selection_without_scores_says_why_it_is_empty() -> None:
+    net, x = Slope(), torch.randn(4, 2)
+    neurons = hgnp.Neurons(net, x)
+    scores = hgnp.sensitivity(net, neurons, [(x, x)], loss=F.mse_loss)
+    assert not scores
+    assert neurons.count == 6
+    selection = neurons.least(scores, 2)
+    assert not selection
+    assert selection.problem is not None
+    assert "no layer has scores" in selection.problem
+    assert neurons.least(scores, 0).problem is None
+    assert neurons.least({"a": torch.rand(6)}, 2).problem is None

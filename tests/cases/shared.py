@@ -111,6 +111,50 @@ def lstm() -> nn.Module:
     )  # fmt: skip
 
 
+@case("out", example=lambda: tokens())
+def recurrence_from_zeros() -> nn.Module:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), n.h.in_features)
+        for t in range(x.shape[1]):
+            h = torch.tanh(n.x(x[:, t]) + n.h(h))
+        return n.out(h)
+
+    return Net(forward, x=nn.Linear(12, 7), h=nn.Linear(7, 7), out=nn.Linear(7, 2))
+
+
+class _LSTM(nn.Module):
+    """Its state has the width that an attribute states."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.x, self.h = width, nn.Linear(12, 4 * width), nn.Linear(width, 4 * width)
+        self.out = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = c = self.h.weight.new_zeros(2, len(x), self.width)[1]
+        for t in range(x.shape[1]):
+            i, f, g, o = (self.x(x[:, t]) + self.h(h)).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+        return self.out(h)
+
+
+@case("out", example=lambda: tokens())
+def lstm_by_hand() -> nn.Module:
+    return _LSTM(6)
+
+
+@case("out", example=lambda: image())
+def convolutional_recurrence_from_zeros() -> nn.Module:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = torch.zeros(len(x), n.h.in_channels, *x.shape[2:], dtype=x.dtype, device=x.device)
+        for _ in range(3):
+            h = torch.tanh(n.x(x) + n.h(h))
+        return n.out(h.mean((2, 3)))
+
+    return Net(forward, x=conv(3, 6), h=conv(6, 6), out=nn.Linear(6, 2))
+
+
 @case("attention", "attention.out_proj", "down", "out", example=lambda: tokens())
 def attention() -> nn.Module:
     def forward(n: Any, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from hgnp import Neurons
 from hgnp.errors import InputError
 from hgnp.pruning.selection import CouplingMode
 from hgnp.training.task import CallbackState
-from pruning_cases import assert_pruned_equals_masked, random_scores
+from pruning_cases import assert_pruned_equals_masked, random_scores, two_layers
 
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
 
@@ -275,6 +275,40 @@ def test_a_buffer_that_the_code_creates_and_extends() -> None:
         assert removed.taken == 2
         assert_pruned_equals_masked(net, whole, removed, ((x,), {}))
     assert {each.name for each in neurons.frozen} == frozen
+
+
+@pytest.mark.parametrize("width", [8, 12])
+def test_a_buffer_that_gets_channels_is_refused(width: int) -> None:
+    """It had one entry for all channels, which no removal cuts."""
+    net = two_layers(lambda n, x: n.out(n.a(x).relu() * n.scale))
+    net.register_buffer("scale", torch.ones(1, dtype=torch.double))
+    x = torch.randn(4, 5, dtype=torch.double)
+    neurons = Neurons(net, x)
+    verified = neurons.least({"a": torch.rand(12)}, 12 - width)
+    if width < 12:
+        neurons.remove(verified)
+    net.scale = torch.linspace(1, 2, width, dtype=torch.double)
+    for refused in (lambda: neurons.least({"a": torch.rand(width)}, 2), lambda: neurons.remove({"a": [0]})):
+        with pytest.raises(InputError, match="scale must have no channels of neurons"):
+            refused()
+    assert net.a.weight.shape == (width, 5)
+    again = Neurons(net, x)
+    whole = copy.deepcopy(net)
+    assert_pruned_equals_masked(net, whole, again.remove({"a": [0, 2]}), ((x,), {}))
+    assert net.scale.shape == (width - 2,)
+
+
+def test_a_buffer_without_channels_can_change_its_shape_and_back() -> None:
+    net = two_layers(lambda n, x: n.out(n.a(x).relu() * n.scale))
+    net.register_buffer("scale", torch.full((1, 1), 2.0, dtype=torch.double))
+    x = torch.randn(4, 5, dtype=torch.double)
+    neurons = Neurons(net, x)
+    for shape in ((), (4, 1), (1, 1)):
+        net.scale = torch.rand(shape, dtype=torch.double)
+        whole = copy.deepcopy(net)
+        removed = neurons.remove(neurons.least({"a": torch.rand(neurons.count)}, 1))
+        assert removed.taken == 1
+        assert_pruned_equals_masked(net, whole, removed, ((x,), {}))
 
 
 def test_a_number_of_groups_that_changed_is_refused() -> None:

@@ -126,6 +126,34 @@ def test_a_cut_that_takes_another_branch_is_refused() -> None:
     assert all(torch.equal(net.state_dict()[name], tensor) for name, tensor in before.items())
 
 
+WRITES_INTO_ZEROS = {
+    "nothing": lambda h: None,
+    "a number": lambda h: h.fill_(1),
+    "noise": lambda h: h.normal_(),
+    "into a part": lambda h: h[:, :2].add_(1),
+    "into a view": lambda h: h.view(-1).add_(1),
+    "into data": lambda h: h.data.fill_(1),
+    "ones": lambda h: h.copy_(torch.ones_like(h)),
+    "out": lambda h: torch.add(h, 1, out=h),
+    "by an operator that returns nothing": lambda h: torch._foreach_add_([h], 1.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES_INTO_ZEROS.values(), ids=WRITES_INTO_ZEROS)
+def test_a_state_that_no_longer_is_zero_freezes_the_layer_that_multiplies_it(write: Any) -> None:
+    """The sum over a state of ones depends on its width; that over zeros does not."""
+
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), n.h.in_features)
+        write(h)
+        for _ in range(2):
+            h = torch.tanh(n.a(x) + n.h(h))
+        return n.out(h)
+
+    net = two_layers(forward, h=nn.Linear(12, 12))
+    assert prunable_layers(net) == ([] if write is not WRITES_INTO_ZEROS["nothing"] else ["a", "h"])
+
+
 def test_a_tensor_attribute_that_is_no_buffer_freezes_the_layer() -> None:
     net = Net(lambda n, x: n.out(n.a(x).tanh() * n.scale), a=nn.Linear(5, 6), out=nn.Linear(6, 2)).double()
     net.scale = torch.linspace(1, 2, 6).double()  # type: ignore[assignment]

@@ -63,28 +63,28 @@ class Recurrent(Gated):
 
     layers: ClassVar[dict[str, str]] = {"cell.x": "cell.x", "cell.h": "cell.x"}
 
-    def __init__(self, functional: bool) -> None:
+    def __init__(self, functional: bool, from_zeros: bool = False) -> None:
         super().__init__()
-        self.cell, self.out, self.functional = (
-            nn.ModuleDict({"x": nn.Linear(3, 5), "h": nn.Linear(5, 5)}),
-            nn.Linear(5, 3),
-            functional,
-        )
-        self.act = nn.Tanh()
+        self.cell = nn.ModuleDict({"x": nn.Linear(3, 5), "h": nn.Linear(5, 5)})
+        self.out, self.act = nn.Linear(5, 3), nn.Tanh()
+        self.functional, self.from_zeros = functional, from_zeros
 
     def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.cell["x"](x[:, 0]))
-        for t in range(1, x.shape[1]):
+        h = x.new_zeros(len(x), self.cell["h"].in_features) if self.from_zeros else torch.tanh(self.cell["x"](x[:, 0]))
+        for t in range(not self.from_zeros, x.shape[1]):
             total = self.cell["x"](x[:, t]) + self.cell["h"](self.gate("cell.x", h))
             h = torch.tanh(total) if self.functional else self.act(total)
         return self.out(self.gate("cell.x", h))
 
 
 @pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("from_zeros", [False, True])
 @pytest.mark.parametrize("steps", [1, 3, 5, 8])
-def test_a_loop_traced_with_five_steps_is_scored_with_any_number(functional: bool, steps: int) -> None:
+def test_a_loop_traced_with_five_steps_is_scored_with_any_number(
+    functional: bool, from_zeros: bool, steps: int
+) -> None:
     torch.manual_seed(0)
-    net = Recurrent(functional).double()
+    net = Recurrent(functional, from_zeros).double()
     neurons = hgnp.Neurons(net, batch(4, 5, 3)[0])
     given = batch(6, steps, 3)
     scored_as_by_hand(net, neurons, given)
@@ -105,6 +105,47 @@ def test_batches_on_different_paths_are_scored_together() -> None:
         raw += 6 * slope.abs().sum(0)
         net.gates = {}
     torch.testing.assert_close(found["cell.x"], raw / raw.norm(), rtol=1e-9, atol=1e-12)
+
+
+NO_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "to dtype": lambda w, x: w.to(x.dtype),
+    "to tensor": lambda w, x: w.to(x),
+    "double": lambda w, x: w.double(),
+    "type_as": lambda w, x: w.type_as(x),
+    "contiguous": lambda w, x: w.contiguous(),
+    "cpu": lambda w, x: w.cpu(),
+    "plus": lambda w, x: +w,
+    "as_tensor": lambda w, x: torch.as_tensor(w),
+    "dropout": lambda w, x: F.dropout(w, 0.1, training=False),
+}
+
+
+class NoOps(Gated):
+    """Weights and a buffer pass through a call that returns its own argument, and are read directly too."""
+
+    layers: ClassVar[dict[str, str]] = {"a": "a", "b": "a"}
+
+    def __init__(self, no_op: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.out, self.no_op = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3), no_op
+        self.register_buffer("scale", torch.linspace(1, 2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.gate("a", torch.tanh(self.a(x)).to(self.b.weight) * self.no_op(self.scale, x))
+        weight = self.no_op(self.b.weight, x)
+        x = self.gate("a", torch.tanh(F.linear(x, weight, self.no_op(self.b.bias, x)) * self.scale))
+        return self.out(self.gate("a", torch.tanh(self.b(x))))
+
+
+@pytest.mark.parametrize("no_op", NO_OPS.values(), ids=NO_OPS)
+def test_a_call_that_returns_a_weight_as_it_is_changes_no_score(no_op: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    net = NoOps(no_op).double()
+    given = batch(6, 5)
+    neurons = hgnp.Neurons(net, given[0])
+    scored_as_by_hand(net, neurons, given)
+    neurons.remove({"a": [1, 3]})
+    scored_as_by_hand(net, neurons, given)
 
 
 class Branching(Gated):

@@ -1,9 +1,14 @@
 """Scores computed from weights alone, against their definitions."""
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 
 import hgnp
 
@@ -58,3 +63,107 @@ def test_random_scores_differ_after_a_removal() -> None:
     before = hgnp.sensitivity(net, neurons, [], criterion="random")["2"]
     neurons.remove({"0": [1]})
     assert not torch.equal(before, hgnp.sensitivity(net, neurons, [], criterion="random")["2"])
+
+
+class Tokens(nn.Module):
+    """A norm over the tokens of a layer's output, of which there are as many as channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.out = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.norm(self.a(x))).mean(1))
+
+
+@pytest.mark.parametrize("positions", [6, 7])
+def test_the_scale_of_a_norm_over_positions_or_tokens_is_no_score_of_channels(positions: int) -> None:
+    norm = nn.Sequential(nn.Conv1d(4, 6, 1), nn.BatchNorm1d(6), nn.ReLU())
+    over_positions = nn.Sequential(nn.Conv1d(6, 6, 1), nn.LayerNorm(positions), nn.ReLU())
+    net = nn.Sequential(*norm, *over_positions, nn.Flatten(), nn.Linear(6 * positions, 3))
+    neurons = hgnp.Neurons(net, torch.randn(2, 4, positions))
+    assert [layer.name for layer in neurons.layers] == ["0", "3"]
+    assert hgnp.sensitivity(net, neurons, [], criterion="bn_scale").keys() == {"0"}
+    tokens = Tokens()
+    neurons = hgnp.Neurons(tokens, torch.randn(4, 6, 5), approximate=True)
+    assert [layer.name for layer in neurons.layers] == ["a"]
+    assert neurons.norm_scale("a") is None
+
+
+class Gain(nn.Linear):
+    """Its weight is scaled by row, with the scale first."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.gain = nn.Parameter(torch.rand(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.gain * self.weight, self.bias)
+
+
+class LowRank(nn.Linear):
+    """Adds a product of two small matrices to its weight, as LoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.left, self.right = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight + self.left @ self.right, self.bias)
+
+
+class Channels(nn.Module):
+    """A convolution between linear layers."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x[:, :, None, None]).sum((2, 3))
+
+
+def old_weight_norm(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.utils.weight_norm(module)
+
+
+def masked(module: nn.Module) -> nn.Module:
+    return prune.random_unstructured(module, "weight", amount=0.4)
+
+
+COMPUTED_WEIGHTS: dict[str, Callable[[], nn.Module]] = {
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(8, 8)),
+    "weight norm by hook": lambda: old_weight_norm(nn.Linear(8, 8)),
+    "mask": lambda: masked(nn.Linear(8, 8)),
+    "gain": Gain,
+    "low rank": LowRank,
+    "weight norm of a convolution": lambda: parametrizations.weight_norm(nn.Conv2d(8, 8, 1)),
+    "mask of a depthwise convolution": lambda: masked(nn.Conv2d(8, 8, 1, groups=8)),
+    "mask of a grouped convolution": lambda: masked(nn.Conv2d(8, 8, 1, groups=2)),
+    "mask of a transposed convolution": lambda: masked(nn.ConvTranspose2d(8, 8, 1)),
+    "mask of a grouped transposed convolution": lambda: masked(nn.ConvTranspose2d(8, 8, 1, groups=2)),
+}
+
+
+@pytest.mark.parametrize("make", COMPUTED_WEIGHTS.values(), ids=COMPUTED_WEIGHTS)
+def test_computed_weights_are_scored_as_the_layer_uses_them(make: Callable[[], nn.Module]) -> None:
+    """The rows are read off the layer's output for the unit vectors."""
+    torch.manual_seed(0)
+    layer = make()
+    name = "2" if isinstance(layer, nn.Linear) else "2.conv"
+    middle = layer if name == "2" else Channels(layer)
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), middle, nn.Tanh(), nn.Linear(8, 3)).double().eval()
+    neurons = hgnp.Neurons(net, torch.randn(2, 5, dtype=torch.double))
+    for selection in ({}, {name: [1, 2]}):
+        neurons.remove(selection)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.mul_(1 + torch.rand_like(parameter))
+            inputs = torch.eye(net[0].out_features, dtype=torch.double)
+            rows = (net[2](inputs) - net[2](torch.zeros_like(inputs))).T
+        found = hgnp.sensitivity(net, neurons, [], criterion="l1")[name]
+        torch.testing.assert_close(found, rows.abs().sum(1) / rows.abs().sum(1).norm())
+        found = hgnp.sensitivity(net, neurons, [], criterion="l2")[name]
+        torch.testing.assert_close(found, rows.norm(dim=1) / rows.norm())

@@ -82,6 +82,30 @@ def test_masks_of_torch_prune_are_cut_with_the_weights() -> None:
     assert net[2].weight_mask.shape == net[2].weight_orig.shape == (net[2].out_features, net[2].in_features)
 
 
+def test_scores_under_masks_of_torch_prune_are_those_of_the_masked_weights() -> None:
+    net = three_layers(nn.Linear(6, 7))
+    batch = VECTORS, torch.arange(len(VECTORS)) % 2
+    with torch.no_grad():
+        for layer in (net[0], net[2]):
+            prune.random_unstructured(layer, "weight", amount=0.3)
+    plain = three_layers(nn.Linear(6, 7))
+    for layer, masked_layer in zip(plain[::2], net[::2], strict=True):
+        layer.weight.data, layer.bias.data = masked_layer.weight.detach().clone(), masked_layer.bias.data.clone()
+    neurons, expected = Neurons(net, VECTORS), Neurons(plain, VECTORS)
+    for selection in ({}, {"0": [1], "2": [0, 4]}):
+        neurons.remove(selection)
+        expected.remove(selection)
+        found = hgnp.sensitivity(net, neurons, [batch])
+        torch.testing.assert_close(dict(found), dict(hgnp.sensitivity(plain, expected, [batch])))
+    result = hgnp.prune(
+        net,
+        [batch],
+        recipe=hgnp.Recipe(keep=0.8, method="taylor", warmup_epochs=0, finetune_epochs=0, measure="none"),
+        verbose=False,
+    )
+    assert result.kept <= 0.8
+
+
 def test_a_custom_buffer_is_cut_with_the_neurons() -> None:
     net = Net(lambda n, x: n.out(n.a(x).tanh() * n.scale), a=nn.Linear(5, 6), out=nn.Linear(6, 2))
     net.register_buffer("scale", torch.linspace(1, 2, 6), persistent=False)

@@ -129,6 +129,31 @@ def test_an_optimizer_of_another_network_is_refused() -> None:
     assert net[0].out_channels == 6
 
 
+@pytest.mark.parametrize("separate", [False, True])
+def test_optimizers_of_all_networks_are_cut_or_none(separate: bool) -> None:
+    """Two networks that learn from each other, with one optimizer or two."""
+    net, neurons = net_and_neurons()
+    other, _ = net_and_neurons()
+    groups = [[*net.parameters()], [*other.parameters()]] if separate else [[*net.parameters(), *other.parameters()]]
+    optimizers = [torch.optim.Adam(group) for group in groups]
+    for optimizer in optimizers:
+        step(net, optimizer)
+        step(other, optimizer)
+    state = optimizers[-1].state[other[0].weight]
+    before = state["exp_avg"].clone()
+    state["unknown"] = torch.zeros(7)
+    with pytest.raises(ValueError, match=r"Adam's state 'unknown' of 0.weight must have the parameter's shape"):
+        neurons.remove({"0": [1]}, optimizers, also=[other])
+    assert net[0].out_channels == other[0].out_channels == 6
+    assert torch.equal(state["exp_avg"], before)
+    del state["unknown"]
+    neurons.remove({"0": [1]}, optimizers, also=[other])
+    assert torch.equal(state["exp_avg"], before[[0, 2, 3, 4, 5]])
+    for optimizer in optimizers:
+        step(net, optimizer)
+        step(other, optimizer)
+
+
 def test_also_cuts_copies_and_refuses_other_networks() -> None:
     net, neurons = net_and_neurons()
     average = copy.deepcopy(net)
@@ -408,6 +433,62 @@ def test_an_unknown_square_state_of_a_square_weight_is_refused_and_nothing_chang
     else:
         neurons.remove({"0": [1]}, optimizer)
         torch.testing.assert_close(optimizer.state[net[0].weight][key], state[[0, 2, 3, 4, 5]], rtol=0, atol=0)
+
+
+class Kept(torch.optim.SGD):
+    """Keeps something of each weight's gradient under a key of its own."""
+
+    def __init__(self, params: Any, kept: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(params, lr=0.1)
+        self.kept = kept
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["z"] = self.kept(parameter.grad)
+
+
+def gram(grad: Tensor) -> Tensor:
+    """A left preconditioner."""
+    return grad @ grad.T if grad.dim() == 2 else grad.clone()
+
+
+@pytest.mark.parametrize(("kept", "works"), [(torch.clone, True), (gram, False)])
+def test_square_state_of_a_square_weight_is_known_by_that_of_other_weights(
+    kept: Callable[[Tensor], Tensor], works: bool
+) -> None:
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    x = torch.randn(4, 6, dtype=torch.double)
+    neurons, optimizer = Neurons(net, x), Kept(net.parameters(), kept)
+    net(x).square().sum().backward()
+    optimizer.step()
+    before = optimizer.state[net[0].weight]["z"].clone()
+    if works:
+        neurons.check_optimizer(optimizer)
+        neurons.remove({"0": [1, 2]}, optimizer)
+        assert torch.equal(optimizer.state[net[0].weight]["z"], before[[0, 3, 4, 5]])
+    else:
+        with pytest.raises(ValueError, match=r"Kept's state 'z' of 0.weight must be known to have an entry for each"):
+            neurons.remove({"0": [1, 2]}, optimizer)
+        assert net[0].out_features == 6
+
+
+def test_a_run_refuses_unknown_square_state_after_its_first_epoch() -> None:
+    net = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+    batch = torch.randn(8, 6), torch.arange(8) % 6
+    epochs: list[int] = []
+    recipe = hgnp.Recipe(keep=0.5, method="taylor", warmup_epochs=5, finetune_epochs=0, measure="none")
+    with pytest.raises(hgnp.HgnpError, match=r"Kept's state 'z' of 0.weight must be known"):
+        hgnp.prune(
+            net,
+            [batch],
+            recipe=recipe,
+            optimizer=lambda p: Kept(p, torch.clone),
+            on_step=lambda state: epochs.append(state.epoch),
+            verbose=False,
+        )
+    assert epochs == [0]
 
 
 def test_scoring_without_flatness_registers_no_listener() -> None:

@@ -80,23 +80,6 @@ class Wrapper:
         yield from self.loader
 
 
-class EpochSampler:
-    """A batch sampler whose order follows from the epoch that it is told."""
-
-    def __init__(self) -> None:
-        self.epochs: list[int] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
-
-    def __len__(self) -> int:
-        return 6
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(96, generator=torch.Generator().manual_seed(self.epochs[-1] if self.epochs else 0))
-        return iter([chunk.tolist() for chunk in order.chunk(6)])
-
-
 def shuffled() -> DataLoader[Any]:
     return DataLoader(TensorDataset(*stripes()), 16, shuffle=True, generator=torch.Generator().manual_seed(3))
 
@@ -117,6 +100,23 @@ def distributed() -> StatefulDataLoader[Any]:
     return StatefulDataLoader(data, 16, sampler=StatefulDistributedSampler(data, num_replicas=1, rank=0))
 
 
+class EpochBatches:
+    """A batch sampler whose order depends on the epoch alone."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(96, generator=torch.Generator().manual_seed(self.epoch))
+        yield from order.view(6, 16).tolist()
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "workers": lambda: stateful(1),
     "no workers": lambda: stateful(0),
@@ -125,6 +125,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
         TensorDataset(*stripes()), 16, shuffle=True, num_workers=1, persistent_workers=True
     ),
     "distributed sampler": distributed,
+    "batch sampler": lambda: DataLoader(TensorDataset(*stripes()), batch_sampler=EpochBatches()),
     "stream": lambda: StatefulDataLoader(Stream(), batch_size=16),
     "own": OwnLoader,
     "wrapped": lambda: Wrapper(Wrapper(shuffled())),
@@ -169,8 +170,17 @@ def test_every_epoch_has_all_samples_once(name: str, validated: bool) -> None:
         torch.testing.assert_close(torch.cat(steps).sum((1, 2, 3)).sort().values, everyone)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_batch_sampler_gets_the_epoch(wrapped: bool) -> None:
+    loader = LOADERS["batch sampler"]()
+    epochs, _ = trained(Wrapper(loader) if wrapped else loader)
+    for epoch, steps in enumerate(epochs):
+        order = torch.randperm(96, generator=torch.Generator().manual_seed(epoch))
+        torch.testing.assert_close(torch.cat(steps), stripes()[0][order])
+
+
 @pytest.mark.parametrize(
-    "name", ["no workers", "persistent workers", "distributed sampler", "stream", "own", "wrapped"]
+    "name", ["no workers", "persistent workers", "distributed sampler", "batch sampler", "stream", "own", "wrapped"]
 )
 def test_a_resumed_run_ends_as_if_it_had_never_stopped(name: str, tmp_path: Path) -> None:
     settings = {"recipe": {"schedule": "cosine", "anneal": "run", "finetune_epochs": 2}}
@@ -203,15 +213,6 @@ def test_a_loader_position_that_a_user_loaded_does_not_shorten_an_epoch() -> Non
     loader.load_state_dict(copy.deepcopy(loader.state_dict()))
     epochs, _ = trained(loader)
     assert [len(steps) for steps in epochs] == [6] * len(epochs)
-
-
-def test_samplers_are_told_the_epoch() -> None:
-    sampler = EpochSampler()
-    data = TensorDataset(*stripes())
-    assert len(data) == 96
-    epochs, result = trained(Wrapper(DataLoader(data, batch_sampler=sampler)))
-    assert sampler.epochs == list(range(result.epochs))
-    assert not torch.equal(epochs[0][0], epochs[1][0])
 
 
 def test_a_loader_without_a_length_has_the_snapshots_of_one_with_it() -> None:

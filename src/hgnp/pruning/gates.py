@@ -356,11 +356,21 @@ class _CallBuilder:
         if not any(before.values()):
             return None
         after = {position: self._current(index) for position, index in function_call.arguments.items()}
-        results = {position: self._current(index) for position, index in function_call.results.items()}
         values = self._propagation.graph.values
         names = {
             position: None if index is None else values[index].name
             for position, index in function_call.arguments.items()
+        }
+        # a weight that the call returns as it is (`w.to(w.dtype)`) is still known by its name
+        unchanged = {
+            index
+            for position, index in function_call.arguments.items()
+            if names[position] and after[position] is before[position]
+        }
+        results = {
+            position: self._current(index)
+            for position, index in function_call.results.items()
+            if index not in unchanged
         }
         first = before.get(min(before))
         dims = frozenset() if first is None else frozenset(first.sizes)

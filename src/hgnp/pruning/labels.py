@@ -33,6 +33,8 @@ class LabelledTensor:
     """Computed from parameters alone, by a layer or not: all samples share it."""
     filler: bool = False
     """One value everywhere, or noise: such a tensor fits any width."""
+    zero: bool = False
+    """A filler of zeros: its products fit any width too."""
     expanded: tuple[bool, ...] = ()
     """Dimensions along which one entry is repeated."""
     byproduct: bool = False

@@ -24,7 +24,8 @@ def macs_of(name: str, args: Sequence[Any], reads: Sequence[Shape], writes: Sequ
         return math.prod(reads[0] if transposed else writes[0]) * math.prod(reads[1][1:])
     if name in ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot"):
         a, b = reads[-2:]
-        return math.prod(a) * (b[-1] if len(b) > 1 else 1)
+        summed = min(a[-1], b[-2] if len(b) > 1 else b[-1])  # a state of zeros that fits any width is as wide as it was
+        return math.prod(a[:-1]) * summed * (b[-1] if len(b) > 1 else 1)
     if name == "_trilinear":  # nn.Bilinear
         return math.prod(reads[0][:-1]) * math.prod(reads[1])
     if name in ("mkldnn_rnn_layer", "_cudnn_rnn"):  # every step of every sample has a product with every matrix

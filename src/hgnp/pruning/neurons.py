@@ -34,16 +34,19 @@ from hgnp.pruning.selection import (
     with_scores,
 )
 from hgnp.pruning.state import PruningState
-from hgnp.pruning.structure import Structure, TracedForward, depends_on_data
+from hgnp.pruning.structure import PathError, Structure, TracedForward, depends_on_data
 from hgnp.pruning.summary import Frozen, Layer, Preview, table
-from hgnp.pruning.surgery import Change, changes_to_net, changes_to_optimizer, check_copies, commit
+from hgnp.pruning.surgery import Change, changes_to_net, changes_to_optimizer, check_copies, check_optimizer, commit
 from hgnp.pruning.trial import disagreement
 from hgnp.pruning.validation import as_inputs, as_outputs, check_prunable, check_samples, protected_modules
 from hgnp.pruning.verify import CutVerifier, Mismatch
+from hgnp.pruning.widths import Shape
 from hgnp.removal import Listener, Removal, listeners_of
 from hgnp.validation import check_flags
 
 CONFIG_HINT = "the network's config cannot state these widths: use hgnp.save and hgnp.load, not save_pretrained"
+
+NO_SCORES = "no layer has scores: those of derivatives leave out layers that are read where no gate can be placed"
 
 
 class Neurons:
@@ -291,6 +294,8 @@ class Neurons:
         values = as_values(scores, alive)
         floors = floors_of(floor, max_removed, self._totals)
         multiples = limit_by_layer("round_to", round_to, self._totals)
+        if n and alive and not values:
+            return self._as_selection((), n, coupling, NO_SCORES)
         return self._select(values, n, alive, floors, multiples, coupling, confirm)
 
     def _select(
@@ -443,7 +448,7 @@ class Neurons:
 
         Args:
             selection: Layer → positions of neurons, from `least` or written by hand.
-            optimizer: An optimizer of the network, or several, whose state is cut with the parameters.
+            optimizer: An optimizer of the network, or several, whose state is cut with the parameters, also those of `also`.
             also: Networks of the same shape, such as a moving average, that are cut too.
         """
         left = self._after(selection)
@@ -457,7 +462,7 @@ class Neurons:
             changes += changes_to_net(copy, removal)
         for each in optimizer if isinstance(optimizer, Iterable) else [optimizer]:
             if each is not None:
-                changes += changes_to_optimizer(self.net, each, removal)
+                changes += changes_to_optimizer([self.net, *copies], each, removal)
         commits = [listener(removal) for listener in [*listeners_of(self.net), *self.listeners]]
         commit([*changes, *(Change(apply) for apply in commits)])
         verifier = self._verifier_of(removed.coupling)
@@ -472,15 +477,23 @@ class Neurons:
             warnings.warn(CONFIG_HINT, stacklevel=2)
         return removed
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """InputError if a removal could not cut the optimizer's state, which exists from its first step on."""
+        check_optimizer([self.net], optimizer, [name for name in self._state.shapes if not self._has_no_neurons(name)])
+
     def _verifier_of(self, coupling: CouplingMode) -> CutVerifier:
         return self._branches.verifier if coupling == "paper" else self._verifier
 
     def _check_shapes(self) -> None:
         """InputError unless the network's tensors have the shapes of this object's state, apart from buffers without channels
         of neurons, such as rotary embeddings: the code may create or extend them when it needs more."""
+        resized = {}
         for name, tensor in tensors_of(self.net).items():
             expected = self._state.shapes.get(name)
-            if tensor.shape == expected or (not isinstance(tensor, nn.Parameter) and self._has_no_neurons(name)):
+            if tensor.shape == expected:
+                continue
+            if not isinstance(tensor, nn.Parameter) and self._has_no_neurons(name):
+                resized[name] = tuple(tensor.shape)
                 continue
             if expected is None:
                 raise InputError(
@@ -490,9 +503,26 @@ class Neurons:
                 f"{name} must have shape {expected}, got {tuple(tensor.shape)}; the network changed after Neurons was "
                 "created: create it again. After load_state_dict, shrink the network by hgnp.load(path, net)"
             )
-        self._structure.update_values()
-        if "_branches" in self.__dict__:
-            self._branches.structure.update_values()
+        self._update(resized)
+
+    def _update(self, resized: Mapping[str, Shape]) -> None:
+        """Traces the network again if these buffers have other shapes now, or a value that its code reads has changed."""
+        try:
+            self._structure.update(resized)
+            if "_branches" in self.__dict__:
+                self._branches.structure.update(resized)
+        except PathError as error:
+            if not resized:
+                raise
+            raise InputError(
+                f"{', '.join(resized)} must have no channels of neurons, got another shape since Neurons was created, and "
+                f"{error.reason}: create it again"
+            ) from error
+        if resized:
+            self._state = PruningState(self._structure, self._layer_slots, self._state.alive)
+            self._verifier.verified = None
+            if "_branches" in self.__dict__:
+                self._branches.verifier.verified = None
 
     def _has_no_neurons(self, name: str) -> bool:
         """Whether no removal cuts this tensor."""

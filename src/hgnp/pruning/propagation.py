@@ -24,7 +24,7 @@ from hgnp.pruning.labels import (
     varying_dims,
     vector_label,
 )
-from hgnp.pruning.rules import PRESERVES_FILLER, op_name, rule_for
+from hgnp.pruning.rules import PRESERVES_FILLER, op_name, rearrangement, rule_for
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,15 @@ class LabelPropagation:
             else:
                 labels.append(label)
         distinct = [read for read in reads if not read.filler]
+        filler = result.filler if result.filler is not None else inherits and bool(reads) and not distinct
+        computed = bool(distinct) and not filler  # `weight.new_zeros` is not
         after = LabelledTensor(
             value.shape,
             tuple(labels),
-            is_weight=bool(distinct) and all(read.is_weight for read in distinct) and not self._applies_layer(),
-            shared=bool(distinct) and all(read.shared for read in distinct),
-            filler=result.filler if result.filler is not None else inherits and bool(reads) and not distinct,
+            is_weight=computed and all(read.is_weight for read in distinct) and not self.applies_layer(),
+            shared=computed and all(read.shared for read in distinct),
+            filler=filler,
+            zero=filler and self._is_zero(reads),
             expanded=tuple(
                 known or (size > 1 and dim in result.repeated)
                 for dim, (size, known) in enumerate(zip(value.shape, value.expanded, strict=True))
@@ -148,19 +151,34 @@ class LabelPropagation:
             if not result.filler:
                 for other in others:
                     self.tensors[other] = replace(self.tensors[other], filler=False)
+            for other in others if not after.zero else ():
+                self.tensors[other] = replace(self.tensors[other], zero=False)
             for other in present:
                 if self._is_same(other, index):
                     self.tensors[other] = after
         self.tensors[index] = after
 
+    def _is_zero(self, reads: tuple[LabelledTensor, ...]) -> bool:
+        """Whether the operator creates zeros, or copies or moves them."""
+        name = op_name(self.call.op)
+        moves = rearrangement(self.call.op) is not None or name in (
+            "clone",
+            "contiguous",
+            "detach",
+            "alias",
+            "_to_copy",
+        )
+        return name in ("zeros", "new_zeros", "zeros_like", "zero_") or (moves and all(read.zero for read in reads))
+
     def _is_same(self, one: int, other: int) -> bool:
         """Whether two values are the same tensor, or aliases of all of it."""
         return self._original.get(one, one) == self._original.get(other, other)
 
-    def _applies_layer(self) -> bool:
-        return self.call.module in self._layers and op_name(self.call.op) in ("mm", "addmm")
-
     # Called by the rules
+
+    def applies_layer(self) -> bool:
+        """Whether a linear layer is running: what it returns are features, even of parameters alone."""
+        return self.call.module in self._layers and op_name(self.call.op) in ("mm", "addmm")
 
     def add_rows(self, labels: Tensor) -> None:
         """Notes the output channels of the module that is running."""

@@ -44,7 +44,8 @@ class Selection(dict[str, list[int]]):
         requested: How many neurons were requested; `taken` may be fewer.
         version: The version of the `Neurons` that the positions refer to.
         coupling: "coupled" or "paper", as in `Neurons.least`.
-        problem: If nothing is selected although neurons remain, what the network's code does with fewer of them; else None.
+        problem: If nothing is selected although neurons remain, why: what the network's code does with fewer of them, or that
+            no layer has scores; else None.
     """
 
     def __init__(

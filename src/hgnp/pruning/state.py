@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -11,9 +12,13 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.rnn import pad_sequence
 
 from hgnp.errors import InputError, did_you_mean
-from hgnp.pruning.rules import op_name
+from hgnp.pruning.graph import Graph, OpCall, tensors_of
+from hgnp.pruning.labels import varying_dims
+from hgnp.pruning.propagation import LabelPropagation
+from hgnp.pruning.rules import PRODUCTS, op_name, rule_for
 from hgnp.pruning.selection import Unit, as_positions
 from hgnp.pruning.structure import Structure
+from hgnp.pruning.trace import value_of_weights
 from hgnp.pruning.widths import Shape
 from hgnp.state_guards import garbage_collection_off
 
@@ -92,22 +97,52 @@ class PruningState:
         return {layer: (~left.alive[self.remaining(layer)]).nonzero().squeeze(1).tolist() for layer in self.layer_slots}
 
     def weights(self, layer: str) -> Tensor:
-        """The weights into a layer's remaining neurons, neurons first; those of a head are all its rows, joined."""
+        """The weights into a layer's remaining neurons, neurons first, as the layer computes them (weight norm, masks); those
+        of a head are all its rows, joined."""
         if layer in self._heads:
             return self._head_weights(layer)
+        rows, tensors = self.layer_slots[layer], tensors_of(self.structure.net)
+        found = self._computed_weight(layer, rows)
+        if found is None:
+            name, dim, slots = next(
+                (name, dim, slots)
+                for (name, dim), slots in self.structure.coupling.slots.items()
+                if slots[0] <= rows[0] <= slots[-1]
+            )
+            found = tensors[name].detach(), dim, slots
+        weight, dim, slots = found
         module = self.structure.net.get_submodule(layer)
         if isinstance(module, _ConvNd) and module.transposed:  # (inputs, outputs of a group, *kernel), already cut
-            grouped = module.weight.detach().unflatten(0, (module.groups, -1))
-            return grouped.transpose(1, 2).flatten(0, 1)
-        rows = self.layer_slots[layer]
-        name, dim, slots = next(
-            (name, dim, slots)
-            for (name, dim), slots in self.structure.coupling.slots.items()
-            if slots[0] <= rows[0] <= slots[-1]
-        )
-        weight = dict(self.structure.net.named_parameters())[name].detach().movedim(dim, 0)
-        position = torch.cumsum(self.alive[slots], 0) - 1  # slot → its current position
-        return weight[position[rows[self.alive[rows]] - slots[0]].to(weight.device)]
+            return weight.unflatten(0, (module.groups, -1)).transpose(1, 2).flatten(0, 1)
+        mine = torch.isin(slots[self.alive[slots]], rows)
+        return weight.movedim(dim, 0)[mine.to(weight.device)]
+
+    def _computed_weight(self, layer: str, rows: Tensor) -> tuple[Tensor, int, Tensor] | None:
+        """What a layer multiplies with, its dimension of neurons and their slots; None if that is a parameter."""
+        propagation, net = self.structure.propagations[False], self.structure.net
+        own = [labelled for labelled in propagation.calls if _is_product(labelled.call, layer)]
+        for number, labelled in enumerate(own):
+            for position, tensor in enumerate(labelled.reads):
+                label = next((each for each in tensor.labels if bool(torch.isin(rows, each).all())), None)
+                if label is None or not tensor.is_weight:
+                    continue
+                if _is_parameter(propagation.graph, labelled.call.reads[position]):
+                    return None
+                graph = self._graph_now(propagation)
+                call = [call for call in graph.op_calls if _is_product(call, layer)][number]
+                weight = value_of_weights(graph, call.reads[position], tensors_of(net))
+                return None if weight is None else (weight, varying_dims(label)[0], label.flatten())
+        return None
+
+    def _graph_now(self, propagation: LabelPropagation) -> Graph:
+        """The trace of the network with the neurons that remain, which calls the same operators."""
+        if propagation not in self._graphs:
+            self._graphs[propagation] = self.structure.trace_now(self.structure.inputs, loss_needs_training_mode=False)
+        return self._graphs[propagation]
+
+    @cached_property
+    def _graphs(self) -> WeakKeyDictionary[LabelPropagation, Graph]:
+        return WeakKeyDictionary()
 
     @cached_property
     def _heads(self) -> dict[str, Tensor]:
@@ -129,7 +164,7 @@ class PruningState:
         return pad_sequence([torch.cat(parts[root]) for root in heads], batch_first=True)
 
     def norm_scale(self, layer: str) -> Tensor | None:
-        """The scale γ of the norm that reads the layer's output, or None. Heads have none."""
+        """The scale γ of the norm that reads the layer's output, or None where it has other entries. Heads have none."""
         if layer in self._heads:
             return None
         propagation = self.structure.propagations[False]
@@ -140,10 +175,26 @@ class PruningState:
             for index, tensor in zip(labelled.call.writes, labelled.writes, strict=True)
             if not tensor.is_weight
         }
-        for call in propagation.graph.op_calls:
-            if "norm" in op_name(call.op) and call.reads[0] in outputs and call.module != layer:
-                for index in call.reads[1:]:
-                    name = propagation.graph.values[index].name
-                    if name is not None and name.endswith("weight"):
-                        return dict(self.structure.net.named_parameters())[name].detach()
+        parameters, roots = dict(self.structure.net.named_parameters()), self.structure.roots
+        for labelled in propagation.calls:
+            call = labelled.call
+            if "norm" not in op_name(call.op) or call.reads[0] not in outputs or call.module == layer:
+                continue
+            for index, tensor in zip(call.reads[1:], labelled.reads[1:], strict=True):
+                name = propagation.graph.values[index].name or ""
+                same = [torch.equal(roots[label], roots[self.layer_slots[layer]]) for label in tensor.labels]
+                if name.endswith("weight") and name in parameters and same == [True]:
+                    return parameters[name].detach()
         return None
+
+
+def _is_product(call: OpCall, module: str) -> bool:
+    return call.module == module and rule_for(call.op) in PRODUCTS
+
+
+def _is_parameter(graph: Graph, index: int) -> bool:
+    """Whether a value is a parameter or buffer, perhaps transposed."""
+    producer = {written: call for call in graph.op_calls for written in call.writes}
+    while index in producer and op_name(producer[index].op) in ("t", "transpose", "permute", "alias", "detach"):
+        index = producer[index].reads[0]
+    return graph.values[index].name is not None

@@ -527,20 +527,28 @@ class Structure:
             compute_inputs=inputs is not self.inputs,
         )
 
-    def update_values(self) -> None:
-        """Traces the network again if a value that its code reads has changed. PathError if more neurons are coupled or frozen
-        then."""
+    def update(self, resized: Mapping[str, Shape]) -> None:
+        """Traces the network again if a value that its code reads has changed, or these buffers have other shapes. PathError if
+        more neurons are coupled or frozen then."""
         tensors = tensors_of(self.net)
         reads = [item for propagation in self.propagations.values() for item in propagation.graph.read_values.items()]
-        if all(_equal(tensors[name] if read.source is None else read.source, read.value) for name, read in reads):
+        same = all(_equal(tensors[name] if read.source is None else read.source, read.value) for name, read in reads)
+        if same and not resized:
             return
+        before = self.shapes, self.coupling.slots
+        self.shapes = self.shapes | dict(resized)
+        self.coupling.slots = {key: slots for key, slots in self.coupling.slots.items() if key[0] not in resized}
         attributes = self._stated_widths(torch.ones(len(self.coupling), dtype=torch.bool))
-        self.replace_traces(
-            {
-                training: self._trace_forward(self.inputs, training, attributes, shapes=self.shapes)
-                for training in self.propagations
-            }
-        )
+        try:
+            self.replace_traces(
+                {
+                    training: self._trace_forward(self.inputs, training, attributes, shapes=self.shapes)
+                    for training in self.propagations
+                }
+            )
+        except PathError:
+            self.shapes, self.coupling.slots = before
+            raise
 
     def replace_traces(self, graphs: Mapping[bool, Graph]) -> None:
         """Takes new traces of the full-size network. PathError if more neurons are coupled or frozen in them."""

@@ -4,7 +4,8 @@ A removal has two phases. In the first, everything is prepared: new tensors are 
 fail. In the second, the changes are committed by assignments alone. If even that fails, those already made are undone.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from hgnp.errors import InputError
 from hgnp.pruning.graph import tensors_of
-from hgnp.removal import Removal, Slices, cut
+from hgnp.removal import Removal, cut
 
 _PER_ENTRY = frozenset(
     """momentum_buffer exp_avg exp_avg_sq max_exp_avg_sq exp_inf square_avg grad_avg acc_delta sum prev step_size ax variance
@@ -45,36 +46,68 @@ def changes_to_net(net: nn.Module, removal: Removal) -> list[Change]:
     return changes
 
 
-def changes_to_optimizer(net: nn.Module, optimizer: torch.optim.Optimizer, removal: Removal) -> list[Change]:
+def changes_to_optimizer(nets: Sequence[nn.Module], optimizer: torch.optim.Optimizer, removal: Removal) -> list[Change]:
+    """`nets`: all networks that are cut, whose parameters one optimizer may hold."""
+    check_optimizer(nets, optimizer, removal.slices)
+    names, changes = _names(nets), []
+    for parameter, state in optimizer.state.items():
+        slices = removal.slices.get(names.get(id(parameter), ""), {})
+        for key, value in state.items() if slices else ():
+            if isinstance(value, Tensor) and value.dim():  # counters are scalars
+                new = cut(
+                    value, {dim: left for dim, left in slices.items() if value.shape[dim] == parameter.shape[dim]}
+                )
+                changes.append(Change(_assign_item(state, key, new), _assign_item(state, key, value)))
+    return changes
+
+
+def check_optimizer(nets: Sequence[nn.Module], optimizer: torch.optim.Optimizer, tensors: Collection[str]) -> None:
+    """InputError if the optimizer's state could not be cut with these tensors of the networks."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):  # all parameters are one vector, whose length its first step sets
         raise InputError("optimizer must keep its state by parameter, as SGD and AdamW do, got LBFGS")
-    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    names = _names(nets)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(id(parameter) in names for parameter in held):
         raise InputError("optimizer must hold parameters of the network, got one that holds none of them")
-    changes = []
+    per_entry = _PER_ENTRY | _shaped_like_parameters(optimizer)
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter))
         # also where the parameter keeps its shape: the state of all parameters may be stored with the first one
         for key, value in state.items() if name is not None else ():
             what = f"{type(optimizer).__name__}'s state {key!r} of {name}"
-            new = _cut_state(key, value, parameter, removal.slices.get(str(name), {}), what)
-            if new is not value:
-                changes.append(Change(_assign_item(state, key, new), _assign_item(state, key, value)))
-    return changes
+            _check_state(value, parameter, what, is_cut=name in tensors, per_entry=key in per_entry)
 
 
-def _cut_state(key: Any, value: Any, parameter: Tensor, slices: Slices, what: str) -> Any:
-    """The remaining state. A factored optimizer has size 1 along dimensions that it averages; counters are scalars. Shape
-    alone does not tell whether a square state of a square weight has an entry for each weight: then its key does."""
+def _names(nets: Iterable[nn.Module]) -> dict[int, str]:
+    return {id(parameter): name for net in nets for name, parameter in net.named_parameters()}
+
+
+def _shaped_like_parameters(optimizer: torch.optim.Optimizer) -> set[Any]:
+    """The keys of state that has the parameter's shape wherever there is one, also for a weight that is not square: a square
+    preconditioner has another shape there."""
+    shapes: dict[Any, list[tuple[torch.Size, torch.Size]]] = defaultdict(list)
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                shapes[key].append((value.shape, parameter.shape))
+    return {
+        key
+        for key, pairs in shapes.items()
+        if all(own == given for own, given in pairs) and any(len(set(given)) > 1 for _, given in pairs)
+    }
+
+
+def _check_state(value: Any, parameter: Tensor, what: str, *, is_cut: bool, per_entry: bool) -> None:
+    """A factored optimizer has size 1 along dimensions that it averages. Shape alone does not tell whether a square state of a
+    square weight has an entry for each weight."""
     if isinstance(value, list | tuple | dict) and any(
         isinstance(v, Tensor) for v in (value.values() if isinstance(value, dict) else value)
     ):
         raise InputError(f"{what} must be a tensor or a number to be cut with the neurons, got a collection of tensors")
     if not isinstance(value, Tensor) or value.dim() == 0:
-        return value
+        return
     fits = value.dim() == parameter.dim() and all(
         mine in (1, full) for mine, full in zip(value.shape, parameter.shape, strict=True)
     )
@@ -82,14 +115,11 @@ def _cut_state(key: Any, value: Any, parameter: Tensor, slices: Slices, what: st
         raise InputError(
             f"{what} must have the parameter's shape {tuple(parameter.shape)} or size 1, got {tuple(value.shape)}"
         )
-    if not slices:
-        return value
-    if value.dim() == 2 and len({*value.shape, *parameter.shape}) == 1 and key not in _PER_ENTRY:
+    if is_cut and not per_entry and value.dim() == 2 and len({*value.shape, *parameter.shape}) == 1:
         raise InputError(
             f"{what} must be known to have an entry for each weight, got an unknown square tensor {tuple(value.shape)} of a "
             "square weight, which may be a preconditioner; delete it from optimizer.state, or use an optimizer of torch.optim"
         )
-    return cut(value, {dim: positions for dim, positions in slices.items() if value.shape[dim] == parameter.shape[dim]})
 
 
 def check_copies(net: nn.Module, also: Iterable[nn.Module]) -> list[nn.Module]:

@@ -174,7 +174,9 @@ class _OperatorTracer(TorchDispatchMode):
                 result.constant = _BOOLEANS[outcome]
 
     def index_of(self, tensor: Tensor) -> int | None:
-        return self._index.get(id(tensor))
+        """The index of a tensor's value; None if no operator has read it, unless it is a weight, which `w.to(w.dtype)` returns
+        without an operator."""
+        return self.value(tensor, computed=False) if id(tensor) in self._weights else self._index.get(id(tensor))
 
     def computed(self) -> list["weakref.ref[Tensor]"]:
         """References to the tensors that operators have returned."""
@@ -236,6 +238,8 @@ class _OperatorTracer(TorchDispatchMode):
                 self._producer[index] = len(self._calls)
             self._calls.append(OpCall(op, refs[0], refs[1], reads, writes, module))
             self.graph.op_calls.append(self._calls[-1])
+        elif reads and op._schema.is_mutable:
+            raise UntraceableError(f"it changes tensors without returning them ({op._schema.name})")
         return result
 
     def _with_refs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -350,10 +354,29 @@ def _runs_an_operator(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
-def _call(op: OpOverload, args: Any, kwargs: Any, known: Mapping[int, Tensor]) -> Any:
+def _call(op: OpOverload, args: Any, kwargs: Any, known: Mapping[int, Tensor | None]) -> Any:
     """Runs an operator on known values."""
     args, kwargs = tree_map(lambda leaf: known[leaf.index] if isinstance(leaf, ValueRef) else leaf, (args, kwargs))
     return op(*args, **kwargs)
+
+
+def value_of_weights(graph: Graph, index: int, weights: Mapping[str, Tensor]) -> Tensor | None:
+    """A value that the forward pass computes from parameters, buffers and constants alone, for these parameters and buffers;
+    None if it is written in place."""
+    needed, calls = {index}, list[OpCall]()
+    for call in reversed(graph.op_calls):
+        if needed & set(call.writes):
+            calls.insert(0, call)
+            needed |= set(call.reads)
+    written = {graph.values[i].storage for call in graph.op_calls for i in call.writes if i in call.reads}
+    if any(graph.values[i].storage in written for i in needed):
+        return None
+    found = {i: weights.get(graph.values[i].name or "", graph.values[i].constant) for i in needed}
+    with torch.no_grad():
+        for call in calls:
+            results = tree_leaves(_call(call.op, call.args, call.kwargs, found))
+            found |= zip(call.writes, [leaf for leaf in results if isinstance(leaf, Tensor)], strict=True)
+    return found[index]
 
 
 def _as_fake(tensor: Tensor, args: Any) -> Tensor:
@@ -412,7 +435,7 @@ class _FunctionTracer(TorchFunctionMode):
         if produces_tensor(name, result):
             op_calls = range(start, len(graph.op_calls))
             call = self._operators.module_calls.current
-            now = self._indices((args, kwargs))  # a weight has an index from its first use on
+            now = self._indices((args, kwargs))  # an input has an index from its first use on
             arguments = {position: now[position] if index is None else index for position, index in arguments.items()}
             results = self._indices(result)
             graph.function_calls.append(FunctionCall(name, call, arguments, results, op_calls, non_tensors))
@@ -634,6 +657,8 @@ def _fake_weights(
     for name, tensor in tensors_of(net).items():
         spec = specs.get(name) or spec_of(tensor)
         shape = shapes.get(name, tuple(tensor.shape))
+        if len(spec.dim_order) != len(shape):  # a buffer that the code has replaced since
+            spec = spec._replace(dim_order=tuple(range(len(shape))))
         strides = (
             tensor.stride() if shape == tensor.shape and spec == spec_of(tensor) else _strides(shape, spec.dim_order)
         )

@@ -20,6 +20,7 @@ from hgnp.pruning.labels import LabelledTensor, keep, keep_masks, shape_after, v
 from hgnp.pruning.propagation import LabelledCall, LabelPropagation
 from hgnp.pruning.rules import (
     PRESERVES_FILLER,
+    PRODUCTS,
     RESHAPES,
     filler,
     independent_dims,
@@ -252,7 +253,8 @@ class CutVerifier:
                 alive = sample[0]
             own = structure.counting_attributes(structure.roots[roots])
             names = {(type(modules[name]), key) for name in own for key in own[name]}
-            names = {name for name in names if of_heads or name[0] is kind}
+            caller = type(modules[problem.module.rpartition(".")[0]])  # it may have created what does not fit
+            names = {name for name in names if of_heads or name[0] in (kind, caller)}
             counting = structure.counting_attributes(structure.roots[every_root])
             before, best, best_attributes = structure.attributes, problem, structure.attributes
             subsets = _subsets(sorted(names, key=_qualified))
@@ -410,7 +412,7 @@ def _difference(
     if (
         _width_independent(call, labelled) != _width_independent(old, labelled)
         or not all(_same_constant(one, other) for one, other in constants)
-        or (rule_for(old.op) not in (*PRESERVES_FILLER, filler) and any(map(_resized, labelled.reads, reads)))
+        or _sums_filler(labelled, reads)
     ):
         return "a number in the network's code depends on the width"
     moves = rearrangement(old.op) is not None and not permutes_dims(old.op)
@@ -525,6 +527,15 @@ def _width_independent(call: OpCall, labelled: LabelledCall) -> list[int | float
     elif name in TAKES_SIZES or rule_for(call.op) is filler:
         args = []
     return [leaf for leaf in leaves_of((args, call.kwargs)) if isinstance(leaf, int | float)]
+
+
+def _sums_filler(labelled: LabelledCall, reads: list[Value]) -> bool:
+    """Whether a call's result depends on the width of a filler, which has another one now. A product with zeros is zero."""
+    rule = rule_for(labelled.call.op)
+    return rule not in (*PRESERVES_FILLER, filler) and any(
+        _resized(tensor, value) and not (tensor.zero and rule in PRODUCTS)
+        for tensor, value in zip(labelled.reads, reads, strict=True)
+    )
 
 
 def _resized(tensor: LabelledTensor, value: Value) -> bool:

@@ -263,6 +263,8 @@ class TrainingLoop:
             )  # fmt: skip
         except DivergedError as error:
             raise DivergedError(f"{error}; {self._last_checkpoint()}; {self._divergence_hint()}") from None
+        if run.epoch == 0 and recipe.keep < 1:  # not only in the first round: the optimizer has its state now
+            self.neurons.check_optimizer(self.optimizer)
         self._note_once(train.note)
         average_statistics(reducer, self.net, *self.also)
         due = run.validation_due

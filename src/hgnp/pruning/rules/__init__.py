@@ -25,6 +25,7 @@ from hgnp.pruning.rules.views import (
 )
 
 __all__ = [
+    "PRODUCTS",
     "RESHAPES",
     "elementwise",
     "filler",
@@ -43,6 +44,9 @@ __all__ = [
 PRESERVES_FILLER: tuple[Rule, ...] = (elementwise, rearrange, split, fill, scatter)
 """Rules that treat each channel alone, so that a filler among the operands fits any width: a sum over a filler, in contrast,
 depends on its size."""
+
+
+PRODUCTS: tuple[Rule, ...] = (products.mm, products.addmm, products.mv, products.dot, products.convolution)
 
 
 def rule_for(op: OpOverload) -> Rule:

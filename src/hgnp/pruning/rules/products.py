@@ -54,7 +54,8 @@ def _product(p: "LabelPropagation", a: LabelledTensor, b: LabelledTensor) -> tup
     combined = p.broadcast([left, right], ndim)
     # a layer applied to a parameter (a learned query, a position embedding): both are weights, and the layer's is on the right
     rows = b.along(ndim - 1) if b.is_weight else a.along(ndim - 2) if a.is_weight else None
-    if rows is not None:
+    computes_weight = a.is_weight and b.is_weight and not p.applies_layer()  # such as the low-rank part of LoRA
+    if rows is not None and not computes_weight:
         p.add_rows(rows.reshape(-1))
     return combined, nonzero_in_product([left, right], combined)
 
