@@ -200,6 +200,47 @@ def test_a_run_whose_v_stays_after_a_checkpointed_part_is_not_refused() -> None:
     assert hgnp.prune(Checkpointed(), [(X, Y)], recipe=recipe, verbose=False).history
 
 
+class Branched(nn.Module):
+    """Returns something beside the output, by a layer whose derivatives PyTorch lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.beside, self.prototypes = nn.Linear(4, 3), nn.Linear(4, 3), torch.randn(6, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(x), torch.cdist(self.beside(x), self.prototypes)
+
+
+def test_a_layer_that_the_loss_does_not_depend_on_is_no_reason_to_refuse_a_run() -> None:
+    recipe = hgnp.Recipe(keep=1.0, finetune_epochs=1, bound=-1.0, measure="none", seed=0)
+    run = hgnp.prune(Branched(), [(X, Y)], recipe=recipe, output=lambda out: out[0], verbose=False)
+    assert run.history[0]["blocks"] == {"body": 1.0}
+
+
+def test_a_run_that_may_never_use_the_penalty_is_not_refused() -> None:
+    recipe = hgnp.Recipe(keep=1.0, finetune_epochs=1, method="hybrid", threshold=0.0, measure="none", seed=0)
+    assert hgnp.prune(Late(), [(X, Y)], recipe=recipe, verbose=False).history
+
+
+class RunningLoss(nn.Module):
+    """Cross-entropy of outputs without their running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(0.1 * output.detach().mean(0))
+        return F.cross_entropy(output - self.mean, target)
+
+
+def test_the_check_before_a_run_leaves_the_buffers_of_the_loss_alone() -> None:
+    loss = RunningLoss()
+    step, state = step_and_state(hgnp.Flatness(nn.Linear(4, 3), loss=loss, curvature="hessian"))
+    step.check_derivatives(state, X, Y)
+    assert not loss.mean.any()
+
+
 def test_the_check_before_a_run_leaves_network_hooks_and_random_numbers_alone() -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
     calls: list[Tensor] = []

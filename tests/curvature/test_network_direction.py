@@ -202,16 +202,24 @@ def test_a_recipe_takes_it_and_refreshes_every_other_step() -> None:
 
 
 class Normalised(nn.Module):
-    """weight_norm in plain operations."""
+    """weight_norm in plain operations: a length for each row, or for the whole weight."""
+
+    def __init__(self, dim: int | None) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def _length(self, u: Tensor) -> Tensor:
+        return u.norm() if self.dim is None else u.norm(dim=1, keepdim=True)
 
     def forward(self, g: Tensor, u: Tensor) -> Tensor:
-        return g * u / u.norm(dim=1, keepdim=True)
+        return g * u / self._length(u)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return weight.norm(dim=1, keepdim=True), weight
+        return self._length(weight), weight
 
 
-def test_a_weight_normalised_layer_has_the_derivatives_of_its_formula() -> None:
+@pytest.mark.parametrize("dim", [0, None])
+def test_a_weight_normalised_layer_has_the_derivatives_of_its_formula(dim: int | None) -> None:
     """PyTorch's own kernel has no forward derivative, and a wrong second one."""
     found = []
     x, y = images()
@@ -219,9 +227,9 @@ def test_a_weight_normalised_layer_has_the_derivatives_of_its_formula() -> None:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Flatten(), nn.Linear(72, 5), nn.Tanh(), nn.Linear(5, 3)).double()
         if plain:
-            nn.utils.parametrize.register_parametrization(net[1], "weight", Normalised())
+            nn.utils.parametrize.register_parametrization(net[1], "weight", Normalised(dim))
         else:
-            nn.utils.parametrizations.weight_norm(net[1])
+            nn.utils.parametrizations.weight_norm(net[1], dim=dim)
         with torch.no_grad():
             net[1].parametrizations.weight.original1.mul_(3.0)
         flat = settled(net, x, y, 4)

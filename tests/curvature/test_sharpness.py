@@ -365,3 +365,15 @@ def test_one_eigenvalue_takes_one_start():
     found = sharpness(net, data, loss=F.mse_loss)
     assert (found.steps, found.converged) == (3, True)
     assert found.eigenvalues == (pytest.approx(3.0),)
+
+
+def test_convergence_of_many_eigenvalues_is_looked_for_now_and_then(monkeypatch):
+    """Decomposing T after every product would take longer than the products."""
+    decomposed = []
+    eigh = torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda T: decomposed.append(len(T)) or eigh(T))
+    net, data = quadratic([float(n) for n in range(1, 61)])
+    found = sharpness(net, data, loss=F.mse_loss, k=10)
+    assert found.converged
+    assert found.eigenvalues == pytest.approx([float(n) for n in range(60, 50, -1)], rel=1e-3)
+    assert len(decomposed) <= -(-found.steps // 10) + 1

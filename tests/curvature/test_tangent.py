@@ -343,6 +343,11 @@ def test_instance_norms_update_their_statistics_once(direction_from):
     torch.testing.assert_close(dict(net.named_buffers()), dict(plain.named_buffers()), rtol=1e-12, atol=0)
 
 
+def test_logcumsumexp_of_infinite_numbers_is_pytorchs():
+    x = torch.tensor([[torch.inf, torch.inf, 1.0], [-torch.inf, -torch.inf, 1.0], [0.0, torch.inf, -torch.inf]])
+    torch.testing.assert_close(logcumsumexp(x, 1), torch.logcumsumexp(x, 1))
+
+
 @pytest.mark.parametrize("curvature", ["ggn", "hessian"])
 def test_logcumsumexp_has_the_derivatives_of_its_formula(curvature):
     """The third derivative of PyTorch's own is NaN."""

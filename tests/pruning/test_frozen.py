@@ -136,7 +136,35 @@ WRITES_INTO_ZEROS = {
     "ones": lambda h: h.copy_(torch.ones_like(h)),
     "out": lambda h: torch.add(h, 1, out=h),
     "by an operator that returns nothing": lambda h: torch._foreach_add_([h], 1.0),
+    "by an operator that returns another": lambda h: torch.ops.aten.rrelu_with_noise(
+        -torch.ones_like(h), h, 0.5, 0.6, True
+    ),
+    "its data": lambda h: setattr(h, "data", torch.ones_like(h)),
 }
+
+
+WRITES_INTO_A_PART: dict[str, Any] = {
+    "zeros": lambda m: m[:, 3:].zero_(),
+    "a number": lambda m: m[:, 3:].fill_(0.0),
+    "a tensor of zeros": lambda m: m[:, :2].copy_(torch.zeros(2, dtype=m.dtype)),
+    "random numbers": lambda m: m[:, 3].bernoulli_(0.0),
+    "an assignment": lambda m: m.__setitem__((slice(None), slice(0, 2)), 0.0),
+    "out": lambda m: torch.zeros(len(m), 1, out=m[:, :1], dtype=m.dtype),
+}
+
+
+@pytest.mark.parametrize("make", [torch.ones_like, lambda h: h.new_ones(h.shape)])
+@pytest.mark.parametrize("write", WRITES_INTO_A_PART.values(), ids=WRITES_INTO_A_PART)
+def test_a_constant_tensor_written_in_part_freezes_what_it_multiplies(write: Any, make: Any) -> None:
+    """Its entries are no longer alike: those of a smaller one would meet other channels."""
+
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = n.a(x)
+        gate = make(h)
+        write(gate)
+        return n.out(h * gate)
+
+    assert prunable_layers(two_layers(forward)) == []
 
 
 @pytest.mark.parametrize("write", WRITES_INTO_ZEROS.values(), ids=WRITES_INTO_ZEROS)

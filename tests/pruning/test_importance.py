@@ -112,6 +112,25 @@ class LowRank(nn.Linear):
         return F.linear(x, self.weight + self.left @ self.right, self.bias)
 
 
+class Product(nn.Linear):
+    """Its weight is a product of two small matrices."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        del self.weight
+        self.left, self.right = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.left @ self.right, self.bias)
+
+
+class GainInPlace(Gain):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.clone().mul_(self.gain)
+        weight[:, :4] *= 3.0
+        return F.linear(x, weight, self.bias)
+
+
 class Channels(nn.Module):
     """A convolution between linear layers."""
 
@@ -138,7 +157,9 @@ COMPUTED_WEIGHTS: dict[str, Callable[[], nn.Module]] = {
     "weight norm by hook": lambda: old_weight_norm(nn.Linear(8, 8)),
     "mask": lambda: masked(nn.Linear(8, 8)),
     "gain": Gain,
+    "gain in place": GainInPlace,
     "low rank": LowRank,
+    "product": Product,
     "weight norm of a convolution": lambda: parametrizations.weight_norm(nn.Conv2d(8, 8, 1)),
     "mask of a depthwise convolution": lambda: masked(nn.Conv2d(8, 8, 1, groups=8)),
     "mask of a grouped convolution": lambda: masked(nn.Conv2d(8, 8, 1, groups=2)),

@@ -454,11 +454,21 @@ def gram(grad: Tensor) -> Tensor:
     return grad @ grad.T if grad.dim() == 2 else grad.clone()
 
 
-@pytest.mark.parametrize(("kept", "works"), [(torch.clone, True), (gram, False)])
-def test_square_state_of_a_square_weight_is_known_by_that_of_other_weights(
-    kept: Callable[[Tensor], Tensor], works: bool
+def gram_of_matrices(gradient: Tensor) -> Tensor:
+    """As optimizers have it that treat matrices alone with a preconditioner."""
+    return gram(gradient) if gradient.dim() == 2 else gradient.clone()
+
+
+@pytest.mark.parametrize(
+    ("kept", "outputs", "works"),
+    [(torch.clone, 2, True), (gram, 2, False), (gram_of_matrices, 6, False), (torch.clone, 6, False)],
+)
+def test_square_state_of_a_square_weight_is_known_by_that_of_other_matrices(
+    kept: Callable[[Tensor], Tensor], outputs: int, works: bool
 ) -> None:
-    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    """Not by that of a convolution."""
+    first = nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, outputs)
+    net = nn.Sequential(*first, nn.Unflatten(1, (1, outputs)), nn.Conv1d(1, 2, 2)).double()
     x = torch.randn(4, 6, dtype=torch.double)
     neurons, optimizer = Neurons(net, x), Kept(net.parameters(), kept)
     net(x).square().sum().backward()

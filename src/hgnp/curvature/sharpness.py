@@ -260,11 +260,14 @@ def _lanczos(
             raise InputError(
                 "the Hessian of the loss over data must be finite, got one that is not; check inputs, targets and weights"
             )
-        values, vectors = torch.linalg.eigh(T[:n, :n])
-        scale = values.abs().max().item()
-        if len(basis) < size and beta > 1e-12 * scale:
+        if len(basis) < size and beta > 1e-12 * T[:n, :n].abs().max().item():
             T[len(basis), n - 1] = T[n - 1, len(basis)] = beta
             basis.append(w / beta)
+        over = n == len(basis) or n == most or time.perf_counter() > deadline
+        if n % k and not over:  # to look after every product would take longer than the products
+            continue
+        values, vectors = torch.linalg.eigh(T[:n, :n])
+        scale = values.abs().max().item()
         residuals = (T[n : len(basis), :n] @ vectors).norm(dim=0)
         done = n >= k and bool((residuals[-k:] <= tolerance * scale).all())
         exhausted = n == len(basis)

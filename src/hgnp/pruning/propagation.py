@@ -148,11 +148,8 @@ class LabelPropagation:
             if others and len(after.labels) > len(before.labels):
                 for label in after.labels:
                     self.freeze(label, "it is written in place into part of another tensor")
-            if not result.filler:
-                for other in others:
-                    self.tensors[other] = replace(self.tensors[other], filler=False)
-            for other in others if not after.zero else ():
-                self.tensors[other] = replace(self.tensors[other], zero=False)
+            for other in others:  # also by a filler: entries elsewhere may have another value
+                self.tensors[other] = replace(self.tensors[other], filler=False, zero=False, expanded=())
             for other in present:
                 if self._is_same(other, index):
                     self.tensors[other] = after

@@ -122,6 +122,8 @@ class PruningState:
         propagation, net = self.structure.propagations[False], self.structure.net
         own = [labelled for labelled in propagation.calls if _is_product(labelled.call, layer)]
         for number, labelled in enumerate(own):
+            if all(tensor.is_weight for tensor in labelled.reads):  # it computes a weight, as the low-rank part of LoRA
+                continue
             for position, tensor in enumerate(labelled.reads):
                 label = next((each for each in tensor.labels if bool(torch.isin(rows, each).all())), None)
                 if label is None or not tensor.is_weight:

@@ -85,8 +85,8 @@ def _names(nets: Iterable[nn.Module]) -> dict[int, str]:
 
 
 def _shaped_like_parameters(optimizer: torch.optim.Optimizer) -> set[Any]:
-    """The keys of state that has the parameter's shape wherever there is one, also for a weight that is not square: a square
-    preconditioner has another shape there."""
+    """The keys of state that has the parameter's shape wherever there is one, also for a matrix that is not square: a square
+    preconditioner has another shape there. Other weights tell nothing, as an optimizer may treat matrices alone so."""
     shapes: dict[Any, list[tuple[torch.Size, torch.Size]]] = defaultdict(list)
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
@@ -95,7 +95,8 @@ def _shaped_like_parameters(optimizer: torch.optim.Optimizer) -> set[Any]:
     return {
         key
         for key, pairs in shapes.items()
-        if all(own == given for own, given in pairs) and any(len(set(given)) > 1 for _, given in pairs)
+        if all(own == given for own, given in pairs)
+        and any(len(given) == 2 and given[0] != given[1] for _, given in pairs)
     }
 
 

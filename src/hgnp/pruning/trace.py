@@ -123,6 +123,8 @@ class _OperatorTracer(TorchDispatchMode):
         self._producer: dict[int, int] = {}
         """Value → the call that computed it, among `_calls`: those that failed halfway are there too."""
         self._written: set[int] = set()
+        self._unseen: dict[int, str] = {}
+        """Storage that an operator has written without returning it → the operator."""
         self._inputs = {self.value(tensor, computed=False): data for tensor, data in inputs.values()}
         self._origin |= dict.fromkeys(self._inputs, frozenset({"input"}))
         self._decisions, self._places = decisions, dict[str, None]()
@@ -197,6 +199,9 @@ class _OperatorTracer(TorchDispatchMode):
         )
         if _only_changes_strides(op, args, kwargs):
             return op(*args, **kwargs)
+        for index in reads if self._unseen else ():
+            if (name := self._unseen.get(self.graph.values[index].storage)) is not None:
+                raise UntraceableError(f"it changes tensors without returning them ({name})")
         if op in _ONE_DTYPE:
             dtypes = dict.fromkeys(str(leaf.dtype) for leaf in leaves_of(args) if isinstance(leaf, Tensor))
             if len(dtypes) > 1:
@@ -238,9 +243,16 @@ class _OperatorTracer(TorchDispatchMode):
                 self._producer[index] = len(self._calls)
             self._calls.append(OpCall(op, refs[0], refs[1], reads, writes, module))
             self.graph.op_calls.append(self._calls[-1])
-        elif reads and op._schema.is_mutable:
+        changed = {self._index[id(tensor)] for tensor in _written(op, args, kwargs) if id(tensor) not in self._weights}
+        if changed and not computed:
             raise UntraceableError(f"it changes tensors without returning them ({op._schema.name})")
+        unseen = changed.difference(writes if computed else ())  # nn.RReLU's noise, which nothing reads
+        self._unseen |= {self.graph.values[index].storage: op._schema.name for index in unseen}
         return result
+
+    def is_weight(self, tensor: Any) -> bool:
+        """Whether it is a parameter or a buffer."""
+        return id(tensor) in self._weights
 
     def _with_refs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         refs: tuple[Any, Any] = map_leaves(
@@ -362,14 +374,20 @@ def _call(op: OpOverload, args: Any, kwargs: Any, known: Mapping[int, Tensor | N
 
 def value_of_weights(graph: Graph, index: int, weights: Mapping[str, Tensor]) -> Tensor | None:
     """A value that the forward pass computes from parameters, buffers and constants alone, for these parameters and buffers;
-    None if it is written in place."""
-    needed, calls = {index}, list[OpCall]()
-    for call in reversed(graph.op_calls):
-        if needed & set(call.writes):
+    None if one of them is written in place, or tensors are after the value has been read."""
+    needed, calls, storages = {index}, list[OpCall](), {graph.values[index].storage}
+    read = next(
+        number for number, call in enumerate(graph.op_calls) if index in call.reads and index not in call.writes
+    )
+    for number, call in reversed(list(enumerate(graph.op_calls))):
+        if storages & {graph.values[i].storage for i in call.writes}:  # also through a view
+            if number >= read:
+                return None
             calls.insert(0, call)
-            needed |= set(call.reads)
-    written = {graph.values[i].storage for call in graph.op_calls for i in call.writes if i in call.reads}
-    if any(graph.values[i].storage in written for i in needed):
+            needed |= {*call.reads, *call.writes}
+            storages |= {graph.values[i].storage for i in call.reads}
+    written = {graph.values[i].storage for call in calls for i in call.writes if i in call.reads}
+    if any(value.storage in written for value in graph.values if value.name is not None):
         return None
     found = {i: weights.get(graph.values[i].name or "", graph.values[i].constant) for i in needed}
     with torch.no_grad():
@@ -404,6 +422,15 @@ def _same(value: Any, before: Any) -> bool:
     return len(now) == len(then) and all(one is other for one, other in zip(now, then, strict=True))
 
 
+def _written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that an operator writes, by its schema."""
+    if not op._schema.is_mutable:
+        return []
+    given = dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs
+    names = [each.name for each in op._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [leaf for name in names for leaf in leaves_of(given.get(name)) if isinstance(leaf, Tensor)]
+
+
 def _only_changes_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether all entries keep their positions: pooling to one position gives its result channels-last strides in this way."""
     if op is not torch.ops.aten.as_strided_.default or kwargs or len(args) != 3:
@@ -411,6 +438,11 @@ def _only_changes_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     tensor, size, stride = args
     same = all(n == 1 or new == old for n, new, old in zip(size, stride, tensor.stride(), strict=False))
     return tuple(size) == tuple(tensor.shape) and same
+
+
+def attribute_set(func: Callable[..., Any]) -> str:
+    """The attribute that a `__set__` is of."""
+    return getattr(getattr(func, "__self__", None), "__name__", "")
 
 
 class _FunctionTracer(TorchFunctionMode):
@@ -425,6 +457,8 @@ class _FunctionTracer(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name, graph = function_name(func), self._operators.graph
+        if name == "__set__" and attribute_set(func) == "data" and not self._operators.is_weight(args[0]):
+            raise UntraceableError("it replaces the data of a tensor")
         arguments, non_tensors = self._indices((args, kwargs)), non_tensor_arguments(name, args, kwargs)
         start = len(graph.op_calls)
         try:

@@ -12,7 +12,7 @@ import copy
 import hashlib
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from hgnp.errors import InputError
 from hgnp.reducer import Reducer
 
 MAX_WRAPPERS = 3  # around one another
+MAX_PARTS = 100  # of a list of loaders; a longer one holds data
 
 
 def seed(value: int) -> None:
@@ -104,12 +105,23 @@ def prepare_epoch(loader: Any, epoch: int) -> None:
 
 
 def _with_wrapped(loader: Any, depth: int = MAX_WRAPPERS) -> Iterator[Any]:
-    """A loader, and those that it wraps: attributes of a class of the user's that can be iterated over."""
+    """A loader, and the loaders and generators that it wraps: attributes of a class of the user's, also in lists and dicts."""
     yield loader
-    if depth and not isinstance(loader, DataLoader | Dataset | Tensor | nn.Module):
-        for value in getattr(loader, "__dict__", {}).values():
-            if hasattr(type(value), "__iter__") and hasattr(value, "__dict__"):
+    if depth and not isinstance(loader, DataLoader | Dataset | Sequence | Tensor | nn.Module):
+        for value in _attributes(loader):
+            if isinstance(value, torch.Generator):
+                yield value
+            elif hasattr(type(value), "__iter__") and not isinstance(value, str | bytes | dict | list | tuple):
                 yield from _with_wrapped(value, depth - 1)
+
+
+def _attributes(loader: Any) -> Iterator[Any]:
+    slots = (name for kind in type(loader).__mro__ for name in getattr(kind, "__slots__", ()) if isinstance(name, str))
+    own = [*getattr(loader, "__dict__", {}).values(), *(getattr(loader, name, None) for name in slots)]
+    for value in own:
+        yield value
+        if isinstance(value, dict | list | tuple) and len(value) <= MAX_PARTS:
+            yield from value.values() if isinstance(value, dict) else value
 
 
 def _components(loaders: tuple[Any, ...]) -> list[Any]:
@@ -130,7 +142,8 @@ def _components(loaders: tuple[Any, ...]) -> list[Any]:
 
 
 def _generators(loaders: tuple[Any, ...]) -> list[torch.Generator]:
-    generators = [getattr(part, "generator", None) for part in _components(loaders)]
+    parts = _components(loaders)
+    generators = [part if isinstance(part, torch.Generator) else getattr(part, "generator", None) for part in parts]
     return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())
 
 

@@ -223,15 +223,17 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
         a, b = out.narrow(dim, step, size - step), out.narrow(dim, 0, size - step)
         larger = a >= b
         high, low = torch.where(larger, a, b), torch.where(larger, b, a)
-        gap = (low - high).masked_fill(high == -torch.inf, 0.0)
+        infinite = high.isinf()  # low − high would be inf − inf
+        gap = torch.where(infinite, 0.0, low) - torch.where(infinite, 0.0, high)
         out = torch.cat([out.narrow(dim, 0, step), high + F.softplus(gap)], dim)
         step *= 2
     return out
 
 
-def weight_norm(u: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """g·u/‖u‖. PyTorch's fused kernel leaves the length's derivative out of the second derivative."""
-    return u * (g / torch.norm_except_dim(u, 2, dim))
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """g·v/‖v‖. PyTorch's fused kernel leaves the length's derivative out of the second derivative."""
+    # norm_except_dim over all dimensions has a forward derivative of another shape
+    return v * (g / (torch.linalg.vector_norm(v) if dim == -1 else torch.norm_except_dim(v, 2, dim)))
 
 
 # Modules call these functions too. `forward` refuses torch.batch_norm and the like, which take other arguments.

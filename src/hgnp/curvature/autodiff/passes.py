@@ -7,7 +7,7 @@ paper's order v is known only after the forward and backward pass of C: q then r
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -325,7 +325,7 @@ class Passes:
         """That q along any block can be differentiated: v may move to each of them in a run. A trial step along all blocks
         together, without side effects; if that fails, one along each, as some operations support one layer's v alone."""
         self.inspect(inputs)
-        blocks, hidden = self._blocks(), self._hidden[self.net.training]
+        blocks, hidden = self._reached(inputs, target), self._hidden[self.net.training]
         followed = [block for block in blocks if not (self._gauss_newton and block.name in hidden)]
         first_hidden = [block for block in blocks if block not in followed][:1]  # what is after it is after the others
         warned = set(self._warned)
@@ -340,6 +340,33 @@ class Passes:
             finally:
                 self._warned = set(warned)  # the step will tell
 
+    def _reached(self, inputs: Any, target: Any) -> list[Block | WholeNetwork]:
+        """The blocks that the loss depends on."""
+        if self._reducer.sync_norms:  # a pass without their sums would be another one
+            return list(self._blocks())
+        trained = [p for p in self.net.parameters() if p.requires_grad]
+        try:
+            with warnings.catch_warnings(action="ignore"), RandomState(*trained), self._loss_state_kept():
+                output = self.run(inputs, side_effect_free=True)
+                loss = self._loss(output, target, None)
+            with without_tensor_hooks(trained):
+                gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        except Exception:  # left to the steps
+            return list(self._blocks())
+        reached = {id(p) for p, gradient in zip(trained, gradients, strict=True) if gradient is not None}
+        return [block for block in self._blocks() if any(id(p) in reached for p in block.parameters.values())]
+
+    @contextlib.contextmanager
+    def _loss_state_kept(self) -> Iterator[None]:
+        """Around trial passes: a loss may have buffers, such as running means."""
+        buffers = list(self.loss.buffers()) if isinstance(self.loss, nn.Module) else []
+        before = [buffer.clone() for buffer in buffers]
+        try:
+            yield
+        finally:
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+
     def _try(self, blocks: Sequence[Block | WholeNetwork], inputs: Any, target: Any) -> None:
         """InputError if q along these blocks or its gradient cannot be had. Whatever else fails is left to the steps."""
         parameters = {id(p): p for block in blocks for p in block.parameters.values()}
@@ -349,7 +376,7 @@ class Passes:
         block = blocks[0] if len(blocks) == 1 else WholeNetwork(self.net)
         trained = [p for p in self.net.parameters() if p.requires_grad]
         try:
-            with warnings.catch_warnings(action="ignore"), RandomState(*trained):
+            with warnings.catch_warnings(action="ignore"), RandomState(*trained), self._loss_state_kept():
                 q = self.with_curvature(block, tangents, inputs, target, None, side_effect_free=True).q
                 assert q is not None
                 with derivatives_explained(self._checkpointed), without_tensor_hooks(trained):
