@@ -7,6 +7,7 @@ Rows are appended to runs/detectors.jsonl; what is there is not run again.
 """
 
 import argparse
+import datetime
 import json
 import tempfile
 import time
@@ -24,7 +25,6 @@ import hgnp
 from coverage import exports
 from models import SEGMENTATION, TORCHVISION_DETECTORS, Case, cases
 
-DATE = "2026-11-18"
 YOLO = ("yolov8n", "yolo11n")
 SEGMENTATION_NETS = (*SEGMENTATION, "unet")
 KEEP = {"ssd300_vgg16": 0.97}
@@ -122,8 +122,8 @@ def _tensors(output: Any) -> list[Tensor]:
 
 def render(rows: list[Row]) -> str:
     about = (
-        f"`python benchmarks/detectors.py --out benchmarks/detectors.md`, {DATE}, torch {torch.__version__}, one thread of a "
-        "CPU that was busy with other work. Generated images of 64 × 64 pixels (SSD and SSDlite resize them to 300 and 320), "
+        f"`python benchmarks/detectors.py --out benchmarks/detectors.md`, {datetime.date.today()}, torch {torch.__version__}, "
+        "one thread of a CPU. Generated images of 64 × 64 pixels (SSD and SSDlite resize them to 300 and 320), "
         "default recipe (HGNP). Loads: bit-equal outputs of a fresh instance. Exports: `torch.export` of the whole network "
         "(YOLO, segmentation), or of backbone and head, what lies before non-maximum suppression, equal to 1e-10 in float64."
     )

@@ -10,6 +10,7 @@ holds on a slow or busy machine too. `--profile` says where the time goes instea
 import argparse
 import copy
 import cProfile
+import datetime
 import platform
 import pstats
 import statistics
@@ -24,8 +25,6 @@ from torch import nn
 
 import hgnp
 from models import torchvision, vgg16_cifar
-
-DATE = "2026-11-15"
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,8 @@ def report(build: Time, remove: Time, step: Time, removal: Time) -> str:
     lines = [f"| {what} | {time.clock:.2f} s | {time.processor:.2f} s | {wanted} |" for what, time, wanted in rows]
     return (
         "# Surgery: how long it takes\n\n"
-        f"Measured {DATE} with `python benchmarks/surgery.py --out benchmarks/surgery.md`, {torch.get_num_threads()} threads "
+        f"Measured {datetime.date.today()} with `python benchmarks/surgery.py --out benchmarks/surgery.md`, "
+        f"{torch.get_num_threads()} threads "
         f"of a two-core machine, Python {platform.python_version()}, torch {torch.__version__}; "
         "medians.\n\n| what | wall time | CPU time | target |\n|---|--:|--:|--:|\n"
         + "\n".join(lines)
