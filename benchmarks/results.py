@@ -401,9 +401,14 @@ def _endpoints(groups: Sequence[Group]) -> list[str]:
 
 
 def _field(groups: Sequence[Group]) -> list[str]:
-    rows = []
+    rows, intervals = [], {}
     for each in FIELD:
         ours = None if each.ours is None else _find(groups, "cifar10-best", each.ours)
+        if ours is not None and (found := with_test_error(list(ours.accuracies.values()))) is not None:
+            intervals[ours.network] = (
+                f"{ours.network}: {_percent(found.mean)} %, 95 % interval {_percent(found.low)} to {_percent(found.high)} %, "
+                "the test set's error included."
+            )
         said = "–"
         if each.ours is not None:
             said = "not run" if ours is None else f"{verdict(list(ours.accuracies.values()), each.accuracy)}"
@@ -413,7 +418,7 @@ def _field(groups: Sequence[Group]) -> list[str]:
         "## What others report", "",
         "CIFAR-10. *Ours* is VGG-16 or ResNet-18 at κ 5 %: random weights, crops, flips, label smoothing, VGG-16 with cutout. "
         "A row at another κ or other MACs is not a like-for-like comparison. Grade L: their own logs or notebooks; F: quoted "
-        "by another paper.", "",
+        "by another paper.", "", *(part for line in intervals.values() for part in (line, "")),
         *_table("method | network | augmentation | start | epochs | grade | κ, % | MACs, % | accuracy, % | ours", rows, left=6),
     ]  # fmt: skip
 

@@ -75,6 +75,7 @@ def test_the_page_has_each_seed_and_names_what_is_missing(tmp_path: Path) -> Non
     assert "| 0, 1, 2 | 94.00, 94.10, 94.20 | 94.10 | 0.10 | 5.00 | 50,000 | 1.5 M | 5.0 | 16 |" in row
     otov2 = next(line for line in text.splitlines() if line.startswith("| OTOv2 | VGG-16-BN | mixup | scratch | 300"))
     assert otov2.endswith("| 93.27 | beats it |")
+    assert f"{results.VGG}: 94.10 %, 95 % interval 93.58 to 94.62 %, the test set's error included." in text
     assert "| ResNet-18 pruned to κ 5 % over a uniformly narrowed one | not run, or fewer than two seeds" in text
     assert f"| {results.VGG}, torch-pruning, κ 5 % | 0 |" in text
     assert "| 43 |" in text  # 16 epochs after the 27 of the other library's rounds

@@ -198,7 +198,7 @@ def _product(
         inputs, target = batch
         buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}  # a forward may count its calls in one
         fits = failure_explained(net, loss, output, (inputs, target), "data", where=f"batch {number} of data")
-        with fits, compiled_functions_run_eagerly, _WeightNormTwice():  # compiled ones have no second derivative
+        with fits, compiled_functions_run_eagerly, _PrimitiveWeightNorm():  # compiled ones have no second derivative
             out = run(net, inputs, output=output, buffers=buffers)
             value, weight = mean_and_normaliser(loss, out, target, samples_in(inputs))
         with _twice_differentiable(), without_tensor_hooks(parameters):
@@ -230,7 +230,7 @@ def _twice_differentiable() -> Iterator[None]:
         raise
 
 
-class _WeightNormTwice(TorchFunctionMode):
+class _PrimitiveWeightNorm(TorchFunctionMode):
     """Takes weight_norm by primitive operations, as PyTorch's own second derivative is wrong."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,6 +1,6 @@
 """A traced forward pass: tensors and the operator calls between them, without data."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -241,3 +241,34 @@ def spec_of(tensor: Tensor) -> TensorSpec:
 def tensors_of(net: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer by its first name, shared ones once, non-persistent buffers included."""
     return {**dict(net.named_parameters()), **dict(net.named_buffers())}
+
+
+def run_operator(op: OpOverload, args: Any, kwargs: Any, known: Mapping[int, Tensor | None]) -> Any:
+    """Runs an operator on known values."""
+    args, kwargs = tree_map(lambda leaf: known[leaf.index] if isinstance(leaf, ValueRef) else leaf, (args, kwargs))
+    return op(*args, **kwargs)
+
+
+def value_of_weights(graph: Graph, index: int, weights: Mapping[str, Tensor]) -> Tensor | None:
+    """A value that the forward pass computes from parameters, buffers and constants alone, for these parameters and buffers;
+    None if one of them is written in place, or tensors are after the value has been read."""
+    needed, calls, storages = {index}, list[OpCall](), {graph.values[index].storage}
+    read = next(
+        number for number, call in enumerate(graph.op_calls) if index in call.reads and index not in call.writes
+    )
+    for number, call in reversed(list(enumerate(graph.op_calls))):
+        if storages & {graph.values[i].storage for i in call.writes}:  # also through a view
+            if number >= read:
+                return None
+            calls.insert(0, call)
+            needed |= {*call.reads, *call.writes}
+            storages |= {graph.values[i].storage for i in call.reads}
+    written = {graph.values[i].storage for call in calls for i in call.writes if i in call.reads}
+    if any(value.storage in written for value in graph.values if value.name is not None):
+        return None
+    found = {i: weights.get(graph.values[i].name or "", graph.values[i].constant) for i in needed}
+    with torch.no_grad():
+        for call in calls:
+            results = tree_leaves(run_operator(call.op, call.args, call.kwargs, found))
+            found |= zip(call.writes, [leaf for leaf in results if isinstance(leaf, Tensor)], strict=True)
+    return found[index]

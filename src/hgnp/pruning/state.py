@@ -12,13 +12,12 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.rnn import pad_sequence
 
 from hgnp.errors import InputError, did_you_mean
-from hgnp.pruning.graph import Graph, OpCall, tensors_of
+from hgnp.pruning.graph import Graph, OpCall, tensors_of, value_of_weights
 from hgnp.pruning.labels import varying_dims
 from hgnp.pruning.propagation import LabelPropagation
 from hgnp.pruning.rules import PRODUCTS, op_name, rule_for
 from hgnp.pruning.selection import Unit, as_positions
 from hgnp.pruning.structure import Structure
-from hgnp.pruning.trace import value_of_weights
 from hgnp.pruning.widths import Shape
 from hgnp.state_guards import garbage_collection_off
 

@@ -61,6 +61,7 @@ from hgnp.pruning.graph import (
     map_leaves,
     non_tensor_arguments,
     produces_tensor,
+    run_operator,
     spec_of,
     tensors_of,
 )
@@ -123,7 +124,7 @@ class _OperatorTracer(TorchDispatchMode):
         self._producer: dict[int, int] = {}
         """Value → the call that computed it, among `_calls`: those that failed halfway are there too."""
         self._written: set[int] = set()
-        self._unseen: dict[int, str] = {}
+        self._unreturned: dict[int, str] = {}
         """Storage that an operator has written without returning it → the operator."""
         self._inputs = {self.value(tensor, computed=False): data for tensor, data in inputs.values()}
         self._origin |= dict.fromkeys(self._inputs, frozenset({"input"}))
@@ -199,8 +200,8 @@ class _OperatorTracer(TorchDispatchMode):
         )
         if _only_changes_strides(op, args, kwargs):
             return op(*args, **kwargs)
-        for index in reads if self._unseen else ():
-            if (name := self._unseen.get(self.graph.values[index].storage)) is not None:
+        for index in reads if self._unreturned else ():
+            if (name := self._unreturned.get(self.graph.values[index].storage)) is not None:
                 raise UntraceableError(f"it changes tensors without returning them ({name})")
         if op in _ONE_DTYPE:
             dtypes = dict.fromkeys(str(leaf.dtype) for leaf in leaves_of(args) if isinstance(leaf, Tensor))
@@ -247,7 +248,7 @@ class _OperatorTracer(TorchDispatchMode):
         if changed and not computed:
             raise UntraceableError(f"it changes tensors without returning them ({op._schema.name})")
         unseen = changed.difference(writes if computed else ())  # nn.RReLU's noise, which nothing reads
-        self._unseen |= {self.graph.values[index].storage: op._schema.name for index in unseen}
+        self._unreturned |= {self.graph.values[index].storage: op._schema.name for index in unseen}
         return result
 
     def is_weight(self, tensor: Any) -> bool:
@@ -273,7 +274,7 @@ class _OperatorTracer(TorchDispatchMode):
             name = self.graph.values[index].name
             read = ReadValue(found[index].detach().clone(), module, found[index] if name is None else None)
             self.graph.read_values.setdefault(name or f"a constant of {module} ({index})", read)
-        return _call(op, args, kwargs, found)
+        return run_operator(op, args, kwargs, found)
 
     def _if_finite(self, index: int) -> bool | None:
         """The truth of a check for infinite and undefined values where there are none; None for anything else."""
@@ -333,7 +334,7 @@ class _OperatorTracer(TorchDispatchMode):
                 sources.add(current)
         for number in sorted({self._producer[each] for each in needed if each in self._producer}):
             call = self._calls[number]
-            results = tree_leaves(_call(call.op, call.args, call.kwargs, found))
+            results = tree_leaves(run_operator(call.op, call.args, call.kwargs, found))
             found |= zip(call.writes, [leaf for leaf in results if isinstance(leaf, Tensor)], strict=True)
         return True
 
@@ -364,37 +365,6 @@ _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent
 def _runs_an_operator(frame: FrameType) -> bool:
     """Whether a frame is PyTorch's or the tracer's own: its local variables may be arguments of an operator in C++."""
     return frame.f_code.co_filename.startswith(_LIBRARIES)
-
-
-def _call(op: OpOverload, args: Any, kwargs: Any, known: Mapping[int, Tensor | None]) -> Any:
-    """Runs an operator on known values."""
-    args, kwargs = tree_map(lambda leaf: known[leaf.index] if isinstance(leaf, ValueRef) else leaf, (args, kwargs))
-    return op(*args, **kwargs)
-
-
-def value_of_weights(graph: Graph, index: int, weights: Mapping[str, Tensor]) -> Tensor | None:
-    """A value that the forward pass computes from parameters, buffers and constants alone, for these parameters and buffers;
-    None if one of them is written in place, or tensors are after the value has been read."""
-    needed, calls, storages = {index}, list[OpCall](), {graph.values[index].storage}
-    read = next(
-        number for number, call in enumerate(graph.op_calls) if index in call.reads and index not in call.writes
-    )
-    for number, call in reversed(list(enumerate(graph.op_calls))):
-        if storages & {graph.values[i].storage for i in call.writes}:  # also through a view
-            if number >= read:
-                return None
-            calls.insert(0, call)
-            needed |= {*call.reads, *call.writes}
-            storages |= {graph.values[i].storage for i in call.reads}
-    written = {graph.values[i].storage for call in calls for i in call.writes if i in call.reads}
-    if any(value.storage in written for value in graph.values if value.name is not None):
-        return None
-    found = {i: weights.get(graph.values[i].name or "", graph.values[i].constant) for i in needed}
-    with torch.no_grad():
-        for call in calls:
-            results = tree_leaves(_call(call.op, call.args, call.kwargs, found))
-            found |= zip(call.writes, [leaf for leaf in results if isinstance(leaf, Tensor)], strict=True)
-    return found[index]
 
 
 def _as_fake(tensor: Tensor, args: Any) -> Tensor:
@@ -440,11 +410,6 @@ def _only_changes_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     return tuple(size) == tuple(tensor.shape) and same
 
 
-def attribute_set(func: Callable[..., Any]) -> str:
-    """The attribute that a `__set__` is of."""
-    return getattr(getattr(func, "__self__", None), "__name__", "")
-
-
 class _FunctionTracer(TorchFunctionMode):
     """Records the torch functions that the network's own code calls, with the operator calls that each of them runs."""
 
@@ -457,7 +422,7 @@ class _FunctionTracer(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name, graph = function_name(func), self._operators.graph
-        if name == "__set__" and attribute_set(func) == "data" and not self._operators.is_weight(args[0]):
+        if func == torch.Tensor.data.__set__ and not self._operators.is_weight(args[0]):  # type: ignore[attr-defined]
             raise UntraceableError("it replaces the data of a tensor")
         arguments, non_tensors = self._indices((args, kwargs)), non_tensor_arguments(name, args, kwargs)
         start = len(graph.op_calls)

@@ -41,7 +41,7 @@ from hgnp.training.optimizers import (
     has_ended,
     make_optimizer,
     make_scheduler,
-    needs_loss,
+    needs_val_loss,
     scheduler_interval,
     step_scheduler,
 )
@@ -273,7 +273,7 @@ class TrainingLoop:
         if (
             self.scheduler is not None
             and self.scheduler_interval == "epoch"
-            and (due or not needs_loss(self.scheduler))
+            and (due or not needs_val_loss(self.scheduler))
         ):
             self._note_once(step_scheduler(self.scheduler, val_loss))
         return self._row(statistics.summary(recipe.bound), removed, val_loss, metric)

@@ -61,7 +61,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, given: Any,
         )
     if getattr(made, "optimizer", optimizer) is not optimizer:
         raise InputError("scheduler must belong to the run's optimizer, got one of another optimizer")
-    if needs_loss(made):
+    if needs_val_loss(made):
         if not validated:
             raise InputError("val must be set with ReduceLROnPlateau, which needs the validation loss, got None")
         if recipe.scheduler_interval == "step":
@@ -77,7 +77,7 @@ def scheduler_interval(scheduler: Any, recipe: Recipe) -> SchedulerInterval:
     return recipe.scheduler_interval or ("step" if by_step else "epoch")
 
 
-def needs_loss(scheduler: Any) -> bool:
+def needs_val_loss(scheduler: Any) -> bool:
     """Whether it is stepped with the validation loss."""
     return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
@@ -85,7 +85,7 @@ def needs_loss(scheduler: Any) -> bool:
 def step_scheduler(scheduler: Any, val_loss: float | None) -> str | None:
     """Step the scheduler, ReduceLROnPlateau with the validation loss. Returns a note if that loss is missing or NaN: the
     scheduler is not stepped then, as it would count the epoch as a plateau. OneCycleLR stays at its last learning rate."""
-    if needs_loss(scheduler):
+    if needs_val_loss(scheduler):
         if val_loss is None or math.isnan(val_loss):
             return "scheduler: ReduceLROnPlateau is not stepped after epochs whose validation loss is not a number"
         scheduler.step(val_loss)
