@@ -62,7 +62,8 @@ def of_study(
     for run in studies.study(name).runs(data=data, device=device, settings=settings, methods=methods):
         if run.network.endswith(networks):
             command = ("-m", "hgnp", *run.command(out))
-            yield Task(run.name, command, minutes, lambda run=run: run.state(out) == "finished", urgent)  # type: ignore[misc]
+            task = f"{out.name}/{run.name}"  # two studies may have runs of one name
+            yield Task(task, command, minutes, lambda run=run: run.state(out) == "finished", urgent)  # type: ignore[misc]
 
 
 def of_preset(preset: str, out: Path, data: str | None, device: str, minutes: float, *arguments: str) -> Iterator[Task]:
@@ -94,7 +95,7 @@ def tasks(given: argparse.Namespace, results: Path) -> list[Task]:
         return len(list(rivals.glob("*/rival.json"))) == 6
 
     found = [
-        *of_study("vgg16-cifar10", paper / "vgg16-cifar10", cifar10, device, 19, methods=["hgnp"], urgent=True),
+        *of_study("vgg16-cifar10", paper / "vgg16-cifar10", cifar10, device, 16, methods=["hgnp"], urgent=True),
         *of_study(
             "alexnet-flowers-fast", paper / "alexnet-flowers-fast", given.flowers102 if alexnet else None, device, 19,
             methods=["taylor"], settings=[f"weights={alexnet}"], urgent=True,
@@ -146,7 +147,9 @@ class Runner:
         self.end = time.monotonic() + MINUTE * minutes
         self.running: list[tuple[Task, subprocess.Popen[bytes], float]] = []
         self.failed: list[str] = []
-        logs.mkdir(parents=True, exist_ok=True)
+
+    def log_of(self, task: Task) -> Path:
+        return self.logs / f"{task.name}.log"
 
     @property
     def left(self) -> float:
@@ -172,7 +175,9 @@ class Runner:
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.jobs)), "CUDA_MPS_CLIENT_PRIORITY": priority,
             **os.environ, SHARED_BY: str(min(self.jobs, 1 + self.beside) if task.urgent else self.jobs),
         }  # fmt: skip
-        with (self.logs / f"{task.name}.log").open("ab") as log:
+        file = self.log_of(task)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab") as log:
             process = start_process([sys.executable, *task.command], log, environment)
         self.running.append((task, process, time.monotonic()))
         print(f"{task.name}: started, {len(self.waiting)} waiting", flush=True)
@@ -183,13 +188,13 @@ class Runner:
             code = process.poll()
             if code is not None:
                 self.running.remove(entry)
-                how = "finished" if code == 0 else f"failed with code {code}, see {self.logs / task.name}.log"
+                how = "finished" if code == 0 else f"failed with code {code}, see {self.log_of(task)}"
                 self.failed += [task.name] if code else []
                 print(f"{task.name}: {how}, {format_duration(time.monotonic() - start)}", flush=True)
 
     def last_lines(self) -> Iterator[str]:
         for task, _, _ in self.running:
-            lines = (self.logs / f"{task.name}.log").read_text(errors="replace").strip().splitlines()
+            lines = self.log_of(task).read_text(errors="replace").strip().splitlines()
             yield f"{task.name}: {lines[-1] if lines else 'starting'}"
 
     def run(self, minutely: Callable[[], None]) -> None:
@@ -209,8 +214,10 @@ class Runner:
                         minutely()
             finally:
                 stop_processes([process for _, process, _ in self.running], interrupts)
-        for task in [*(task for task, _, _ in self.running), *self.waiting]:
+        for task, _, _ in self.running:
             print(f"{task.name}: not finished", flush=True)
+        for task in self.waiting:
+            print(f"{task.name}: not started, takes about {task.minutes:g} minutes", flush=True)
 
 
 def archive(results: Path, file: Path) -> None:

@@ -127,6 +127,8 @@ EARLIER = {"cifar10-best-no-cutout": "without cutout"}
 """Folders with runs of our recipes from before a preset changed, and what was different. Endpoints leave them out."""
 OURS = ("cifar10-best", "cifar10-rivals", *EARLIER)
 NARROW = "-narrow"
+LITERAL = ("resnet18-cifar10", "vgg16-cifar10")
+"""The paper's experiments with its literal settings."""
 
 
 def study_of(folder: Path) -> str:
@@ -591,7 +593,9 @@ def _chart(groups: Sequence[Group], against: str) -> charts.Chart:
     for group in groups:
         if group.asked == 1 and not group.network.endswith(NARROW):
             continue
-        name = group.network.replace("-cifar10", "") + (" (one schedule)" if group.study == "cifar10-rivals" else "")
+        more = " (one schedule)" if group.study == "cifar10-rivals" else ""
+        more = " (literal)" if group.network in LITERAL else more
+        name = group.network.replace("-cifar10", "") + more
         points = list(group.points.values())
         x = statistics.mean(point.kept if against == "kept" else point.macs / group.full for point in points)
         made.setdefault((name, group.method), []).append((x, statistics.mean(point.accuracy for point in points)))

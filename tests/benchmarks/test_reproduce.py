@@ -64,7 +64,7 @@ def test_only_what_fits_the_time_left_is_started(tmp_path: Path, capsys: pytest.
     code = writes(order)
     run(tmp_path, task("too long", code("long"), minutes=30), task("short", code("short"), minutes=1), minutes=2)
     assert order.read_text().split() == ["short"]
-    assert "too long: not finished" in capsys.readouterr().out
+    assert "too long: not started, takes about 30 minutes" in capsys.readouterr().out
 
 
 def test_robustness_does_not_wait_for_runs_that_take_all_the_time(tmp_path: Path) -> None:
@@ -114,5 +114,8 @@ def test_the_list_has_what_is_missing(
     assert (
         len(listed("--cifar10", "C", "--flowers102", "F", "--weights", "W", "--device", "cuda")) == len(everything) - 1
     )
+    for study in ("vgg16-cifar10", "cifar10-rivals"):  # both have a run of this name
+        (only,) = listed("--cifar10", "C", "--only", f"{study}/vgg16-cifar10-hgnp-0")
+        assert f"{study}/vgg16-cifar10-hgnp-0 --resume" in only
     with pytest.raises(SystemExit, match="--only must name tasks, got nothing"):
         listed("--only", "nothing")
