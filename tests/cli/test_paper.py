@@ -19,7 +19,7 @@ def test_paper_writes_a_page_and_tells_what_agrees_and_what_is_missing(
     area = 100 * (0.8 * 0.65 / (0.6 * 0.65 + 0.1 * (1 - 0.35**2)) - 1)
     assert f"HGNP over Taylor, area. Paper: +9.20 %; ours: +{area:.2f} %" in said
     line = next(line for line in said.splitlines() if "HGNP over Taylor, area." in line)
-    assert line.endswith("undecided (one seed).")
+    assert "; undecided (one seed). Runs: HGNP, literal penalty (1 seed) against Taylor (1 seed)." in line
     assert "not run: hgnp study vgg16-cifar10 --data DIR" in said
     assert str(tmp_path / "page" / "page.html") in said
     assert (tmp_path / "page" / "page.html").is_file()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hgnp.reporting.paper import verdict
-from hgnp.reporting.paper.report import paper_report
+from hgnp.reporting.paper.report import conclusion, paper_report
 from hgnp.reporting.paper.results import scan
 from hgnp.reporting.paper.rows import PaperRow
 from hgnp.reporting.paper.verdict import Measured
@@ -293,7 +293,7 @@ def test_inference_is_matched_by_network_device_and_kept(tmp_path: Path) -> None
     assert (found.ours, found.text) == (10.0, "10 ms on NVIDIA H200")
     found = row(tmp_path, "inference", "full, κ = 100 %, CPU", r18)
     assert (found.ours, found.deviations) == (7.0, ("Some CPU", "batch 16"))
-    found = row(tmp_path, "inference", "time of weight-pruned / of neuron-pruned, GPU", r18)
+    found = row(tmp_path, "inference", "time of weight-pruned at κ = 4.5 % / of neuron-pruned at κ = 4.5 %, GPU", r18)
     assert (found.claim.paper, found.ours) == (pytest.approx(206 / 90), pytest.approx(3.3))
     assert found.verdict.word == "agrees in direction"
     found = row(tmp_path, "inference", "neuron-pruned, κ = 30.4 %, GPU, batch 5,000")
@@ -333,7 +333,9 @@ def test_a_speedup_takes_both_times_from_one_file_and_names_another_kept(tmp_pat
     write_bench(tmp_path / "a" / "bench.json", "vgg16-cifar10", {("full", 1.0): 30.0, ("neuron-pruned", 0.045): 10.0})
     write_bench(tmp_path / "b" / "bench.json", "vgg16-cifar10", times, date="2026-11-17T12:00:00+00:00")
     vgg = "VGG-16 / CIFAR-10"
-    assert row(tmp_path, "inference", "time of full / of neuron-pruned, GPU", vgg).ours == pytest.approx(3.0)
+    assert row(tmp_path, "inference", "time of full / of neuron-pruned at κ = 4.5 %, GPU", vgg).ours == pytest.approx(
+        3.0
+    )
     found = row(tmp_path, "equal", "neuron-pruned, κ = 14.4 %, GPU", vgg)
     assert (found.ours, found.deviations) == (20.0, ("NVIDIA H200", "κ = 13.40 %"))
 
@@ -342,7 +344,7 @@ def test_a_slower_network_differs(tmp_path: Path) -> None:
     write_bench(
         tmp_path / "bench.json", "alexnet-flowers", {("full", 1.0): 9.0, ("neuron-pruned", 0.304): 10.0}, batch=5000
     )
-    found = row(tmp_path, "inference", "time of full / of neuron-pruned, GPU")
+    found = row(tmp_path, "inference", "time of full / of neuron-pruned at κ = 30.4 %, GPU")
     assert (found.ours, found.verdict.word) == (pytest.approx(0.9), "differs")
 
 
@@ -382,3 +384,26 @@ def test_runs_without_epochs_or_validation_data_give_no_rows(tmp_path: Path) -> 
 )
 def test_verdicts_follow_the_rule(told: verdict.Verdict, word: str) -> None:
     assert told.word == word
+
+
+def test_a_conclusion_is_that_of_the_nearest_group_that_decides(tmp_path: Path) -> None:
+    """One literal seed leaves a number undecided; three seeds of the fast preset decide it."""
+    write_paper_run(tmp_path / "literal", "vgg16-cifar10", accuracy=lambda k: 0.5)
+
+    def concluded() -> PaperRow:
+        (found,) = [each for each in paper_report(scan(tmp_path)).concluding if "HGNP's accuracy" in each.claim.what and
+                    each.claim.experiment.key == "vgg16-cifar10"]  # fmt: skip
+        return found
+
+    assert concluded().ours == pytest.approx(50)
+    assert concluded().verdict.word == "undecided"
+    for seed in range(3):
+        write_paper_run(
+            tmp_path / f"fast{seed}", "vgg16-cifar10", of="vgg16-cifar10-fast", seed=seed,
+            accuracy=lambda k, seed=seed: 0.8 + 0.01 * seed,
+        )  # fmt: skip
+    found = concluded()
+    assert (found.ours, found.verdict.word) == (pytest.approx(81), "differs")
+    assert conclusion(found).endswith("Runs: HGNP, fast penalty (3 seeds).")
+    counted = paper_report(scan(tmp_path)).counts["accuracy"]
+    assert counted["differs"] == sum(each.verdict.word == "differs" for each in paper_report(scan(tmp_path)).concluding)

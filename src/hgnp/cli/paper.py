@@ -23,12 +23,12 @@ def paper(
 
     made, place = publish.paper(results, out)
     stream = sys.stderr if as_json else sys.stdout
-    for row in made.nearest:
+    for row in made.concluding:
         if row.verdict.word not in (NONE, NOT_RUN):
             print(conclusion(row), file=stream)
     for kind, found in made.counts.items():
         print(f"on {kind}: " + ", ".join(f"{count} {word}" for word, count in found.items()), file=stream)
-    for command in dict.fromkeys(row.command for row in made.nearest if row.command):
+    for command in dict.fromkeys(row.command for row in made.concluding if row.command):
         print(f"not run: {command}", file=stream)
     print(f"{place / 'page.html'}  (HTML page; rows.csv, paper.json and figures/ are beside it)", file=stream)
     if as_json:

@@ -45,9 +45,9 @@ def paper_view(report: PaperReport) -> dict[str, Any]:
         "counts": report.counts,
         "rule": RULE,
         "conclusions": [
-            (word, [_line(row) for row in report.nearest if row.verdict.word == word])
+            (word, [_line(row) for row in report.concluding if row.verdict.word == word])
             for word in JUDGED
-            if word != NOT_RUN and any(row.verdict.word == word for row in report.nearest)
+            if word != NOT_RUN and any(row.verdict.word == word for row in report.concluding)
         ],
         "experiments": [  # those with runs first
             _experiment(report, experiment) for experiment in sorted(EXPERIMENTS, key=lambda each: not results.of(each))
@@ -149,7 +149,7 @@ def _cells(row: PaperRow, command: str) -> dict[str, Any]:
 
 def _line(row: PaperRow) -> dict[str, str]:
     claim = row.claim
-    values = f"{claim.text} in the paper, {row.text} here ({row.verdict.reason})"
+    values = f"{claim.text} in the paper, {row.text} here ({row.verdict.reason}); {row.runs}"
     return {"what": f"{claim.experiment.title}: {claim.what}", "values": _unbroken(values)}
 
 

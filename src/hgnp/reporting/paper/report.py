@@ -11,7 +11,8 @@ from hgnp.reporting.paper.verdict import AGREES, DIFFERS, DIRECTION, NONE, NOT_R
 
 TIMES = ("training", "inference")
 """Sections of the page whose numbers are times."""
-JUDGED = (AGREES, DIRECTION, DIFFERS, UNDECIDED, NOT_RUN)
+DECIDED = (AGREES, DIRECTION, DIFFERS)
+JUDGED = (*DECIDED, UNDECIDED, NOT_RUN)
 
 
 @dataclass(frozen=True)
@@ -20,19 +21,20 @@ class PaperReport:
     rows: tuple[PaperRow, ...]
 
     @property
-    def nearest(self) -> list[PaperRow]:
-        """One row per number of the paper, from the runs nearest to its settings."""
-        first: dict[tuple[str, str, str], PaperRow] = {}
+    def concluding(self) -> list[PaperRow]:
+        """One row per number of the paper: of the groups of runs nearest to its settings, the first that decides, or else the
+        first."""
+        by_number: dict[tuple[str, str, str], list[PaperRow]] = {}
         for row in self.rows:
-            first.setdefault((row.claim.section, row.claim.experiment.key, row.claim.what), row)
-        return list(first.values())
+            by_number.setdefault((row.claim.section, row.claim.experiment.key, row.claim.what), []).append(row)
+        return [next((row for row in rows if row.verdict.word in DECIDED), rows[0]) for rows in by_number.values()]
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """How many of the paper's numbers on accuracy and how many on time agree, differ …, judged by the runs nearest to its
-        settings."""
+        """How many of the paper's numbers on accuracy and how many on time agree, differ …, judged by the
+        concluding rows."""
         found = {"accuracy": Counter[str](), "time": Counter[str]()}
-        for row in self.nearest:
+        for row in self.concluding:
             if row.verdict.word != NONE:
                 found["time" if row.claim.section in TIMES else "accuracy"][row.verdict.word] += 1
         return {kind: {word: results[word] for word in JUDGED} for kind, results in found.items()}
@@ -48,4 +50,5 @@ def conclusion(row: PaperRow) -> str:
     """A row as one line of text."""
     reason = f" ({row.verdict.reason})" if row.verdict.reason else ""
     claim = row.claim
-    return f"{claim.experiment.title}: {claim.what}. Paper: {claim.text}; ours: {row.text}; {row.verdict.word}{reason}."
+    ours = f"{row.text}; {row.verdict.word}{reason}. Runs: {row.runs}."
+    return f"{claim.experiment.title}: {claim.what}. Paper: {claim.text}; ours: {ours}"

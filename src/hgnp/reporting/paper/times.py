@@ -130,7 +130,9 @@ def _faster(
         return
     row = stated[NEURONS]
     paper, ours = stated[slow].ms / row.ms, there.row["median_ms"] / here.row["median_ms"]
-    claim = _claim(row, f"time of {slow} / of neuron-pruned, {_place(row)}", "×", paper, f"{paper:.2f} ×")
+    sizes = f"{slow} at κ = {stated[slow].kept:g} %" if slow == WEIGHTS else slow
+    what = f"time of {sizes} / of neuron-pruned at κ = {row.kept:g} %, {_place(row)}"
+    claim = _claim(row, what, "×", paper, f"{paper:.2f} ×")
     yield PaperRow(claim, f"{ours:.2f} ×", ours, None, here.name, _differences(row, here), verdict.ratio(paper, ours))
 
 
