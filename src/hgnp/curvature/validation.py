@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import CheckpointFunction
 
 from hgnp.curvature.factors import find_blocks
@@ -18,6 +18,7 @@ from hgnp.validation import check_net
 REENTRANT = f"{CheckpointFunction.__name__}Backward"
 """The node of a reentrant checkpoint in autograd's graph."""
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Of each module, and with the prefix `_global` those of all modules."""
 
 
 def check_functions(**given: Any) -> None:
@@ -86,7 +87,9 @@ def has_gradient_hooks(net: nn.Module) -> bool:
 
 def has_module_hooks(net: nn.Module) -> bool:
     """Whether modules have forward or backward hooks, which the replay of a CUDA graph would not call."""
-    return _has_any_global_hook() or any(getattr(module, kind) for module in net.modules() for kind in MODULE_HOOKS)
+    if any(getattr(torch_module, f"_global{kind}") for kind in MODULE_HOOKS):
+        return True
+    return any(getattr(module, kind) for module in net.modules() for kind in MODULE_HOOKS)
 
 
 @contextlib.contextmanager
