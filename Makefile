@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types check docs bench-env clean
+.PHONY: help demo test lint types check test-oldest docs bench-env clean
 
 help:
 	@echo "make demo    train a network on handwritten digits, prune it to 5 % of its parameters, and time both"
 	@echo "make test    lint, types and the whole test suite"
+	@echo "make test-oldest   the suite on the oldest PyTorch that is supported; downloads 3 GB"
 	@echo "make docs    the documentation site, in site/: runs the examples, and fails on any warning"
 	@echo "make clean   remove .venv and caches"
 
@@ -50,6 +51,16 @@ types: $(VENV)/.installed-test
 check: $(VENV)/.installed-test
 	$(BIN)/pytest --numprocesses 2 --dist worksteal
 
+# torch 2.6 pins sympy, and torchvision, which a test's dependency needs, pins torch
+.venv-oldest/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-oldest
+	grep -vE '^(torch|sympy|torchvision)==' constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt 'torch==2.6.*' --editable '.[test]'
+	@touch $@
+
+test-oldest: .venv-oldest/.installed
+	.venv-oldest/bin/pytest --numprocesses 2 --dist worksteal
+
 # the source folder is the repository, so that links between pages, reports and source files are those of the repository
 docs: $(VENV)/.installed-docs
 	@mkdir -p docs/generated
@@ -60,4 +71,4 @@ docs: $(VENV)/.installed-docs
 bench-env: $(VENV)/.installed-bench
 
 clean:
-	rm -rf $(VENV) site docs/gallery docs/generated .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest site docs/gallery docs/generated .mypy_cache .ruff_cache .pytest_cache .hypothesis
