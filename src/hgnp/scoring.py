@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from hgnp.curvature.autodiff.forward import Output, derivatives_explained, run, sample_entries, samples_in
 from hgnp.curvature.autodiff.operations import map_tensors, tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
-from hgnp.curvature.batch_checks import failure_explained
+from hgnp.curvature.batch_checks import check_differentiable, failure_explained
 from hgnp.curvature.device import capturing
 from hgnp.curvature.factors import Block, WholeNetwork
 from hgnp.curvature.losses import Loss, loss_curvature, weighted
@@ -389,6 +389,7 @@ def _gradient(value: Tensor, gate_values: Tensor, *, retain_graph: bool = False)
         "net must run without activation checkpointing in evaluation mode, got a checkpointed part, which would run again "
         "without gates; turn it off while scoring"
     )
+    check_differentiable(value)
     with derivatives_explained(checkpointed):
         (gradient,) = torch.autograd.grad(value, gate_values, retain_graph=retain_graph, materialize_grads=True)
     return gradient

@@ -72,6 +72,7 @@ from hgnp.curvature.autodiff.forward import (
 )
 from hgnp.curvature.autodiff.passes import Pass, Passes
 from hgnp.curvature.autodiff.rng import preserve_rng
+from hgnp.curvature.batch_checks import check_differentiable
 from hgnp.curvature.choices import Choices, choose
 from hgnp.curvature.collector import FactorCollector
 from hgnp.curvature.device import HostScalar, flags_to_tensor
@@ -354,6 +355,7 @@ class Step:
         else:
             assert state.collector is not None
             state.current = self.passes.taped(inputs, target, state.weight, state.collector)
+        check_differentiable(state.current.loss)
         self._record(state)
 
     def tangents(self, state: State, inputs: Any, target: Any) -> None:
@@ -626,6 +628,7 @@ class Step:
         with preserve_rng(*self.net.parameters()):  # dropout masks repeat from pass to pass
             output = self.passes.run(inputs, Forward(observer=collector, reducer=self.reducer), side_effect_free=True)
             loss = weighted(self.loss(output, target), state.weight)
+            check_differentiable(loss)
             direction.refresh(
                 collector, partial(self._collect_gamma, state, collector, loss, output, target, scale),
                 cold=True, empirical=self.choices.ranking == "empirical", reducer=self.reducer,
