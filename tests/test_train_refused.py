@@ -255,7 +255,15 @@ def test_a_loss_that_cannot_be_differentiated_is_refused(method: str) -> None:
 
 
 def test_a_network_on_meta_is_refused() -> None:
-    refused(r"net must hold its values, got a\.weight on the meta device", net=made().to("meta"))
+    net, batch = made().to("meta"), tuple(part.to("meta") for part in stripes())
+    refused(r"a\.weight must be on a device with data, got meta", net=net)
+    functions: list[Callable[[], Any]] = [
+        lambda: hgnp.Neurons(net, batch[0]), lambda: hgnp.Flatness(net), lambda: hgnp.sharpness(net, [batch]),
+        lambda: hgnp.recalibrate(net, [batch]), lambda: hgnp.export(net, "a.onnx", batch[0]),
+    ]  # fmt: skip
+    for function in functions:
+        with pytest.raises(hgnp.HgnpError, match="must be on a device with data, got meta"):
+            function()
 
 
 def test_a_later_batch_that_does_not_fit_is_named() -> None:

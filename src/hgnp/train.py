@@ -34,7 +34,7 @@ from hgnp.training.run_folder import RunFolder
 from hgnp.training.run_state import read_history
 from hgnp.training.snapshots import InitialCopy, finetune_snapshots
 from hgnp.training.task import Callback, Task
-from hgnp.validation import check_flags, check_module
+from hgnp.validation import check_flags, check_module, check_net, check_values
 
 
 def prune(
@@ -173,9 +173,8 @@ def prune_and_report(
     device = own_device(net, device)
     if next(net.parameters(), None) is None:
         raise InputError("net must have parameters, got a network without any")
-    for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
-        if tensor.is_meta:
-            raise InputError(f"net must hold its values, got {name} on the meta device; initialise or load it first")
+    check_net(net)
+    check_values(net)
     also = check_copies(net, also)
     if resume and out is None:
         raise InputError("out must be the folder of the run with resume=True, got None")

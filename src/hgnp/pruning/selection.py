@@ -233,7 +233,7 @@ def as_count(n: int) -> int:
     return operator.index(n)
 
 
-def as_positions(layer: str, positions: Sequence[int], alive: int) -> Tensor:
+def as_positions(layer: str, positions: Sequence[int] | Tensor, alive: int) -> Tensor:
     """Positions in a layer with `alive` remaining neurons, validated."""
     given = f"{positions.dtype} of shape {tuple(positions.shape)}" if isinstance(positions, Tensor) else repr(positions)
     try:
