@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from hgnp.curvature.autodiff.forward import Output, derivatives_explained, run, sample_entries, samples_in
 from hgnp.curvature.autodiff.operations import map_tensors, tensors_in
 from hgnp.curvature.autodiff.rng import RandomState
-from hgnp.curvature.batch_checks import check_differentiable, failure_explained
+from hgnp.curvature.batch_checks import failure_explained
 from hgnp.curvature.device import capturing
 from hgnp.curvature.factors import Block, WholeNetwork
 from hgnp.curvature.losses import Loss, loss_curvature, weighted
 from hgnp.curvature.network_direction import AnyDirection
-from hgnp.curvature.step import State, Step, make_step
+from hgnp.curvature.step import State, Step, check_differentiable, make_step
 from hgnp.curvature.validation import check_mu
 from hgnp.errors import InputError, InputTypeError, refuse_renamed
 from hgnp.execution.graphs import CaptureContext, GraphedFunction

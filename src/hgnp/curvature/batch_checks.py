@@ -81,14 +81,6 @@ def _first_not_finite(tensor: Tensor) -> Any:
     return tensor[~tensor.isfinite()][0].item()
 
 
-def check_differentiable(value: Tensor) -> None:
-    """InputError unless `value`, a loss, can be differentiated."""
-    if not value.requires_grad:
-        raise InputError(
-            "loss must be differentiable by the network's output, got a value without a gradient, such as of detach() or argmax"
-        )
-
-
 def check_class_outputs(loss: Loss, out: Any, target: Tensor, name: str) -> None:
     if not isinstance(out, Tensor):
         part = "[0]" if isinstance(out, tuple | list) else ".logits"
@@ -115,6 +107,21 @@ def check_labels(loss: Loss, target: Tensor, classes: int, name: str) -> None:
                          f"got {int(wrong.flatten()[0])}")  # fmt: skip
 
 
+def explain_failure(
+    net: nn.Module,
+    loss: Loss,
+    output: Output | None,
+    batch: tuple[Any, Any],
+    name: str,
+    *,
+    where: str,
+    loss_needs_training_mode: bool,
+) -> None:
+    """InputError if a batch on which something failed does not fit; leaves random numbers alone."""
+    with preserve_generators(net):
+        check_batch(net, loss, output, batch, name, where=where, loss_needs_training_mode=loss_needs_training_mode)
+
+
 @contextmanager
 def failure_explained(
     net: nn.Module,
@@ -133,9 +140,8 @@ def failure_explained(
     except HgnpError:
         raise
     except Exception:
-        with preserve_generators(net):
-            training = net.training if loss_needs_training_mode is None else loss_needs_training_mode
-            check_batch(net, loss, output, batch, name, where=where, loss_needs_training_mode=training)
+        training = net.training if loss_needs_training_mode is None else loss_needs_training_mode
+        explain_failure(net, loss, output, batch, name, where=where, loss_needs_training_mode=training)
         raise
 
 

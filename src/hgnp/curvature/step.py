@@ -72,7 +72,6 @@ from hgnp.curvature.autodiff.forward import (
 )
 from hgnp.curvature.autodiff.passes import Pass, Passes
 from hgnp.curvature.autodiff.rng import preserve_rng
-from hgnp.curvature.batch_checks import check_differentiable
 from hgnp.curvature.choices import Choices, choose
 from hgnp.curvature.collector import FactorCollector
 from hgnp.curvature.device import HostScalar, flags_to_tensor
@@ -254,6 +253,14 @@ class State:
             self.skipping, self.first_q = False, None
 
         return commit
+
+
+def check_differentiable(value: Tensor) -> None:
+    """InputError unless `value`, a loss, can be differentiated."""
+    if not value.requires_grad:
+        raise InputError(
+            "loss must be differentiable by the network's output, got a value without a gradient, such as of detach() or argmax"
+        )
 
 
 class Step:

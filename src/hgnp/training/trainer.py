@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hgnp.curvature.batch_checks import failure_explained
+from hgnp.curvature.batch_checks import explain_failure
 from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import State, Step, make_step
-from hgnp.errors import DivergedError, InputError, is_too_few_values
+from hgnp.errors import DivergedError, HgnpError, InputError, is_too_few_values
 from hgnp.execution.executor import make_executor
 from hgnp.recipe import Recipe
 from hgnp.reducer import LOCAL, Reducer
@@ -237,15 +237,20 @@ class Trainer:
         if self.scaler is not None:
             scale = self.scaler.scale(torch.ones((), device=self.device))
         try:
-            with failure_explained(step.net, step.loss, step.output, batch, "train", where=f"batch {number} of train"):
-                loss = executor.backward(batch[0], batch[1], scale=scale)
-        except ValueError as error:
-            if not is_too_few_values(error):
-                raise
-            raise InputError(
-                "train must have batches of at least two samples for a batch norm, got a single one in batch "
-                f"{number}; use drop_last=True or another batch size"
-            ) from error
+            loss = executor.backward(batch[0], batch[1], scale=scale)
+        except HgnpError:
+            raise
+        except Exception as error:
+            if is_too_few_values(error):
+                raise InputError(
+                    "train must have batches of at least two samples for a batch norm, got a single one in batch "
+                    f"{number}; use drop_last=True or another batch size"
+                ) from error
+            explain_failure(
+                step.net, step.loss, step.output, batch, "train", where=f"batch {number} of train",
+                loss_needs_training_mode=True,
+            )  # fmt: skip
+            raise
         statistics.losses.append(loss)
         if due and not state.plan.penalty:
             statistics.skipped += 1
