@@ -101,6 +101,14 @@ class Unused(nn.Module):
 
 
 @pytest.mark.parametrize("flatness", ["default", "paper"])
+def test_a_loss_without_a_gradient_is_refused(flatness):
+    for mu in (0.0, 0.1):
+        flat = Flatness(convnet(), mu=mu, loss=lambda out, y: F.cross_entropy(out.detach(), y), flatness=flatness)
+        with pytest.raises(HgnpError, match=r"^loss must be differentiable .*, got a value without a gradient"):
+            flat.backward(*images())
+
+
+@pytest.mark.parametrize("flatness", ["default", "paper"])
 def test_a_loss_that_depends_on_no_block_is_refused(flatness):
     with pytest.raises(ValueError, match=r"loss must depend on a Linear or .* that net calls, got none; set mu=0"):
         Flatness(Unused(), flatness=flatness).backward(torch.randn(6, 4), torch.arange(6) % 3)

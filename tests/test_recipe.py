@@ -102,6 +102,7 @@ def test_fields_are_given_by_name_or_in_a_mapping() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"lr_steps": (0.5, 0.5)}, "lr_steps must be a list of rising fractions > 0 and < 1, got"),
         ({"nesterov": True, "momentum": 0.0}, "momentum must be > 0 with nesterov=True, got 0"),
         (
             {"flatness": "paper", "refresh_every": 4},

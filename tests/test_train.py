@@ -46,7 +46,7 @@ def test_prune_returns_the_pruned_network_with_its_history_and_measurements(tmp_
     for folder in ("small", "run"):
         again = hgnp.load(tmp_path / folder, Net())
         assert torch.equal(again.eval()(x), net.eval()(x))
-    assert "asked for at most 30.00%" in repr(result)
+    assert "% of params kept, at most 30.00% requested; " in repr(result)
 
 
 def test_progress_is_one_line_per_epoch_on_stderr_unless_silenced(capsys: pytest.CaptureFixture[str]) -> None:

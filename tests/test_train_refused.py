@@ -3,12 +3,14 @@
 import copy
 import json
 import math
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,7 +57,13 @@ def test_prune_refuses_bad_input_in_one_line(tmp_path: Path) -> None:
         r"net must return .* for train's labels of shape \(96, 1\), got an output of shape \(96, 3\)",
         train=[(x, y.view(-1, 1))],
     )
-    refused("net must return a tensor, got tuple; pass output", net=_Tuple())
+    refused(r"net must return a tensor, got tuple; pass output, such as lambda o: o\[0\]", net=_Tuple())
+    refused(r"net must return a tensor, got dict; pass output, such as lambda o: o\['y'\]", net=_Dict())
+    refused(
+        r"train must be .* got the dataset TensorDataset; use DataLoader\(train, batch_size=…\)",
+        TypeError,
+        train=TensorDataset(x, y),
+    )
     refused("net must take the first batch of train, but its forward failed in a: ", train=[(x.repeat(1, 2, 1, 1), y)])
     refused("train: a batch must be .*, got 3 parts", train=[(x, y, y)])
     refused("train: a batch must have the key 'labels', got x", train=[{"x": x}])
@@ -185,14 +193,86 @@ class _Tuple(Net):
         return super().forward(x), x
 
 
-def test_a_failed_start_leaves_the_network_alone() -> None:
+class _Dict(Net):
+    def forward(self, x: Tensor) -> Any:
+        return {"y": super().forward(x)}
+
+
+def random_states(own: torch.Generator) -> list[Any]:
+    numpy: Any = np.random.get_state()
+    return [random.getstate(), numpy[1].tolist(), torch.get_rng_state().tolist(), own.get_state().tolist()]
+
+
+def test_a_failed_start_leaves_network_folders_and_random_numbers_as_they_were(tmp_path: Path) -> None:
     net = made()
     before = copy.deepcopy(net.state_dict())
     x, y = stripes()
-    refused("got -1", net=net, train=[(x, y - 1)])
-    refused("got 0.001", net=net, recipe=recipe(keep=0.001))
+    own = torch.Generator().manual_seed(3)
+    shuffled = DataLoader(TensorDataset(x, y), batch_size=24, shuffle=True, generator=own)
+    random_state = random_states(own)
+    out = tmp_path / "new" / "run"
+    for seed in (0, None):
+        refused("got -1", net=net, train=[(x, y - 1)], out=out, recipe=recipe(seed=seed))
+        refused("got 0.001", net=net, train=shuffled, out=out, recipe=recipe(keep=0.001, seed=seed))
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
     assert net.training
+    assert random_states(own) == random_state
+    assert not list(tmp_path.iterdir())
+    out.mkdir(parents=True)
+    refused("got -1", net=net, train=[(x, y - 1)], out=out)
+    assert out.is_dir()  # it is the user's
+
+
+def test_numbers_that_are_not_finite_are_refused_before_training(tmp_path: Path) -> None:
+    x, y = stripes()
+    for wrong in (math.nan, math.inf):
+        bad = x.clone()
+        bad[5] = wrong
+        for name in ("train", "val"):
+            refused(
+                f"the first batch of {name} must have finite inputs and a finite loss, got {wrong}",
+                **{name: [(bad, y)]},
+                out=tmp_path / "run",
+            )
+    net = made()
+    with torch.no_grad():
+        net.b.weight[0] = math.nan
+    refused(r"net must have finite weights, got nan in b\.weight", net=net, out=tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", ["hgnp", "l1"])
+def test_a_loss_that_cannot_be_differentiated_is_refused(method: str) -> None:
+    once = recipe(method=method)
+    refused(
+        "loss must be differentiable by the network's output, got a value without a gradient",
+        loss=lambda o, t: F.cross_entropy(o.detach(), t),
+        recipe=once,
+    )
+    refused(
+        "loss must return a real number, got a complex one", loss=lambda o, t: F.cross_entropy(o, t) + 0j, recipe=once
+    )
+
+
+def test_a_network_on_meta_is_refused() -> None:
+    net, batch = made().to("meta"), tuple(part.to("meta") for part in stripes())
+    refused(r"a\.weight must be on a device with data, got meta", net=net)
+    functions: list[Callable[[], Any]] = [
+        lambda: hgnp.Neurons(net, batch[0]), lambda: hgnp.Flatness(net), lambda: hgnp.sharpness(net, [batch]),
+        lambda: hgnp.recalibrate(net, [batch]), lambda: hgnp.export(net, "a.onnx", batch[0]),
+    ]  # fmt: skip
+    for function in functions:
+        with pytest.raises(hgnp.HgnpError, match="must be on a device with data, got meta"):
+            function()
+
+
+def test_a_later_batch_that_does_not_fit_is_named() -> None:
+    x, y = stripes()
+    refused(r"net must take batch 1 of train, but its forward failed in a: ", train=[(x, y), (x.repeat(1, 2, 1, 1), y)])
+    refused(r"net must return .* for train's labels of shape \(50,\)", train=[(x, y), (x, y[:50])])
+    refused(
+        r"net must take batch 2 of val, but its forward failed in a: ", val=[(x, y)] * 2 + [(x.repeat(1, 2, 1, 1), y)]
+    )
 
 
 def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
@@ -238,6 +318,8 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     refused("out must be a folder that can be created, got ", OSError, out="/proc/nowhere/run")
+    for name in ("", "a\0b"):
+        refused("out must be the name of a file or folder, got", out=name)
 
 
 @pytest.mark.parametrize("make", [lambda: nn.ReLU()])
@@ -285,7 +367,7 @@ def test_a_run_is_resumed_only_with_what_it_started_with(cut_short: Path) -> Non
     resumed("resume: batches per epoch must be 4 .*, got 12", cut_short, train=loaders(batch=8)[0])
     other = DataLoader(TensorDataset(*stripes()), batch_size=24, generator=torch.Generator())
     resumed("train and val must have the generators and states of the resumed run's loaders", cut_short, train=other)
-    resumed("state must be of this network at its original size", cut_short, net=made(outputs=4))
+    resumed("resume: net must be as when the run started: state must be of .* size", cut_short, net=made(outputs=4))
 
 
 def test_a_damaged_run_is_refused(cut_short: Path, tmp_path: Path) -> None:
@@ -299,6 +381,7 @@ def test_a_damaged_run_is_refused(cut_short: Path, tmp_path: Path) -> None:
                 "must be a checkpoint of hgnp, got a damaged or foreign file: its content must match its checksum",
             ),
             ("checkpoint.safetensors", content[:5000], "must be a safetensors file, but cannot be read"),
+            ("run.json", b"[" * 100_000, "run.json must be JSON, got text that is not"),
             ("run.json", b"[]", "run.json must have a recipe, got none; the file is damaged"),
             ("run.json", json.dumps(info | {"format": 2}).encode(), "run.json: format must be 1, got 2"),
         ]
@@ -332,6 +415,12 @@ def test_files_that_are_not_a_runs_are_not_overwritten(tmp_path: Path) -> None:
     content = mine.read_bytes()
     refused("with model.safetensors and no run.json", FileExistsError, out=tmp_path)
     assert mine.read_bytes() == content
+    copied = mine.rename(tmp_path / "also-0.safetensors")
+    net = made()
+    refused(
+        "with also-0.safetensors and no run.json", FileExistsError, net=net, out=tmp_path, also=[copy.deepcopy(net)]
+    )
+    assert copied.read_bytes() == content
 
 
 def test_temporary_files_of_killed_writers_are_removed(cut_short: Path, tmp_path: Path) -> None:

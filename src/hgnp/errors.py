@@ -44,9 +44,9 @@ class DivergedError(HgnpError, ArithmeticError):
 
     >>> import torch, hgnp
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    >>> broken = [(torch.full((16, 4), float("inf")), torch.arange(16) % 2)]
+    >>> train = [(torch.randn(16, 4), torch.arange(16) % 2)] * 4
     >>> try:
-    ...     hgnp.prune(net, broken, recipe=hgnp.Recipe(keep=0.5), verbose=False)
+    ...     hgnp.prune(net, train, recipe=hgnp.Recipe(keep=0.5, lr=1e30), verbose=False)
     ... except hgnp.DivergedError as error:
     ...     print("diverged")  # such as: retry with a smaller learning rate
     diverged

@@ -11,7 +11,7 @@ from hgnp.curvature.autodiff.forward import run
 from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.errors import InputError, InputTypeError, brief, is_too_few_values
 from hgnp.state_guards import module_that_raised, preserve_generators, preserve_modes
-from hgnp.validation import check_module
+from hgnp.validation import check_module, check_values
 
 
 def recalibrate(net: nn.Module, batches: Iterable[Any]) -> None:
@@ -37,6 +37,7 @@ def recalibrate(net: nn.Module, batches: Iterable[Any]) -> None:
     fails, all of them are.
     """
     check_module(net)
+    check_values(net)
     if not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping):
         raise InputTypeError(f"batches must be a list of batches or a loader, got {type(batches).__name__}; use [x]")
     norms = {

@@ -352,10 +352,10 @@ _CHECKS: dict[str, tuple[str, Any]] = {  # field → what must hold, in words an
     "schedule": _or_none(_one_of(Schedule)),
     "anneal": _one_of(Anneal),
     "lr_steps": (
-        "rising fractions > 0 and < 1",
+        "a list of rising fractions > 0 and < 1",
         lambda value: isinstance(value, tuple)
         and all(_number(step) and 0 < step < 1 for step in value)
-        and list(value) == sorted(value),
+        and list(value) == sorted(set(value)),
     ),
     "lr_factor": _RATE,
     "lr_final": _FRACTION,

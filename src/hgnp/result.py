@@ -175,8 +175,8 @@ class Result:
     def __repr__(self) -> str:
         t = self.target
         metric = "" if self.after.metric is None else f"{self.metric} {self.after.metric:.4g}, "
-        verb = "asked for at most" if self.reached else "which misses"
+        against = "at most" if self.reached else "which misses"
         return (
-            f"Result({metric}{t.got:.2%} of {t.kind} left, {verb} {t.asked:.2%}; "
+            f"Result({metric}{t.got:.2%} of {t.kind} kept, {against} {t.asked:.2%} requested; "
             f"{self.before.neurons} → {self.after.neurons} neurons in {self.epochs} epochs)"
         )

@@ -32,7 +32,7 @@ from hgnp.curvature.device import capturing
 from hgnp.curvature.factors import Block, WholeNetwork
 from hgnp.curvature.losses import Loss, loss_curvature, weighted
 from hgnp.curvature.network_direction import AnyDirection
-from hgnp.curvature.step import State, Step, make_step
+from hgnp.curvature.step import State, Step, check_differentiable, make_step
 from hgnp.curvature.validation import check_mu
 from hgnp.errors import InputError, InputTypeError, refuse_renamed
 from hgnp.execution.graphs import CaptureContext, GraphedFunction
@@ -389,6 +389,7 @@ def _gradient(value: Tensor, gate_values: Tensor, *, retain_graph: bool = False)
         "net must run without activation checkpointing in evaluation mode, got a checkpointed part, which would run again "
         "without gates; turn it off while scoring"
     )
+    check_differentiable(value)
     with derivatives_explained(checkpointed):
         (gradient,) = torch.autograd.grad(value, gate_values, retain_graph=retain_graph, materialize_grads=True)
     return gradient

@@ -34,7 +34,7 @@ from hgnp.training.run_folder import RunFolder
 from hgnp.training.run_state import read_history
 from hgnp.training.snapshots import InitialCopy, finetune_snapshots
 from hgnp.training.task import Callback, Task
-from hgnp.validation import check_flags, check_module
+from hgnp.validation import check_flags, check_module, check_net, check_values
 
 
 def prune(
@@ -173,6 +173,8 @@ def prune_and_report(
     device = own_device(net, device)
     if next(net.parameters(), None) is None:
         raise InputError("net must have parameters, got a network without any")
+    check_net(net)
+    check_values(net)
     also = check_copies(net, also)
     if resume and out is None:
         raise InputError("out must be the folder of the run with resume=True, got None")
@@ -195,29 +197,32 @@ def prune_and_report(
         if "finished" in contents:
             return load_finished(contents["finished"], net, also, recipe, folder)
         stored = contents["checkpoint"]
-        if recipe.seed is not None:
-            rng_state.seed(recipe.seed)
         original_device = next(net.parameters()).device
-        if device is not None:
-            _move((net, *also), optimizer, device)
-        place = next(net.parameters()).device
-        loader_batches = reducer.ranks if stored is None else stored["setup"].get("batches per global batch", 1)
-        batches = Batches(train, "train", unpack, place, reducer, loader_batches)
-        val_batches = None if val is None else Batches(val, "val", unpack, place, reducer, loader_batches)
-        if reducer.rank:
-            progress = SilentProgress()
-        task = Task(batches, val_batches, loss, metric, output, accumulate, reducer=reducer)
-        loop = TrainingLoop(net, task, recipe, folder, progress, dict(about or {}))
-        initial = None
-        try:
-            if recipe.snapshots:
-                initial = InitialCopy.create(net, recipe, optimizer, scheduler, validated=val is not None)
-            loop.prepare(stored, optimizer, scheduler, protect, also)
-        except BaseException:
-            loop.undo_prepare()
-            if device is not None:
-                _move((net, *also), optimizer, original_device)
-            raise
+        loop = None
+        with rng_state.restored_on_error(train, val):
+            try:
+                if recipe.seed is not None:
+                    rng_state.seed(recipe.seed)
+                if device is not None:
+                    _move((net, *also), optimizer, device)
+                place = next(net.parameters()).device
+                loader_batches = reducer.ranks if stored is None else stored["setup"].get("batches per global batch", 1)
+                batches = Batches(train, "train", unpack, place, reducer, loader_batches)
+                val_batches = None if val is None else Batches(val, "val", unpack, place, reducer, loader_batches)
+                if reducer.rank:
+                    progress = SilentProgress()
+                task = Task(batches, val_batches, loss, metric, output, accumulate, reducer=reducer)
+                loop = TrainingLoop(net, task, recipe, folder, progress, dict(about or {}))
+                initial = None
+                if recipe.snapshots:
+                    initial = InitialCopy.create(net, recipe, optimizer, scheduler, validated=val is not None)
+                loop.prepare(stored, optimizer, scheduler, protect, also)
+            except BaseException:
+                if loop is not None:
+                    loop.undo_prepare()
+                if device is not None:
+                    _move((net, *also), optimizer, original_device)
+                raise
         try:
             with preserve_modes(net):
                 loop.train(on_step, on_epoch)

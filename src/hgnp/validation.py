@@ -23,6 +23,13 @@ def check_module(net: object) -> None:
         raise InputTypeError(f"net must be an nn.Module, got {type(net).__name__}")
 
 
+def check_values(net: nn.Module) -> None:
+    """InputError, naming the tensor, if one is on the meta device."""
+    for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
+        if tensor.is_meta:
+            raise InputError(f"{name} must be on a device with data, got meta; move net to a CPU or a GPU and fill it")
+
+
 def check_net(net: object) -> None:
     """InputTypeError or InputError, naming the layer, unless `net` is made of plain modules: none is compiled, scripted or
     quantised, which hides operations, and none sends gradients elsewhere or holds a part of the network alone."""

@@ -112,6 +112,10 @@ def test_a_run_resumes_only_with_the_same_configuration(capsys: pytest.CaptureFi
         assert err.startswith(f"hgnp: {message}")
         assert err.count("\n") == 1
     assert {file: file.read_bytes() for file in Path("x").iterdir()} == files
+    Path("x/config.yaml").write_text("{}")
+    assert call("run", *TINY, "--out", "x", "--resume") == 2
+    assert capsys.readouterr().err.startswith("hgnp: x/config.yaml: model must be an import path")
+    Path("x/config.yaml").write_bytes(files[Path("x/config.yaml")])
 
 
 def test_resume_takes_the_last_run_of_that_name(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,7 +230,7 @@ def test_a_finished_run_is_shown_even_if_nothing_can_be_written(
     assert call("run", *TINY, "--out", "x", "--json") == 1
     said = capsys.readouterr()
     assert json.loads(said.out.splitlines()[-1])["reached"] is True
-    assert "hgnp: the disk is full: [Errno 28] the run is finished, but x/page.html could not be written" in said.err
+    assert "hgnp: the disk is full: the run is finished, but x/page.html could not be written" in said.err
     assert call("run", *TINY, "--out", "x", "--resume", "--json") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["reached"] is True
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)

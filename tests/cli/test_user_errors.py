@@ -157,6 +157,7 @@ def test_an_error_of_the_file_system(name: str, code: int, capsys: pytest.Captur
     assert call("run", "ok.yaml", "--set", "data=mine:data") == code
     line = one_line(capsys)
     assert "as found" in line
+    assert "[Errno" not in line
     assert ("the disk is full" in line) == (name in ("ENOSPC", "EDQUOT"))
 
 
@@ -166,6 +167,19 @@ def test_a_full_disk(capsys: pytest.CaptureFixture[str]) -> None:
         assert call("run", "ok.yaml", "--out", "x") == 1
     one_line(capsys)
     assert not Path("x").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--out", ""], ["--out="], ["--data", ""]])
+def test_an_empty_argument_is_not_the_current_folder(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    before = set(Path().iterdir())
+    assert call("run", "ok.yaml", *arguments) == 2
+    assert f"{arguments[0].strip('=')} must not be empty, got ''" in one_line(capsys)
+    assert set(Path().iterdir()) == before
+
+
+def test_a_folder_that_cannot_be_created_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("run", "ok.yaml", "--out", "ok.yaml/x") == 2
+    assert one_line(capsys) == "hgnp: ok.yaml/x/config.yaml: Not a directory\n"
 
 
 def test_an_error_that_follows_from_ctrl_c_is_an_interruption() -> None:

@@ -90,6 +90,14 @@ def test_a_file_without_keys_is_refused(text: str) -> None:
         parse(text, where="here", name="x")
 
 
+@pytest.mark.parametrize("name", ["..", "a/b", "/tmp/x", ""])
+def test_a_name_that_leads_elsewhere_is_refused(name: str) -> None:
+    with pytest.raises(
+        ValueError, match="command line: name must be text without slashes, as it names the run's folder"
+    ):
+        config().with_settings([f'name="{name}"'])
+
+
 def test_bytes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=r"my\.yaml must be text in UTF-8"):

@@ -282,6 +282,10 @@ def test_an_empty_selection_changes_nothing() -> None:
         ({"0": [-1]}, r"^selection\['0'\] must hold positions from 0 to 5, got -1$"),
         ({"0": [0.5]}, r"^selection\['0'\] must be a list of integers, got"),
         ({"0": [True, False]}, r"^selection\['0'\] must be a list of integers, got"),
+        (
+            {"0": torch.ones(2, 2).bool()},
+            r"^selection\['0'\] must be a list of integers, got torch.bool of shape \(2, 2\)$",
+        ),
         ({"0": [0, 1, 2, 3, 4, 5]}, "^selection must leave each layer a neuron, got all of 0$"),
         ([0], r"^selection must be a dict such as \{'layer': \[0, 1\]\}, got \[0\]$"),
         (None, "^selection must be a dict such as .*, got None$"),

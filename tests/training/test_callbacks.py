@@ -264,3 +264,23 @@ def test_a_parameter_group_that_a_callback_adds_is_trained_and_resumed(schedule:
     resumed, _ = run(tmp_path / "run", resume=True)
     for mine, its in zip(resumed.state_dict().values(), whole.state_dict().values(), strict=True):
         assert torch.equal(mine, its)
+
+
+def test_a_callback_that_replaces_a_parameter_is_refused() -> None:
+    def replace(state: Any) -> None:
+        state.net.b.weight = nn.Parameter(state.net.b.weight.detach().clone())
+
+    with pytest.raises(
+        ValueError, match=r"optimizer must hold .*; a callback must leave the network's parameters in place"
+    ):
+        hgnp.prune(made(), *loaders(), recipe=recipe(), on_epoch=replace)
+
+
+def test_a_callback_adds_numbers_to_a_row_but_no_tensors(tmp_path: Path) -> None:
+    def add(value: Any) -> Any:
+        return lambda state: state.row.update(mine=value)
+
+    result = hgnp.prune(made(), *loaders(), recipe=recipe(), on_epoch=add(3.0), out=tmp_path / "number")
+    assert {row["mine"] for row in result.history} == {3.0}
+    with pytest.raises(TypeError, match=r"row must hold numbers, .*, got Tensor as 'mine' .* by tensor\.item\(\)"):
+        hgnp.prune(made(), *loaders(), recipe=recipe(), on_epoch=add(torch.tensor(3.0)), out=tmp_path / "tensor")

@@ -7,6 +7,7 @@ its traceback. torch is imported only by commands that need it.
 import errno
 import io
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -17,19 +18,26 @@ from typer.core import TyperCommand
 
 from hgnp import __version__
 from hgnp.cli import bench, compare, data, export, paper, presets, report, run, sharpness, study, weights
-from hgnp.errors import DivergedError, HgnpError, RankError
+from hgnp.errors import DivergedError, HgnpError, InputError, RankError
 
 STOPPED, BAD_INPUT = 1, 2
 
 
 class Command(TyperCommand):
-    """A command whose help lists arguments by name, without their Python types (`<list[Path]>`)."""
+    """A command whose help lists arguments by name, without their Python types (`<list[Path]>`), and that refuses empty
+    arguments: those of an unset shell variable, which Path takes for the current folder."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         for parameter in self.params:
             if parameter.param_type_name == "argument":
                 vars(parameter)["display_type_rich"] = lambda ctx: None
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for before, argument in zip(["", *args], args, strict=False):
+            if not argument or re.fullmatch("--[a-z-]+=", argument):
+                raise InputError(f"{(argument or before).strip('=') or 'argument'} must not be empty, got ''")
+        return super().parse_args(ctx, args)
 
 
 commands = typer.Typer(
@@ -94,6 +102,8 @@ def prints_error(error: Exception) -> bool:
 def exit_code(error: Exception) -> tuple[int, str] | None:
     """The exit code and the line for an error that a user can fix; None for a bug."""
     line = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.strerror:  # without the number that Python prints
+        line = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     if hasattr(error, "format_message"):  # typer's own: an unknown option, a missing argument
         command = getattr(getattr(error, "ctx", None), "command_path", "hgnp")
         return BAD_INPUT, f"{error.format_message()} (see {command} --help)"

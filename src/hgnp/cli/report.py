@@ -10,7 +10,8 @@ import typer
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders.")],
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Output folder. Default: the run's own folder.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Output folder. Default: the run's own; required for several runs."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, the last line of stdout.")] = False,
 ) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hgnp.curvature.autodiff.forward import Output, run
+from hgnp.curvature.autodiff.operations import tensors_in
 from hgnp.curvature.losses import CrossEntropy, Loss, loss_curvature
 from hgnp.errors import HgnpError, InputError, brief, first_line
 from hgnp.state_guards import evaluating, module_that_raised, preserve_generators
@@ -58,12 +59,34 @@ def check_batch(
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise InputError(f"loss must return one number, the mean over the batch, got a value {describe_shape(value)}")
+    if value.is_complex():
+        raise InputError(f"loss must return a real number, got a complex one ({value.dtype})")
+    if not value.isfinite():
+        _check_finite(net, batch, where)
     return out
+
+
+def _check_finite(net: nn.Module, batch: tuple[Any, Any], where: str) -> None:
+    """Of a loss that is not finite: InputError if network or batch are the cause."""
+    for name, parameter in net.named_parameters():
+        if not parameter.isfinite().all():
+            raise InputError(f"net must have finite weights, got {_first_not_finite(parameter)} in {name}")
+    for part, value in zip(("inputs", "target"), batch, strict=True):
+        for tensor in tensors_in(value):
+            if not tensor.isfinite().all():
+                raise InputError(f"{where} must have finite {part} and a finite loss, got {_first_not_finite(tensor)}")
+
+
+def _first_not_finite(tensor: Tensor) -> Any:
+    return tensor[~tensor.isfinite()][0].item()
 
 
 def check_class_outputs(loss: Loss, out: Any, target: Tensor, name: str) -> None:
     if not isinstance(out, Tensor):
-        raise InputError(f"net must return a tensor, got {type(out).__name__}; pass output, such as lambda o: o.logits")
+        part = "[0]" if isinstance(out, tuple | list) else ".logits"
+        if isinstance(out, Mapping) and out and "logits" not in out:
+            part = f"[{next(iter(out))!r}]"
+        raise InputError(f"net must return a tensor, got {type(out).__name__}; pass output, such as lambda o: o{part}")
     if out.dim() < 2 or out.shape[0] != target.shape[0] or out.shape[2:] != target.shape[1:]:
         raise InputError(
             f"net must return (samples, classes, …) for {name}'s labels {describe_shape(target)}, got an output "
@@ -84,18 +107,41 @@ def check_labels(loss: Loss, target: Tensor, classes: int, name: str) -> None:
                          f"got {int(wrong.flatten()[0])}")  # fmt: skip
 
 
+def explain_failure(
+    net: nn.Module,
+    loss: Loss,
+    output: Output | None,
+    batch: tuple[Any, Any],
+    name: str,
+    *,
+    where: str,
+    loss_needs_training_mode: bool,
+) -> None:
+    """InputError if a batch on which something failed does not fit; leaves random numbers alone."""
+    with preserve_generators(net):
+        check_batch(net, loss, output, batch, name, where=where, loss_needs_training_mode=loss_needs_training_mode)
+
+
 @contextmanager
 def failure_explained(
-    net: nn.Module, loss: Loss, output: Output | None, batch: tuple[Any, Any], name: str, *, where: str
+    net: nn.Module,
+    loss: Loss,
+    output: Output | None,
+    batch: tuple[Any, Any],
+    name: str,
+    *,
+    where: str,
+    loss_needs_training_mode: bool | None = None,
 ) -> Iterator[None]:
-    """If the block fails and `check_batch` fails too, raises the latter's InputError: a batch that fits costs nothing."""
+    """If the block fails and `check_batch` fails too, raises the latter's InputError: a batch that fits costs nothing.
+    `loss_needs_training_mode`: by default as the network's mode."""
     try:
         yield
     except HgnpError:
         raise
     except Exception:
-        with preserve_generators(net):
-            check_batch(net, loss, output, batch, name, where=where, loss_needs_training_mode=net.training)
+        training = net.training if loss_needs_training_mode is None else loss_needs_training_mode
+        explain_failure(net, loss, output, batch, name, where=where, loss_needs_training_mode=training)
         raise
 
 

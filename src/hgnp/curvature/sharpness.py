@@ -35,7 +35,7 @@ from hgnp.curvature.losses import Loss, loss_curvature, mean_and_normaliser, wei
 from hgnp.curvature.validation import check_functions, lacks_second_derivative, without_tensor_hooks
 from hgnp.errors import InputError, InputTypeError, one_line
 from hgnp.state_guards import compiled_functions_run_eagerly, evaluating
-from hgnp.validation import check_flags, check_module
+from hgnp.validation import check_flags, check_module, check_values
 
 TOLERANCE = 1e-4
 MAX_STEPS = 200
@@ -107,6 +107,7 @@ def sharpness(
     """
     start = time.perf_counter()
     check_module(net)
+    check_values(net)
     check_functions(loss=loss, output=output)
     check_flags(scale_invariant=scale_invariant)
     for name, value in (("tolerance", tolerance), ("max_seconds", max_seconds)):

@@ -255,6 +255,14 @@ class State:
         return commit
 
 
+def check_differentiable(value: Tensor) -> None:
+    """InputError unless `value`, a loss, can be differentiated."""
+    if not value.requires_grad:
+        raise InputError(
+            "loss must be differentiable by the network's output, got a value without a gradient, such as of detach() or argmax"
+        )
+
+
 class Step:
     """The stages of Algorithm 1 for one network. What they write is in a `State`."""
 
@@ -354,6 +362,7 @@ class Step:
         else:
             assert state.collector is not None
             state.current = self.passes.taped(inputs, target, state.weight, state.collector)
+        check_differentiable(state.current.loss)
         self._record(state)
 
     def tangents(self, state: State, inputs: Any, target: Any) -> None:
@@ -626,6 +635,7 @@ class Step:
         with preserve_rng(*self.net.parameters()):  # dropout masks repeat from pass to pass
             output = self.passes.run(inputs, Forward(observer=collector, reducer=self.reducer), side_effect_free=True)
             loss = weighted(self.loss(output, target), state.weight)
+            check_differentiable(loss)
             direction.refresh(
                 collector, partial(self._collect_gamma, state, collector, loss, output, target, scale),
                 cold=True, empirical=self.choices.ranking == "empirical", reducer=self.reducer,

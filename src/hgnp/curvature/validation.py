@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from hgnp.curvature.factors import find_blocks
 from hgnp.errors import InputError
-from hgnp.validation import check_net
+from hgnp.validation import check_net, check_values
 
 REENTRANT = f"{CheckpointFunction.__name__}Backward"
 """The node of a reentrant checkpoint in autograd's graph."""
@@ -76,6 +76,7 @@ def check_schedule(penalty_every: int, refresh_every: int, skip_inactive: bool, 
 def check_network(net: nn.Module, *, penalized: bool) -> None:
     """That PyTorch shows the network's operations and, with `penalized`, that there is a block to penalise."""
     check_net(net)
+    check_values(net)
     if penalized and not find_blocks(net):
         raise InputError("net must have a Linear or Conv1d/2d/3d layer with a trained weight, got none")
 

@@ -146,6 +146,7 @@ _EXPECTED = {
     "accumulate": "an integer ≥ 1",
     "protect": "a list of layer names",
     "seed": "an integer from 0 to 4294967295",
+    "name": "text without slashes, as it names the run's folder",
 }
 
 
@@ -175,6 +176,8 @@ def _fits(key: str, value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= 1
     if key == "seed":
         return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32
+    if key == "name":
+        return isinstance(value, str) and value not in ("", ".", "..") and not set(value) & set("/\\\0")
     return isinstance(value, str)
 
 

@@ -60,7 +60,8 @@ def first_difference(config: Config, folder: Path) -> tuple[str, Any, Any] | Non
     try:
         before, now = with_complete_recipe(read(file)).settings(), with_complete_recipe(config).settings()
     except ValueError as error:
-        raise InputError(f"{file}: {one_line(error)}") from error
+        named = one_line(error)
+        raise InputError(named if named.startswith(str(file)) else f"{file}: {named}") from error
     for key in [*now, *before]:
         if before.get(key) != now.get(key):
             return key, now.get(key), before.get(key)

@@ -58,8 +58,13 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     that a crash leaves the old file or the new one.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        error.filename = str(path)  # what the user named, not the temporary folder
+        raise
+    with temporary as folder:
         draft, ordinary = Path(folder) / path.name, Path(folder) / f"{path.name}.mode"
         yield draft
         ordinary.touch()
@@ -70,6 +75,8 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def as_path(path: str | os.PathLike[str], name: str = "path") -> Path:
+    if path == "" or "\0" in str(path):  # Path("") is the current folder
+        raise InputError(f"{name} must be the name of a file or folder, got {str(path)!r}")
     try:
         return Path(path)
     except TypeError:
@@ -105,7 +112,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> Path:
 def read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{file} must be JSON, got text that is not ({error}); it is damaged") from None
 
 

@@ -29,7 +29,7 @@ from hgnp.errors import InputError, MissingPackageError, brief
 from hgnp.io.atomic import as_path, atomic_path, check_file_path
 from hgnp.pruning.graph import Inputs
 from hgnp.pruning.validation import as_inputs, check_prunable
-from hgnp.validation import check_flags
+from hgnp.validation import check_flags, check_values
 
 OPSET = 18
 FORMATS: dict[str, Literal["onnx", "torch.export"]] = {".onnx": "onnx", ".pt2": "torch.export"}
@@ -105,6 +105,7 @@ def export(net: nn.Module, path: str | os.PathLike[str], example_input: Any, *, 
         raise InputError(f"path must end in {' or '.join(FORMATS)}, got {str(path)!r}")
     check_file_path(path)
     check_prunable(net)
+    check_values(net)
     inputs, arguments = _bind_inputs(net, as_inputs(example_input), dynamic_batch)
     rows = _rows(inputs)
     to_onnx = path.suffix == ".onnx"

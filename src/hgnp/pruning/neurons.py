@@ -42,7 +42,7 @@ from hgnp.pruning.validation import as_inputs, as_outputs, check_prunable, check
 from hgnp.pruning.verify import CutVerifier, Mismatch
 from hgnp.pruning.widths import Shape
 from hgnp.removal import Listener, Removal, listeners_of
-from hgnp.validation import check_flags
+from hgnp.validation import check_flags, check_values
 
 CONFIG_HINT = "the network's config cannot state these widths: use hgnp.save and hgnp.load, not save_pretrained"
 
@@ -99,6 +99,7 @@ class Neurons:
         outputs: Callable[..., Any] | None = None,
     ) -> None:
         check_prunable(net)
+        check_values(net)
         check_flags(approximate=approximate)
         self.net = net
         self.version = 0

@@ -233,14 +233,15 @@ def as_count(n: int) -> int:
     return operator.index(n)
 
 
-def as_positions(layer: str, positions: Sequence[int], alive: int) -> Tensor:
+def as_positions(layer: str, positions: Sequence[int] | Tensor, alive: int) -> Tensor:
     """Positions in a layer with `alive` remaining neurons, validated."""
+    given = f"{positions.dtype} of shape {tuple(positions.shape)}" if isinstance(positions, Tensor) else repr(positions)
     try:
         chosen = torch.as_tensor(list(positions))
     except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"selection[{layer!r}] must be a list of integers, got {positions!r}") from None
+        raise InputError(f"selection[{layer!r}] must be a list of integers, got {given}") from None
     if chosen.dim() != 1 or (len(chosen) and (chosen.is_floating_point() or chosen.dtype == torch.bool)):
-        raise InputError(f"selection[{layer!r}] must be a list of integers, got {positions!r}")
+        raise InputError(f"selection[{layer!r}] must be a list of integers, got {given}")
     chosen = chosen.long().cpu()
     wrong = chosen[(chosen < 0) | (chosen >= alive)]
     if len(wrong):

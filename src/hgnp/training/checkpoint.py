@@ -75,7 +75,7 @@ def read(file: Path) -> dict[str, Any]:
             if content.pop("sha256", None) != digest(tensors, content):
                 raise InputError("its content must match its checksum")
             return unpack(Packed(tensors, content))
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
         raise InputError(f"{file} must be a checkpoint of hgnp, got a damaged or foreign file: {error}") from error
     raise InputError(f"{file} must have format {FORMAT}, got {version}, written by another version of hgnp")
 

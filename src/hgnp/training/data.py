@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from torch.utils.data import Dataset, IterableDataset
 
 from hgnp.curvature.autodiff.forward import sample_entries, samples_in
 from hgnp.curvature.batch_checks import check_labels, describe_shape
@@ -45,6 +46,11 @@ class Batches:
     ) -> None:
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise InputTypeError(f"{name} must be a DataLoader or a list of batches, got {_describe(loader)}")
+        if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+            raise InputTypeError(
+                f"{name} must be a DataLoader or a list of batches, got the dataset {type(loader).__name__}; "
+                f"use DataLoader({name}, batch_size=…)"
+            )
         # a custom loader may be its own iterator and restart; these cannot
         if isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools"):
             raise InputError(

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from hgnp.curvature.autodiff.forward import Output, run, samples_in
 from hgnp.curvature.autodiff.operations import tensors_in
-from hgnp.curvature.batch_checks import ignored_label, is_classification
+from hgnp.curvature.batch_checks import failure_explained, ignored_label, is_classification
 from hgnp.curvature.losses import Loss, mean_and_normaliser, normaliser, total
 from hgnp.errors import InputError, InputTypeError, brief
 from hgnp.execution.graphs import CaptureContext, GraphedFunction, fingerprint
@@ -122,8 +122,12 @@ class Evaluation:
         return [float(number) for number in self._reducer.sum([total])[0].tolist()]
 
     def _outputs(self, batches: Iterable[tuple[Any, Any]], sums: list[Tensor]) -> Iterator[BatchOutput]:
-        for inputs, target in batches:
-            numbers, *rest = self._run_batch((inputs, target))
+        for number, (inputs, target) in enumerate(batches):
+            with failure_explained(
+                self.net, self.loss, self.output, (inputs, target), "val", where=f"batch {number} of val",
+                loss_needs_training_mode=self.loss_needs_training_mode,
+            ):  # fmt: skip
+                numbers, *rest = self._run_batch((inputs, target))
             sums.append(numbers)
             yield (*(rest or (None, None)), samples_in(inputs))
 

@@ -38,6 +38,7 @@ from hgnp.training.measure import Measurements, input_spec
 from hgnp.training.memory_format import choose_memory_format, contiguous_layers, in_memory_format
 from hgnp.training.optimizers import (
     OptimizerOrFactory,
+    check_parameters,
     has_ended,
     make_optimizer,
     make_scheduler,
@@ -47,7 +48,7 @@ from hgnp.training.optimizers import (
 )
 from hgnp.training.pruner import Pruner
 from hgnp.training.run_folder import RunFolder, versions
-from hgnp.training.run_state import RunState
+from hgnp.training.run_state import RunState, check_row
 from hgnp.training.task import Callback, CallbackState, Task
 from hgnp.training.trainer import Trainer, make_steps
 
@@ -187,6 +188,7 @@ class TrainingLoop:
         passed = run.record_snapshots(self.pruner.left)
         run.epoch += 1
         stop = on_epoch is not None and on_epoch(self._callback_state(row["epoch"], row=row)) is True
+        check_row(row)
         if on_epoch is not None and self.task.reducer.any_rank(stop):
             run.stopped = f"on_epoch stopped the run after epoch {row['epoch']}"
         if passed:
@@ -207,6 +209,7 @@ class TrainingLoop:
 
     def _train_epoch(self, on_step: Callback | None) -> Row:
         run, recipe, train, reducer = self.run_state, self.recipe, self.task.train, self.task.reducer
+        check_parameters(self.optimizer, self.net, "a callback must leave the network's parameters in place")
         rng_state.seed_ranks(reducer, run.epoch)
         if has_ended(self.scheduler):
             self._note_once(
@@ -282,7 +285,7 @@ class TrainingLoop:
         """A batch in which every label is ignored has a NaN loss but a zero gradient: it leaves the weights finite."""
         ignored = ignored_label(self.task.loss)
         if self.classes is None or ignored is None or not all(bool(p.isfinite().all()) for p in self.net.parameters()):
-            return "a smaller lr or mu may help"
+            return "a smaller lr or mu may help, if the data are finite"
         return f"all weights are finite; leave out batches in which every label is ignored (ignore_index={ignored})"
 
     def _prune_round(self, batches: list[Batch]) -> int:
@@ -516,7 +519,10 @@ class TrainingLoop:
             train.count = stored.get("batches")
         if self.recipe.coupling == "coupled":
             self._load_network(stored)
-        self.neurons.load_state_dict(stored["neurons"])
+        try:
+            self.neurons.load_state_dict(stored["neurons"])
+        except ValueError as error:
+            raise InputError(f"resume: net must be as when the run started: {error}") from None
         self.run_state.load_state_dict(stored["run"])
         self.optimizer.load_state_dict(stored["optimizer"])
         self.scoring_step.load_state_dict(self.step_state, stored["flatness"])

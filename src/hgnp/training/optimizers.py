@@ -31,12 +31,15 @@ def make_optimizer(net: nn.Module, recipe: Recipe, given: OptimizerOrFactory | N
             "optimizer must have its learning rate as 'lr' in every parameter group, which the schedule scales, got "
             f"{', '.join(repr(key) for key in made.param_groups[0] if key != 'params')}"
         )
-    mine = {id(p) for p in net.parameters()}
-    if not all(id(p) in mine for group in made.param_groups for p in group["params"]):
-        raise InputError(
-            "optimizer must hold the network's parameters alone, got others; a function must use those it is called with"
-        )
+    check_parameters(made, net, "a function must use those it is called with")
     return made
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, net: nn.Module, hint: str) -> None:
+    """InputError, with `hint`, unless all parameters of the optimizer are the network's."""
+    mine = {id(p) for p in net.parameters()}
+    if not all(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        raise InputError(f"optimizer must hold the network's parameters alone, got others; {hint}")
 
 
 def initialize_momentum(optimizer: torch.optim.SGD) -> torch.optim.SGD:

@@ -84,6 +84,17 @@ def preserved(*loaders: Any) -> Iterator[None]:
 
 
 @contextmanager
+def restored_on_error(*loaders: Any) -> Iterator[None]:
+    """Restore the RNG state if the block raises, so that a run that is refused leaves it as it was."""
+    before = capture(*loaders)
+    try:
+        yield
+    except BaseException:
+        restore(before, *loaders)
+        raise
+
+
+@contextmanager
 def preserved_position(loader: Any) -> Iterator[None]:
     """Restore the loader's own `state_dict` after the block. Random number generators stay advanced."""
     before = _states((loader,))

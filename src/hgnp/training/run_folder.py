@@ -4,7 +4,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -43,7 +43,9 @@ class RunFolder:
 
     @contextmanager
     def locked(self, *, resume: bool) -> Iterator[None]:
-        """Create the folder and hold its lock. Refuse a folder that holds a run already, or files of something else."""
+        """Create the folder and hold its lock. Refuse a folder that holds a run already, or files of something else. A folder
+        that is still empty in the end, as the run was refused, is removed again."""
+        created = [path for path in (self.path, *self.path.parents) if not os.path.lexists(path)]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
@@ -55,6 +57,7 @@ class RunFolder:
         if not os.access(self.path, os.W_OK):
             raise PermissionError(f"out must be a writable folder, got {self.path}")
         with ExitStack() as stack:
+            stack.callback(_remove_empty, created)
             try:
                 stack.enter_context(locked(self.path, timeout=LOCK_TIMEOUT))
             except BlockingIOError:
@@ -72,7 +75,15 @@ class RunFolder:
             raise FileExistsError(
                 f"out must be a folder without a run, got {self.path}; use resume=True (--resume) or choose another folder"
             )
-        for file in () if started else (self.metrics, self.checkpoint, self.model, self.result, self.snapshots):
+        own = (
+            self.metrics,
+            self.checkpoint,
+            self.model,
+            self.result,
+            self.snapshots,
+            *self.path.glob("also-*.safetensors"),
+        )
+        for file in () if started else own:
             if file.exists():
                 raise FileExistsError(
                     f"out must be a folder without a run's files, got {self.path} with {file.name} and no run.json; "
@@ -172,6 +183,13 @@ class RunFolder:
                 else "there is no checkpoint yet"
             )
             raise OSError(f"{self.path} could not be written ({error.strerror or error}); {last}") from error
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders, each inside the next, up to the first that is not empty."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def versions() -> dict[str, str]:

@@ -5,6 +5,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hgnp.errors import InputTypeError
 from hgnp.recipe import Recipe
 from hgnp.result import Row
 from hgnp.training import schedule
@@ -132,6 +133,18 @@ class RunState:
         for name, value in state.items():
             setattr(self, name, value)
         self.history = read_history(state)
+
+
+def check_row(row: Row) -> None:
+    """InputTypeError if a callback has added what a file of rows cannot hold."""
+    for name, value in row.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise InputTypeError(
+                f"row must hold numbers, strings, lists and dictionaries, got {type(value).__name__} as {name!r} ({error}); "
+                "convert it, such as by tensor.item()"
+            ) from None
 
 
 def read_history(state: dict[str, Any]) -> list[Row]:

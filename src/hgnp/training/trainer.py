@@ -11,9 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from hgnp.curvature.batch_checks import explain_failure
 from hgnp.curvature.sam import SAMStep
 from hgnp.curvature.step import State, Step, make_step
-from hgnp.errors import DivergedError, InputError, is_too_few_values
+from hgnp.errors import DivergedError, HgnpError, InputError, is_too_few_values
 from hgnp.execution.executor import make_executor
 from hgnp.recipe import Recipe
 from hgnp.reducer import LOCAL, Reducer
@@ -229,7 +230,7 @@ class Trainer:
 
     def backward(self, batch: tuple[Any, Any], statistics: EpochStatistics) -> None:
         """The gradient of one batch, and its part in the step's mean where that takes several."""
-        executor, state = self.executor, self.state
+        executor, state, step, number = self.executor, self.state, self.step, len(statistics.losses)
         executor.zero_grad()
         due = state.mu > 0 and not state.since_penalty
         scale: float | Tensor = 1.0
@@ -237,13 +238,19 @@ class Trainer:
             scale = self.scaler.scale(torch.ones((), device=self.device))
         try:
             loss = executor.backward(batch[0], batch[1], scale=scale)
-        except ValueError as error:
-            if not is_too_few_values(error):
-                raise
-            raise InputError(
-                "train must have batches of at least two samples for a batch norm, got a single one in batch "
-                f"{len(statistics.losses)}; use drop_last=True or another batch size"
-            ) from error
+        except HgnpError:
+            raise
+        except Exception as error:
+            if is_too_few_values(error):
+                raise InputError(
+                    "train must have batches of at least two samples for a batch norm, got a single one in batch "
+                    f"{number}; use drop_last=True or another batch size"
+                ) from error
+            explain_failure(
+                step.net, step.loss, step.output, batch, "train", where=f"batch {number} of train",
+                loss_needs_training_mode=True,
+            )  # fmt: skip
+            raise
         statistics.losses.append(loss)
         if due and not state.plan.penalty:
             statistics.skipped += 1
