@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -141,3 +142,13 @@ def test_tests_use_no_private_attribute() -> None:
                 names = [text.rpartition(".")[2] for text in texts if isinstance(text, str)]
             found += [f"{file.relative_to(ROOT)}:{node.lineno}: {name}" for name in names if name in private]
     assert found == []
+
+
+def test_the_repository_has_no_weights_and_no_run_outside_of_results() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs the repository's list of files")
+    command = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    files = subprocess.run(command, capture_output=True, check=True, text=True).stdout.split("\0")
+    assert not [name for name in files if name.endswith((".safetensors", ".pt", ".pth", ".onnx"))]
+    runs = [name for name in files if Path(name).name in ("run.json", "result.json", "metrics.jsonl")]
+    assert not [name for name in runs if not name.startswith("results/")]
