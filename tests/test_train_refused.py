@@ -275,6 +275,20 @@ def test_a_later_batch_that_does_not_fit_is_named() -> None:
     )
 
 
+def test_running_out_of_memory_is_not_taken_for_a_batch_that_does_not_fit() -> None:
+    calls = 0
+
+    def short_of_memory(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 6:
+            raise torch.OutOfMemoryError("out of memory")
+        return F.cross_entropy(output, target)
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"^out of memory$"):
+        hgnp.prune(made(), *loaders(), recipe=recipe(method="taylor"), loss=short_of_memory)
+
+
 def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
     hgnp.prune(made(), *loaders(), recipe=recipe(), out=tmp_path / "run")
     before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}

@@ -137,7 +137,7 @@ def failure_explained(
     `loss_needs_training_mode`: by default as the network's mode."""
     try:
         yield
-    except HgnpError:
+    except (HgnpError, torch.OutOfMemoryError):  # another pass would run out of memory, too
         raise
     except Exception:
         training = net.training if loss_needs_training_mode is None else loss_needs_training_mode

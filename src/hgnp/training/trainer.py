@@ -238,7 +238,7 @@ class Trainer:
             scale = self.scaler.scale(torch.ones((), device=self.device))
         try:
             loss = executor.backward(batch[0], batch[1], scale=scale)
-        except HgnpError:
+        except (HgnpError, torch.OutOfMemoryError):  # another pass would run out of memory, too
             raise
         except Exception as error:
             if is_too_few_values(error):
