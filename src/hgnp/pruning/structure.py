@@ -474,14 +474,16 @@ class Structure:
             found = [rows for propagation in self.propagations.values() for rows in propagation.rows.get(name, [])]
             standard = isinstance(module, nn.Linear | _ConvNd)
             single = not any(True for _ in module.children()) and all(torch.equal(rows, found[0]) for rows in found)
-            if found and (standard or single):
-                result[name] = found[0]
-            elif standard:
+            if standard:
                 dim = 1 if getattr(module, "transposed", False) else 0
                 keys = [(f"{name}.{weight}".removeprefix("."), dim) for weight in WEIGHT_NAMES]
                 slots = next((self.coupling.slots[key] for key in keys if key in self.coupling.slots), None)
-                if slots is not None:
-                    result[name] = slots
+                own = [rows for rows in found if slots is not None and torch.equal(rows, slots)]
+                rows = next(iter([*own, *found[-1:]]), slots)  # it may multiply with others before: x·Aᵀ·Bᵀ + x·Wᵀ
+                if rows is not None:
+                    result[name] = rows
+            elif found and single:
+                result[name] = found[0]
         return result
 
     def propagate(self, inputs: Inputs, *, loss_needs_training_mode: bool = False) -> LabelPropagation:
