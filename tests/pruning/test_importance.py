@@ -244,6 +244,29 @@ def test_a_layer_of_two_inputs_is_scored_by_the_weights_of_both() -> None:
     torch.testing.assert_close(found, weights.norm(dim=1) / weights.norm())
 
 
+class SharedRow(nn.Linear):
+    """A single row is added to all neurons: of other features and, scaled, of the same."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.same, self.other = nn.Parameter(torch.randn(1, 8)), nn.Parameter(torch.randn(1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(x, self.same) * 2 + F.linear(torch.sin(x), self.other)
+
+
+def test_a_row_that_is_added_to_all_neurons_counts_for_each() -> None:
+    torch.manual_seed(0)
+    layer = SharedRow()
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), layer, nn.Tanh(), nn.Linear(8, 3)).double().eval()
+    neurons = hgnp.Neurons(net, torch.randn(2, 5, dtype=torch.double))
+    for selection in ({}, {"0": [3], "2": [1, 2]}):
+        neurons.remove(selection)
+        weights = torch.cat([layer.weight + 2 * layer.same, layer.other.expand(len(layer.weight), -1)], 1).detach()
+        found = hgnp.sensitivity(net, neurons, [], criterion="l2")["2"]
+        torch.testing.assert_close(found, weights.norm(dim=1) / weights.norm())
+
+
 def test_a_layer_that_is_called_twice_is_scored_by_its_weights_once() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(8, 8)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hgnp.pruning.graph import Graph, ValueRef, value_of_weights
-from hgnp.pruning.labels import LabelledTensor, varying_dims
+from hgnp.pruning.labels import NO_SLOTS, LabelledTensor, varying_dims
 from hgnp.pruning.propagation import LabelledCall, LabelPropagation
 from hgnp.pruning.rules import RESHAPES, op_name
 
@@ -46,11 +46,13 @@ def summed_products(
     sums = _ProductSums(propagation, alive, tensors, now)
     for number in [op for call in calls if call.module_call == calls[0].module_call for op in call.op_calls]:
         sums.follow(number)
-    return [
-        (m.movedim(-2, 0) if source.dim < 0 else m, rows)
-        for factors, rows in [*sums.ended, *sums.current.values()]
-        for source, m in factors.items()
-    ]
+    result = []
+    for factors, rows in [*sums.ended, *sums.current.values()]:
+        for source, m in factors.items():
+            m = m.movedim(-2, 0) if source.dim < 0 else m
+            if len(rows):
+                result.append((m.expand(len(rows), *m.shape[1:]), rows))  # a single row may be added to all
+    return result
 
 
 class _ProductSums:
@@ -84,9 +86,11 @@ class _ProductSums:
         self._version |= dict.fromkeys(writes, number)
 
     def _rows(self, product: LabelledTensor, dim: int) -> Tensor | None:
-        """The remaining slots along the rows of a product."""
+        """The remaining slots along the rows of a product; none for a single row."""
         dim %= len(product.shape)
         label = product.along(dim)
+        if product.shape[dim] == 1:
+            return NO_SLOTS
         if label is None or varying_dims(label) != (dim,):
             return None
         return label.flatten()[self._alive[label.flatten()]]
@@ -133,7 +137,7 @@ class _ProductSums:
         if kernel is None or rows is None or _tensor(labelled, x).is_weight:
             return {}
         if options[3]:  # transposed: (inputs, outputs of a group, *kernel)
-            groups = len(rows) // kernel.shape[1]
+            groups = max(len(rows) // kernel.shape[1], 1)
             kernel = kernel.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
         return {ProductInput(x.index, self._version.get(x.index, -1), 1, str(options)): kernel}
 
