@@ -141,6 +141,9 @@ class LowRankBeside(LowRank):
     def forward(self, x: Tensor) -> Tensor:
         if self.spelling == "sum":
             return F.linear(x, self.weight, self.bias) + 0.5 * (x @ self.right.T @ self.left.T)
+        if self.spelling == "difference":
+            result = torch.add(F.linear(x, self.weight), x @ self.right.T @ self.left.T, alpha=0.5)
+            return result - F.linear(x, self.weight.T) / self.gain
         if self.spelling == "low rank first":
             return F.linear(F.linear(x, self.right), self.left) / 2 + F.linear(x, self.weight, self.bias)
         result = F.linear(x, self.weight) * self.gain
@@ -190,6 +193,7 @@ COMPUTED_WEIGHTS: dict[str, Callable[[], nn.Module]] = {
     "product": Product,
     "low rank beside": lambda: LowRankBeside("sum"),
     "low rank beside, first": lambda: LowRankBeside("low rank first"),
+    "low rank beside, difference": lambda: LowRankBeside("difference"),
     "low rank beside, in place": lambda: LowRankBeside("in place"),
     "two convolutions": TwoConvolutions,
     "weight norm of a convolution": lambda: parametrizations.weight_norm(nn.Conv2d(8, 8, 1)),
@@ -265,6 +269,28 @@ def test_a_row_that_is_added_to_all_neurons_counts_for_each() -> None:
         weights = torch.cat([layer.weight + 2 * layer.same, layer.other.expand(len(layer.weight), -1)], 1).detach()
         found = hgnp.sensitivity(net, neurons, [], criterion="l2")["2"]
         torch.testing.assert_close(found, weights.norm(dim=1) / weights.norm())
+
+
+class MaskedForTwo(nn.Linear):
+    """A weight that is computed once reads two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.mask = nn.Parameter((torch.rand(8, 8) > 0.4).double(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight * self.mask
+        return F.linear(x, weight, self.bias) * F.linear(torch.sin(x), weight)
+
+
+def test_a_computed_weight_that_reads_two_inputs_is_scored_as_computed() -> None:
+    torch.manual_seed(0)
+    layer = MaskedForTwo()
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), layer, nn.Tanh(), nn.Linear(8, 3)).double().eval()
+    neurons = hgnp.Neurons(net, torch.randn(2, 5, dtype=torch.double))
+    weights = (layer.weight * layer.mask).detach()
+    found = hgnp.sensitivity(net, neurons, [], criterion="l2")["2"]
+    torch.testing.assert_close(found, weights.norm(dim=1) / weights.norm())
 
 
 def test_a_layer_that_is_called_twice_is_scored_by_its_weights_once() -> None:

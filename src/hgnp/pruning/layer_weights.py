@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hgnp.pruning.graph import Graph, ValueRef, value_of_weights
-from hgnp.pruning.labels import NO_SLOTS, LabelledTensor, varying_dims
+from hgnp.pruning.labels import NO_SLOTS, LabelledTensor, add_leading_dims, varying_dims
 from hgnp.pruning.propagation import LabelledCall, LabelPropagation
 from hgnp.pruning.rules import RESHAPES, op_name
 
@@ -37,7 +37,8 @@ Factors = dict[ProductInput, Tensor]
 def summed_products(
     propagation: LabelPropagation, layer: str, alive: Tensor, tensors: Mapping[str, Tensor], now: Callable[[], Graph]
 ) -> list[tuple[Tensor, Tensor]]:
-    """(weights, slots of their rows): M of every sum of products in a layer's first call that is not part of another.
+    """(weights, slots of their rows): M of every sum of products in a layer's first call that is not part of another; empty if
+    the value of some weight is not known.
 
     `alive` are the slots that remain of those in `propagation`, `tensors` what remains of the network's parameters and buffers,
     and `now` traces the network as it is.
@@ -46,7 +47,9 @@ def summed_products(
     sums = _ProductSums(propagation, alive, tensors, now)
     for number in [op for call in calls if call.module_call == calls[0].module_call for op in call.op_calls]:
         sums.follow(number)
-    result = []
+    result: list[tuple[Tensor, Tensor]] = []
+    if not sums.all_known:
+        return result
     for factors, rows in [*sums.ended, *sums.current.values()]:
         for source, m in factors.items():
             m = m.movedim(-2, 0) if source.dim < 0 else m
@@ -66,6 +69,8 @@ class _ProductSums:
         """Value → the sum that it is, and the slots of its rows."""
         self.ended: list[tuple[Factors, Tensor]] = []
         """Sums that were overwritten, as by an activation in place."""
+        self.all_known = True
+        """Whether the weights of all products are known."""
         self._original: dict[int, int] = {}
         """Copy or view of features → the value that they are of."""
         self._version: dict[int, int] = {}
@@ -102,9 +107,11 @@ class _ProductSums:
             return self._convolution(number, labelled)
         if name in ("mm", "bmm"):
             return self._product(number, labelled, 0)
-        if name in ("addmm", "baddbmm", "add") and not labelled.call.kwargs:
-            other = self._factors_of(args[1]) if name == "add" else self._product(number, labelled, 1)
-            return _added(self._factors_of(args[0]), other)
+        if name in ("addmm", "baddbmm", "add", "sub"):
+            kwargs, sums = labelled.call.kwargs, name in ("add", "sub")
+            other = self._factors_of(args[1]) if sums else self._product(number, labelled, 1)
+            alpha = kwargs.get("alpha", 1) * (-1 if name == "sub" else 1)
+            return _added(_times(self._factors_of(args[0]), kwargs.get("beta", 1)), _times(other, alpha))
         if name in ("mul", "div") and not labelled.call.kwargs:
             return self._scaled(number, labelled)
         factors = self._factors_of(args[0]) if _keeps_last_dim(labelled) else {}
@@ -149,19 +156,11 @@ class _ProductSums:
             return {}
         factors, scale = self._factors_of(args[position]), args[1 - position]
         if isinstance(scale, ValueRef):
-            scale = self._weight(number, labelled, 1 - position)
-            dim = next(iter(factors)).dim
-            from_end = len(labelled.writes[0].shape) - dim if dim > 0 else -dim
-            if scale is None or scale.numel() not in (1, *scale.shape[-from_end:][:1] * (scale.dim() >= from_end)):
+            scale, ndim = self._weight(number, labelled, 1 - position), len(labelled.writes[0].shape)
+            dim = next(iter(factors)).dim % ndim
+            if scale is None or scale.numel() not in (1, add_leading_dims(scale, ndim).shape[dim]):
                 return {}
-            scale = scale.flatten()
-        scaled = {}
-        for source, m in factors.items():
-            by_row = (
-                scale.view(-1, *(1,) * (1 if source.dim < 0 else m.dim() - 1)) if isinstance(scale, Tensor) else scale
-            )
-            scaled[source] = m / by_row if divided else m * by_row
-        return scaled
+        return _times(factors, 1 / scale if divided else scale)
 
     def _weight(self, number: int, labelled: LabelledCall, position: int) -> Tensor | None:
         """The value of an operand that is computed from parameters and buffers alone."""
@@ -172,9 +171,11 @@ class _ProductSums:
             graph = self._now()
             call = graph.op_calls[number] if number < len(graph.op_calls) else None
             if call is None or call.op is not labelled.call.op:
+                self.all_known = False
                 return None
             operand = call.args[position]
         value = value_of_weights(graph, operand.index, self._tensors)
+        self.all_known &= value is not None
         return None if value is None else value.detach()
 
 
@@ -186,6 +187,15 @@ def _keeps_last_dim(labelled: LabelledCall) -> bool:
     """Whether an operator copies a tensor, or reshapes it without its last dimension."""
     name = op_name(labelled.call.op)
     return name in COPIES or (name in VIEWS and labelled.reads[0].shape[-1:] == labelled.writes[0].shape[-1:])
+
+
+def _times(factors: Factors, scale: Tensor | float) -> Factors:
+    """A sum of products times a number, or one for each row."""
+
+    def by_row(source: ProductInput, m: Tensor) -> Tensor | float:
+        return scale.reshape(-1, *(1,) * (1 if source.dim < 0 else m.dim() - 1)) if isinstance(scale, Tensor) else scale
+
+    return {source: m * by_row(source, m) for source, m in factors.items()}
 
 
 def _added(one: Factors, other: Factors) -> Factors:
