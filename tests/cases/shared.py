@@ -124,7 +124,7 @@ def recurrence_from_zeros() -> nn.Module:
 
 def recurrence_from_a_constant(value: float) -> nn.Module:
     def forward(n: Any, x: Tensor) -> Tensor:
-        h = torch.full((len(x), n.h.in_features), value, dtype=x.dtype)
+        h = torch.full((len(x), n.h.in_features), value, dtype=x.dtype, device=x.device)
         for t in range(x.shape[1]):
             h = torch.tanh(n.x(x[:, t]) + n.h(h))
         return n.out(h)
