@@ -355,3 +355,36 @@ def test_scale_invariant_radius_and_gradient_ignore_the_scale_of_filters_before_
 
 def test_every_block_of_the_test_net_is_found():
     assert [b.name for b in find_blocks(convnet())] == ["0", "4", "9"]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {},
+        {"curvature": "hessian"},
+        {"flatness": "paper"},
+        {"direction_from": "this_batch"},
+        {"direction_over": "network"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.mse_loss])
+def test_the_last_layer_alone_may_be_trained(loss, choices):
+    """The output is linear in it: its derivative along v is constant, and with MSE so is q."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    net[0].requires_grad_(False)
+    x, y = torch.randn(4, 6).double(), torch.arange(4) % 3
+    target = y if loss is F.cross_entropy else torch.randn(4, 3).double()
+    flat = Flatness(net, loss=loss, mu=0.3, bound=-1.0, **choices)
+    flat.backward(x, target)
+    net.zero_grad()
+    flat.backward(x, target)
+    found, v = gradients(net), flat.direction
+    features = net[1](net[0](x))
+    z, u = net[2](features), F.linear(features, v["2.weight"], v["2.bias"])
+    p = z.softmax(1)
+    q = ((p * u**2).sum(1) - (p * u).sum(1) ** 2).mean() if loss is F.cross_entropy else 2 * u.square().mean()
+    assert flat.curvature == pytest.approx(q.item(), rel=1e-10)
+    wanted = torch.autograd.grad(loss(z, target) + 0.3 * (q + 1.0), list(net[2].parameters()))
+    torch.testing.assert_close(found, {"2.weight": wanted[0], "2.bias": wanted[1]}, rtol=1e-10, atol=1e-14)

@@ -122,6 +122,26 @@ def recurrence_from_zeros() -> nn.Module:
     return Net(forward, x=nn.Linear(12, 7), h=nn.Linear(7, 7), out=nn.Linear(7, 2))
 
 
+def recurrence_from_a_constant(value: float) -> nn.Module:
+    def forward(n: Any, x: Tensor) -> Tensor:
+        h = torch.full((len(x), n.h.in_features), value, dtype=x.dtype, device=x.device)
+        for t in range(x.shape[1]):
+            h = torch.tanh(n.x(x[:, t]) + n.h(h))
+        return n.out(h)
+
+    return Net(forward, x=nn.Linear(12, 7), h=nn.Linear(7, 7), out=nn.Linear(7, 2))
+
+
+@case("out", example=lambda: tokens())
+def recurrence_from_a_constant_of_zero() -> nn.Module:
+    return recurrence_from_a_constant(0.0)
+
+
+@case("x", "h", "out", example=lambda: tokens())
+def recurrence_from_a_constant_of_one() -> nn.Module:
+    return recurrence_from_a_constant(1.0)
+
+
 class _LSTM(nn.Module):
     """Its state has the width that an attribute states."""
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvature_cases import Siamese, convnet, images, top_dense
+from curvature_cases import Siamese, convnet, ggn_quotient, images, top_dense
 from hgnp import Flatness
 from hgnp.curvature.autodiff.forward import Forward
 from hgnp.curvature.collector import FactorCollector
@@ -290,6 +290,30 @@ def test_a_layer_on_rows_that_do_not_fit_the_batch_has_no_part_in_v(first):
     with warned, contextlib.nullcontext() if first else refused:
         flat.backward(x, y)
     assert flat.block == ("first" if first else None)
+
+
+class FromVector(nn.Module):
+    """A layer computes the weights of the next one from a learned vector, which has no dimension of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.weights, self.code = nn.Linear(4, 5), nn.Linear(6, 15), nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        return F.linear(torch.tanh(self.first(x)), self.weights(self.code).view(3, 5))
+
+
+@pytest.mark.parametrize("samples", [3, 4])  # 3 divides the width of the vector
+def test_a_layer_on_a_vector_without_samples_has_no_part_in_v(samples):
+    torch.manual_seed(0)
+    net = FromVector().double()
+    flat = Flatness(net, bound=-1.0, refresh_every=1)
+    x, y = torch.randn(samples, 4, dtype=torch.float64), torch.arange(samples) % 3
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="layer 'weights' is called on a number of rows that is not a multiple"):
+            flat.backward(x, y)
+    assert flat.block == "first"
+    assert flat.curvature == pytest.approx(ggn_quotient(net, flat.direction, x, y).item(), rel=1e-10)
 
 
 def test_a_start_in_the_null_space_comes_back():

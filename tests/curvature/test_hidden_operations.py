@@ -302,3 +302,24 @@ def test_an_unsupported_operation_is_refused_even_if_the_network_catches_errors(
     net = Catches()
     with pytest.raises(ValueError, match=r"must call norms by torch.nn.functional, got torch.*batch_norm"):
         Flatness(net, mu=1.0).backward(torch.randn(16, 6), torch.arange(16) % 4)
+
+
+TRANSFORMS = {
+    "rfft and irfft": lambda x: torch.fft.irfft(torch.fft.rfft(x, norm="ortho") * torch.tensor([1, 2j, 3]), n=5),
+    "fft2 and views": lambda x: torch.view_as_real(torch.fft.fft2(x).conj().resolve_conj()).sum(-1),
+    "hfft": lambda x: torch.fft.hfft(torch.fft.ihfft(x), n=5) + torch.fft.fftshift(x),
+}
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_fourier_transforms_are_linear(transform: Any, curvature: Any) -> None:
+    torch.manual_seed(0)
+    net = Parts(transform).double()
+    x, y = torch.randn(12, 4).double(), torch.randint(0, 3, (12,))
+    flat = Flatness(net, bound=-1.0, curvature=curvature)
+    flat.backward(x, y)
+    at(flat, "first").backward(x, y)
+    assert flat.routes == {"first": "exact", "last": "exact"}
+    assert flat.curvature == pytest.approx(ggn_quotient(net, flat.direction, x, y).item(), rel=1e-9)
+    assert flat.curvature == pytest.approx(hessian_quotient(net, flat.direction, x, y).item(), rel=1e-9)

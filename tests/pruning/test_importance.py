@@ -131,6 +131,37 @@ class GainInPlace(Gain):
         return F.linear(x, weight, self.bias)
 
 
+class LowRankBeside(LowRank):
+    """Adds the output of two small matrices, as LoRA does, in several spellings."""
+
+    def __init__(self, spelling: str) -> None:
+        super().__init__()
+        self.spelling, self.gain = spelling, nn.Parameter(torch.rand(8) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.spelling == "sum":
+            return F.linear(x, self.weight, self.bias) + 0.5 * (x @ self.right.T @ self.left.T)
+        if self.spelling == "difference":
+            result = torch.add(F.linear(x, self.weight), x @ self.right.T @ self.left.T, alpha=0.5)
+            return result - F.linear(x, self.weight.T) / self.gain
+        if self.spelling == "low rank first":
+            return F.linear(F.linear(x, self.right), self.left) / 2 + F.linear(x, self.weight, self.bias)
+        result = F.linear(x, self.weight) * self.gain
+        result += F.dropout(x, 0.5, self.training) @ self.right.transpose(0, 1) @ self.left.transpose(0, 1) * 0.5
+        return result + self.bias  # type: ignore[no-any-return]
+
+
+class TwoConvolutions(nn.Conv2d):
+    """Two kernels read the same channels."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8, 1)
+        self.other, self.gain = nn.Parameter(torch.randn(8, 8, 1, 1)), nn.Parameter(torch.rand(8, 1, 1) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * F.conv2d(x, self.other) + super().forward(x)
+
+
 class Channels(nn.Module):
     """A convolution between linear layers."""
 
@@ -160,6 +191,11 @@ COMPUTED_WEIGHTS: dict[str, Callable[[], nn.Module]] = {
     "gain in place": GainInPlace,
     "low rank": LowRank,
     "product": Product,
+    "low rank beside": lambda: LowRankBeside("sum"),
+    "low rank beside, first": lambda: LowRankBeside("low rank first"),
+    "low rank beside, difference": lambda: LowRankBeside("difference"),
+    "low rank beside, in place": lambda: LowRankBeside("in place"),
+    "two convolutions": TwoConvolutions,
     "weight norm of a convolution": lambda: parametrizations.weight_norm(nn.Conv2d(8, 8, 1)),
     "mask of a depthwise convolution": lambda: masked(nn.Conv2d(8, 8, 1, groups=8)),
     "mask of a grouped convolution": lambda: masked(nn.Conv2d(8, 8, 1, groups=2)),
@@ -188,3 +224,78 @@ def test_computed_weights_are_scored_as_the_layer_uses_them(make: Callable[[], n
         torch.testing.assert_close(found, rows.abs().sum(1) / rows.abs().sum(1).norm())
         found = hgnp.sensitivity(net, neurons, [], criterion="l2")[name]
         torch.testing.assert_close(found, rows.norm(dim=1) / rows.norm())
+
+
+class TwoInputs(nn.Linear):
+    """Two weights read different features of the same input, as in a Kolmogorov–Arnold layer."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.other = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.silu(x), self.weight, self.bias) + F.linear(torch.sin(x), self.other)
+
+
+def test_a_layer_of_two_inputs_is_scored_by_the_weights_of_both() -> None:
+    torch.manual_seed(0)
+    layer = TwoInputs()
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), layer, nn.Tanh(), nn.Linear(8, 3)).double().eval()
+    neurons = hgnp.Neurons(net, torch.randn(2, 5, dtype=torch.double))
+    neurons.remove({"0": [3], "2": [1, 2]})
+    weights = torch.cat([layer.weight, layer.other], 1).detach()
+    found = hgnp.sensitivity(net, neurons, [], criterion="l2")["2"]
+    torch.testing.assert_close(found, weights.norm(dim=1) / weights.norm())
+
+
+class SharedRow(nn.Linear):
+    """A single row is added to all neurons: of other features and, scaled, of the same."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.same, self.other = nn.Parameter(torch.randn(1, 8)), nn.Parameter(torch.randn(1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(x, self.same) * 2 + F.linear(torch.sin(x), self.other)
+
+
+def test_a_row_that_is_added_to_all_neurons_counts_for_each() -> None:
+    torch.manual_seed(0)
+    layer = SharedRow()
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), layer, nn.Tanh(), nn.Linear(8, 3)).double().eval()
+    neurons = hgnp.Neurons(net, torch.randn(2, 5, dtype=torch.double))
+    for selection in ({}, {"0": [3], "2": [1, 2]}):
+        neurons.remove(selection)
+        weights = torch.cat([layer.weight + 2 * layer.same, layer.other.expand(len(layer.weight), -1)], 1).detach()
+        found = hgnp.sensitivity(net, neurons, [], criterion="l2")["2"]
+        torch.testing.assert_close(found, weights.norm(dim=1) / weights.norm())
+
+
+class MaskedForTwo(nn.Linear):
+    """A weight that is computed once reads two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.mask = nn.Parameter((torch.rand(8, 8) > 0.4).double(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight * self.mask
+        return F.linear(x, weight, self.bias) * F.linear(torch.sin(x), weight)
+
+
+def test_a_computed_weight_that_reads_two_inputs_is_scored_as_computed() -> None:
+    torch.manual_seed(0)
+    layer = MaskedForTwo()
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), layer, nn.Tanh(), nn.Linear(8, 3)).double().eval()
+    neurons = hgnp.Neurons(net, torch.randn(2, 5, dtype=torch.double))
+    weights = (layer.weight * layer.mask).detach()
+    found = hgnp.sensitivity(net, neurons, [], criterion="l2")["2"]
+    torch.testing.assert_close(found, weights.norm(dim=1) / weights.norm())
+
+
+def test_a_layer_that_is_called_twice_is_scored_by_its_weights_once() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8)
+    net = nn.Sequential(nn.Linear(5, 8), layer, layer, nn.Linear(8, 3)).double().eval()
+    neurons = hgnp.Neurons(net, torch.randn(2, 5, dtype=torch.double))
+    assert torch.equal(neurons.weights("1"), layer.weight)

@@ -62,6 +62,16 @@ def test_spectral_norm_is_frozen(norm: Callable[[nn.Module], nn.Module]) -> None
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in net.named_buffers())
 
 
+@pytest.mark.parametrize("orthogonal_map", ["matrix_exp", "cayley", "householder"])
+def test_an_orthogonal_weight_is_frozen(orthogonal_map: str) -> None:
+    """Its rows are those of a buffer. Without them the layer's parameter would state another width, and no file could be
+    loaded."""
+    net = three_layers(parametrizations.orthogonal(nn.Linear(6, 7), orthogonal_map=orthogonal_map))
+    neurons = Neurons(net, VECTORS)
+    assert [layer.name for layer in neurons.layers] == []
+    assert {entry.name for entry in neurons.frozen} >= {"0", "2", "4"}
+
+
 def test_parameters_without_gradients_are_pruned() -> None:
     net = three_layers(nn.Linear(6, 7))
     net[0].requires_grad_(False)

@@ -75,8 +75,9 @@ class FactorCollector:
         if block is None or not out.requires_grad:
             return out
         a = options["input"].detach()  # what is kept must not keep the graph, which keeps us
-        if a.shape[0] % self.samples:
-            self.left_out[block.name] = a.shape[0]
+        rows = a.shape[0] if a.dim() >= block.weight.dim() else 1  # a learned vector, without a dimension of samples
+        if rows % self.samples:
+            self.left_out[block.name] = rows
             warnings.warn(
                 f"layer {block.name!r} is called on a number of rows that is not a multiple of the batch's samples, as a layer "
                 "on proposals may be; such batches leave it out of v",

@@ -34,8 +34,8 @@ def _no_block(collector: FactorCollector) -> str:
             "samples are the first dimension of the first tensor, or the entries of a list"
         )
     return (
-        "net must call a Linear or convolution layer in a way that PyTorch shows, got none; pass a scripted or compiled "
-        "network as the plain module"
+        "net must multiply with a Linear or convolution layer's own weight, where PyTorch shows it, got none; pass a scripted "
+        "network as the plain module, or set mu=0 where all weights are computed (masks, weight norm, functional_call)"
     )
 
 

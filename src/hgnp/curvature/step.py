@@ -445,7 +445,8 @@ class Step:
             self._run_backward(self.total(state, mu=mu, active=active) * scale)
         elif active:
             penalty = self._penalty(state, state.current.q, mu)
-            self._run_backward(penalty * scale, retain_graph=state.current.in_cuda_graph)
+            if penalty.requires_grad:  # q may be constant: with MSE, where the last layer alone is trained
+                self._run_backward(penalty * scale, retain_graph=state.current.in_cuda_graph)
 
     def total(self, state: State, *, mu: Number, active: bool) -> Tensor:
         """w·L: w·C, and w·μ·(q − B) if the penalty is active."""

@@ -259,7 +259,9 @@ def value_of_weights(graph: Graph, index: int, weights: Mapping[str, Tensor]) ->
     for number, call in reversed(list(enumerate(graph.op_calls))):
         if storages & {graph.values[i].storage for i in call.writes}:  # also through a view
             if number >= read:
-                return None
+                if set(call.reads) & set(call.writes):
+                    return None
+                continue  # another view, for a later product
             calls.insert(0, call)
             needed |= {*call.reads, *call.writes}
             storages |= {graph.values[i].storage for i in call.reads}

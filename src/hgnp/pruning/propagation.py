@@ -26,6 +26,9 @@ from hgnp.pruning.labels import (
 )
 from hgnp.pruning.rules import PRESERVES_FILLER, op_name, rearrangement, rule_for
 
+FILL_VALUE = {"full": 1, "full_like": 1, "new_full": 2, "fill_": 1}
+"""Operator → the position of the one value of its result."""
+
 
 @dataclass(frozen=True)
 class LabelledCall:
@@ -157,7 +160,7 @@ class LabelPropagation:
 
     def _is_zero(self, reads: tuple[LabelledTensor, ...]) -> bool:
         """Whether the operator creates zeros, or copies or moves them."""
-        name = op_name(self.call.op)
+        name, args = op_name(self.call.op), self.call.args
         moves = rearrangement(self.call.op) is not None or name in (
             "clone",
             "contiguous",
@@ -165,7 +168,9 @@ class LabelPropagation:
             "alias",
             "_to_copy",
         )
-        return name in ("zeros", "new_zeros", "zeros_like", "zero_") or (moves and all(read.zero for read in reads))
+        value = args[FILL_VALUE[name]] if name in FILL_VALUE and len(args) > FILL_VALUE[name] else None
+        zeros = name in ("zeros", "new_zeros", "zeros_like", "zero_") or (isinstance(value, int | float) and value == 0)
+        return zeros or (moves and all(read.zero for read in reads))
 
     def _is_same(self, one: int, other: int) -> bool:
         """Whether two values are the same tensor, or aliases of all of it."""

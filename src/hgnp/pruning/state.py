@@ -12,10 +12,10 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.rnn import pad_sequence
 
 from hgnp.errors import InputError, did_you_mean
-from hgnp.pruning.graph import Graph, OpCall, tensors_of, value_of_weights
-from hgnp.pruning.labels import varying_dims
+from hgnp.pruning.graph import Graph, tensors_of
+from hgnp.pruning.layer_weights import summed_products
 from hgnp.pruning.propagation import LabelPropagation
-from hgnp.pruning.rules import PRODUCTS, op_name, rule_for
+from hgnp.pruning.rules import op_name
 from hgnp.pruning.selection import Unit, as_positions
 from hgnp.pruning.structure import Structure
 from hgnp.pruning.widths import Shape
@@ -100,40 +100,27 @@ class PruningState:
         of a head are all its rows, joined."""
         if layer in self._heads:
             return self._head_weights(layer)
-        rows, tensors = self.layer_slots[layer], tensors_of(self.structure.net)
-        found = self._computed_weight(layer, rows)
-        if found is None:
-            name, dim, slots = next(
-                (name, dim, slots)
-                for (name, dim), slots in self.structure.coupling.slots.items()
-                if slots[0] <= rows[0] <= slots[-1]
-            )
-            found = tensors[name].detach(), dim, slots
-        weight, dim, slots = found
-        module = self.structure.net.get_submodule(layer)
+        rows, roots, net = self.remaining(layer), self.structure.roots, self.structure.net
+        propagation, tensors = self.structure.propagations[False], tensors_of(net)
+        parts = []
+        for weights, slots in summed_products(
+            propagation, layer, self.alive, tensors, lambda: self._graph_now(propagation)
+        ):
+            mine = torch.isin(roots[slots], roots[rows])
+            if torch.equal(roots[slots[mine]], roots[rows]):
+                parts.append(weights[mine.to(weights.device)])
+        if parts:
+            return parts[0] if len(parts) == 1 else torch.cat([part.flatten(1) for part in parts], 1)
+        name, dim, slots = next(  # its weight is used by another module
+            (name, dim, slots)
+            for (name, dim), slots in self.structure.coupling.slots.items()
+            if slots[0] <= rows[0] <= slots[-1]
+        )
+        weight, mine = tensors[name].detach(), torch.isin(slots[self.alive[slots]], rows)
+        module = net.get_submodule(layer)
         if isinstance(module, _ConvNd) and module.transposed:  # (inputs, outputs of a group, *kernel), already cut
             return weight.unflatten(0, (module.groups, -1)).transpose(1, 2).flatten(0, 1)
-        mine = torch.isin(slots[self.alive[slots]], rows)
         return weight.movedim(dim, 0)[mine.to(weight.device)]
-
-    def _computed_weight(self, layer: str, rows: Tensor) -> tuple[Tensor, int, Tensor] | None:
-        """What a layer multiplies with, its dimension of neurons and their slots; None if that is a parameter."""
-        propagation, net = self.structure.propagations[False], self.structure.net
-        own = [labelled for labelled in propagation.calls if _is_product(labelled.call, layer)]
-        for number, labelled in enumerate(own):
-            if all(tensor.is_weight for tensor in labelled.reads):  # it computes a weight, as the low-rank part of LoRA
-                continue
-            for position, tensor in enumerate(labelled.reads):
-                label = next((each for each in tensor.labels if bool(torch.isin(rows, each).all())), None)
-                if label is None or not tensor.is_weight:
-                    continue
-                if _is_parameter(propagation.graph, labelled.call.reads[position]):
-                    return None
-                graph = self._graph_now(propagation)
-                call = [call for call in graph.op_calls if _is_product(call, layer)][number]
-                weight = value_of_weights(graph, call.reads[position], tensors_of(net))
-                return None if weight is None else (weight, varying_dims(label)[0], label.flatten())
-        return None
 
     def _graph_now(self, propagation: LabelPropagation) -> Graph:
         """The trace of the network with the neurons that remain, which calls the same operators."""
@@ -187,15 +174,3 @@ class PruningState:
                 if name.endswith("weight") and name in parameters and same == [True]:
                     return parameters[name].detach()
         return None
-
-
-def _is_product(call: OpCall, module: str) -> bool:
-    return call.module == module and rule_for(call.op) in PRODUCTS
-
-
-def _is_parameter(graph: Graph, index: int) -> bool:
-    """Whether a value is a parameter or buffer, perhaps transposed."""
-    producer = {written: call for call in graph.op_calls for written in call.writes}
-    while index in producer and op_name(producer[index].op) in ("t", "transpose", "permute", "alias", "detach"):
-        index = producer[index].reads[0]
-    return graph.values[index].name is not None

@@ -140,6 +140,7 @@ class Structure:
                 self.coupling.freeze(everything, f"the forward pass depends on its data ({first_line(graph.error)})")
             self._run(propagation)
         self._freeze_unused()
+        self._freeze_other_rows()
         _make_rectangular(self.coupling, *self.propagations.values())
         self.update_roots()
 
@@ -340,6 +341,22 @@ class Structure:
                     for shared in (name, owner):
                         self.coupling.freeze(self._slots_of(shared), f"{owner} and {name} share memory")
 
+    def _freeze_other_rows(self) -> None:
+        """Freezes the neurons of a layer that are not the rows of its weight parameter, as under `orthogonal`: that parameter
+        states the layer's width."""
+        for name, module in self.net.named_modules():
+            if not isinstance(module, nn.Linear | _ConvNd) or getattr(module, "transposed", False):
+                continue
+            rows = self._weight_rows(name, module)
+            neurons = [label for each in self.propagations.values() for label in each.rows.get(name, [])]
+            neurons += [slots for key, slots in self.coupling.slots.items() if key == (f"{name}.bias".lstrip("."), 0)]
+            if rows is None or not neurons:
+                continue
+            roots = set(self.coupling.roots_of(rows).tolist())
+            if all(roots.isdisjoint(self.coupling.roots_of(each).tolist()) for each in neurons):
+                for each in neurons:
+                    self.coupling.freeze(each, "its weight is computed from a tensor with other rows")
+
     def _slots_of(self, name: str) -> Tensor:
         mine = [slots for (owner, _), slots in self.coupling.slots.items() if owner == name]
         return torch.cat(mine) if mine else torch.zeros(0, dtype=torch.long)
@@ -474,15 +491,21 @@ class Structure:
             found = [rows for propagation in self.propagations.values() for rows in propagation.rows.get(name, [])]
             standard = isinstance(module, nn.Linear | _ConvNd)
             single = not any(True for _ in module.children()) and all(torch.equal(rows, found[0]) for rows in found)
-            if found and (standard or single):
+            if standard:
+                slots = self._weight_rows(name, module)
+                own = [rows for rows in found if slots is not None and torch.equal(rows, slots)]
+                rows = next(iter([*own, *found[-1:]]), slots)  # it may multiply with others before: x·Aᵀ·Bᵀ + x·Wᵀ
+                if rows is not None:
+                    result[name] = rows
+            elif found and single:
                 result[name] = found[0]
-            elif standard:
-                dim = 1 if getattr(module, "transposed", False) else 0
-                keys = [(f"{name}.{weight}".removeprefix("."), dim) for weight in WEIGHT_NAMES]
-                slots = next((self.coupling.slots[key] for key in keys if key in self.coupling.slots), None)
-                if slots is not None:
-                    result[name] = slots
         return result
+
+    def _weight_rows(self, name: str, module: nn.Module) -> Tensor | None:
+        """The slots of the rows of a layer's weight parameter."""
+        dim = 1 if getattr(module, "transposed", False) else 0
+        keys = [(f"{name}.{weight}".removeprefix("."), dim) for weight in WEIGHT_NAMES]
+        return next((self.coupling.slots[key] for key in keys if key in self.coupling.slots), None)
 
     def propagate(self, inputs: Inputs, *, loss_needs_training_mode: bool = False) -> LabelPropagation:
         """Label propagation through the forward pass of these inputs in evaluation mode, or, with `loss_needs_training_mode`,

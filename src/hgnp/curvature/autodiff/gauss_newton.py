@@ -32,4 +32,6 @@ class GaussNewton(Tangent):
     def quotient(self, loss: Tensor, z: Tensor, target: Any, weight: Tensor | None = None) -> Tensor:
         """w·q, differentiable."""
         u = self.tangent(z)
+        if u is not None and not u.requires_grad and torch.is_grad_enabled():
+            u.requires_grad_()  # constant, as where the last layer alone is trained; v over the network asks for ∂q/∂u
         return weighted(self._curvature.quotient(z, torch.zeros_like(z) if u is None else u, target), weight)

@@ -22,7 +22,9 @@ SAME = frozenset(
     repeat_interleave contiguous clone mean sum neg roll flip __getitem__ chunk split unbind select narrow index_select
     view_as reshape_as avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
     upsample interpolate pixel_shuffle pixel_unshuffle channel_shuffle unfold fold cumsum tril triu diagonal float
-    double half bfloat16 to type type_as gather""".split()  # noqa: SIM905
+    double half bfloat16 to type type_as gather conj resolve_conj view_as_real view_as_complex
+    fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn
+    fft_hfft fft_ihfft fft_fftshift fft_ifftshift""".split()  # noqa: SIM905
 )
 # Linear in all their arguments together.
 SUMS_AND_JOINS = frozenset("add sub __rsub__ subtract cat concat concatenate stack hstack vstack diff".split())  # noqa: SIM905
