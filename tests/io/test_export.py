@@ -164,7 +164,7 @@ def test_a_static_batch_on_request(suffix: str, tmp_path: Path) -> None:
     result = export(net, tmp_path / f"fixed.{suffix}", x, dynamic_batch=False)
     inputs = torch.randn(4, 4)
     torch.testing.assert_close(outputs(result, inputs)[0], net(inputs).detach())
-    with pytest.raises(Exception, match=r"index: 0|size\(\)\[0\] == 4"):
+    with pytest.raises(Exception, match=r"index: 0|size\(\)\[0\] == 4|to be equal to 4"):
         outputs(result, torch.randn(5, 4))
     if suffix == "pt2":
         assert export(Loose(4, 2), tmp_path / "loose.pt2", {"x": x}, dynamic_batch=False).error < 1e-6
@@ -208,6 +208,7 @@ class Detector(nn.Module):
         )
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch.export refuses networks that assign tensors to themselves")
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("kind", "names"),

@@ -1,19 +1,14 @@
 """The kernels of a norm's adjoints against the same in PyTorch's operations: on a GPU, or interpreted where Triton is there."""
 
-import os
-
 import pytest
 import torch
 from torch import Tensor
 
 from hgnp.curvature.autodiff import norms
 from hgnp.curvature.kernels.support import kernels
+from triton_cases import CUDA, DEVICE, need_triton
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-pytest.importorskip("triton", reason="needs Triton, which PyTorch brings for a GPU")
-DEVICE = "cuda" if CUDA else "cpu"
+need_triton()
 SHAPES = [
     (4, 5, 3, 3),
     (6, 70, 2, 2),

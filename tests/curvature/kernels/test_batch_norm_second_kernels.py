@@ -1,20 +1,15 @@
 """The kernels of a norm's second derivative against the same in PyTorch's operations: on a GPU, or interpreted where Triton is
 there."""
 
-import os
-
 import pytest
 import torch
 from torch import Tensor
 
 from hgnp.curvature.autodiff import norms
 from hgnp.curvature.kernels.support import kernels
+from triton_cases import CUDA, DEVICE, need_triton
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-pytest.importorskip("triton", reason="needs Triton, which PyTorch brings for a GPU")
-DEVICE = "cuda" if CUDA else "cpu"
+need_triton()
 SHAPES = [(4, 5, 3, 3), (6, 70, 2, 2), (7, 19), (3, 64, 9, 9), (2, 3, 2, 3, 4), (300, 8, 3, 3), (40, 1, 3, 3)]
 EPS = 1e-5
 SPACING = 0.34375

@@ -1,6 +1,5 @@
 """The kernels within a convolution's Ψ: on a GPU, or interpreted where Triton is there."""
 
-import os
 from typing import Any
 
 import pytest
@@ -10,12 +9,9 @@ from torch import Tensor
 from hgnp.curvature import factors
 from hgnp.curvature.factors import Patches
 from hgnp.curvature.kernels.support import kernels
+from triton_cases import CUDA, DEVICE, need_triton
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-pytest.importorskip("triton", reason="needs Triton, which PyTorch brings for a GPU")
-DEVICE = "cuda" if CUDA else "cpu"
+need_triton()
 CASES: dict[str, tuple[tuple[int, ...], tuple[int, int], dict[str, Any]]] = {
     "3 × 3": ((3, 5, 6, 7), (3, 3), {}),
     "many positions": ((17, 4, 32, 32), (3, 3), {}),
