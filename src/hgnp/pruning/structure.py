@@ -530,8 +530,8 @@ class Structure:
     def update(self, resized: Mapping[str, Shape]) -> None:
         """Traces the network again if a value that its code reads has changed, or these buffers have other shapes. PathError if
         more neurons are coupled or frozen then."""
-        tensors = tensors_of(self.net)
         reads = [item for propagation in self.propagations.values() for item in propagation.graph.read_values.items()]
+        tensors = tensors_of(self.net) if reads else {}
         same = all(_equal(tensors[name] if read.source is None else read.source, read.value) for name, read in reads)
         if same and not resized:
             return
