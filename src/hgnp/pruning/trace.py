@@ -95,8 +95,7 @@ _BOOLEAN_OPS: Mapping[str, Callable[[Sequence[bool | None]], bool]] = {
 _ONE_DTYPE = frozenset(getattr(torch.ops.aten, n).default for n in ("mm", "addmm", "bmm", "baddbmm"))
 """Operators that fail on tensors of different dtypes, except on fake ones."""
 _FRESH = frozenset(
-    [torch.ops.aten.add.Tensor]
-    + [getattr(torch.ops.aten, n).default for n in ("convolution", "relu", "gelu", "silu", "mm", "addmm", "bmm")]
+    [torch.ops.aten.add.Tensor] + [getattr(torch.ops.aten, n).default for n in ("convolution", "relu", "gelu", "silu")]
 )
 """Frequent operators that create one tensor, whose shape, strides and dtype those of their arguments and numbers give."""
 _FRESH_RESULTS: dict[Any, Any] = {}
@@ -490,6 +489,8 @@ def _known_result_shapes(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str
         return None
     if op is torch.ops.aten.native_batch_norm.default:
         return _batch_norm(*args)
+    if op is torch.ops.aten.addmm.default and not kwargs:
+        return _addmm(*args)
     if op is torch.ops.aten.add_.Tensor and x.constant is not None and type(args[1]) is int:
         with torch._C._DisableTorchDispatch():
             x.constant = x.constant + args[1]  # a norm counts its batches
@@ -510,6 +511,16 @@ def _batch_norm(
         return torch.empty_like(x), x.new_empty(size), x.new_empty(size)
     shapes = [(tuple(x.shape), x.stride()), (size, (1,)), (size, (1,))]
     return tuple(_new_fake(x.fake_mode, shape, stride, x.dtype, x.fake_device) for shape, stride in shapes)
+
+
+def _addmm(bias: Any, a: Any, b: Any) -> Tensor | None:
+    """None for shapes and devices that PyTorch broadcasts or refuses. All have one dtype."""
+    if not all(isinstance(each, FakeTensor) and each.fake_device == bias.fake_device for each in (a, b)):
+        return None
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or bias.shape != b.shape[1:]:
+        return None
+    shape = a.shape[0], b.shape[1]
+    return _new_fake(bias.fake_mode, shape, (max(shape[1], 1), 1), bias.dtype, bias.fake_device)
 
 
 def _fresh_result(op: OpOverload, args: tuple[Any, ...]) -> Any:
