@@ -65,6 +65,10 @@ class LabelRoots:
         """Roots of the channels of a tensor; a weight has none that are read."""
         return set() if tensor.is_weight else {root for label in tensor.labels for root in self.roots_in(label)}
 
+    def forget_sets(self) -> None:
+        """Frees what `roots_in` has found: as Python numbers, it takes much memory."""
+        self._sets.clear()
+
     def number(self, label: Tensor) -> int:
         """The same number for all labels of one shape with the same roots."""
         if id(label) not in self._numbers:
@@ -268,6 +272,7 @@ def _channel_reads(propagation: LabelPropagation, units: GateUnits) -> ChannelRe
             gated,
             ungated,
         )
+        labels.forget_sets()
     return known
 
 
