@@ -541,7 +541,10 @@ def _metadata(leaf: Any) -> Any:
         return tuple(leaf) if isinstance(leaf, list) else "None" if leaf is None else leaf
     if not isinstance(leaf, FakeTensor) or leaf.layout != torch.strided or leaf.constant is not None:
         return None
-    return (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.fake_device) if leaf.is_floating_point() else None
+    # a Python number, wrapped in a tensor, has no say in the result's dtype, and looks as any other
+    if not leaf.is_floating_point() or leaf.dim() == 0:
+        return None
+    return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.fake_device
 
 
 def _new_fake(
