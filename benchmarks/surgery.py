@@ -136,7 +136,7 @@ def report(build: Time, remove: Time, step: Time, removal: Time, by_net: dict[st
         + "\n".join(lines)
         + f"\n\nRemoving / training step, in the same run: {removal.clock / step.clock:.2f} in wall time.\n\n"
         "## A round that removes one neuron, beside the passes of its scores\n\n"
-        "CPU time. Removal copies the weights, which takes most of it in AlexNet's linear layers.\n\n"
+        "CPU time, one thread. Removal copies the weights, which takes most of it in AlexNet's linear layers.\n\n"
         "| network | gates | selection, verified | removal |\n|---|--:|--:|--:|\n"
         + "".join(
             f"| {name} | {' | '.join(f'{1e3 * time.processor:.1f} ms' for time in parts.values())} |\n"
@@ -156,12 +156,15 @@ def main() -> None:
     if arguments.profile:
         profile(torchvision.models.get_model(arguments.profile), torch.randn(1, 3, 224, 224))
         return
+    times = *resnet50(arguments.repeats), *vgg16(arguments.repeats)
+    torch.set_num_threads(1)  # waiting threads would count as CPU time
     small, large = torch.randn(2, 3, 32, 32), torch.randn(2, 3, 63, 63)
     by_net = {
         type(net).__name__: rounds(net, x, 4 * arguments.repeats)
         for net, x in ((AlexNet(), large), (VGG16(), small), (ResNet18(), small))
     }
-    text = report(*resnet50(arguments.repeats), *vgg16(arguments.repeats), by_net)
+    torch.set_num_threads(2)
+    text = report(*times, by_net)
     print(text)
     if arguments.out:
         arguments.out.write_text(text)
