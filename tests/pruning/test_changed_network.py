@@ -49,6 +49,9 @@ CHANGES: dict[str, Callable[[Net], object]] = {
     "slope": lambda net: setattr(net.activation, "negative_slope", 0.01),
     "activation": lambda net: setattr(net, "activation", nn.GELU()),
     "hook": hooked,
+    "stride": lambda net: setattr(net.conv, "stride", (2, 2)),
+    "padding": lambda net: setattr(net.conv, "padding", (1, 1)),
+    "dilation": lambda net: setattr(net.conv, "dilation", (2, 1)),
 }
 
 
@@ -57,14 +60,19 @@ CHANGES: dict[str, Callable[[Net], object]] = {
 def test_neurons_are_removed_after_a_change_of_settings(change: str, coupling: CouplingMode) -> None:
     net = Net().double().eval()
     neurons = Neurons(net, IMAGES)
+    batches = [(IMAGES, torch.arange(4))]
+    hgnp.sensitivity(net, neurons, batches, coupling=coupling)
     neurons.remove(neurons.least(random_scores(neurons), 2, coupling=coupling))
     CHANGES[change](net)
-    whole, scores = copy.deepcopy(net), hgnp.sensitivity(net, neurons, [(IMAGES, torch.arange(4))], coupling=coupling)
+    whole, scores = copy.deepcopy(net), hgnp.sensitivity(net, neurons, batches, coupling=coupling)
     assert scores.keys() == {"conv", "hidden"}
     selection = neurons.least(scores, 6, coupling=coupling)
     assert selection.taken == 6
     assert_pruned_equals_masked(net, whole, neurons.remove(selection), ((IMAGES,), {}))
     assert neurons.remove({"hidden": [0]}).taken == 1
+    after, new = hgnp.sensitivity(net, neurons, batches, coupling=coupling), Neurons(net, IMAGES)
+    for layer, values in hgnp.sensitivity(net, new, batches, coupling=coupling).items():
+        torch.testing.assert_close(after[layer], values, rtol=1e-12, atol=1e-12)
 
 
 def test_a_selection_by_hand_is_removed_after_a_change_of_settings() -> None:

@@ -53,6 +53,51 @@ def test_closing_gates_equals_removing_their_units(name: str) -> None:
     torch.testing.assert_close(through(net, inputs, gates, gamma), flat(run(small, inputs)), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.approximate][::4])
+def test_gates_after_removals_are_those_of_a_new_object(name: str) -> None:
+    """Where channels are read is found once: it holds for the smaller network too."""
+    case = CASES[name]
+    net, inputs = case.net().eval(), case.inputs()
+    neurons = Neurons(net, example(case))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        neurons.gates()
+        scores = {each.name: torch.rand(each.alive, generator=generator) for each in neurons.layers}
+        neurons.remove(neurons.least(scores, max(neurons.count // 5, 2), floor=2))
+    old, new = neurons.gates(), Neurons(net, example(case)).gates()
+    assert old.count == new.count
+    assert old.layer_units.keys() == new.layer_units.keys()
+    for layer, units in old.layer_units.items():
+        for position in range(0, len(units), 3):
+            with torch.no_grad():
+                closed = []
+                for gates in (old, new):
+                    gamma = torch.ones(1, gates.count, dtype=torch.double)
+                    gamma[:, gates.layer_units[layer][position : position + 1].clamp(max=gates.count - 1)] = 0
+                    closed.append(through(net, inputs, gates, gamma))
+                if int(units[position]) < old.count:
+                    torch.testing.assert_close(*closed, rtol=1e-12, atol=1e-12)
+
+
+def test_gates_follow_a_coupling_that_has_changed() -> None:
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
+    neurons = Neurons(net, torch.randn(3, 4))
+
+    def gated_entries(gates: Gates) -> list[int]:
+        calls = [call for path in gates.paths for calls in path.calls.values() for call in calls]
+        return sorted(unit for call in calls for each in call.gated_arguments for unit in each.units.flatten().tolist())
+
+    gates = neurons.gates()
+    assert gated_entries(gates) == list(range(12))
+    slots = gates.structure.coupling.slots
+    gates.structure.coupling.union(slots["0.weight", 0], slots["2.weight", 0], "they are coupled for this test")
+    gates.structure.update_roots()
+    gates = neurons.gates()
+    assert gates.count == 6
+    assert units_of(gates, "0") == units_of(gates, "2")
+    assert gated_entries(gates) == sorted([*range(6), *range(6)])
+
+
 def test_paper_gates_reuse_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     neurons = Neurons(ResNet18(num_classes=3), torch.randn(2, 3, 16, 16))
 

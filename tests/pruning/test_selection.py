@@ -51,6 +51,30 @@ def test_a_coupled_group_has_the_mean_importance_and_counts_each_member() -> Non
     assert neurons.least(scores, 3) == {"stem.0": [2], "c2": [2], "c1.0": [0]}
 
 
+@pytest.mark.parametrize("without", [None, "stem.0", "c1.0"])
+def test_units_are_selected_in_the_order_of_their_means_and_ties_in_the_order_of_layers(without: str | None) -> None:
+    """Against a ranking in Python. Coupled groups have two neurons, and scores have many ties."""
+    net, generator = residual(), torch.Generator().manual_seed(0)
+    neurons = Neurons(net, PICTURE)
+    neurons.remove({"stem.0": [4]})
+    for _ in range(20):
+        scores = {each.name: torch.randint(3, (each.alive,), generator=generator) / 3 for each in neurons.layers}
+        units = [[("stem.0", i), ("c2", i)] for i in range(5)] + [[("c1.0", i)] for i in range(4)]
+        scores = {name: values for name, values in scores.items() if name != without}
+        units = [unit for unit in units if all(name in scores for name, _ in unit)]
+        units.sort(key=lambda unit: sum(float(scores[name][i]) for name, i in unit) / len(unit))
+        for n in range(14):
+            expected: dict[str, list[int]] = {}
+            room, left = {"stem.0": 4, "c2": 4, "c1.0": 3}, n
+            for unit in units:
+                if len(unit) <= left and all(room[name] for name, _ in unit):
+                    left -= len(unit)
+                    for name, i in unit:
+                        room[name] -= 1
+                        expected.setdefault(name, []).append(i)
+            assert neurons.least(scores, n) == {name: sorted(chosen) for name, chosen in expected.items()}
+
+
 def test_least_selects_at_most_n_and_reports_the_shortfall() -> None:
     neurons = Neurons(residual(), PICTURE)
     scores = {layer.name: torch.rand(layer.alive) for layer in neurons.layers}

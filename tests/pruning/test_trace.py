@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -197,16 +198,73 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 60), nn.ReLU(), nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 3))
 
 
-def test_removals_do_not_fill_the_fake_tensor_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "MAX_CACHED_SHAPES", 100)  # below, 228 are created
+def test_removals_do_not_fill_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "MAX_CACHED_SHAPES", 10)  # more are created
     model, x, y = mlp(), torch.randn(6, 4), torch.arange(6) % 3
     neurons = hgnp.Neurons(model, x)
     FakeTensorMode.cache_clear()
-    sizes = []
-    for _ in range(10):
-        neurons.remove(neurons.least(hgnp.sensitivity(model, neurons, [(x, y)]), 1))
-        sizes.append(FakeTensorMode.cache_info().size)
-    assert max(sizes) <= 100
+    trace._FRESH_RESULTS.clear()
+    sizes, keys = [], set[Any]()
+    for _ in range(20):
+        neurons.remove(neurons.least(hgnp.sensitivity(model, neurons, [(x, y)]), 2))
+        sizes += [FakeTensorMode.cache_info().size, len(trace._FRESH_RESULTS)]
+        keys |= trace._FRESH_RESULTS.keys()
+    assert max(sizes) <= 10 < len(keys)
+
+
+CONVOLUTIONS: list[dict[str, Any]] = [
+    {}, {"stride": 2}, {"padding": 1}, {"stride": 2, "padding": 1}, {"dilation": 2}, {"dilation": (1, 2)}, {"bias": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_results_that_are_looked_up_are_those_of_the_network(dtype: torch.dtype, form: torch.memory_format) -> None:
+    """Convolutions that differ in one setting, on inputs of the same shape, and sums that are broadcast: traced twice, and in
+    each memory format after the other."""
+    x = torch.randn(2, 4, 9, 9, dtype=dtype)
+    for _ in range(2):
+        for number, options in enumerate(CONVOLUTIONS):
+            net = nn.Conv2d(4, 4, 3, **options).to(dtype)
+            net = net.to(memory_format=form if number % 2 else torch.contiguous_format)  # type: ignore[call-overload]
+            for training in (False, True):
+                graph = trace.trace_forward(net, ((x,), {}), training=training)
+                assert graph.error is None
+                assert graph.values[graph.outputs[0]].shape == net(x).shape
+
+    class Viewed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.b = nn.Conv2d(4, 4, 3), nn.Parameter(torch.zeros(4, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (F.gelu(self.conv(x)).relu() + self.b).view(2, -1)
+
+    net, last = Viewed().to(dtype), Viewed().to(dtype).to(memory_format=torch.channels_last)
+    for _ in range(2):
+        assert trace.trace_forward(net, ((x,), {}), training=False).error is None
+        assert "view" in str(trace.trace_forward(last, ((x,), {}), training=False).error)
+
+
+@pytest.mark.parametrize(
+    ("bias", "weight", "inputs"), [((6,), (6, 5), (2, 4)), ((5,), (6, 4), (2, 4)), ((6,), (6, 4), (3, 2, 5))]
+)
+def test_a_linear_layer_that_does_not_fit_fails_in_traces_too(
+    bias: tuple[int, ...], weight: tuple[int, ...], inputs: tuple[int, ...]
+) -> None:
+    net = two_layers(lambda n, x: F.linear(x, n.own_weight, n.own_bias))
+    net.own_weight, net.own_bias = nn.Parameter(torch.zeros(weight)), nn.Parameter(torch.zeros(bias))
+    with pytest.raises(RuntimeError):
+        net(torch.zeros(inputs))
+    assert isinstance(trace.trace_forward(net, ((torch.zeros(inputs),), {}), training=False).error, RuntimeError)
+
+
+@pytest.mark.parametrize("bias", [(1,), (2, 1), (2, 6), (6,), ()])
+def test_a_bias_that_is_broadcast_gives_the_shape_of_the_product(bias: tuple[int, ...]) -> None:
+    net = two_layers(lambda n, x: torch.addmm(n.own_bias, x, n.own_weight))
+    net.own_weight, net.own_bias = nn.Parameter(torch.zeros(4, 6)), nn.Parameter(torch.zeros(bias))
+    graph = trace.trace_forward(net, ((torch.zeros(2, 4),), {}), training=False)
+    assert graph.values[graph.outputs[0]].shape == net(torch.zeros(2, 4)).shape == (2, 6)
 
 
 def test_transforms_of_torch_func_freeze_everything_with_the_reason() -> None:

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hgnp.errors import InputError
 from hgnp.pruning.graph import (
     NonTensorArgument,
     function_name,
+    leaves_of,
     non_tensor_arguments,
     produces_tensor,
     tensors_of,
@@ -156,7 +157,7 @@ class _GateMode(TorchFunctionMode):
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, module_call = function_name(func), self._module_calls.current
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves = leaves_of((args, kwargs))
         arguments = {position: self._known(leaf) for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         gated = any(isinstance(known, GatedChannels) or known in self._path.weights for known in arguments.values())
         call = self._expected(module_call, name, arguments, leaves, (args, kwargs)) if gated else None
@@ -174,6 +175,14 @@ class _GateMode(TorchFunctionMode):
                 f"{module_call.module or 'the forward pass'} must run with gradients while neurons are scored, got "
                 "torch.no_grad or a reentrant checkpoint; enable gradients there, or protect the layers that it reads"
             )
+        if call.gated_arguments:
+            args, kwargs = self._with_gates(call, args, kwargs)
+        result = self._without_gates(call, func(*args, **kwargs))
+        self._update_channels(module_call, call, leaves, leaves_of(result))
+        return result
+
+    def _with_gates(self, call: GatedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
         multiplied: dict[int, Tensor] = {}  # a tensor that is passed twice stays one tensor
         changed = list(leaves)
         for placement in call.gated_arguments:
@@ -182,10 +191,7 @@ class _GateMode(TorchFunctionMode):
                 gate = self._gate(leaf, placement)
                 multiplied[id(leaf)] = leaf.mul_(gate) if placement.in_place else leaf * gate
             changed[placement.position] = multiplied[id(leaf)]
-        args, kwargs = tree_unflatten(changed, spec)
-        result = self._without_gates(call, func(*args, **kwargs))
-        self._update_channels(module_call, call, leaves, tree_leaves(result))
-        return result
+        return tree_unflatten(changed, spec)
 
     def _known(self, tensor: Tensor) -> GatedChannels | str | None:
         if self._names is None:  # only now, as a functional call may have replaced the parameters

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -40,9 +41,45 @@ T = TypeVar("T")
 MAX_PATHS = 8
 
 
+class LabelRoots:
+    """Which roots labels have.
+
+    Args:
+        roots: Slot → its root; FROZEN for slots that stay.
+        per_branch: Whether layers that are added together have separate gates.
+    """
+
+    def __init__(self, roots: Tensor, *, per_branch: bool) -> None:
+        self.roots, self.per_branch = roots, per_branch
+        # by id(label), with the label itself, which keeps its id from being reused
+        self._sets: dict[int, tuple[Tensor, set[int]]] = {}
+        self._numbers: dict[int, tuple[Tensor, int]] = {}
+        self._by_roots: dict[tuple[tuple[int, ...], bytes], int] = {}
+
+    def roots_in(self, label: Tensor) -> set[int]:
+        if id(label) not in self._sets:  # many tensors of a forward pass have the same label
+            self._sets[id(label)] = label, set(self.roots[label].flatten().tolist()) - {FROZEN}
+        return self._sets[id(label)][1]
+
+    def roots_of(self, tensor: LabelledTensor) -> set[int]:
+        """Roots of the channels of a tensor; a weight has none that are read."""
+        return set() if tensor.is_weight else {root for label in tensor.labels for root in self.roots_in(label)}
+
+    def forget_sets(self) -> None:
+        """Frees what `roots_in` has found: as Python numbers, it takes much memory."""
+        self._sets.clear()
+
+    def number(self, label: Tensor) -> int:
+        """The same number for all labels of one shape with the same roots."""
+        if id(label) not in self._numbers:
+            key = tuple(label.shape), self.roots[label].numpy().tobytes()
+            self._numbers[id(label)] = label, self._by_roots.setdefault(key, len(self._by_roots))
+        return self._numbers[id(label)][1]
+
+
 @dataclass(frozen=True)
 class GateUnits:
-    """Which neurons share a gate."""
+    """Which of the remaining neurons share a gate."""
 
     roots: Tensor
     """Slot → its root; FROZEN for slots that stay."""
@@ -50,21 +87,10 @@ class GateUnits:
     """Root → its unit; `count` for those without a gate."""
     alive: Tensor
     per_branch: bool
-    _known: dict[int, tuple[Tensor, set[int]]] = field(default_factory=dict)
-    """id(label) → the label, which keeps its id from being reused, and its roots."""
 
     @cached_property
     def count(self) -> int:
         return int(self.unit[FROZEN])
-
-    def roots_in(self, label: Tensor) -> set[int]:
-        if id(label) not in self._known:  # many tensors of a forward pass have the same label
-            self._known[id(label)] = label, set(self.roots[label].flatten().tolist()) - {FROZEN}
-        return self._known[id(label)][1]
-
-    def roots_of(self, tensor: LabelledTensor) -> set[int]:
-        """Roots of the channels of a tensor; a weight has none that are read."""
-        return set() if tensor.is_weight else {root for label in tensor.labels for root in self.roots_in(label)}
 
 
 @dataclass
@@ -142,7 +168,10 @@ def find_gates(
     forward pass of the network as it is, if neurons were removed from it."""
     roots = torch.where(structure.frozen, FROZEN, structure.roots)
     remaining = {name: roots[slots[alive[slots]]] for name, slots in layer_slots.items()}
-    wanted = torch.unique(torch.cat([*remaining.values(), torch.tensor([FROZEN])]))[1:]  # FROZEN is the lowest
+    has_gate = torch.zeros(len(roots), dtype=torch.bool)
+    has_gate[torch.cat([torch.tensor([FROZEN]), *remaining.values()])] = True
+    has_gate[FROZEN] = False
+    wanted = has_gate.nonzero().flatten()
     unit = torch.full((len(roots),), len(wanted))
     unit[wanted] = torch.arange(len(wanted))
     units = GateUnits(roots, unit, alive, per_branch)
@@ -151,31 +180,100 @@ def find_gates(
         if loss_needs_training_mode
         else structure.propagations[False]
     )
-    path, gated_roots, ungated = _find_path(propagation, units, now)
-    usable = {}
-    for name, layer_roots in remaining.items():
-        own = set(layer_roots.tolist()) - {FROZEN}
-        if own and own <= gated_roots - ungated:
-            usable[name] = unit[layer_roots]
+    path, gated, ungated = _find_path(propagation, units, now)
+    gated[FROZEN] = True  # they need no gate
+    usable = {
+        name: unit[layer_roots]
+        for name, layer_roots in remaining.items()
+        if bool(gated[layer_roots].all()) and bool((layer_roots != FROZEN).any())
+    }
     return Gates(len(wanted), usable, [path], structure, units, loss_needs_training_mode, frozenset(ungated))
 
 
 def _find_path(
     propagation: LabelPropagation, units: GateUnits, now: Graph | None
-) -> tuple[GatedPath, set[int], set[int]]:
-    """The path of a forward pass; the roots that are gated on it, and those that are read where no call can be gated."""
+) -> tuple[GatedPath, Tensor, set[int]]:
+    """The path of a forward pass; for every root, whether it is gated wherever it is read on it; and those that are read where
+    no call can be gated."""
     function_calls = _as_now(propagation.graph.function_calls, now)
-    reads, ungated = _gated_reads(propagation, units)
+    reads = _channel_reads(propagation, units)
     calls: dict[Any, list[GatedCall]] = defaultdict(list)
-    builder, history = _CallBuilder(propagation, units), 0
-    for number, function_call in enumerate(function_calls):
+    builder, history = _CallBuilder(propagation, reads, units), 0
+    for function_call, places in zip(function_calls, reads.places, strict=True):
         history = extend_history(history, function_call.module_call.module, function_call.name)
-        placements = _placements(propagation, function_call, reads.get(number, {}), units)
-        call = builder.build(function_call, placements, history)
+        gated_arguments, ungated_results = (tuple(place.with_units(units) for place in each) for each in places)
+        call = builder.build(function_call, (gated_arguments, ungated_results), history)
         if call is not None:
             calls[function_call.module_call].append(call)
-    gated_roots = {root for arguments in reads.values() for roots in arguments.values() for root in roots}
-    return GatedPath({key: tuple(gated) for key, gated in calls.items()}, builder.weights), gated_roots, ungated
+    path = GatedPath({key: tuple(gated) for key, gated in calls.items()}, builder.weights)
+    return path, reads.gated.clone(), reads.ungated
+
+
+@dataclass(frozen=True)
+class GatePlace:
+    """An argument or a result of a call that has gates, whichever neurons remain."""
+
+    position: int
+    """Its position among the leaves."""
+    tensor: LabelledTensor
+    roots: tuple[Tensor, ...]
+    """Of every entry, by label; FROZEN for those without a gate."""
+    in_place: bool = False
+
+    def with_units(self, units: GateUnits) -> GatePlacement:
+        """The unit of every remaining entry, as a tensor that broadcasts to the argument."""
+        masks = keep_masks(self.tensor, units.alive)
+        total: Tensor | None = None
+        for roots in self.roots:
+            for dim in varying_dims(roots):
+                mask = masks[dim]
+                if mask is not None:
+                    roots = roots.index_select(dim, mask.nonzero().squeeze(1))
+            mine = units.unit[roots]
+            total = mine if total is None else torch.where(total == units.count, mine, total)
+        assert total is not None
+        return GatePlacement(self.position, total, self.in_place, self.tensor.shared)
+
+
+@dataclass(frozen=True)
+class ChannelReads:
+    """Where the channels of neurons are read on a path: what does not depend on which of them remain."""
+
+    labels: LabelRoots
+    initial: list[LabelledTensor]
+    """The labels of each value before the first operator call."""
+    places: list[tuple[list[GatePlace], list[GatePlace]]]
+    """For each function call, the arguments that are multiplied by gates, and the results that are divided by them."""
+    gated: Tensor
+    """For every root, whether it is gated wherever it is read."""
+    ungated: set[int]
+    """The roots that are read where no call can be gated."""
+
+
+_READS: WeakKeyDictionary[LabelPropagation, ChannelReads] = WeakKeyDictionary()
+"""The channel reads of each path, which a removal leaves as they are."""
+
+
+def _channel_reads(propagation: LabelPropagation, units: GateUnits) -> ChannelReads:
+    known = _READS.get(propagation)
+    if known is None or known.labels.per_branch != units.per_branch or not torch.equal(known.labels.roots, units.roots):
+        labels = LabelRoots(units.roots, per_branch=units.per_branch)
+        reads, ungated = _gated_reads(propagation, labels)
+        gated = torch.zeros(len(units.roots), dtype=torch.bool)
+        gated[[root for arguments in reads.values() for roots in arguments.values() for root in roots]] = True
+        gated[list(ungated)] = False
+        known = _READS[propagation] = ChannelReads(
+            labels,
+            [propagation.initial(index) for index in range(len(propagation.graph.values))],
+            [
+                _places(propagation, function_call, reads.get(number, {}), labels)
+                for number, function_call in enumerate(propagation.graph.function_calls)
+            ],
+            gated,
+            ungated,
+        )
+        labels.forget_sets()
+    return known
 
 
 def _as_now(function_calls: list[FunctionCall], now: Graph | None) -> list[FunctionCall]:
@@ -189,18 +287,18 @@ def _as_now(function_calls: list[FunctionCall], now: Graph | None) -> list[Funct
 # Where channels end
 
 
-def _gated_reads(propagation: LabelPropagation, units: GateUnits) -> tuple[dict[int, dict[int, set[int]]], set[int]]:
+def _gated_reads(propagation: LabelPropagation, labels: LabelRoots) -> tuple[dict[int, dict[int, set[int]]], set[int]]:
     """Function call → argument → the roots to gate there; and the roots that are read where no call can be gated."""
     reads: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     ungated: set[int] = set()
     function_calls = propagation.graph.function_calls
     caller = {op: number for number, function_call in enumerate(function_calls) for op in function_call.op_calls}
-    for op, value, ending in _channel_ends(propagation, units):
+    for op, value, ending in _channel_ends(propagation, labels):
         reached: set[int] = set()
         if op in caller:
             function_call = function_calls[caller[op]]
             for argument in _source_arguments(propagation, function_call, op, value):
-                roots = ending & units.roots_of(_at_first_read(propagation, function_call, argument))
+                roots = ending & labels.roots_of(_at_first_read(propagation, function_call, argument))
                 if roots:
                     reads[caller[op]][argument] |= roots
                     reached |= roots
@@ -208,7 +306,7 @@ def _gated_reads(propagation: LabelPropagation, units: GateUnits) -> tuple[dict[
     return reads, ungated
 
 
-def _channel_ends(propagation: LabelPropagation, units: GateUnits) -> list[tuple[int, int, set[int]]]:
+def _channel_ends(propagation: LabelPropagation, labels: LabelRoots) -> list[tuple[int, int, set[int]]]:
     """(operator call, value, roots) wherever channels end. With `per_branch`, the operands of a sum of several branches end
     there too, and channels of the sum belong to none of them."""
     ends: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
@@ -218,21 +316,21 @@ def _channel_ends(propagation: LabelPropagation, units: GateUnits) -> list[tuple
     result = []
     for op, labelled in enumerate(propagation.calls):
         own = {
-            index: units.roots_of(tensor) - summed[index]
+            index: labels.roots_of(tensor) - summed[index]
             for index, tensor in zip(labelled.call.reads, labelled.reads, strict=True)
             if not tensor.is_weight
         }
         branches = {frozenset(roots) for index in own for roots in (own[index], summed[index]) if roots}
-        joins = units.per_branch and _adds(labelled.call) and len(branches) > 1
+        joins = labels.per_branch and _adds(labelled.call) and len(branches) > 1
         if joins:
             result += [(op, index, roots) for index, roots in own.items() if roots]
         for value, label in ends[op]:
-            roots = units.roots_in(label) - summed[value]
+            roots = labels.roots_in(label) - summed[value]
             if roots:
                 result.append((op, value, roots))
         inherited = set().union(*(summed[index] for index in labelled.call.reads))
         for index, tensor in zip(labelled.call.writes, labelled.writes, strict=True):
-            roots = units.roots_of(tensor)
+            roots = labels.roots_of(tensor)
             summed[index] = roots if joins else roots & inherited
     return result
 
@@ -260,32 +358,32 @@ def _at_first_read(propagation: LabelPropagation, function_call: FunctionCall, v
 # Where gates are placed
 
 
-def _placements(
-    propagation: LabelPropagation, function_call: FunctionCall, arguments: Mapping[int, set[int]], units: GateUnits
-) -> tuple[tuple[GatePlacement, ...], tuple[GatePlacement, ...]]:
+def _places(
+    propagation: LabelPropagation, function_call: FunctionCall, arguments: Mapping[int, set[int]], labels: LabelRoots
+) -> tuple[list[GatePlace], list[GatePlace]]:
     """The arguments of a call that are multiplied by gates, and the results that are divided by them."""
     if not arguments:
-        return (), ()
+        return [], []
     calls = [propagation.graph.op_calls[op] for op in function_call.op_calls]
     written = {index for call in calls for index in call.writes if index in call.reads}
     gated_arguments = [
-        GatePlacement(position, _unit_map(tensor, arguments[index], units), index in written, tensor.shared)
+        GatePlace(position, tensor, _roots_with_gates(tensor, arguments[index], labels), index in written)
         for position, index in function_call.arguments.items()
         if index is not None and index in arguments
         for tensor in [_at_first_read(propagation, function_call, index)]
     ]
     everything = set().union(*arguments.values())
-    continued, ungated_results = _continued(propagation, function_call, set(arguments), units), []
+    continued, ungated_results = _continued(propagation, function_call, set(arguments), labels), []
     for position, index in function_call.results.items():
         tensor = continued.get(index)
-        shared = set() if tensor is None else everything & units.roots_of(tensor)
+        shared = set() if tensor is None else everything & labels.roots_of(tensor)
         if tensor is not None and shared:
-            ungated_results.append(GatePlacement(position, _unit_map(tensor, shared, units), shared=tensor.shared))
-    return tuple(gated_arguments), tuple(ungated_results)
+            ungated_results.append(GatePlace(position, tensor, _roots_with_gates(tensor, shared, labels)))
+    return gated_arguments, ungated_results
 
 
 def _continued(
-    propagation: LabelPropagation, function_call: FunctionCall, arguments: set[int], units: GateUnits
+    propagation: LabelPropagation, function_call: FunctionCall, arguments: set[int], labels: LabelRoots
 ) -> dict[int | None, LabelledTensor]:
     """Values computed from these arguments in which their channels continue rather than end."""
     ends = {(op, value) for op, value, _ in propagation.consumed}
@@ -293,7 +391,7 @@ def _continued(
     result: dict[int | None, LabelledTensor] = {}
     for op in function_call.op_calls:
         labelled = propagation.calls[op]
-        if units.per_branch and _adds(labelled.call):  # where branches end
+        if labels.per_branch and _adds(labelled.call):  # where branches end
             continue
         if any(value in sources and (op, value) not in ends for value in labelled.call.reads):
             sources |= set(labelled.call.writes)
@@ -301,22 +399,11 @@ def _continued(
     return result
 
 
-def _unit_map(tensor: LabelledTensor, gated: set[int], units: GateUnits) -> Tensor:
-    """The unit of every remaining entry, as a tensor that broadcasts to the argument."""
-    masks = keep_masks(tensor, units.alive)
-    total: Tensor | None = None
-    for label in tensor.labels:
-        if not gated & units.roots_in(label):
-            continue
-        for dim in varying_dims(label):
-            mask = masks[dim]
-            if mask is not None:
-                label = label.index_select(dim, mask.nonzero().squeeze(1))
-        roots = units.roots[label]
-        mine = torch.where(torch.isin(roots, torch.tensor(sorted(gated))), units.unit[roots], units.count)
-        total = mine if total is None else torch.where(total == units.count, mine, total)
-    assert total is not None
-    return total
+def _roots_with_gates(tensor: LabelledTensor, gated: set[int], labels: LabelRoots) -> tuple[Tensor, ...]:
+    """The root of every entry, for each label that has some of these; FROZEN for others."""
+    wanted = torch.tensor(sorted(gated))
+    found = [labels.roots[label] for label in tensor.labels if gated & labels.roots_in(label)]
+    return tuple(torch.where(torch.isin(roots, wanted), roots, FROZEN) for roots in found)
 
 
 # What each call does to gated channels
@@ -325,13 +412,12 @@ def _unit_map(tensor: LabelledTensor, gated: set[int], units: GateUnits) -> Tens
 class _CallBuilder:
     """Builds the gated calls of a path, in the order of the forward pass."""
 
-    def __init__(self, propagation: LabelPropagation, units: GateUnits) -> None:
-        self._propagation, self._units = propagation, units
-        values = range(len(propagation.graph.values))
-        self._tensors: dict[int, LabelledTensor] = {index: propagation.initial(index) for index in values}
+    def __init__(self, propagation: LabelPropagation, reads: ChannelReads, units: GateUnits) -> None:
+        self._propagation, self._labels, self._units = propagation, reads.labels, units
+        self._tensors: dict[int, LabelledTensor] = dict(enumerate(reads.initial))
         self._next_op = 0
         self._channels: dict[Any, GatedChannels] = {}
-        self._cache: dict[Any, tuple[LabelledTensor, GatedChannels | None]] = {}
+        self._cache: dict[Any, GatedChannels | None] = {}
         weights = [(value.name, self._tensors[i]) for i, value in enumerate(propagation.graph.values) if value.name]
         self.weights = frozenset(name for name, tensor in weights if self._channels_of(tensor) is not None)
 
@@ -394,10 +480,10 @@ class _CallBuilder:
         """One object for all tensors whose entries have the same gates; None without gates."""
         if tensor is None or not tensor.labels:
             return None
-        key = len(tensor.shape), *(id(label) for label in tensor.labels)
+        key = len(tensor.shape), *map(self._labels.number, tensor.labels)
         if key not in self._cache:
-            self._cache[key] = tensor, self._build_channels(tensor)  # keeps the labels alive, and so their ids
-        return self._cache[key][1]
+            self._cache[key] = self._build_channels(tensor)
+        return self._cache[key]
 
     def _build_channels(self, tensor: LabelledTensor) -> GatedChannels | None:
         sizes: dict[int, int] = {}

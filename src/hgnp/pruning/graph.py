@@ -227,15 +227,16 @@ def _index_arguments(index: tuple[Any, ...], ndim: int) -> Iterator[NonTensorArg
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
     is_counter = tensor.dim() == 0 and tensor.dtype == torch.long and not tensor.is_meta
-    return TensorSpec(
-        tensor.dtype,
-        tensor.device,
-        tuple(range(tensor.dim())) if tensor.is_contiguous() else tuple(order),
-        int(tensor) if is_counter else None,
-    )
+    return TensorSpec(tensor.dtype, tensor.device, dim_order(tensor), int(tensor) if is_counter else None)
+
+
+def dim_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions in memory order, from the largest stride to the smallest."""
+    if tensor.is_contiguous():
+        return tuple(range(tensor.dim()))
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
 
 
 def tensors_of(net: nn.Module) -> dict[str, Tensor]:

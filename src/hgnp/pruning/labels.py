@@ -142,23 +142,30 @@ def keep_masks(tensor: LabelledTensor, alive: Tensor) -> list[Tensor | None]:
     """The positions that remain along each dimension; None where all do. InputError if they form no rectangle."""
     masks: list[Tensor | None] = [None] * len(tensor.shape)
     for label in tensor.labels:
-        left = compact(alive[label])
-        if left.numel() == 1:
-            if not bool(left):
-                raise InputError("nothing is left of a tensor")
+        left = alive[label]
+        if bool(left.all()):
             continue
+        if not bool(left.any()):
+            raise InputError("nothing is left of a tensor")
+        if len(varying_dims(label)) > 1:
+            left = compact(left)
         dims = varying_dims(left)
+        if len(dims) == 1:
+            _restrict(masks, dims[0], left.reshape(-1))
+            continue
         outer = torch.ones((1,) * left.dim(), dtype=torch.bool)
         for dim in dims:
-            others = tuple(d for d in dims if d != dim)
-            mask = left.any(others) if others else left
-            mask = mask.reshape(-1)
+            mask = left.any(tuple(d for d in dims if d != dim)).reshape(-1)
             outer = outer & mask.reshape([-1 if d == dim else 1 for d in range(left.dim())])
-            current = masks[dim]
-            masks[dim] = mask if current is None else current & mask
+            _restrict(masks, dim, mask)
         if not torch.equal(outer.expand(left.shape), left):
             raise InputError("the remaining entries of a tensor do not form a rectangle")
     return masks
+
+
+def _restrict(masks: list[Tensor | None], dim: int, mask: Tensor) -> None:
+    current = masks[dim]
+    masks[dim] = mask if current is None else current & mask
 
 
 def shape_after(tensor: LabelledTensor, alive: Tensor) -> tuple[int, ...]:

@@ -15,23 +15,28 @@ from hgnp.pruning.trace import visible_operators
 from hgnp.pruning.widths import Shape
 from hgnp.state_guards import evaluating, preserve_state
 
+PRODUCT_NAMES = frozenset(
+    """convolution mm bmm addmm baddbmm addbmm mv addmv dot _trilinear mkldnn_rnn_layer _cudnn_rnn""".split()  # noqa: SIM905
+)
+"""Operators that multiply and accumulate."""
+
 
 def macs_of(name: str, args: Sequence[Any], reads: Sequence[Shape], writes: Sequence[Shape]) -> int:
     """Of one call: convolutions, matrix products and recurrent layers. `args`: the operator's own arguments; `reads` and
     `writes`: the shapes of its tensors, in order."""
+    if name not in PRODUCT_NAMES:
+        return 0
     if name == "convolution":
         transposed = args[6]
         return math.prod(reads[0] if transposed else writes[0]) * math.prod(reads[1][1:])
-    if name in ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot"):
-        a, b = reads[-2:]
-        summed = min(a[-1], b[-2] if len(b) > 1 else b[-1])  # a state of zeros that fits any width is as wide as it was
-        return math.prod(a[:-1]) * summed * (b[-1] if len(b) > 1 else 1)
     if name == "_trilinear":  # nn.Bilinear
         return math.prod(reads[0][:-1]) * math.prod(reads[1])
     if name in ("mkldnn_rnn_layer", "_cudnn_rnn"):  # every step of every sample has a product with every matrix
         weights = reads[1:3] if name == "mkldnn_rnn_layer" else reads[1 : 1 + len(args[1])]
         return math.prod(reads[0][:-1]) * sum(math.prod(shape) for shape in weights if len(shape) == 2)
-    return 0
+    a, b = reads[-2:]
+    summed = min(a[-1], b[-2] if len(b) > 1 else b[-1])  # a state of zeros that fits any width is as wide as it was
+    return math.prod(a[:-1]) * summed * (b[-1] if len(b) > 1 else 1)
 
 
 class _Counter(TorchDispatchMode):

@@ -31,7 +31,6 @@ from hgnp.pruning.selection import (
     least_coupled,
     room_of,
     rounded_groups,
-    with_scores,
 )
 from hgnp.pruning.state import PruningState
 from hgnp.pruning.structure import PathError, Structure, TracedForward, depends_on_data
@@ -313,18 +312,20 @@ class Neurons:
         `round_to`) more, once each, or else the units involved are left out. Of units that are all of a tensor, the most
         important one is left out."""
         verifier = self._verifier_of(coupling)  # first: it may analyse the network again
-        units, original_floors = dict(self._state.units), floors
+        units, left_out, original_floors = self._state.units, set[int](), floors
         problem: Mismatch | None = None
         while True:
-            candidates = list(units.values()) if alive.keys() <= values.keys() else with_scores(units.values(), values)
             room = room_of(alive, floors)
             if coupling == "paper":
-                chosen = self._least_per_branch(candidates, values, n, alive, room, multiples)
+                chosen = self._least_per_branch(units.listed(values, left_out), values, n, alive, room, multiples)
+            elif is_rounded(multiples):
+                groups = rounded_groups(units.listed(values, left_out), values, alive, multiples)
+                chosen = least_coupled(groups, n, room)
             else:
-                chosen = least_coupled(rounded_groups(candidates, values, alive, multiples), n, room)
-            emptying = self._emptying(chosen, units, coupling)
+                chosen = least_coupled(units.ranked(values, left_out), n, room)
+            emptying = self._emptying(chosen, coupling)
             if emptying:
-                del units[max(emptying, key=lambda root: (units[root].importance(values), root))]
+                left_out.add(max(emptying, key=lambda root: (units.unit(root).importance(values), root)))
                 continue
             cut = self._as_selection(chosen, n, coupling, None if chosen or problem is None else problem.reason)
             if not cut or not confirm:
@@ -335,20 +336,22 @@ class Neurons:
                 problem = verifier.mismatch(left)
             if problem is None:
                 return cut
-            blamed = [units.pop(root) for root in set(self._structure.roots[problem.slots].tolist()) & units.keys()]
+            roots = set(self._structure.roots[problem.slots].tolist()) - left_out
+            blamed = {root for root in roots if root in units}
+            left_out |= blamed
             tight = {
                 layer
-                for unit in blamed
-                for layer, _ in unit.members
+                for root in blamed
+                for layer, _ in units.unit(root).members
                 if alive[layer] - len(cut.get(layer, ())) < floors[layer] + multiples[layer]
             }
             if tight and floors[min(tight)] == original_floors[min(tight)]:
                 floors = {layer: least + multiples[layer] * (layer in tight) for layer, least in floors.items()}
-                units = dict(self._state.units)
+                left_out = set()
             elif not blamed:
                 return self._as_selection([], n, coupling, problem.reason)
 
-    def _emptying(self, chosen: Iterable[Unit], units: Mapping[int, Unit], coupling: CouplingMode) -> set[int]:
+    def _emptying(self, chosen: Iterable[Unit], coupling: CouplingMode) -> set[int]:
         """The roots of units that would, together, leave nothing of a tensor. One layer's neurons may lie in several tensors:
         talking heads that queries and keys have and those that values have."""
         structure = self._branches.structure if coupling == "paper" else self._structure
@@ -358,9 +361,9 @@ class Neurons:
             removed[[int(slots[layer][position]) for layer, position in unit.members]] = True
         emptying = structure.emptying(removed)
         return {
-            root
-            for root, unit in (units.items() if emptying else ())
-            if any(int(slots[layer][position]) in emptying for layer, position in unit.members)
+            int(self._structure.roots[self._state.remaining(layer)[position]])
+            for layer, position in (member for unit in chosen if emptying for member in unit.members)
+            if int(slots[layer][position]) in emptying
         }
 
     def _least_per_branch(

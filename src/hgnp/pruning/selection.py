@@ -10,7 +10,8 @@ have their first rounded group together.
 import math
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from hgnp.errors import InputError, InputTypeError
 from hgnp.pruning.limits import limit_by_layer
+from hgnp.state_guards import garbage_collection_off
 
 Scores = Mapping[str, Tensor]
 """Layer → one number per remaining neuron."""
@@ -74,7 +76,7 @@ class Selection(dict[str, list[int]]):
         return f"Selection({self.taken}{requested} neurons{''.join(f'; {more}' for more in (layers, self.problem) if more)})"
 
 
-class Unit(NamedTuple):  # a dataclass would take several times as long to create, and a round creates thousands
+class Unit(NamedTuple):  # a dataclass would take several times as long to create, and there are thousands
     """Neurons that are removed together."""
 
     members: tuple[tuple[str, int], ...]
@@ -90,15 +92,78 @@ class Unit(NamedTuple):  # a dataclass would take several times as long to creat
         return sum(scores[layer][position] for layer, position in self.members) / len(self.members)
 
 
+class Units:
+    """All units of a network, as one entry per neuron; a `Unit` is built where it is asked for. Their order is that of their
+    first neurons, by layer and position.
+
+    Args:
+        layers: The names of the layers.
+        layer, position, root: Of each neuron, in the order of layers and positions: the number of its layer, its position there
+            and the root that it shares with the neurons of its unit, each of shape (neurons,).
+    """
+
+    def __init__(self, layers: Sequence[str], layer: Tensor, position: Tensor, root: Tensor) -> None:
+        self._layers, self._layer, self._position = layers, layer, position
+        roots, of_neuron, sizes = root.unique(return_inverse=True, return_counts=True)
+        first = torch.full_like(roots, len(root)).scatter_reduce_(0, of_neuron, torch.arange(len(root)), "amin")
+        order = first.argsort()
+        self._roots, self._sizes = roots[order], sizes[order]
+        self._of_neuron = order.argsort()[of_neuron]
+        by_unit = self._of_neuron.argsort(stable=True)
+        self._members = layer[by_unit].tolist(), position[by_unit].tolist()
+        self._ends = [0, *self._sizes.cumsum(0).tolist()]
+
+    @cached_property
+    def _number(self) -> dict[int, int]:
+        """Root → the number of its unit."""
+        return {root: number for number, root in enumerate(self._roots.tolist())}
+
+    def __contains__(self, root: int) -> bool:
+        return root in self._number
+
+    def unit(self, root: int) -> Unit:
+        return self._build(self._number[root])
+
+    def listed(self, scores: Values, left_out: Collection[int] = ()) -> list[Unit]:
+        """The units whose layers all have scores, without those of some roots."""
+        with garbage_collection_off():  # of thousands of objects, all of which stay: it would take most of the time
+            return [self._build(number) for number in self._selectable(scores, left_out).nonzero().flatten().tolist()]
+
+    def ranked(self, scores: Values, left_out: Collection[int] = ()) -> Iterator[Unit]:
+        """The same units, the least important first."""
+        selectable = self._selectable(scores, left_out).nonzero().flatten()
+        columns = [torch.tensor(scores.get(name, ()), dtype=torch.float64) for name in self._layers]
+        starts = torch.tensor([0, *map(len, columns)]).cumsum(0)[:-1]
+        scored = self._scored(scores)[self._layer]
+        own = torch.cat([torch.zeros(0, dtype=torch.float64), *columns])[(starts[self._layer] + self._position)[scored]]
+        total = torch.zeros(len(self._roots), dtype=torch.float64).index_add_(0, self._of_neuron[scored], own)
+        importance = (total / self._sizes)[selectable]
+        return map(self._build, selectable[importance.argsort(stable=True)].tolist())
+
+    def _scored(self, scores: Values) -> Tensor:
+        return torch.tensor([name in scores for name in self._layers], dtype=torch.bool)
+
+    def _selectable(self, scores: Values, left_out: Collection[int]) -> Tensor:
+        found = torch.ones(len(self._roots), dtype=torch.bool)
+        found[self._of_neuron[~self._scored(scores)[self._layer]]] = False
+        found[[self._number[root] for root in left_out]] = False
+        return found
+
+    def _build(self, number: int) -> Unit:
+        mine = slice(self._ends[number], self._ends[number + 1])
+        layers, positions = (column[mine] for column in self._members)
+        return Unit(tuple((self._layers[layer], position) for layer, position in zip(layers, positions, strict=True)))
+
+
 def ranked(units: Iterable[Unit], scores: Values) -> list[Unit]:
     """The least important first."""
     return sorted(units, key=lambda unit: unit.importance(scores))
 
 
-def least_coupled(ranking: Sequence[Unit], n: int, room: Mapping[str, int]) -> list[Unit]:
+def least_coupled(ranking: Iterable[Unit], n: int, room: Mapping[str, int]) -> list[Unit]:
     """Units in the order given, while they fit into n neurons and into `room` (layer → how many neurons may be removed)."""
     left, chosen, removed = dict(room), [], {id(None)}
-    for unit in ranking:
+    for unit in ranking if n else ():
         if len(unit.members) > n or id(unit.after) not in removed:
             continue
         sizes = Counter(layer for layer, _ in unit.members)
@@ -111,11 +176,6 @@ def least_coupled(ranking: Sequence[Unit], n: int, room: Mapping[str, int]) -> l
             if n == 0:
                 break
     return chosen
-
-
-def with_scores(units: Iterable[Unit], scores: Values) -> list[Unit]:
-    """The units whose layers all have scores."""
-    return [unit for unit in units if all(layer in scores for layer, _ in unit.members)]
 
 
 def room_of(alive: Mapping[str, int], floors: Mapping[str, int]) -> dict[str, int]:

@@ -1,6 +1,5 @@
 """Pruning state: which neurons remain, where each one is now, and what a removal leaves."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,13 +12,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hgnp.errors import InputError, did_you_mean
 from hgnp.pruning.graph import Graph, tensors_of
+from hgnp.pruning.labels import NO_SLOTS
 from hgnp.pruning.layer_weights import summed_products
 from hgnp.pruning.propagation import LabelPropagation
 from hgnp.pruning.rules import op_name
-from hgnp.pruning.selection import Unit, as_positions
+from hgnp.pruning.selection import Units, as_positions
 from hgnp.pruning.structure import Structure
 from hgnp.pruning.widths import Shape
-from hgnp.state_guards import garbage_collection_off
 
 
 @dataclass(frozen=True)
@@ -50,17 +49,17 @@ class PruningState:
         return self.structure.macs(self.alive)
 
     @cached_property
-    def units(self) -> dict[int, Unit]:
-        """Root → the neurons that are removed together."""
-        members: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        with garbage_collection_off():  # of thousands of objects, all of which stay: it would take most of the time
-            for layer in self.layer_slots:
-                slots = self.remaining(layer)
-                free = ~self.structure.frozen[slots]
-                positions, roots = free.nonzero().squeeze(1).tolist(), self.structure.roots[slots[free]].tolist()
-                for position, root in zip(positions, roots, strict=True):
-                    members[root].append((layer, position))
-            return {root: Unit(tuple(unit)) for root, unit in members.items()}
+    def units(self) -> Units:
+        """The neurons that are removed together."""
+        slots = {layer: self.remaining(layer) for layer in self.layer_slots}
+        free = {layer: (~self.structure.frozen[mine]).nonzero().flatten() for layer, mine in slots.items()}
+        sizes = torch.tensor([len(positions) for positions in free.values()], dtype=torch.long)
+        return Units(
+            list(slots),
+            torch.arange(len(slots)).repeat_interleave(sizes),
+            torch.cat([NO_SLOTS, *free.values()]),
+            torch.cat([NO_SLOTS, *(self.structure.roots[mine[free[layer]]] for layer, mine in slots.items())]),
+        )
 
     def without(self, selection: Mapping[str, Sequence[int]], roots: Tensor) -> "PruningState":
         """The state after removing the selection and everything coupled to it by `roots`. Validates the selection."""
@@ -84,8 +83,8 @@ class PruningState:
         for layer in selection:
             if not len(left.remaining(layer)):
                 raise InputError(f"selection must leave each layer a neuron, got all of {layer}")
-        for (name, _), slots in structure.coupling.slots.items():
-            if not bool(left.alive[slots].any()):
+        for (name, _), size in structure.sizes_after(left.alive).items():
+            if not size:
                 raise InputError(
                     f"selection must leave part of each tensor, got all of {name} with the coupled neurons"
                 )

@@ -24,7 +24,7 @@ from hgnp.errors import InputError, first_line, is_too_few_values
 from hgnp.pruning.coupling import FROZEN, Coupling, NewCouplingError, ReadOnlyCoupling
 from hgnp.pruning.graph import ABSENT, Graph, Inputs, Outputs, Stop, TensorSpec, tensors_of
 from hgnp.pruning.labels import LabelledTensor, compact, shape_after, varying_dims
-from hgnp.pruning.macs import macs_of, measured_macs
+from hgnp.pruning.macs import PRODUCT_NAMES, macs_of, measured_macs
 from hgnp.pruning.propagation import LabelledCall, LabelPropagation
 from hgnp.pruning.rules import op_name
 from hgnp.pruning.trace import UNTRACEABLE, Decisions, hook_code, trace_forward
@@ -553,8 +553,8 @@ class Structure:
     def update(self, resized: Mapping[str, Shape]) -> None:
         """Traces the network again if a value that its code reads has changed, or these buffers have other shapes. PathError if
         more neurons are coupled or frozen then."""
-        tensors = tensors_of(self.net)
         reads = [item for propagation in self.propagations.values() for item in propagation.graph.read_values.items()]
+        tensors = tensors_of(self.net) if reads else {}
         same = all(_equal(tensors[name] if read.source is None else read.source, read.value) for name, read in reads)
         if same and not resized:
             return
@@ -582,9 +582,16 @@ class Structure:
     def shapes_after(self, alive: Tensor) -> dict[str, Shape]:
         """The shapes that a cut changes."""
         after = {name: list(shape) for name, shape in self.shapes.items()}
-        for (name, dim), slots in self.coupling.slots.items():
-            after[name][dim] = int(alive[slots].sum())
+        for (name, dim), size in self.sizes_after(alive).items():
+            after[name][dim] = size
         return {name: tuple(shape) for name, shape in after.items() if tuple(shape) != self.shapes[name]}
+
+    def sizes_after(self, alive: Tensor) -> dict[tuple[str, int], int]:
+        """(name, dim) → how many of its slots remain."""
+        slots = self.coupling.slots
+        ends = torch.tensor([0, *map(len, slots.values())]).cumsum(0)
+        remaining = torch.cat([ends[:1], alive[torch.cat([ends[:0], *slots.values()])].cumsum(0)])[ends]
+        return dict(zip(slots, remaining.diff().tolist(), strict=True))
 
     def widths_after(self, alive: Tensor) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
         """(name, module, attributes) for every module, with the attributes that state widths."""
@@ -626,10 +633,11 @@ class Structure:
     def removal(self, before: Tensor, after: Tensor) -> Removal:
         """What a removal changes, from one mask of remaining slots to the next, in positions before it."""
         slices: dict[str, dict[int, Tensor]] = defaultdict(dict)
-        for (name, dim), slots in self.coupling.slots.items():
-            keep = after[slots[before[slots]]]
-            if not bool(keep.all()):
-                slices[name][dim] = keep.nonzero().squeeze(1)
+        sizes = self.sizes_after(after)
+        for (name, dim), size in self.sizes_after(before).items():
+            if sizes[name, dim] < size:
+                slots = self.coupling.slots[name, dim]
+                slices[name][dim] = after[slots[before[slots]]].nonzero().squeeze(1)
         widths = {}
         for name, module, stated in self.widths_after(after):
             changed = {attribute: value for attribute, value in stated.items() if getattr(module, attribute) != value}
@@ -652,7 +660,8 @@ class Structure:
     def macs(self, alive: Tensor) -> int:
         """Multiply–accumulates of convolutions, matrix products and recurrent layers in one evaluation-mode forward pass of the
         example input."""
-        return self.untraced_macs + sum(_macs(labelled, alive) for labelled in self.propagations[False].calls)
+        calls = [each for each in self.propagations[False].calls if op_name(each.call.op) in PRODUCT_NAMES]
+        return self.untraced_macs + sum(_macs(labelled, alive) for labelled in calls)
 
     def measure_untraced(self) -> None:
         """Where tracing has stopped, counts the MACs after that point by a forward pass on the example input, of the network at

@@ -22,7 +22,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -56,11 +56,11 @@ from hgnp.pruning.graph import (
     TensorSpec,
     Value,
     ValueRef,
+    dim_order,
     function_name,
     leaves_of,
     map_leaves,
     non_tensor_arguments,
-    produces_tensor,
     run_operator,
     spec_of,
     tensors_of,
@@ -94,7 +94,34 @@ _BOOLEAN_OPS: Mapping[str, Callable[[Sequence[bool | None]], bool]] = {
 """Operators on truth values that are the same everywhere."""
 _ONE_DTYPE = frozenset(getattr(torch.ops.aten, n).default for n in ("mm", "addmm", "bmm", "baddbmm"))
 """Operators that fail on tensors of different dtypes, except on fake ones."""
+_FRESH = frozenset(
+    [torch.ops.aten.add.Tensor] + [getattr(torch.ops.aten, n).default for n in ("convolution", "relu", "gelu", "silu")]
+)
+"""Frequent operators that create one tensor, whose shape, strides and dtype those of their arguments and numbers give."""
+_FRESH_RESULTS: dict[Any, Any] = {}
+"""The metadata of such an operator's arguments → that of its result, from trace to trace."""
 _BOOLEANS = {outcome: torch.tensor(outcome) for outcome in (False, True)}
+
+
+class _OperatorFacts(NamedTuple):
+    """What PyTorch says of an operator."""
+
+    name: str
+    draws: bool
+    pointwise_in_place: bool
+    written: tuple[str, ...]
+    """The arguments that it writes."""
+
+
+@cache
+def _facts(op: OpOverload) -> _OperatorFacts:
+    name = str(op._schema.name).removeprefix("aten::")
+    return _OperatorFacts(
+        name,
+        torch.Tag.nondeterministic_seeded in op.tags,
+        torch.Tag.pointwise in op.tags and name.endswith("_"),
+        tuple(each.name for each in op._schema.arguments if each.alias_info is not None and each.alias_info.is_write),
+    )
 
 
 class _OperatorTracer(TorchDispatchMode):
@@ -164,7 +191,7 @@ class _OperatorTracer(TorchDispatchMode):
 
     def _evaluate_sure_comparison(self, op: OpOverload, args: tuple[Any, ...], result: Any) -> None:
         """A layer that is dropped with probability 0 is never dropped: the value of `torch.rand([]) < 0` is known."""
-        name = str(op._schema.name).removeprefix("aten::")
+        name = _facts(op).name
         if (name == "rand" and result.dim() == 0) or (name == "detach" and id(args[0]) in self._uniform_samples):
             self._uniform_samples.add(id(result))
         elif (
@@ -210,7 +237,7 @@ class _OperatorTracer(TorchDispatchMode):
         try:
             result = _known_result_shapes(op, args, kwargs)
             if result is None:
-                result = op(*args, **kwargs)
+                result = _fresh_result(op, args) if op in _FRESH and not kwargs else op(*args, **kwargs)
         except UNTRACEABLE:
             refs = self._with_refs(args, kwargs)
             with _disable_current_modes(), torch.no_grad():
@@ -233,7 +260,7 @@ class _OperatorTracer(TorchDispatchMode):
             writes = tuple(self.value(tensor, computed=True) for tensor in computed)
             module = self.module_calls.current.module
             origins = [self._origin[index] for index in reads]
-            random = None in origins or torch.Tag.nondeterministic_seeded in op.tags
+            random = None in origins or _facts(op).draws
             for index in writes:
                 self._origin[index] = None if random else frozenset(each for origin in origins for each in origin or ())
                 if index in reads:
@@ -283,7 +310,7 @@ class _OperatorTracer(TorchDispatchMode):
         if index not in self._producer:
             return None
         call = self._calls[self._producer[index]]
-        combine = _BOOLEAN_OPS.get(str(call.op._schema.name).removeprefix("aten::"))
+        combine = _BOOLEAN_OPS.get(_facts(call.op).name)
         parts = [self._if_finite(read) for read in call.reads] if combine else [None]
         return None if combine is None or None in parts else combine(parts)
 
@@ -394,10 +421,9 @@ def _same(value: Any, before: Any) -> bool:
 
 def _written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that an operator writes, by its schema."""
-    if not op._schema.is_mutable:
+    if not (names := _facts(op).written):
         return []
     given = dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs
-    names = [each.name for each in op._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     return [leaf for name in names for leaf in leaves_of(given.get(name)) if isinstance(leaf, Tensor)]
 
 
@@ -424,27 +450,28 @@ class _FunctionTracer(TorchFunctionMode):
         name, graph = function_name(func), self._operators.graph
         if func == torch.Tensor.data.__set__ and not self._operators.is_weight(args[0]):  # type: ignore[attr-defined]
             raise UntraceableError("it replaces the data of a tensor")
-        arguments, non_tensors = self._indices((args, kwargs)), non_tensor_arguments(name, args, kwargs)
-        start = len(graph.op_calls)
+        leaves = leaves_of((args, kwargs))
+        arguments, start = self._indices(leaves), len(graph.op_calls)
         try:
             result = func(*args, **kwargs)
         except Exception:
             del graph.op_calls[start:]  # the network may catch it: a call that failed halfway does not count
             raise
-        if produces_tensor(name, result):
+        results = self._indices(leaves_of(result))
+        if results or name == "__setitem__":  # other functions only query a tensor
             op_calls = range(start, len(graph.op_calls))
             call = self._operators.module_calls.current
-            now = self._indices((args, kwargs))  # an input has an index from its first use on
-            arguments = {position: now[position] if index is None else index for position, index in arguments.items()}
-            results = self._indices(result)
+            if None in arguments.values():  # an input has an index from its first use on
+                arguments = self._indices(leaves) | {k: index for k, index in arguments.items() if index is not None}
+            non_tensors = non_tensor_arguments(name, args, kwargs)
             graph.function_calls.append(FunctionCall(name, call, arguments, results, op_calls, non_tensors))
             if name in ("isfinite", "isinf", "isnan"):
                 graph.finite_checks |= {index: name == "isfinite" for index in results.values() if index is not None}
         return result
 
-    def _indices(self, tree: Any) -> dict[int, int | None]:
-        leaves = enumerate(leaves_of(tree))
-        return {position: self._operators.index_of(leaf) for position, leaf in leaves if isinstance(leaf, Tensor)}
+    def _indices(self, leaves: list[Any]) -> dict[int, int | None]:
+        places = enumerate(leaves)
+        return {position: self._operators.index_of(leaf) for position, leaf in places if isinstance(leaf, Tensor)}
 
 
 def _outcome(comparison: str, threshold: float) -> bool | None:
@@ -462,11 +489,13 @@ def _known_result_shapes(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str
         return None
     if op is torch.ops.aten.native_batch_norm.default:
         return _batch_norm(*args)
+    if op is torch.ops.aten.addmm.default and not kwargs:
+        return _addmm(*args)
     if op is torch.ops.aten.add_.Tensor and x.constant is not None and type(args[1]) is int:
         with torch._C._DisableTorchDispatch():
             x.constant = x.constant + args[1]  # a norm counts its batches
         return x
-    in_place = torch.Tag.pointwise in op.tags and str(op._schema.name).endswith("_") and x.constant is None
+    in_place = _facts(op).pointwise_in_place and x.constant is None
     return x if in_place and not any(isinstance(leaf, Tensor) for leaf in leaves_of((args[1:], kwargs))) else None
 
 
@@ -482,6 +511,40 @@ def _batch_norm(
         return torch.empty_like(x), x.new_empty(size), x.new_empty(size)
     shapes = [(tuple(x.shape), x.stride()), (size, (1,)), (size, (1,))]
     return tuple(_new_fake(x.fake_mode, shape, stride, x.dtype, x.fake_device) for shape, stride in shapes)
+
+
+def _addmm(bias: Any, a: Any, b: Any) -> Tensor | None:
+    """None for shapes and devices that PyTorch broadcasts or refuses. All have one dtype."""
+    if not all(isinstance(each, FakeTensor) and each.fake_device == bias.fake_device for each in (a, b)):
+        return None
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or bias.shape != b.shape[1:]:
+        return None
+    shape = a.shape[0], b.shape[1]
+    return _new_fake(bias.fake_mode, shape, (max(shape[1], 1), 1), bias.dtype, bias.fake_device)
+
+
+def _fresh_result(op: OpOverload, args: tuple[Any, ...]) -> Any:
+    """What an operator of `_FRESH` returns. PyTorch remembers it too, but takes four times as long to look it up."""
+    key = op, *map(_metadata, args)
+    known = _FRESH_RESULTS.get(key) if None not in key else None
+    if known is not None:
+        return _new_fake(args[0].fake_mode, *known)
+    result = op(*args)
+    if None not in key:
+        _FRESH_RESULTS[key] = _metadata(result)
+    return result
+
+
+def _metadata(leaf: Any) -> Any:
+    """All that the results of an operator depend on, hashable; None for a tensor with other properties than these."""
+    if not isinstance(leaf, Tensor):
+        return tuple(leaf) if isinstance(leaf, list) else "None" if leaf is None else leaf
+    if not isinstance(leaf, FakeTensor) or leaf.layout != torch.strided or leaf.constant is not None:
+        return None
+    # a Python number, wrapped in a tensor, has no say in the result's dtype, and looks as any other
+    if not leaf.is_floating_point() or leaf.dim() == 0:
+        return None
+    return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.fake_device
 
 
 def _new_fake(
@@ -518,6 +581,8 @@ def trace_forward(
         )
     if FakeTensorMode.cache_info().size > MAX_CACHED_SHAPES:
         FakeTensorMode.cache_clear()  # PyTorch keeps an entry per operator and shape, and every removal adds new ones
+    if len(_FRESH_RESULTS) > MAX_CACHED_SHAPES:
+        _FRESH_RESULTS.clear()
     if shapes is None and graph.error is None and any(tensor() is not None for tensor in computed):
         gc.collect()
         if any(tensor() is not None for tensor in computed):
@@ -539,13 +604,14 @@ def _trace(
 ) -> tuple[Graph, list["weakref.ref[Tensor]"]]:
     """The graph, and references to the tensors that were computed, which should be freed by now."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes, weights = _fake_weights(net, fake_mode, shapes, specs)
+    tensors = tensors_of(net)
+    fakes, weights = _fake_weights(tensors, fake_mode, shapes, specs)
     args, kwargs = inputs
     if not compute_inputs:
         args, kwargs = tree_map(lambda leaf: fake_mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
     pairs = zip(tree_leaves((args, kwargs)), tree_leaves(inputs), strict=True)
     given = {id(leaf): (leaf, data) for leaf, data in pairs if isinstance(leaf, Tensor)}
-    tracer = _OperatorTracer(net, weights, tensors_of(net), given, decisions)
+    tracer = _OperatorTracer(net, weights, tensors, given, decisions)
     graph = tracer.graph
     with (
         preserve_state(net),
@@ -628,8 +694,8 @@ def visible_operators() -> Iterator[None]:
     around the block is off, so that traces within it and outside are equal; and no log of shape errors, which traces of cuts
     may cause."""
     log = logging.getLogger(FakeTensorMode.__module__)
-    level, fast = log.level, torch.backends.mha.get_fastpath_enabled()
-    log.setLevel(logging.CRITICAL)
+    disabled, fast = log.disabled, torch.backends.mha.get_fastpath_enabled()
+    log.disabled = True  # to set its level would clear what all loggers know of theirs
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with (
@@ -644,23 +710,25 @@ def visible_operators() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        log.setLevel(level)
+        log.disabled = disabled
 
 
 def _fake_weights(
-    net: nn.Module, fake_mode: FakeTensorMode, shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, TensorSpec]
+    tensors: Mapping[str, Tensor],
+    fake_mode: FakeTensorMode,
+    shapes: Mapping[str, tuple[int, ...]],
+    specs: Mapping[str, TensorSpec],
 ) -> tuple[dict[int, Tensor], dict[int, str]]:
     """Fake counterparts by the id of the real tensor, and names by the id of the fake one."""
     fakes: dict[int, Tensor] = {}
     weights: dict[int, str] = {}
-    for name, tensor in tensors_of(net).items():
+    for name, tensor in tensors.items():
         spec = specs.get(name) or spec_of(tensor)
         shape = shapes.get(name, tuple(tensor.shape))
         if len(spec.dim_order) != len(shape):  # a buffer that the code has replaced since
             spec = spec._replace(dim_order=tuple(range(len(shape))))
-        strides = (
-            tensor.stride() if shape == tensor.shape and spec == spec_of(tensor) else _strides(shape, spec.dim_order)
-        )
+        alike = shape == tensor.shape and spec[:3] == (tensor.dtype, tensor.device, dim_order(tensor))
+        strides = tensor.stride() if alike else _strides(shape, spec.dim_order)
         fake = _new_fake(fake_mode, shape, strides, spec.dtype, spec.device)  # FakeTensorMode.from_tensor is slow
         fake.requires_grad_(tensor.requires_grad)
         if isinstance(tensor, nn.Parameter):

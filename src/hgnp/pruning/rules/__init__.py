@@ -7,6 +7,8 @@ Exactness is measured against masking: a removed entry reads as zero. Matrix pro
 are therefore exact; means, maxima and softmaxes over channels are not, and freeze them.
 """
 
+from functools import cache
+
 import torch
 from torch._ops import OpOverload
 
@@ -49,6 +51,7 @@ depends on its size."""
 PRODUCTS: tuple[Rule, ...] = (products.mm, products.addmm, products.mv, products.dot, products.convolution)
 
 
+@cache
 def rule_for(op: OpOverload) -> Rule:
     name = op_name(op)
     rule = RULES.get(name) or RULES.get(name.removesuffix("_"))

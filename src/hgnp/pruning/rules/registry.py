@@ -1,6 +1,7 @@
 """The registry of rules by operator name, and helpers for their arguments."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch._ops import OpOverload
@@ -26,6 +27,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
+@cache
 def op_name(op: OpOverload) -> str:
     return str(op._schema.name).removeprefix("aten::")
 
