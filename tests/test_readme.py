@@ -61,6 +61,7 @@ TABLE = [
     ("paper/vgg16-cifar10-fast", "vgg16-cifar10-fast", "taylor", 0.144),
     ("paper/vgg16-cifar10-fast", "vgg16-cifar10-fast", "hgnp", None),
     ("paper/vgg16-cifar10-fast", "vgg16-cifar10-fast", "taylor", None),
+    ("paper/vgg16-cifar10", "vgg16-cifar10", "hgnp", None),
     ("paper/resnet18-cifar10-fast", "resnet18-cifar10-fast", "hgnp", None),
     ("paper/resnet18-cifar10-fast", "resnet18-cifar10-fast", "taylor", None),
 ]
