@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 help:
 	@echo "make demo    train a network on handwritten digits, prune it to 5 % of its parameters, and time both"
 	@echo "make test    lint, types and the whole test suite"
-	@echo "make test-oldest   the suite on the oldest PyTorch that is supported; downloads 3 GB"
+	@echo "make test-oldest   the suite on the oldest supported PyTorch, which takes a download of 3 GB"
 	@echo "make docs    the documentation site, in site/: runs the examples, and fails on any warning"
 	@echo "make clean   remove .venv and caches"
 

@@ -150,6 +150,8 @@ def register_kernels() -> Any:
 @contextmanager
 def pretended_device() -> Iterator[None]:
     """Inside the block there is the device `PRETENDED`."""
+    if torch.__version__ < "2.7":
+        pytest.skip("PyTorch 2.6 does not take kernels for all operators of another device")
     c10 = ctypes.CDLL(str(next(Path(torch.__file__).with_name("lib").glob("libc10.*"))))
     guards = (ctypes.c_void_p * 20).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
     maia, meta = DeviceType.MAIA.value, DeviceType.Meta.value  # the guard of meta tensors does nothing
