@@ -23,6 +23,15 @@ from hgnp.execution.graphs import GraphSequence
 from hgnp.flatness import step_and_state
 
 
+@contextlib.contextmanager
+def preserved_versions(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Changes inside the block do not count for autograd."""
+    with contextlib.ExitStack() as stack:
+        for tensor in tensors:  # one by one: PyTorch 2.6 takes no more
+            stack.enter_context(_unsafe_preserve_version_counter(tensor))
+        yield
+
+
 class Undone(TorchDispatchMode):
     """At the end of the block, tensors from before it have the values that they had: a capture computes nothing. `buffers` are
     given, as PyTorch does not say that a norm writes them."""
@@ -50,7 +59,7 @@ class Undone(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         tensors = [tensor for tensor, _ in self._before.values()]
-        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
+        with torch.no_grad(), preserved_versions(tensors):
             for tensor, value in self._before.values():
                 tensor.copy_(value)
         self._before, self._made = {}, {}
@@ -110,7 +119,7 @@ class Again:
             self.result.copy_(result)
         if state.statistics is not held[0]:
             own, new = _tensors(self.statistics), _tensors(state.statistics)
-            with _unsafe_preserve_version_counter(tuple(own)):
+            with preserved_versions(own):
                 for tensor, value in zip(own, new, strict=True):
                     tensor.copy_(value)
         if direction.choice is not self.choice:

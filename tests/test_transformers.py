@@ -324,6 +324,7 @@ def test_a_bert_is_pruned_on_batches_with_masks() -> None:
     assert net(**tokens("padded")).logits.isfinite().all()
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch.export fixes the number of rows; hgnp says so")
 def test_a_pruned_bert_is_exported_with_its_mask(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     torch.manual_seed(0)

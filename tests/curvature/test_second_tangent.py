@@ -324,6 +324,8 @@ CODE: dict[str, Callable[[Written, Tensor], Tensor]] = {
 def test_every_step_has_the_q_and_gradient_of_reverse_passes(
     code: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if code == "checkpoint" and torch.__version__ < "2.7":
+        pytest.skip("a checkpointed part that has failed once cannot run again; hgnp says so")
     x, y = torch.randn(9, 4).double(), torch.arange(9) % 3
     found = []
     for forward in (True, False):

@@ -100,6 +100,7 @@ def test_what_ranks_cannot_do_is_refused_on_all_of_them(two: list[Any]) -> None:
         assert rank["refusals"].keys() == REFUSED.keys()
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators may not")
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 def test_sharded_networks_are_refused_by_name() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

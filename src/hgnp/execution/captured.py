@@ -113,7 +113,12 @@ class Versions:
 
     def restore(self) -> None:
         """Makes autograd take what it has saved of the tensors for unchanged: only where a replay has recomputed that."""
-        torch._C._autograd._unsafe_set_version_counter(self.tensors, self.counters)
+        set_counter: Any = torch._C._autograd._unsafe_set_version_counter
+        try:
+            set_counter(self.tensors, self.counters)
+        except TypeError:  # PyTorch 2.6 takes one tensor
+            for tensor, counter in zip(self.tensors, self.counters, strict=True):
+                set_counter(tensor, counter)
 
 
 class EigenpairMemory:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 from hgnp.curvature.autodiff.operations import CONVOLUTIONS, Func, map_tensors, name_of, tensors_in, untracked
 
@@ -140,10 +141,12 @@ def _saved(func: "Func", given: Given, out: Any) -> Any:
 
 
 def saved_tensor_hooks_active() -> bool:
-    """Whether saved-tensor hooks are active, as in a checkpointed part: reading what autograd saves may recompute it. Before
-    torch 2.8 that is not known, and may be."""
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8
-    return hooks is None or hooks(True) is not None
+    """Whether saved-tensor hooks are active, as in a checkpointed part: reading what autograd saves may recompute it."""
+    try:
+        with disable_saved_tensors_hooks("they are active"):
+            return False
+    except RuntimeError:
+        return True
 
 
 def _precision() -> list[tuple[bool, torch.dtype]]:
