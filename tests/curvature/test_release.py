@@ -36,6 +36,9 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[Any]]]:
     gc.enable()
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.8", reason="the Hessian's first choice fails there, and its error holds them"
+)
 @pytest.mark.parametrize("curvature", ["ggn", "hessian"])
 @pytest.mark.parametrize("direction_from", ["last_batch", "this_batch"])
 @pytest.mark.parametrize("ranking", ["kfac", "empirical"])

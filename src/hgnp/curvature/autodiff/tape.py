@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import disable_saved_tensors_hooks
 
 from hgnp.curvature.autodiff.operations import CONVOLUTIONS, Func, map_tensors, name_of, tensors_in, untracked
 
@@ -141,12 +140,10 @@ def _saved(func: "Func", given: Given, out: Any) -> Any:
 
 
 def saved_tensor_hooks_active() -> bool:
-    """Whether saved-tensor hooks are active, as in a checkpointed part: reading what autograd saves may recompute it."""
-    try:
-        with disable_saved_tensors_hooks("they are active"):
-            return False
-    except RuntimeError:
-        return True
+    """Whether saved-tensor hooks are active, as in a checkpointed part: reading what autograd saves may recompute it. Before
+    torch 2.8 that is not known, and may be: an error within a checkpointed part would leave its hooks to all that follows."""
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8
+    return hooks is None or hooks(True) is not None
 
 
 def _precision() -> list[tuple[bool, torch.dtype]]:
