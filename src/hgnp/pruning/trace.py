@@ -103,8 +103,8 @@ _FRESH_RESULTS: dict[Any, Any] = {}
 _BOOLEANS = {outcome: torch.tensor(outcome) for outcome in (False, True)}
 
 
-class _OperatorFacts(NamedTuple):
-    """What PyTorch says of an operator."""
+class _OperatorProperties(NamedTuple):
+    """Properties of an operator, from its schema and tags."""
 
     name: str
     draws: bool
@@ -114,9 +114,9 @@ class _OperatorFacts(NamedTuple):
 
 
 @cache
-def _facts(op: OpOverload) -> _OperatorFacts:
+def _properties(op: OpOverload) -> _OperatorProperties:
     name = str(op._schema.name).removeprefix("aten::")
-    return _OperatorFacts(
+    return _OperatorProperties(
         name,
         torch.Tag.nondeterministic_seeded in op.tags,
         torch.Tag.pointwise in op.tags and name.endswith("_"),
@@ -191,7 +191,7 @@ class _OperatorTracer(TorchDispatchMode):
 
     def _evaluate_sure_comparison(self, op: OpOverload, args: tuple[Any, ...], result: Any) -> None:
         """A layer that is dropped with probability 0 is never dropped: the value of `torch.rand([]) < 0` is known."""
-        name = _facts(op).name
+        name = _properties(op).name
         if (name == "rand" and result.dim() == 0) or (name == "detach" and id(args[0]) in self._uniform_samples):
             self._uniform_samples.add(id(result))
         elif (
@@ -260,7 +260,7 @@ class _OperatorTracer(TorchDispatchMode):
             writes = tuple(self.value(tensor, computed=True) for tensor in computed)
             module = self.module_calls.current.module
             origins = [self._origin[index] for index in reads]
-            random = None in origins or _facts(op).draws
+            random = None in origins or _properties(op).draws
             for index in writes:
                 self._origin[index] = None if random else frozenset(each for origin in origins for each in origin or ())
                 if index in reads:
@@ -310,7 +310,7 @@ class _OperatorTracer(TorchDispatchMode):
         if index not in self._producer:
             return None
         call = self._calls[self._producer[index]]
-        combine = _BOOLEAN_OPS.get(_facts(call.op).name)
+        combine = _BOOLEAN_OPS.get(_properties(call.op).name)
         parts = [self._if_finite(read) for read in call.reads] if combine else [None]
         return None if combine is None or None in parts else combine(parts)
 
@@ -421,7 +421,7 @@ def _same(value: Any, before: Any) -> bool:
 
 def _written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that an operator writes, by its schema."""
-    if not (names := _facts(op).written):
+    if not (names := _properties(op).written):
         return []
     given = dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs
     return [leaf for name in names for leaf in leaves_of(given.get(name)) if isinstance(leaf, Tensor)]
@@ -495,7 +495,7 @@ def _known_result_shapes(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str
         with torch._C._DisableTorchDispatch():
             x.constant = x.constant + args[1]  # a norm counts its batches
         return x
-    in_place = _facts(op).pointwise_in_place and x.constant is None
+    in_place = _properties(op).pointwise_in_place and x.constant is None
     return x if in_place and not any(isinstance(leaf, Tensor) for leaf in leaves_of((args[1:], kwargs))) else None
 
 
